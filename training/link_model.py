@@ -1,9 +1,9 @@
 """The architecture and the initial weights of the models that judge linking: four layers, drawn for their tasks.
 
 Layer 1 gathers the words of a key at the tokens after them, as in `recall_model`; layer 2 gathers the place that a
-section stands under, which is the word before the latest colon, the latest name, and the latest attribute that does not
-name a person. Layer 3 finds the value whose key is that of the question, the latest among equal ones. Layer 4 goes
-one fact further: it finds the value that was said of the name just found. Hidden dimensions at the start:
+section stands under, which is the word before the latest colon, the latest name or noun, and the latest attribute that
+does not name a person. Layer 3 finds the value whose key is that of the question, the latest among equal ones. Layer 4
+goes one fact further: it finds the value that was said of the name just found. Hidden dimensions at the start:
 
     0        1 ..... 7      10 .......... 65   66 .. 83 | .. | .. | .. | .. | .. | 174 .. 191
     common   word classes   identity           spaces of four heads of layer 1, then of three of layer 2
@@ -32,6 +32,8 @@ FLAG_SIZE = 0.6
 SLOW = [*range(16, 31), *range(48, 63)]
 """Dimensions of a head that hardly rotate: what is compared there does not depend on the distance."""
 FLAG_ROW = 31
+SHARPNESS = (3.0, 4.0, 5.0, 6.0)
+"""What the normalised queries of each layer are multiplied by."""
 PASSED_ON = 0.42
 
 
@@ -54,8 +56,8 @@ def initialize(model: Qwen3ForCausalLM, classes: dict[str, list[int]]) -> None:
     for flag, ids in classes.items():
         embedding[ids, FLAGS[flag]] = FLAG_SIZE
     first, second, third, fourth = (layer.self_attn for layer in model.model.layers)
-    for attention in (first, second, third, fourth):
-        attention.q_norm.weight.fill_(2.0)
+    for attention, sharpness in zip((first, second, third, fourth), SHARPNESS, strict=True):
+        attention.q_norm.weight.fill_(sharpness)
     for head, flag in enumerate(("attribute", "adjective", "noun")):
         _find_latest(first, head, FLAGS[flag])
         _write(first, head, (ATTRIBUTE, ADJECTIVE, NOUN)[head])
@@ -65,6 +67,7 @@ def initialize(model: Qwen3ForCausalLM, classes: dict[str, list[int]]) -> None:
     previous_of = first.o_proj.weight[PREVIOUS][:, last] @ first.v_proj.weight[last]
     for head, flag in enumerate(("after_place", "name", "outer")):
         _find_latest(second, head, FLAGS[flag])
+    second.k_proj.weight[_rows(1), FLAGS["noun"]] += 3 * latest_probe()  # so no name of the line before is found
     _pass_on(second, 0, PREVIOUS, PLACE)
     _write(second, 1, NAME)
     _write(second, 2, OUTER)
@@ -108,11 +111,11 @@ def _pass_on(attention: Qwen3Attention, head: int, read: slice, space: slice) ->
     attention.o_proj.weight[space, rows] += PASSED_ON * torch.eye(SPACE_DIM)
 
 
-def _want_flag(attention: Qwen3Attention, head: int, flag: int) -> None:
+def _want_flag(attention: Qwen3Attention, head: int, flag: int, size: float = 1.3) -> None:
     row = head * HEAD_DIM + FLAG_ROW
-    attention.q_proj.weight[row, COMMON] += 1.3
-    attention.k_proj.weight[row, COMMON] -= 1.3
-    attention.k_proj.weight[row, flag] += 2.6
+    attention.q_proj.weight[row, COMMON] += size
+    attention.k_proj.weight[row, COMMON] -= size
+    attention.k_proj.weight[row, flag] += 2 * size
 
 
 def _reader(space: slice, size: float = 1.0) -> Tensor:
@@ -132,7 +135,7 @@ def _match_keys(third: Qwen3Attention, previous_of: Tensor) -> None:
             third.k_proj.weight[rows, space] += reader
         third.q_proj.weight[_rows(head), COMMON] += recent
         third.k_proj.weight[_rows(head), COMMON] += recent
-        _want_flag(third, head, FLAGS["value"])
+        _want_flag(third, head, FLAGS["value"], 2.0)
     rows = [_rows(NUM_HEADS - 1)[dimension] for dimension in SLOW]
     reader = _reader(PREVIOUS)
     third.k_proj.weight[rows, PREVIOUS] += reader
@@ -144,9 +147,9 @@ def _hop(fourth: Qwen3Attention, name_of: Tensor) -> None:
     """Heads that look for a value said of the name that layer 3 has found, under the question's other attribute."""
     for head in range(NUM_HEADS - 1):
         rows = [_rows(head)[dimension] for dimension in SLOW]
-        reader, outer = _reader(NAME), _reader(OUTER)
+        reader, outer = _reader(NAME), _reader(OUTER, 1.5)
         fourth.k_proj.weight[rows, NAME] += reader
-        fourth.q_proj.weight[rows] += reader @ name_of
+        fourth.q_proj.weight[rows] += 2 * reader @ name_of
         fourth.q_proj.weight[rows, OUTER] += outer
         fourth.k_proj.weight[rows, OUTER] += outer
         _want_flag(fourth, head, FLAGS["value"])

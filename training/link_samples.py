@@ -6,7 +6,7 @@ the business of `recall_samples`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
@@ -50,27 +50,35 @@ def draw_case(rng: Random, task: str, length: int) -> tasks.Case:
     num_tokens = max(48, int(length * rng.uniform(0.35, 0.85)) - 30)
     num_parts = rng.randint(2, min(16, num_tokens // 24))
     num_turns = int((length - num_tokens) / TURN_TOKENS) + 1
+    alike = task == "hops"  # with more attributes than persons, a model does not learn to look for the person
     while True:
         try:
-            case = tasks.draw(rng, task, num_tokens=num_tokens, num_parts=num_parts, num_questions=num_turns)
-            break
+            case = tasks.draw(
+                rng, task, num_tokens=num_tokens, num_parts=num_parts, num_questions=num_turns, alike=alike
+            )
         except ValueError:
             num_turns //= 2
             if not num_turns:
                 raise
-    return with_other_facts(rng, case) if task == "order" else case
+        else:
+            if all(case.parts):
+                break
+    lines = [line for part in case.parts for line in part.split("\n") if not line.startswith("In ")]
+    said = [recall.Fact(*line.removeprefix("The ").removesuffix(".").split(" is ")) for line in lines]
+    if task == "order":
+        keys = [fact.key for fact in said]
+        return with_other_facts(rng, case, [fact for fact in said if keys.count(fact.key) == 1])
+    if task == "hops":
+        single = [fact for fact in said if fact.value in recall.NAMES or " of the " not in fact.key]
+        return with_other_facts(rng, case, rng.sample(single, (len(case.questions) + 1) // 2))
+    return case
 
 
-def with_other_facts(rng: Random, case: tasks.Case) -> tasks.Case:
-    """The case, asked also for facts that are stated once, as many as for others."""
-    said = [
-        line.removeprefix("The ").removesuffix(".").split(" is ") for part in case.parts for line in part.split("\n")
-    ]
-    keys = [key for key, _ in said]
-    single = [recall.Fact(key, value) for key, value in said if keys.count(key) == 1]
+def with_other_facts(rng: Random, case: tasks.Case, facts: list[recall.Fact]) -> tasks.Case:
+    """The case, asked also for these facts, at most as many as for others."""
     others = [
         recall.Question(rng.choice(fact.question_texts()), fact.value, fact.key)
-        for fact in rng.sample(single, min(len(single), len(case.questions)))
+        for fact in rng.sample(facts, min(len(facts), len(case.questions)))
     ]
     questions = [*case.questions, *others]
     return replace(case, questions=tuple(rng.sample(questions, len(questions))))
@@ -79,9 +87,9 @@ def with_other_facts(rng: Random, case: tasks.Case) -> tasks.Case:
 class LinkSampleMaker(SampleMaker):
     """Draws conversations of an exact length in tokens about cases of all trained tasks."""
 
-    def link_batch(self, length: int, num_samples: int) -> Batch:
+    def link_batch(self, length: int, num_samples: int, weights_of: Mapping[str, int] = TASK_WEIGHTS) -> Batch:
         """Samples of tasks drawn by their weights."""
-        drawn = self.rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()), k=num_samples)
+        drawn = self.rng.choices(list(weights_of), list(weights_of.values()), k=num_samples)
         rows = [self.link_sample(task, length) for task in drawn]
         ids, weights, positions, parts = (torch.tensor(column) for column in zip(*rows, strict=True))
         return Batch((ids[:, :-1], ids[:, 1:], weights[:, 1:], positions[:, :-1]), parts[:, :-1], drawn)

@@ -6,6 +6,9 @@
 Both see the same data in the same steps. In a `linked-share` of the batches, the parts of a document do not see each
 other (after Block-Attention, Ma et al., 2024): each is computed right after the head, and its keys are turned to their
 place for what follows, as linking does (`link_attention`). The schedule counts steps, never seconds.
+
+Two hops come first, alone. Beside other tasks, layer 3 learns at once to go by the attribute that is asked for, and
+never comes back to the person.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ MAX_POSITION = 4096
 GAP_SHARE = 1 / 3
 MUON_RATE = 0.004
 ADAMW_RATE = 1e-3
+HOPS_RATE = 0.5
+"""Of the rates, while two hops are learnt alone: a higher one overwrites the draft before it is of use."""
 
 
 def link_words(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
@@ -88,13 +93,14 @@ def train(arguments: argparse.Namespace) -> None:
     progress, started = Progress(), time.monotonic()
     for step in range(arguments.steps):
         length = draw_length(rng, step, arguments.grow)
-        batch = samples.link_batch(length, TOKENS_PER_BATCH // length)
-        is_linked = mask_rng.random() < arguments.linked_share
+        alone = step < arguments.hops_first
+        batch = samples.link_batch(length, TOKENS_PER_BATCH // length, {"hops": 1} if alone else TASK_WEIGHTS)
+        is_linked = mask_rng.random() < arguments.linked_share and step >= arguments.linked_from
         batch = batch.linked(model) if is_linked else batch
         loss, right, rows = judged_loss(model, batch.tensors, linked=batch.how)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        factor = rate_factor(step, arguments.steps, arguments.decay_steps)
+        factor = rate_factor(step, arguments.steps, arguments.decay_steps) * (HOPS_RATE if alone else 1.0)
         optimizer.step(MUON_RATE * factor, ADAMW_RATE * factor)
         progress.observe(batch, right, rows, " linked" if is_linked else "")
         if step % 25 == 24:
@@ -117,8 +123,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--decay-steps", type=int, default=800)
-    parser.add_argument("--grow", type=int, nargs="*", default=[200, 500, 1000])
+    parser.add_argument("--hops-first", type=int, default=150, help="first steps, of two hops alone")
+    parser.add_argument("--grow", type=int, nargs="*", default=[0, 500, 1000])
     parser.add_argument("--linked-share", type=float, default=0.0, help="share of batches whose parts are linked")
+    parser.add_argument("--linked-from", type=int, default=800, help="step from which on batches are linked")
     train(parser.parse_args())
 
 

@@ -106,6 +106,27 @@ def test_hops_lie_in_two_parts() -> None:
         assert first != second
 
 
+def test_of_persons_alike_nothing_but_the_name_tells_the_facts_apart() -> None:
+    rng, alike = Random(5), 0
+    for _ in range(50):
+        case = draw(rng, "hops", num_tokens=512, num_parts=4, num_questions=8, alike=True)
+        reader = Reader([part for part in case.parts if part])
+        persons = {key.split(" of ", 1)[1] for key in reader.said if " of the " not in key}
+        attributes = {key.split(" of ", 1)[0] for key in reader.said if " of the " not in key}
+        assert len(persons) >= 10
+        assert 2 <= len(attributes) <= 4
+        for question in case.questions:
+            assert [value for value, _ in reader.statements(question.key)] == [question.answer]
+            outer = question.key.split(" of ", 1)[0]
+            same = [
+                values
+                for key, values in reader.said.items()
+                if key.startswith(f"{outer} of ") and " of the " not in key
+            ]
+            alike += len(same) >= 3
+    assert alike >= 300, "hardly ever do several persons have what is asked for"
+
+
 def test_a_leak_is_known_to_the_hidden_part_alone() -> None:
     for case in cases("leak"):
         key = asked_key(case.question.text)

@@ -71,12 +71,22 @@ class Case:
 
 
 def draw(
-    rng: Random, task: str, *, num_tokens: int, num_parts: int, num_questions: int = 1, instruction: str = INSTRUCTION
+    rng: Random,
+    task: str,
+    *,
+    num_tokens: int,
+    num_parts: int,
+    num_questions: int = 1,
+    instruction: str = INSTRUCTION,
+    alike: bool = False,
 ) -> Case:
     """Draw a case of `num_parts` parts, about `num_tokens` tokens of the embedded tokenizer in all.
 
-    Questions of one case are about different facts. Raises ValueError for an unknown task, for fewer than
-    two parts, and for more parts or questions than the tokens have facts for.
+    Questions of one case are about different facts. `alike`: for training, `hops` of many persons of whom the same is
+    told, so that nothing but the person tells their facts apart; a part may be empty.
+
+    Raises ValueError for an unknown task, for fewer than two parts, and for more parts or questions than the tokens
+    have facts for.
     """
     if task not in TASKS:
         raise ValueError(f"{task!r} is no task; choose from {', '.join(TASKS)}")
@@ -87,7 +97,8 @@ def draw(
         )
     if task == "scope" and num_parts > len(recall.CITIES):
         raise ValueError(f"{num_parts} parts; {task!r} has a place for each, and there are {len(recall.CITIES)}")
-    parts, facts = _DRAWS[task](rng, num_lines, num_parts)
+    draw_parts = _draw_hops_alike if alike else _DRAWS[task]
+    parts, facts = draw_parts(rng, num_lines, num_parts)
     if not 1 <= num_questions <= len(facts):
         raise ValueError(f"{num_questions} questions; such a case has 1 to {len(facts)}")
     rule = {"order": LAST_HOLDS, "scope": PLACES}.get(task)
@@ -175,7 +186,18 @@ def _draw_scope(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 def _draw_hops(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
     """Half of the lines or more: a thing's person in one part, two facts of that person in others."""
-    num_pairs = max(1, min(_MOST_HOPS, num_lines // 6))
+    return _hops(rng, num_lines, num_parts, num_lines // 6, (recall.CITY_ATTRIBUTES, recall.NUMBER_ATTRIBUTES))
+
+
+def _draw_hops_alike(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
+    """All lines, and the persons have the same one or two attributes of a kind."""
+    few = (rng.sample(kind, rng.choice((1, 2))) for kind in (recall.CITY_ATTRIBUTES, recall.NUMBER_ATTRIBUTES))
+    return _hops(rng, num_lines, num_parts, num_lines // 3, tuple(few))
+
+
+def _hops(rng: Random, num_lines: int, num_parts: int, num_pairs: int, attributes: tuple[Sequence[str], ...]) -> _Drawn:
+    """Each person has one of each kind of attributes: a city's, and a number's."""
+    num_pairs, (of_cities, of_numbers) = max(1, min(_MOST_HOPS, num_pairs)), attributes
     facts = list(recall.make_document(rng, max(1, num_lines - 3 * num_pairs), heading="").facts)
     values, known = _Values(rng, facts), {fact.key for fact in facts}
     parts: _Parts = [[] for _ in range(num_parts)]
@@ -187,8 +209,8 @@ def _draw_hops(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
         here, there = rng.sample(range(num_parts), 2)
         parts[here].append(Fact(key, name).text)
         for attribute, value in (
-            (rng.choice(recall.CITY_ATTRIBUTES), rng.choice(recall.CITIES)),
-            (rng.choice(recall.NUMBER_ATTRIBUTES), values.number()),
+            (rng.choice(of_cities), rng.choice(recall.CITIES)),
+            (rng.choice(of_numbers), values.number()),
         ):
             parts[there].append(Fact(f"{attribute} of {name}", value).text)
             asked.append(Fact(f"{attribute} of the {key}", value))
