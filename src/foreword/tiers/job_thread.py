@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from foreword.tiers.background import give_way
 from foreword.tiers.ticket import Outcome, Ticket
 
 logger = logging.getLogger(__name__)
@@ -35,14 +34,9 @@ class JobThread(Generic[Job]):
         work: Callable[[Job], None],
         max_amount: int,
         idle: Callable[[], float | None] = lambda: None,
-        *,
-        in_background: bool = False,
     ) -> None:
-        """`work` ends its job's ticket. `idle` is called without a job; it says after how long to call it again.
-
-        `in_background`: nobody waits for what it does, so it gives way to others.
-        """
-        self._work, self._idle, self._in_background = work, idle, in_background
+        """`work` ends its job's ticket. `idle` is called without a job; it says after how long to call it again."""
+        self._work, self._idle = work, idle
         self._max_amount = max_amount
         self._queue: deque[tuple[Job, int]] = deque()
         self._wake = threading.Condition()
@@ -95,8 +89,6 @@ class JobThread(Generic[Job]):
             job.ticket.cancel()
 
     def _run(self) -> None:
-        if self._in_background:
-            give_way()
         pause_s: float | None = 0.0
         while True:
             with self._wake:

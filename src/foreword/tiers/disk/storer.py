@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.background import give_way
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
 from foreword.tiers.disk.eviction import Evictor
 from foreword.tiers.disk.index_snapshot import snapshot_bytes, write_snapshot
@@ -119,7 +118,6 @@ class Storer:
     # ------------------------------------------------------------------------------ the storing thread
 
     def _run(self) -> None:
-        give_way()
         while True:
             if time.monotonic() >= self._next_upkeep:
                 self._next_upkeep = time.monotonic() + self._state.options.upkeep_s

@@ -35,7 +35,7 @@ class StoreWriter:
         self._state = state
         self.link = state.server.link()
         self.thread: JobThread[Store] = JobThread(
-            "foreword-store-write", self._store, state.options.max_queued_store_bytes, in_background=True
+            "foreword-store-write", self._store, state.options.max_queued_store_bytes
         )
 
     def add(self, names: list[bytes], run: BlockRun, on_done: DoneCallback | None) -> Ticket:
