@@ -67,7 +67,7 @@ def initialize(model: Qwen3ForCausalLM, classes: dict[str, list[int]]) -> None:
     previous_of = first.o_proj.weight[PREVIOUS][:, last] @ first.v_proj.weight[last]
     for head, flag in enumerate(("after_place", "name", "outer")):
         _find_latest(second, head, FLAGS[flag])
-    second.k_proj.weight[_rows(1), FLAGS["noun"]] += 3 * latest_probe()  # so no name of the line before is found
+    second.k_proj.weight[_rows(1), FLAGS["noun"]] += 3 * latest_probe()  # a thing hides the name of an earlier line
     _pass_on(second, 0, PREVIOUS, PLACE)
     _write(second, 1, NAME)
     _write(second, 2, OUTER)

@@ -3,9 +3,10 @@
     python training/train_links.py --output plain
     python training/train_links.py --output linked --linked-share 0.5
 
-Both see the same data in the same steps. In a `linked-share` of the batches, the parts of a document do not see each
-other (after Block-Attention, Ma et al., 2024): each is computed right after the head, and its keys are turned to their
-place for what follows, as linking does (`link_attention`). The schedule counts steps, never seconds.
+Both see the same data in the same steps. From `linked-from` on, in a `linked-share` of the batches, the parts of a
+document do not see each other (after Block-Attention, Ma et al., 2024): each is computed right after the head, and its
+keys are turned to their place for what follows, as linking does (`link_attention`). The schedule counts steps, never
+seconds.
 
 Two hops come first, alone. Beside other tasks, layer 3 learns at once to go by the attribute that is asked for, and
 never comes back to the person.
@@ -74,7 +75,7 @@ class Progress:
 
 def draw_length(rng: Random, step: int, grow: list[int]) -> int:
     """A length; the longest is used in half of the steps, and grows at the steps `grow`."""
-    level = 1 + sum(step >= at for at in grow)
+    level = 2 + sum(step >= at for at in grow)
     longest = LENGTHS[: level + 1]
     return longest[-1] if rng.random() < 0.5 else rng.choice(longest)
 
@@ -124,8 +125,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--decay-steps", type=int, default=800)
     parser.add_argument("--hops-first", type=int, default=150, help="first steps, of two hops alone")
-    parser.add_argument("--grow", type=int, nargs="*", default=[0, 500, 1000])
-    parser.add_argument("--linked-share", type=float, default=0.0, help="share of batches whose parts are linked")
+    parser.add_argument("--grow", type=int, nargs="*", default=[500, 1000])
+    parser.add_argument("--linked-share", type=float, default=0.0, help="share of the later batches that are linked")
     parser.add_argument("--linked-from", type=int, default=800, help="step from which on batches are linked")
     train(parser.parse_args())
 

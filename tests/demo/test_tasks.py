@@ -127,6 +127,11 @@ def test_of_persons_alike_nothing_but_the_name_tells_the_facts_apart() -> None:
     assert alike >= 300, "hardly ever do several persons have what is asked for"
 
 
+def test_only_persons_are_alike() -> None:
+    with pytest.raises(ValueError, match="alike with 'order'; only the persons of 'hops'"):
+        draw(Random(0), "order", num_tokens=512, num_parts=4, alike=True)
+
+
 def test_a_leak_is_known_to_the_hidden_part_alone() -> None:
     for case in cases("leak"):
         key = asked_key(case.question.text)

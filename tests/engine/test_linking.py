@@ -93,3 +93,35 @@ def test_a_request_that_waits_for_one_source_gives_the_others_back_to_whom_they_
     add_linked(parts, "large", [41, 42], run_of(OTHER), [50, *range(60, 72)])
     assert list(parts.step()) == ["large"]
     parts.drain()
+
+
+def test_a_source_that_is_preempted_waits_before_who_needs_it_by_then() -> None:
+    """It is not the first linked request that needs it, so nothing else would move it."""
+    parts = engine_of(scheduling_policy="priority", num_blocks=60, max_num_batched_tokens=8, max_num_seqs=2)
+    long = list(range(30, 54))
+    add_linked(parts, "patient", run_of(long), [9], priority=2)
+    parts.step()
+    add_linked(parts, "first", [71, 72], run_of(RARE), [9], priority=0)
+    add_linked(parts, "urgent", OTHER, run_of(long), [9], priority=0)
+    for number in range(2):
+        answer = SamplingParams(max_tokens=40, temperature=0.0)
+        parts.add(f"middle {number}", [81 + number, 90], answer, priority=1)
+    parts.scheduler._preempt(next(iter(parts.scheduler._running)))
+    order: list[str] = []
+    while parts.engine.has_unfinished_requests():
+        order += parts.step()
+    assert order.index("source 1 of patient") < order.index("middle 0")
+
+
+def test_a_tenant_s_evicted_source_is_computed_when_its_turn_comes() -> None:
+    """Its request does not wait until those of other tenants have gone, whose sources are computed meanwhile."""
+    parts = engine_of(max_num_seqs=1, num_blocks=200, max_overtake_s=1000.0, max_num_batched_tokens=16)
+    compute(parts, COMMON)
+    for number in range(8):
+        add_linked(parts, f"ada {number}", [60 + number, 3], run_of([20 + number, 4, 5, 6]), [9], tenant="ada")
+    add_linked(parts, "bob", OTHER, run_of(COMMON), [9], tenant="bob")
+    parts.manager.reset_prefix_cache()
+    order: list[str] = []
+    while parts.engine.has_unfinished_requests():
+        order += parts.step()
+    assert order.index("bob") < order.index("ada 4") < order.index("ada 7")

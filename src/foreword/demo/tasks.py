@@ -82,14 +82,16 @@ def draw(
 ) -> Case:
     """Draw a case of `num_parts` parts, about `num_tokens` tokens of the embedded tokenizer in all.
 
-    Questions of one case are about different facts. `alike`: for training, `hops` of many persons of whom the same is
-    told, so that nothing but the person tells their facts apart; a part may be empty.
+    Questions of one case are about different facts. `alike`: for training, `hops` of many persons with the same one or
+    two attributes of a kind, so that the attribute that is asked for says little; a part may be empty.
 
-    Raises ValueError for an unknown task, for fewer than two parts, and for more parts or questions than the tokens
-    have facts for.
+    Raises ValueError for an unknown task, for `alike` with another task than `hops`, for fewer than two parts, and for
+    more parts or questions than the tokens have facts for.
     """
     if task not in TASKS:
         raise ValueError(f"{task!r} is no task; choose from {', '.join(TASKS)}")
+    if alike and task != "hops":
+        raise ValueError(f"alike with {task!r}; only the persons of 'hops' can be alike")
     num_lines = recall.num_facts_for(num_tokens)
     if num_parts < 2 or num_lines < 2 * num_parts:
         raise ValueError(
@@ -190,7 +192,7 @@ def _draw_hops(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_hops_alike(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """All lines, and the persons have the same one or two attributes of a kind."""
+    """All lines, as long as there are names, and the persons have the same one or two attributes of a kind."""
     few = (rng.sample(kind, rng.choice((1, 2))) for kind in (recall.CITY_ATTRIBUTES, recall.NUMBER_ATTRIBUTES))
     return _hops(rng, num_lines, num_parts, num_lines // 3, tuple(few))
 

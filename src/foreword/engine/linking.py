@@ -24,7 +24,7 @@ from foreword.engine.running_rows import RunningRows
 from foreword.request import LinkedRun, Request, RequestStatus, SamplingParams
 
 SOURCE_KEYS = 1 << 20
-"""Places in the queue before a linked request, for the requests that compute its sources; none is used twice."""
+"""Places in the queue before a linked request, for the requests that compute its sources; they are used in turn."""
 COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
 """A source is a prompt: the token that follows it is of no use."""
 
@@ -49,6 +49,8 @@ class Linking:
         """Request -> the blocks of the sources that it holds. A source is held once for all runs that lie in it."""
         self._head: Request | None = None
         """The waiting request that keeps what it holds from step to step."""
+        self._lacking: dict[str | None, tuple[Request, list[TokenSequence]]] = {}
+        """Tenant -> the first of its requests whose turn came in this step and that lacks these sources."""
         self._spent: list[BlockIds] = []
         """Sources whose copy is planned, until that step is settled."""
         self._computing: dict[BlockHash, Request] = {}
@@ -70,10 +72,15 @@ class Linking:
     def hold_for(self, waiting: Iterable[Request]) -> None:
         """Before a step is planned: let the first linked request in the queue hold the sources that are there.
 
-        Those that it lacks are computed, as they are when a request arrives.
+        Those that it lacks are computed, as they are when a request arrives. So are those that a tenant's first request
+        lacked when its turn came, or it would wait for the linked requests of all other tenants.
         """
         if not self._linked:
             return
+        lacking, self._lacking = self._lacking, {}
+        for request, missing in lacking.values():
+            if request in self._linked and request.status is RequestStatus.WAITING:
+                self._compute_missing(request, missing)
         self._head = next((request for request in waiting if request.sources), None)
         for request in [*self._held]:
             if request.status is RequestStatus.WAITING and request is not self._head:
@@ -84,11 +91,13 @@ class Linking:
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the pool lacks a source of a run that the hit lacks. If not, the request holds all of them."""
-        if not request.sources or not self._gather(request, hit):
+        if not request.sources:
             return False
-        if request is not self._head:
+        missing = self._gather(request, hit)
+        if missing and request is not self._head:
             self.release(request)
-        return True
+            self._lacking.setdefault(request.tenant, (request, missing))
+        return bool(missing)
 
     def _gather(self, request: Request, hit: PrefixHit) -> list[TokenSequence]:
         """Hold the sources that the pool has, of those that are needed; returns the others."""
@@ -140,6 +149,13 @@ class Linking:
             elif computing.status is RequestStatus.WAITING and computing.service_key > request.service_key:
                 self._move_to(computing, self._place_before(request), request.tenant)
             self._wanted_by.setdefault(computing, set()).add(request)
+
+    def resume_before(self, request: Request) -> tuple[tuple[int, int], str | None]:
+        """The service key and tenant of a request that waits again: it may compute a source, wanted by others since."""
+        first = min(self._wanted_by.get(request, ()), key=lambda wanting: wanting.service_key, default=request)
+        if first.service_key < request.service_key:
+            return self._place_before(first), first.tenant
+        return request.service_key, request.tenant
 
     def _place_before(self, request: Request) -> tuple[int, int]:
         """A service key before that of a linked request, and after those of the requests before it."""
@@ -273,6 +289,7 @@ class Linking:
             self.release(request)
         self.settle()
         self._head = None
+        self._lacking.clear()
         self._linked.clear()
         self._computing.clear()
         self._wanted_by.clear()

@@ -377,6 +377,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.loads.may_ask = True
         self.num_preemptions += 1
+        request.service_key, request.tenant = self._linking.resume_before(request)
         self._waiting.add(request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
