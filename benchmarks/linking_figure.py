@@ -45,7 +45,7 @@ def draw(cells: dict[str, dict[str, Any]], file: Path) -> None:
     columns = min(COLUMNS, len(cells))
     rows = -(-len(cells) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.4 * rows), sharex=True, sharey=True)
-    flat = [axes] if len(cells) == 1 else axes.flat
+    flat = [axes] if len(cells) == 1 else list(axes.flat)
     for axis, (title, methods) in zip(flat, cells.items(), strict=False):
         for (kind, name), color in zip(CURVES.items(), ("#119a72", "#dd8a2b"), strict=True):
             points = curve(methods, kind)
@@ -60,8 +60,10 @@ def draw(cells: dict[str, dict[str, Any]], file: Path) -> None:
         axis.set_title(title, fontsize=9)
         axis.set_ylim(-3, 103)
         axis.grid(alpha=0.3)
-    for axis in list(flat)[len(cells) :]:
+    for axis in flat[len(cells) :]:
         axis.set_visible(False)
+    for axis in flat[max(0, len(cells) - columns) : len(cells)]:  # the lowest of each column
+        axis.tick_params(labelbottom=True)
     figure.supxlabel("tokens of the prompt that are computed, %")
     figure.supylabel("exact match, %")
     flat[0].legend(loc="lower right", fontsize=8)
