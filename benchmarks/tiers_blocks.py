@@ -24,7 +24,8 @@ def random_keys(rng: np.random.Generator, count: int) -> BlockKeys:
 
 
 def options_for(num_bytes: int) -> DiskOptions:
-    return DiskOptions(budget_bytes=4 * num_bytes + (64 << 20), min_free_bytes=0, segment_bytes=256 << 20)
+    """Room for several copies of these bytes; at least two segments have to fit."""
+    return DiskOptions(budget_bytes=max(1 << 30, 4 * num_bytes), min_free_bytes=0, segment_bytes=256 << 20)
 
 
 def payloads(num_mb: int) -> tuple[BlockKeys, np.ndarray]:
