@@ -116,7 +116,7 @@ class LateTier:
             if not ticket.done:
                 fails = rng.random()
                 for index in range(len(keys) if fails < 0.9 else len(keys) // 2):
-                    if fails < 0.1 and rng.random() < 0.3:
+                    if fails < 0.1 and rng.random() < 0.5:
                         ticket.settle(index, Outcome.CORRUPT if what == "load" else Outcome.NO_ROOM)
                     else:
                         move(index)

@@ -40,6 +40,12 @@ class TieredDriver(Driver):
         return NAMESPACE[:15]
 
     def step(self) -> None:
+        """Some requests that wait for a load leave: few loads last until the driver aborts at random."""
+        waiting = {request.request_id for request in self.parts.engine._tiers._loads._load_of}
+        loading = [request_id for request_id in self.live if request_id in waiting]
+        if loading and self.rng.random() < 0.1:
+            self.parts.engine.abort_request(loading[0])
+            self._settle(loading[0])
         self.tier.work(self.rng, 0.4)
         super().step()
 
