@@ -50,7 +50,7 @@ class Linking:
         self._head: Request | None = None
         """The waiting request that keeps what it holds from step to step."""
         self._lacking: dict[str | None, tuple[Request, list[TokenSequence]]] = {}
-        """Tenant -> the first of its requests whose turn came in this step and that lacks these sources."""
+        """Tenant other than the head's -> the first of its requests that lacked these sources when its turn came."""
         self._spent: list[BlockIds] = []
         """Sources whose copy is planned, until that step is settled."""
         self._computing: dict[BlockHash, Request] = {}
@@ -72,8 +72,8 @@ class Linking:
     def hold_for(self, waiting: Iterable[Request]) -> None:
         """Before a step is planned: let the first linked request in the queue hold the sources that are there.
 
-        Those that it lacks are computed, as they are when a request arrives. So are those that a tenant's first request
-        lacked when its turn came, or it would wait for the linked requests of all other tenants.
+        Those that it lacks are computed, as they are when a request arrives. So are those that the first request of
+        another tenant lacked when its turn came, or it would wait for the linked requests of all other tenants.
         """
         if not self._linked:
             return
@@ -96,7 +96,8 @@ class Linking:
         missing = self._gather(request, hit)
         if missing and request is not self._head:
             self.release(request)
-            self._lacking.setdefault(request.tenant, (request, missing))
+            if self._head is not None and request.tenant != self._head.tenant:
+                self._lacking.setdefault(request.tenant, (request, missing))
         return bool(missing)
 
     def _gather(self, request: Request, hit: PrefixHit) -> list[TokenSequence]:
