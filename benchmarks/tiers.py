@@ -296,6 +296,9 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PATH", help="a wheel or folder of vLLM, or `auto`; default: not measured")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()
+    for name in ("mb", "rounds", "flips", "kills", "prompts"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: give at least 1")
     folder = Path(tempfile.mkdtemp(dir=args.path))
     try:
         figures: dict[str, float] = {

@@ -2,7 +2,7 @@
 
 The alphabet has two tokens, so prefixes meet, part and meet again all the time. The model is `HashRunner`,
 which turns any wrong block into a wrong answer; the oracle recomputes every answer from its prompt alone.
-The engine's clock is seeded, too, so what fails once fails again with its seed.
+The engine's clock is seeded, too, so what fails once fails again with its seed, but for tiers, whose steps are timed.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def draw_case(rng: Random, task: str, length: int) -> tasks.Case:
     num_tokens = max(48, int(length * rng.uniform(0.35, 0.85)) - 30)
     num_parts = rng.randint(2, min(16, num_tokens // 24))
     num_turns = int((length - num_tokens) / TURN_TOKENS) + 1
-    alike = task == "hops"  # with more attributes than persons, a model does not learn to look for the person
+    alike = task == "hops"  # so that the attribute alone does not answer
     while True:
         try:
             case = tasks.draw(
