@@ -26,7 +26,7 @@ from foreword.errors import (
     RequestTooLargeError,
     UnsupportedModelError,
 )
-from foreword.model.probe import LayoutProbe, probing_attention
+from foreword.model.foreign.probe import LayoutProbe, probing_attention
 from hash_runner import HashEngine
 from tiny_models import EOS_TOKEN_ID, MAX_POSITIONS, VOCAB_SIZE, Recipe, TinyModels, greedy, save_model, save_tokenizer
 

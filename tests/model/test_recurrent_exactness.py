@@ -15,7 +15,7 @@ from foreword.cache import TokenSequence
 from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
 from foreword.config import Dtype
 from foreword.engine import Engine, Prompt
-from foreword.model.layers.recurrent import StateRun
+from foreword.model.foreign.recurrent import StateRun
 from foreword.model.loader import LoadedModel
 from foreword.model.self_check import find_inexactness
 from foreword.request import RequestOutput, SamplingParams

@@ -22,17 +22,17 @@ from foreword.model.beginning import ModelBeginning
 from foreword.model.checkpoint.read import read_checkpoint
 from foreword.model.cpu.layer_program import BrokenChainError
 from foreword.model.deviation import LinkDeviations
-from foreword.model.flat_model import FlatModel
+from foreword.model.foreign.alibi import use_slopes
+from foreword.model.foreign.attention import ForwardContext
+from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.probe import probe_layers
+from foreword.model.foreign.recurrent import RecurrentForward, cache_argument
 from foreword.model.fusion.accelerate import accelerate
 from foreword.model.fusion.chains import unchain_layers
 from foreword.model.fusion.modules import ProductPart
 from foreword.model.fusion.packed import PackedLinear
 from foreword.model.fusion.straight_pass import StraightPass
-from foreword.model.layers.alibi import use_slopes
-from foreword.model.layers.attention import ForwardContext
-from foreword.model.layers.recurrent import RecurrentForward, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
-from foreword.model.probe import probe_layers
 from foreword.model.rotation import KeyRotation, check_linkable, find_rotation
 
 logger = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from foreword.errors import ConfigError, UnsupportedModelError
-from foreword.model.flat_model import FlatModel
+from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.probe import Remembered
+from foreword.model.foreign.trial import attempt
 from foreword.model.layout import CacheLayout
-from foreword.model.probe import Remembered
-from foreword.model.trial import attempt
 
 KEYS_NAME = "foreword_keys"
 NEAR = (0, 1, 2, 3, 5, 11, 29, 64)

@@ -17,9 +17,9 @@ from foreword.batch import Batch, BatchResult
 from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
+from foreword.model.foreign.attention import ForwardContext, GroupStep
+from foreword.model.foreign.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.fusion.packed import has_unpacked_products
-from foreword.model.layers.attention import ForwardContext, GroupStep
-from foreword.model.layers.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.loader import LoadedModel
 from foreword.model.moves import KeyMover
 from foreword.model.passes import split_batch

@@ -14,11 +14,11 @@ import torch
 
 from foreword.batch import Batch, IntArray
 from foreword.cache import KVCacheManager, StateCheckpoints, TokenSequence
+from foreword.model.foreign.trial import RandomInputs, same_bits
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
-from foreword.model.trial import RandomInputs, same_bits
 
 NUM_TOKENS = 45
 BLOCK_SIZE = 4

@@ -19,11 +19,11 @@ from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.select import ReferenceAttention
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
 from foreword.model.cpu.product import ProductOperation, can_multiply
-from foreword.model.flat_model import FlatModel
+from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.probe import LayoutProbe
 from foreword.model.fusion import accelerate
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.loader import LoadedModel, load_model
-from foreword.model.probe import LayoutProbe
 from foreword.model.storage import KVStorage
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 

@@ -17,7 +17,7 @@ from foreword.batch import NO_ENTRIES, Batch
 from foreword.config import ModelConfig
 from foreword.model.cpu.layer_program import LayerChain
 from foreword.model.cpu.product import can_multiply
-from foreword.model.flat_model import FlatModel
+from foreword.model.foreign.flat_model import FlatModel
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.straight_pass import StraightPass
 from foreword.model.layout import LayoutOptions

@@ -21,8 +21,8 @@ from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.quantization import expand_quantized, give_one_type, refuse_gguf
 from foreword.model.checkpoint.weights_progress import weights_progress
-from foreword.model.layers.attention import ATTENTION_NAME
-from foreword.model.layers.experts import EXPERTS_NAME
+from foreword.model.foreign.attention import ATTENTION_NAME
+from foreword.model.foreign.experts import EXPERTS_NAME
 
 logger = logging.getLogger(__name__)
 

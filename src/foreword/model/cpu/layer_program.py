@@ -36,7 +36,7 @@ from foreword.model.cpu import rotary
 from foreword.model.cpu.product import CompactProduct, ProductOperation
 from foreword.model.cpu.rotary import RotaryKernel
 from foreword.model.cpu.row_functions import Norm, RowOperation
-from foreword.model.layers.attention import ForwardContext
+from foreword.model.foreign.attention import ForwardContext
 from foreword.model.storage import KVStorage
 
 _ITEM_BYTES = 2

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from transformers import DynamicCache
 
-from foreword.model.flat_model import FlatModel
+from foreword.model.foreign.flat_model import FlatModel
 from foreword.model.fusion.chains import chain_layers, unchain_layers
 from foreword.model.fusion.layers import fuse_layers
 from foreword.model.fusion.modules import fuse

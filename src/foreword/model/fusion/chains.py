@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations, Workspace
+from foreword.model.foreign.trial import attempt
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.neighbours import Neighbours
-from foreword.model.trial import attempt
 
 
 def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> list[LayerChain]:

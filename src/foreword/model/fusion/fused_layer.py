@@ -16,10 +16,10 @@ from torch import Tensor
 from foreword.kernels.reference import AttentionOptions
 from foreword.model.cpu.layer_program import LayerChain
 from foreword.model.cpu.rotary import RotaryKernel
+from foreword.model.foreign.attention import ForwardContext
 from foreword.model.fusion.layer_parts import LayerParts
 from foreword.model.fusion.modules import FusedGate
 from foreword.model.fusion.neighbours import Neighbours
-from foreword.model.layers.attention import ForwardContext
 
 
 class FusedForward:

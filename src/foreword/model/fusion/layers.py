@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from foreword.kernels.reference import AttentionOptions
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
+from foreword.model.foreign.attention import GroupStep
+from foreword.model.foreign.trial import NUM_ROWS, RandomInputs, attempt, same_bits
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.layer_parts import LayerParts, layers_with_attention
-from foreword.model.layers.attention import GroupStep
 from foreword.model.layout import LayerLayout
-from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits
 
 logger = logging.getLogger(__name__)
 

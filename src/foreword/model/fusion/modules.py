@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import Norm, RowKernels
+from foreword.model.foreign.trial import NUM_ROWS, RandomInputs, attempt, same_bits, settings
 from foreword.model.fusion.packed import PackedLinear, can_pack, stacked
-from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits, settings
 
 logger = logging.getLogger(__name__)
 

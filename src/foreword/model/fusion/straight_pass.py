@@ -30,13 +30,13 @@ from torch.nn.modules.module import (
 from transformers import DynamicCache
 
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
-from foreword.model.flat_model import FlatModel
+from foreword.model.foreign.attention import ForwardContext
+from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.trial import RandomInputs, attempt, same_bits
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.modules import FusedNorm
 from foreword.model.fusion.neighbours import Neighbours
 from foreword.model.fusion.packed import PackedLinear
-from foreword.model.layers.attention import ForwardContext
-from foreword.model.trial import RandomInputs, attempt, same_bits
 
 Turns = tuple[Tensor, Tensor]
 _TRIALS = ((5, (1, 4)), (2, (0, 1)))

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from foreword.batch import Batch, IntArray
 from foreword.kernels.device_attention import DeviceAttention, HostPlan
+from foreword.model.foreign.attention import ForwardContext, GroupStep
+from foreword.model.foreign.experts import EXPERTS_NAME
+from foreword.model.foreign.recurrent import StepCache
 from foreword.model.gpu.device import Device, Graph
-from foreword.model.layers.attention import ForwardContext, GroupStep
-from foreword.model.layers.experts import EXPERTS_NAME
-from foreword.model.layers.recurrent import StepCache
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.sampling.sampler import Put

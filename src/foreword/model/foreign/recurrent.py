@@ -29,9 +29,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from foreword.batch import Batch
 from foreword.cache import NULL_BLOCK
+from foreword.model.foreign.trial import ROUNDING, RandomInputs, relative_error
 from foreword.model.layout import StateLayout
 from foreword.model.storage import KVStorage
-from foreword.model.trial import ROUNDING, RandomInputs, relative_error
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """Names under which transformers' models and layers take their cache."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foreword.model.layers.attention import foreword_attention
-from foreword.model.trial import NUM_ROWS, ROUNDING, RandomInputs, attempt, relative_error, settings
+from foreword.model.foreign.attention import foreword_attention
+from foreword.model.foreign.trial import NUM_ROWS, ROUNDING, RandomInputs, attempt, relative_error, settings
 
 BIASED_NAME = "foreword_biased"
 """attn_implementation of a model whose attention was replaced. It has a mask function, because some of these models

@@ -17,12 +17,12 @@ from foreword.batch import Batch
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, UnsupportedModelError
 from foreword.kernels.select import ReferenceAttention
-from foreword.model.flat_model import FlatModel
-from foreword.model.layers.alibi import use_slopes
-from foreword.model.layers.attention import ATTENTION_NAME
+from foreword.model.foreign.alibi import use_slopes
+from foreword.model.foreign.attention import ATTENTION_NAME
+from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.probe import LayoutProbe, probe_layers, probing_attention
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
-from foreword.model.probe import LayoutProbe, probe_layers, probing_attention
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
 from tiny_models import BASE, RECIPES, TinyModels, random_tokens

@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.read import SUPPORTED, first_line
-from foreword.model.flat_model import FlatModel
-from foreword.model.layers.recurrent import StateProbe
+from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.recurrent import StateProbe
 from foreword.model.layout import LayerLayout, StateLayout
 
 PROBE_NAME = "foreword_probe"
