@@ -27,6 +27,7 @@ from foreword.errors import ChatTemplateError, ConfigError, EngineError, Invalid
 from foreword.linking import METHODS, LinkedAnswer, LinkExplanation, Method, compare_methods, explain_parts
 from foreword.offline import run_all
 from foreword.pml.composition import Composition
+from foreword.pml.layout import Bounds
 from foreword.pml.library import Library
 from foreword.prompts import PromptInput, Prompts, priority_of
 from foreword.request import RequestOutput, SamplingParams, one_each
@@ -320,9 +321,8 @@ class LLM:
 
         Raises InvalidRequestError if the model has no tokenizer.
         """
-        return Library(
-            schema_text(self._prompts.tokenizer_for("a schema")), self._keep, self.engine.limits.max_model_len - 1
-        )
+        bounds = Bounds(self.engine.limits.max_model_len - 1)
+        return Library(schema_text(self._prompts.tokenizer_for("a schema")), self._keep, bounds)
 
     def _keep(self, token_ids: Sequence[int], ttl_s: float, salt: str | None) -> int:
         return self.pin_prefix({"prompt_token_ids": token_ids, "cache_salt": salt}, ttl_s=ttl_s)

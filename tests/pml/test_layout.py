@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from foreword.errors import SchemaError
 from foreword.pml.composition import Source
-from foreword.pml.layout import Box, Choice, Layout, Run, SchemaText, Slot
+from foreword.pml.layout import Bounds, Box, Choice, Layout, Run, SchemaText, Slot
 from foreword.pml.schema import Child, Module, Parameter, Schema, Turn, Union
 from pml.drawn import children
 from pml.words import PLACEHOLDER, Words, library, load
@@ -129,7 +129,7 @@ def test_parameters_that_reserve_more_than_any_memory_holds_are_refused_before_t
 
 
 def test_a_module_that_no_request_can_hold_is_refused() -> None:
-    limited = replace(library(), max_module_tokens=4)
+    limited = replace(library(), bounds=Bounds(4))
     limited.load('<schema name="s">a b c d <module name="m">e <parameter name="p" length="3"/></module></schema>')
     with pytest.raises(SchemaError, match="<schema>:2:1: the module 'm' has 5 tokens, and one request may have 4"):
         limited.load('<schema name="s">\n<module name="m">e <parameter name="p" length="4"/></module></schema>')

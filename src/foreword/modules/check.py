@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from foreword.errors import ConfigError, PMLError
-from foreword.pml.check import Row, SchemaReport, report_on
+from foreword.pml.check import MOST_NEIGHBOURS, Row, SchemaReport, report_on
 from foreword.pml.library import Library, load_schema
 from foreword.text import Tokenizer
 from foreword.text.schema_text import schema_text
@@ -92,6 +92,8 @@ def print_report(report: SchemaReport, title: str) -> None:
         print(f"    between {between}: {seam.text_before[-16:]!r} | {seam.text_after[:16]!r}")
     if len(report.seams) > MAX_SEAMS:
         print(f"    and {len(report.seams) - MAX_SEAMS:,} more")
+    if not report.is_every_seam_known:
+        print(f"\nonly the first {MOST_NEIGHBOURS:,} pairs of texts that touch each other were tried for seams")
     for note in report.notes:
         print(f"\n{note}")
 

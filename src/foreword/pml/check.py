@@ -5,14 +5,18 @@ Knows layouts; knows no terminal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from foreword.pml.layout import Box, Choice, Layout, Run, Slot
 from foreword.pml.schema import Child, Turn, Union
 
 SEAM_CHARACTERS = 48
 """Text on each side of a seam that is tokenized to find out whether tokens would join."""
+MOST_NEIGHBOURS = 4096
+"""Most pairs of neighbouring texts that are tried: two unions of 2,000 members in succession have 4 million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class SchemaReport:
     shared: tuple[tuple[str, ...], ...]
     """Paths of modules whose texts are equal: they are computed once."""
     seams: tuple[Seam, ...]
+    is_every_seam_known: bool
+    """False: only the first MOST_NEIGHBOURS pairs of neighbouring texts were tried."""
     notes: tuple[str, ...]
 
 
@@ -66,14 +72,15 @@ def report_on(layout: Layout) -> SchemaReport:
         if path and box.own_ids:
             same.setdefault(box.own_ids, []).append(path)
     shared = tuple(tuple(paths) for paths in same.values() if len(paths) > 1)
-    num_source_tokens = sum(len(source.token_ids) for source in layout.sources())
+    pairs = list(islice(_neighbours(layout.root, ()), MOST_NEIGHBOURS + 1))
     return SchemaReport(
         layout.schema.name,
         layout.num_positions,
-        num_source_tokens,
+        layout.num_source_tokens,
         rows,
         shared,
-        tuple(_seams(layout)),
+        tuple(_seams(layout, pairs[:MOST_NEIGHBOURS])),
+        len(pairs) <= MOST_NEIGHBOURS,
         tuple(_notes(layout)),
     )
 
@@ -83,44 +90,50 @@ def _rows(box: Box, later: tuple[int, ...]) -> Iterator[Row]:
     room = min((begin - box.end for begin in later if begin >= box.end), default=None)
     parameters = tuple((name, slot.parameter.length) for name, slot in box.slots.items())
     yield Row(box.path, len(box.own_ids), box.position, box.end, room, parameters)
-    for item in box.items:
+    nexts: list[int | None] = [None]
+    """For each item from the last one on, the position of the first text or parameter from there."""
+    for item in reversed(box.items):
+        nexts.append(item.position if isinstance(item, Run | Slot) else nexts[-1])
+    for item, fixed in zip(box.items, nexts[-2::-1], strict=True):
         if isinstance(item, Box | Choice):
-            fixed = (one.position for one in box.items if isinstance(one, Run | Slot) and one.position >= item.end)
-            around = (min(fixed, default=None), *later)
+            around = later if fixed is None else (fixed, *later)
             for inner in item.members if isinstance(item, Choice) else (item,):
-                yield from _rows(inner, tuple(one for one in around if one is not None))
-
-
-def _seams(layout: Layout) -> Iterator[Seam]:
-    encode = layout.text.encode
-    for (before, first), (after, second) in _neighbours(layout.root, []):
-        left, right = first[-SEAM_CHARACTERS:], second[:SEAM_CHARACTERS]
-        if encode(left + right) != encode(left) + encode(right):
-            yield Seam(before, after, left, right)
+                yield from _rows(inner, around)
 
 
 _End = tuple[str, str]
 """A module's path and its text next to a seam."""
 
 
-def _neighbours(box: Box, ends: list[_End]) -> Iterator[tuple[_End, _End]]:
-    """Texts that touch each other where all is imported; `ends` are those before the box, and become its last."""
+def _seams(layout: Layout, pairs: Sequence[tuple[_End, _End]]) -> Iterator[Seam]:
+    encode = functools.cache(layout.text.encode)
+    for (before, left), (after, right) in pairs:
+        if encode(left) + encode(right) != encode(left + right):
+            yield Seam(before, after, left, right)
+
+
+def _neighbours(box: Box, ends: tuple[_End, ...]) -> Generator[tuple[_End, _End], None, tuple[_End, ...]]:
+    """Texts that touch each other where all is imported; `ends` are those before the box. Returns those after it.
+
+    Members of a union without text leave the same ends behind, which count once: else they double with each union.
+    """
     for item in box.items:
         if isinstance(item, Run):
             if item.text:
-                yield from ((end, (box.path, item.text)) for end in ends)
-                ends[:] = [(box.path, item.text)]
+                for end in ends:
+                    yield end, (box.path, item.text[:SEAM_CHARACTERS])
+                ends = ((box.path, item.text[-SEAM_CHARACTERS:]),)
         elif isinstance(item, Slot):
-            ends.clear()  # an argument is tokenized apart in any case
+            ends = ()  # an argument is tokenized apart in any case
         elif isinstance(item, Box):
-            yield from _neighbours(item, ends)
+            ends = yield from _neighbours(item, ends)
         else:
-            found: list[_End] = []
+            found: dict[int, tuple[_End, ...]] = {}
             for member in item.members:
-                own = list(ends)
-                yield from _neighbours(member, own)
-                found += own
-            ends[:] = found
+                after = yield from _neighbours(member, ends)
+                found[id(after)] = after
+            ends = tuple(dict.fromkeys(end for after in found.values() for end in after)) if len(found) > 1 else after
+    return ends
 
 
 def _notes(layout: Layout) -> Iterator[str]:

@@ -20,12 +20,14 @@ from dataclasses import asdict, dataclass, replace
 
 from foreword.errors import ChatTemplateError, PMLError, PromptError
 from foreword.pml.composition import Composition, Part, Span, TokenIds
-from foreword.pml.layout import Box, Choice, Layout, Run, Slot
+from foreword.pml.layout import MAX_SCHEMA_TOKENS, Box, Choice, Layout, Run, Slot
 from foreword.pml.markup import Place
 from foreword.pml.prompt import POSITIONS, TRAILING, Message, ModulePrompt, Reference
 from foreword.pml.schema import Role, Text
 
 MAX_REFERENCES = 4096
+MAX_COMPARED_CHARACTERS, MAX_COMPARED_NAMES = 64, 256
+"""Names that are compared with an unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,9 @@ def references(prompt: ModulePrompt) -> list[Reference]:
 
 def _near(path: str, known: Sequence[str]) -> str:
     names = [name for name in known if name]
-    near = difflib.get_close_matches(path, names, n=1)
+    # Comparing takes the product of the lengths, so a client must not choose long ones.
+    short = [name for name in names if len(name) <= MAX_COMPARED_CHARACTERS][:MAX_COMPARED_NAMES]
+    near = difflib.get_close_matches(path, short, n=1) if len(path) <= MAX_COMPARED_CHARACTERS else []
     # A nested module that is named as if it stood at the top is the likeliest mistake.
     near = [name for name in names if name.endswith(f"/{path}")][:1] or near
     if near:
@@ -165,6 +169,12 @@ class _Items:
 
     def __init__(self, layout: Layout, imports: Mapping[str, Import]) -> None:
         self._layout, self._imports = layout, imports
+        num_tokens = sum(layout.num_tokens_of_source(path, imports) for path in imports)
+        if num_tokens > MAX_SCHEMA_TOKENS:
+            raise PromptError(
+                f"the prompt's modules, each with its scaffold, have {num_tokens:,} tokens; at most "
+                f"{MAX_SCHEMA_TOKENS:,} are taken, import fewer"
+            )
         self.parts: list[Part] = []
         self._add(layout.root)
 
@@ -218,11 +228,15 @@ class Inserted:
     """Text of the prompt: it stands before the part of this number, and right after the part before."""
 
     number: int
-    text: str
+    pieces: list[str]
     name: str
     """The module that it follows, for errors."""
     place: Place
     token_ids: TokenIds = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class _Texts:
@@ -289,9 +303,9 @@ class _Texts:
         if not text:
             return
         if self.inserted and self.inserted[-1].number == self._number:
-            self.inserted[-1].text += text
+            self.inserted[-1].pieces.append(text)
         else:
-            self.inserted.append(Inserted(self._number, text, self._name, place))
+            self.inserted.append(Inserted(self._number, [text], self._name, place))
 
     def _add_message(self, message: Message) -> None:
         if not message.children:

@@ -33,6 +33,7 @@ from foreword.pml.schema import (
 
 MAX_MODULES = 4096
 MAX_PARAMETER_TOKENS = 1 << 20
+MAX_NAME_CHARACTERS = 128
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_\-.]*")
 _FIRST_K = re.compile(r"first-([1-9][0-9]{0,5})")
 _SPACE = "xml:space"
@@ -219,6 +220,11 @@ def spaced(text: str, is_first: bool = False, is_last: bool = False) -> str:
 
 def _name(element: Element) -> str:
     name = element.attributes["name"]
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise element.place.error(
+            SchemaError,
+            f"the name {name[:16]!r}... has {len(name):,} characters, and may have {MAX_NAME_CHARACTERS}; shorten it",
+        )
     if not _NAME.fullmatch(name):
         raise element.place.error(
             SchemaError,

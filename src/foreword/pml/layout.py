@@ -10,6 +10,8 @@ union begin at the same position, and what follows the union begins where its lo
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +21,11 @@ from foreword.pml.markup import Place
 from foreword.pml.schema import Child, Module, Parameter, Role, Schema, Text, Turn, Union, join
 
 MAX_SCHEMA_TOKENS = 1 << 22
-"""Most tokens of all modules and parameters of a schema together."""
+"""Most tokens of all modules and parameters of a schema together, and of the sources of one prompt."""
+
+
+BOX_BYTES, ITEM_BYTES = 900, 350
+"""Measured memory of a module, and of a text, parameter or union in it, besides names, texts and ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,20 @@ class SchemaText:
     without the opening). Raises ChatTemplateError."""
     answer: Callable[[Role], str]
     """The text that opens the assistant's answer after a message of this role. Raises ChatTemplateError."""
+    max_token_characters: int | None = None
+    """Characters of the longest token; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a schema may take."""
+
+    max_module_tokens: int | None = None
+    """Most tokens of a module with its scaffold, which one request must hold; None: any number."""
+    max_tokens: int = MAX_SCHEMA_TOKENS
+    """Most tokens of all modules."""
+    go_on: Callable[[], object] = lambda: None
+    """Called before each text is tokenized; raises to end the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +133,14 @@ Item = Run | Slot | Box | Choice
 class Layout:
     """A schema in tokens and positions."""
 
-    def __init__(self, schema: Schema, text: SchemaText, max_module_tokens: int | None = None) -> None:
+    def __init__(self, schema: Schema, text: SchemaText, bounds: Bounds = Bounds()) -> None:
         """Raises SchemaError for a module or scaffold that is too long, or a message that no template can write."""
         self.schema, self.text = schema, text
-        self.root = _Builder(text).box("", schema.root, 0, None)
+        self.root = _Builder(text, bounds).box("", schema.root, 0, None)
         self.boxes: Mapping[str, Box] = {box.path: box for box in _all_boxes(self.root)}
         self._unions = _unions_of(self.root)
-        self._sources: dict[tuple[str, bool], Source] = {}
-        if max_module_tokens is not None:
-            self._check_lengths(max_module_tokens)
+        if bounds.max_module_tokens is not None:
+            self._check_lengths(bounds.max_module_tokens)
 
     def _check_lengths(self, most: int) -> None:
         """Every source must fit into one request, with its scaffold."""
@@ -129,12 +148,11 @@ class Layout:
             scaffold = sum(len(self.boxes[name].own_ids) for name in box.module.scaffold)
             num_tokens = len(box.own_ids) + (scaffold + len(self.text.opening) if path else 0)
             if num_tokens > most:
-                what = f"the module {path!r}" if path else "the schema's own text"
                 after = f" after a scaffold of {scaffold:,}" if scaffold else ""
                 raise box.module.place.error(
                     SchemaError,
-                    f"{what} has {len(box.own_ids):,} tokens{after}, and one request may have {most:,}; split it, "
-                    "shorten its parameters, or raise max_model_len",
+                    f"{_named(path)} has {len(box.own_ids):,} tokens{after}, and one request may have {most:,}; "
+                    "split it, shorten its parameters, or raise max_model_len",
                 )
 
     @property
@@ -151,11 +169,17 @@ class Layout:
 
         With its scaffold if all of it is imported, otherwise alone: a module that is left out has no influence.
         """
+        return self._source(path, self._scaffold(path, imported))
+
+    def _scaffold(self, path: str, imported: Mapping[str, object]) -> tuple[str, ...]:
         scaffold = self.boxes[path].module.scaffold
-        key = path, bool(scaffold) and all(name in imported for name in scaffold)
-        if key not in self._sources:
-            self._sources[key] = self._source(path, scaffold if key[1] else ())
-        return self._sources[key]
+        return scaffold if all(name in imported for name in scaffold) else ()
+
+    def num_tokens_of_source(self, path: str, imported: Mapping[str, object]) -> int:
+        """The tokens of a source, which need not be made for that."""
+        own = len(self.boxes[path].own_ids)
+        scaffold = sum(len(self.boxes[name].own_ids) for name in self._scaffold(path, imported))
+        return own + scaffold + (len(self.text.opening) if path else 0)
 
     def _source(self, path: str, scaffold: tuple[str, ...]) -> Source:
         own_ids = self.boxes[path].own_ids
@@ -173,12 +197,38 @@ class Layout:
                 found[self.source(path, self.boxes)] = None
         return tuple(found)
 
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Estimated memory of the schema and its layout, without the objects that all schemas share."""
+        return sum(
+            BOX_BYTES
+            + 2 * sys.getsizeof(box.path)
+            + 8 * len(box.own_ids)
+            + sum(sys.getsizeof(name) for name in box.module.scaffold)
+            + sum(ITEM_BYTES + _item_bytes(item) for item in box.items)
+            for box in self.boxes.values()
+        )
+
+    @functools.cached_property
+    def num_source_tokens(self) -> int:
+        """Tokens of all sources. They are not made: each repeats its scaffold, which many modules may name."""
+        number_of: dict[TokenIds, int] = {}
+        number = {path: number_of.setdefault(box.own_ids, len(number_of)) for path, box in self.boxes.items()}
+        found: dict[tuple[bool, tuple[int, ...]], int] = {}
+        for path, box in self.boxes.items():
+            if box.module.is_cached and box.own_ids:
+                for imported in ({}, self.boxes):
+                    scaffold = tuple(number[name] for name in self._scaffold(path, imported))
+                    key = bool(path), (*scaffold, number[path])
+                    found[key] = self.num_tokens_of_source(path, imported)
+        return sum(found.values())
+
 
 class _Builder:
     """Places items one after another, and remembers who spoke last."""
 
-    def __init__(self, text: SchemaText) -> None:
-        self._text = text
+    def __init__(self, text: SchemaText, bounds: Bounds) -> None:
+        self._text, self._bounds, self._most = text, bounds, bounds.max_module_tokens
         self._num_tokens = 0
         self._role: Role | None = None
         self._began: Role | None = None
@@ -197,6 +247,8 @@ class _Builder:
         for child in self._flat(module.children):
             item: Item
             if isinstance(child, str):
+                self._bounds.go_on()
+                self._check_characters(child, path, module)
                 token_ids = self._text.encode(child)
                 if not token_ids:
                     continue
@@ -207,6 +259,7 @@ class _Builder:
                     spoken.append((position, self._began))
                     self._began = None
             elif isinstance(child, Parameter):
+                self._check_parameter(child)
                 self._count(child.length, child.place)
                 item = Slot(child, self._placeholders(child), position, len(own_ids))
                 own_ids += item.placeholder_ids
@@ -218,10 +271,29 @@ class _Builder:
             position = item.end
         return Box(path, module, tuple(items), begin, position, tuple(own_ids), tuple(spoken))
 
+    def _check_characters(self, text: str, path: str, module: Module) -> None:
+        """A text that cannot fit is refused before it is tokenized."""
+        per_token = self._text.max_token_characters
+        if self._most is not None and per_token is not None and len(text) > self._most * per_token:
+            raise module.place.error(
+                SchemaError,
+                f"{_named(path)} has a text of {len(text):,} characters, and the {self._most:,} tokens of one request "
+                f"hold at most {self._most * per_token:,}; split it, or raise max_model_len",
+            )
+
+    def _check_parameter(self, parameter: Parameter) -> None:
+        """One that cannot fit is refused before its places are made."""
+        if self._most is not None and parameter.length > self._most:
+            raise parameter.place.error(
+                SchemaError,
+                f"the parameter {parameter.name!r} has {parameter.length:,} tokens, and one request may have "
+                f"{self._most:,}; shorten it, or raise max_model_len",
+            )
+
     def _count(self, num_tokens: int, place: Place) -> None:
         self._num_tokens += num_tokens
-        if self._num_tokens > MAX_SCHEMA_TOKENS:
-            raise place.error(SchemaError, f"the schema has more than {MAX_SCHEMA_TOKENS:,} tokens; split it")
+        if self._num_tokens > self._bounds.max_tokens:
+            raise place.error(SchemaError, f"the schema has more than {self._bounds.max_tokens:,} tokens; split it")
 
     def _choice(self, path: str, union: Union, position: int) -> Choice:
         role = self._role
@@ -270,6 +342,20 @@ class _Builder:
                 yield before
                 yield from self._pieces(child.children)
                 yield after
+
+
+def _item_bytes(item: Item) -> int:
+    """Bytes of an item's texts and ids: of a text, as it was written and as it is laid out."""
+    if isinstance(item, Run):
+        return 2 * sys.getsizeof(item.text) + 8 * len(item.token_ids)
+    if isinstance(item, Slot):
+        parameter = item.parameter
+        return sys.getsizeof(parameter.name) + sys.getsizeof(parameter.scaffold) + 8 * len(item.placeholder_ids)
+    return 0
+
+
+def _named(path: str) -> str:
+    return f"the module {path!r}" if path else "the schema's own text"
 
 
 def _all_boxes(box: Box) -> Iterator[Box]:

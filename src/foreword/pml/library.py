@@ -18,7 +18,7 @@ from foreword.errors import PMLError, PMLSyntaxError, PromptError
 from foreword.pml.compose import Placing, compose
 from foreword.pml.composition import Composition, Source, TokenIds
 from foreword.pml.language import read_schema
-from foreword.pml.layout import Layout, SchemaText
+from foreword.pml.layout import Bounds, Layout, SchemaText
 from foreword.pml.markup import MAX_BYTES, Place
 from foreword.pml.prompt import ModulePrompt, looks_like_xml, prompt_of, read_prompt
 from foreword.pml.schema import Schema
@@ -113,8 +113,8 @@ class Library:
 
     text: SchemaText
     keep: Keep | None = field(default=None, repr=False)
-    max_module_tokens: int | None = None
-    """Most tokens of a module with its scaffold, which one request must hold; None: any number."""
+    bounds: Bounds = field(default_factory=Bounds)
+    """What a schema may take."""
 
     def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
         """The schema of a file, or of a text that begins with `<`.
@@ -129,7 +129,7 @@ class Library:
         return self._laid_out(read_schema(text, TEXT_NAME, _Included(None, 0).read))
 
     def _laid_out(self, schema: Schema) -> LoadedSchema:
-        return LoadedSchema(Layout(schema, self.text, self.max_module_tokens), self.keep)
+        return LoadedSchema(Layout(schema, self.text, self.bounds), self.keep)
 
 
 def load_schema(source: str | Path, include: str | Path | None = None) -> Schema:

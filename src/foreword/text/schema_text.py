@@ -39,12 +39,19 @@ def schema_text(tokenizer: Tokenizer) -> SchemaText:
     opening = _opening(tokenizer)
     placeholder_id = next((one for one in (hf.unk_token_id, hf.pad_token_id, hf.eos_token_id) if one is not None), 0)
     messages = _Messages(tokenizer, tokenizer.spell(opening) if opening else "")
+    numbers: dict[int, int] = {}
+    """One object for each id: as objects of their own, a schema's tokens would take three times the memory."""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(numbers.setdefault(one, one) for one in tokenizer.encode_part(text))
+
     return SchemaText(
-        encode=tokenizer.encode_part,
+        encode=encode,
         opening=opening,
         placeholder_id=placeholder_id,
         around=messages.around,
         answer=messages.answer,
+        max_token_characters=tokenizer.max_token_characters,
     )
 
 
