@@ -226,8 +226,8 @@ class SchedulerConfig:
     max_num_seqs: int = 128
     """Most requests running at a time."""
     scheduling_policy: Policy = "fcfs"
-    """Order of service: "fcfs" by arrival; "priority" (lower value first), then arrival; "prefix": priority, tenants by
-    turns, then what is cached most, within `max_overtake_s`."""
+    """Order of service: "fcfs" by arrival; "priority": tenants by turns, of each the lowest priority, then arrival;
+    "prefix": tenants by turns, of each the lowest priority, then what is cached most, within `max_overtake_s`."""
     max_overtake_s: float = 2.0
     """Under the policy "prefix": most seconds of computation that later requests take from one that waits."""
     coalesce_in_flight: bool = True

@@ -61,8 +61,8 @@ class RunningRows:
             self._requests = np.concatenate((self._requests, np.empty_like(self._requests)))
             self._sequences = np.concatenate((self._sequences, np.empty_like(self._sequences)))
         at = len(self)
-        if at and self.last().service_key > request.service_key:  # it was preempted, or has priority
-            at = bisect.bisect(self.order, request.service_key, key=lambda row: self[row].service_key)
+        if at and self.last().running_key > request.running_key:  # it was preempted, or has priority
+            at = bisect.bisect(self.order, request.running_key, key=lambda row: self[row].running_key)
         self.order = np.concatenate((self.order[:at], np.array([row], np.int64), self.order[at:]))
         self._num_stays += 1
         self.progress[row] = named_record(

@@ -255,6 +255,12 @@ class Request:
         return len(self.sequence)
 
     @property
+    def running_key(self) -> tuple[int, int]:
+        """Its place among those that run: a tenant's priority does not count against other tenants."""
+        rank, number = self.service_key
+        return (rank if self.tenant is None else 0), number
+
+    @property
     def output_token_ids(self) -> list[int]:
         """Generated tokens: a copy, which decides no block's key, brought up to date when it is read."""
         self._answer += self.sequence.generated_from(len(self._answer))

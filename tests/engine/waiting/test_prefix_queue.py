@@ -311,7 +311,7 @@ def test_the_queue_of_a_long_life_does_not_grow() -> None:
     queue = world.parts.scheduler._waiting
     assert len(queue) == 0
     assert not queue._lanes
-    assert not queue._turns
+    queue._turns.check_integrity(())
     assert not queue._prefixes._by_missing
     assert not queue._prefixes._by_last
     assert not queue._prefixes._families
@@ -323,6 +323,49 @@ def test_answers_do_not_depend_on_the_policy(policy) -> None:
     world = World.build(num_blocks=20, scheduling_policy=policy, max_num_seqs=3, max_overtake_s=30.0)
     world.run([(float(rng.integers(90)), [*document(int(rng.integers(4))), int(n)]) for n in range(50)])
     assert len(world.order) == 50
+
+
+@pytest.mark.parametrize("policy", ["priority", "prefix"])
+def test_urgent_requests_of_one_tenant_take_no_more_from_another_than_any_others(policy) -> None:
+    def tokens_before(priority: int) -> float:
+        world = World.build(num_blocks=64, scheduling_policy=policy, max_num_batched_tokens=16)
+        world.warm_up()
+        for number in range(20):
+            world.add([*document(number), number], owner="flood", priority=priority)
+        world.add([*document(30), 40], owner="other")
+        while world.parts.engine.has_unfinished_requests():
+            world.parts.step()
+        world.check_answers()
+        return world.started[21]
+
+    assert tokens_before(-5) == tokens_before(0) == tokens_before(5)
+
+
+@pytest.mark.parametrize("policy", ["priority", "prefix"])
+def test_priorities_order_the_requests_of_a_tenant(policy) -> None:
+    world = World.build(num_blocks=64, scheduling_policy=policy)
+    world.warm_up()
+    for owner in ("a", "b"):
+        for priority in (3, -2, 0):
+            world.add([*document(len(world.prompts)), 40], owner=owner, priority=priority)
+    while world.parts.engine.has_unfinished_requests():
+        world.parts.step()
+    assert [number for number in world.order if 1 <= number <= 3] == [2, 3, 1]
+    assert [number for number in world.order if number >= 4] == [5, 6, 4]
+
+
+def test_who_is_preempted_does_not_depend_on_another_tenants_priority() -> None:
+    def preempted(owners: tuple[str | None, str | None]) -> list[str]:
+        parts = HashEngine.build(num_blocks=8, scheduling_policy="priority")
+        for name, owner, priority, seed in (("first", owners[0], 0, 1), ("urgent", owners[1], -5, 2)):
+            prompt = Prompt(np.random.default_rng(seed).integers(0, 50, 11, np.int32), owner=owner, priority=priority)
+            parts.engine.add_request(name, prompt, SamplingParams(max_tokens=9, temperature=0))
+        while parts.scheduler.num_preemptions == 0:
+            spans = parts.step()
+        return list(spans)
+
+    assert preempted((None, None)) == ["urgent"]
+    assert preempted(("a", "b")) == ["first"]
 
 
 def test_a_cache_that_does_not_tell_what_it_has_is_refused() -> None:

@@ -13,6 +13,7 @@ from foreword.config import Environment
 from foreword.errors import ConfigError
 from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.access.tenants import Tenant, Tenants, read_keys, shown_key
+from foreword.server.api_errors import APIError
 from foreword.server.app import make_app
 from foreword.server.options import ServerConfig
 from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post
@@ -240,3 +241,30 @@ def test_one_key_for_everybody_can_come_from_the_environment():
     assert tenants.asks_for_keys
     assert tenants.tenant_of("sk-one") is not None
     assert tenants.tenant_of("sk-two") is None
+
+
+@pytest.mark.parametrize("given", ["5", "[0]", "[1, 5]", "[-5, -1]", "[0.0, 1.0]", "[false, true]", '["a", "b"]'])
+def test_a_range_of_priorities_that_makes_no_sense_is_named(tmp_path, given):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[alice]\nkeys = ["a"]\npriorities = {given}\n')
+    with pytest.raises(ConfigError, match="is no range that holds 0, the default"):
+        read_keys(path)
+
+
+def test_a_tenants_priorities_are_bounded_by_its_range(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text('[alice]\nkeys = ["a"]\npriorities = [0, 10]\n\n[bob]\nkeys = ["b"]\n')
+    tenants = Tenants(keys_file=path)
+    alice, bob = tenants.tenant_of("a"), tenants.tenant_of("b")
+    for priority in (0, 10):
+        alice.check_priority(priority)
+    for priority in (-1, 11):
+        with pytest.raises(APIError, match=f"priority={priority} is not permitted to this key; use 0 to 10"):
+            alice.check_priority(priority)
+    bob.check_priority(-(2**31))
+
+
+def test_a_bearers_key_counts_before_the_other_and_another_scheme_does_not():
+    assert shown_key({"authorization": "Bearer a", "x-api-key": "b"}) == "a"
+    assert shown_key({"authorization": "Basic a", "x-api-key": "b"}) == "b"
+    assert shown_key({}) is None

@@ -9,14 +9,16 @@ from foreword.cache import KVCacheManager
 from foreword.config import SchedulerConfig
 from foreword.engine.waiting.pace import Pace
 from foreword.engine.waiting.prefix_queue import PrefixQueue
-from foreword.engine.waiting.queue import ArrivalQueue, WaitingQueue
+from foreword.engine.waiting.queue import ArrivalQueue, PriorityQueue, WaitingQueue
 from foreword.errors import ConfigError
 
 
 def make_queue(manager: KVCacheManager, config: SchedulerConfig, pace: Pace) -> WaitingQueue:
     """An empty queue. Raises ConfigError if the policy needs to know what is cached, and the cache keeps no ledger."""
-    if config.scheduling_policy != "prefix":
+    if config.scheduling_policy == "fcfs":
         return ArrivalQueue()
+    if config.scheduling_policy == "priority":
+        return PriorityQueue(config.max_num_batched_tokens)
     if manager.ledger is None:
         raise ConfigError(
             "scheduling_policy='prefix' needs a cache that keeps a ledger; give ledger=CacheLedger(num_blocks), and "

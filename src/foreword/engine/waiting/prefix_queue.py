@@ -1,7 +1,7 @@
 """PrefixQueue: serves what is cached first, within a bound on delay.
 
-Knows requests, their tenants and families; knows nothing of blocks and budgets. The order: priorities; within a
-priority tenants by turns; within both (a lane) the family of which most is cached, and of a family the oldest request.
+Knows requests, their tenants and families; knows nothing of blocks and budgets. The order: tenants by turns; of
+a tenant priorities; within both (a lane) the family of which most is cached, and of a family the oldest request.
 
 A request may be overtaken, within its lane, by later ones that together take at most `max_overtake_s` seconds:
 
@@ -137,17 +137,17 @@ class PrefixQueue:
 
     def clear(self) -> None:
         self._prefixes = WaitingPrefixes(self._ledger)
-        self._lanes: dict[int, dict[str | None, Lane]] = {}
-        self._turns: dict[int, Turns] = {}
+        self._lanes: dict[str | None, dict[int, Lane]] = {}
+        self._turns = Turns(self._quantum)
         self._step = 0
 
     def add(self, request: Request) -> None:
         rank, tenant = request.service_key[0], request.tenant
-        lanes = self._lanes.setdefault(rank, {})
-        lane = lanes.get(tenant)
+        lanes = self._lanes.setdefault(tenant, {})
+        lane = lanes.get(rank)
         if lane is None:
-            lane = lanes[tenant] = Lane(rank, tenant)
-            self._turns.setdefault(rank, Turns(self._quantum)).join(tenant)
+            lane = lanes[rank] = Lane(rank, tenant)
+            self._turns.join(tenant)
         lane.add(request)
         self._prefixes.add(request, lane)
 
@@ -156,7 +156,7 @@ class PrefixQueue:
 
     def start(self, request: Request, num_tokens: int) -> None:
         lane = self._lane_of(request)
-        self._turns[lane.rank].charge(lane.tenant, num_tokens)
+        self._turns.charge(lane.tenant, num_tokens)
         self._leave(request, self._pace.seconds(request, num_tokens))
 
     def _leave(self, request: Request, seconds: float) -> None:
@@ -164,35 +164,33 @@ class PrefixQueue:
         self._prefixes.remove(request)
         lane.start(request, seconds)
         if not lane.waiting:
-            del self._lanes[lane.rank][lane.tenant]
-            self._turns[lane.rank].leave(lane.tenant)
-            if not self._lanes[lane.rank]:
-                del self._lanes[lane.rank], self._turns[lane.rank]
+            del self._lanes[lane.tenant][lane.rank]
+            if not self._lanes[lane.tenant]:
+                del self._lanes[lane.tenant]
+                self._turns.leave(lane.tenant)
 
     def note_end(self, request: Request) -> None:
         num_tokens = request.num_output_tokens
         self._pace.note_answer(num_tokens)
-        turns = self._turns.get(request.service_key[0])
-        if turns is not None:
-            turns.charge(request.tenant, num_tokens)
+        self._turns.charge(request.tenant, num_tokens)
 
     def candidates(self) -> Iterator[Request]:
         self._step += 1
         for lanes in self._lanes.values():
             for lane in lanes.values():
                 lane.begin_step()
-        for rank in sorted(self._lanes):
-            idle: set[str | None] = set()
-            while len(idle) < len(lanes := self._lanes.get(rank, {})):
-                lane = lanes[self._turns[rank].next(idle)]
-                request = self._choose(lane)
-                if request is None:
-                    idle.add(lane.tenant)
-                    continue
-                yield request
-                if request in self._prefixes:
-                    self._prefixes.family_of(request).passed_in = self._step
-                idle &= self._lanes.get(rank, {}).keys()
+        idle: set[str | None] = set()
+        while len(idle) < len(self._lanes):
+            tenant = self._turns.next(idle)
+            by_rank = sorted(self._lanes[tenant].items())
+            request = next((one for _, lane in by_rank if (one := self._choose(lane)) is not None), None)
+            if request is None:
+                idle.add(tenant)
+                continue
+            yield request
+            if request in self._prefixes:
+                self._prefixes.family_of(request).passed_in = self._step
+            idle &= self._lanes.keys()
 
     def _choose(self, lane: Lane) -> Request | None:
         """The next request of a lane; None if all of its families were passed over."""
@@ -215,7 +213,7 @@ class PrefixQueue:
         return True
 
     def _lane_of(self, request: Request) -> Lane:
-        return self._lanes[request.service_key[0]][request.tenant]
+        return self._lanes[request.tenant][request.service_key[0]]
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -226,8 +224,8 @@ class PrefixQueue:
 
     def check_integrity(self) -> None:
         self._prefixes.check_integrity()
-        for rank, lanes in self._lanes.items():
-            self._turns[rank].check_integrity(lanes)
+        self._turns.check_integrity(self._lanes)
+        for lanes in self._lanes.values():
             for lane in lanes.values():
                 assert lane.waiting, "a lane is empty"
                 assert all(self._lane_of(request) is lane for request in lane.waiting)

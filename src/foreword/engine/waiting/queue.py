@@ -6,11 +6,16 @@ Knows requests and their service keys; knows nothing of budgets and blocks.
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from operator import attrgetter
 from typing import Protocol
 
+from foreword.engine.waiting.turns import Turns
 from foreword.request import Request
+
+_ORDER = attrgetter("service_key")
 
 
 class WaitingQueue(Protocol):
@@ -59,10 +64,10 @@ class ArrivalQueue:
         """In service order."""
 
     def add(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=attrgetter("service_key"))
+        bisect.insort(self._requests, request, key=_ORDER)
 
     def remove(self, request: Request) -> None:
-        del self._requests[bisect.bisect_left(self._requests, request.service_key, key=attrgetter("service_key"))]
+        del self._requests[bisect.bisect_left(self._requests, request.service_key, key=_ORDER)]
 
     def start(self, request: Request, num_tokens: int) -> None:
         self.remove(request)
@@ -91,3 +96,73 @@ class ArrivalQueue:
     def check_integrity(self) -> None:
         keys = [request.service_key for request in self._requests]
         assert keys == sorted(set(keys)), "the queue is out of order, or holds a request twice"
+
+
+class PriorityQueue:
+    """Serves tenants by turns, and of a tenant the lowest service key first. What does not fit blocks all later ones.
+
+    So a priority orders the requests of one tenant, and takes nothing from another one.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        """`quantum`: tokens that a tenant gets when its turn comes."""
+        self._quantum = quantum
+        self.clear()
+
+    def clear(self) -> None:
+        self._requests: dict[str | None, list[Request]] = {}
+        """By tenant, in service order."""
+        self._turns = Turns(self._quantum)
+
+    def add(self, request: Request) -> None:
+        bisect.insort(self._requests.setdefault(request.tenant, []), request, key=_ORDER)
+        self._turns.join(request.tenant)
+
+    def remove(self, request: Request) -> None:
+        own = self._requests[request.tenant]
+        del own[bisect.bisect_left(own, request.service_key, key=_ORDER)]
+        if not own:
+            del self._requests[request.tenant]
+            self._turns.leave(request.tenant)
+
+    def start(self, request: Request, num_tokens: int) -> None:
+        self._turns.charge(request.tenant, num_tokens)
+        self.remove(request)
+
+    def candidates(self) -> Iterator[Request]:
+        num_passed: dict[str | None, int] = {}
+        idle: set[str | None] = set()
+        while len(idle) < len(self._requests):
+            tenant = self._turns.next(idle)
+            own, at = self._requests[tenant], num_passed.get(tenant, 0)
+            if at >= len(own):
+                idle.add(tenant)
+                continue
+            request = own[at]
+            yield request
+            own = self._requests.get(tenant, [])
+            at = bisect.bisect_left(own, request.service_key, key=_ORDER)
+            num_passed[tenant] = at + (at < len(own) and own[at] is request)
+            idle &= self._requests.keys()
+
+    def likely(self, most: int) -> Iterable[Request]:
+        return islice(self, most)
+
+    def may_pass(self, request: Request) -> bool:
+        return False
+
+    def note_end(self, request: Request) -> None:
+        self._turns.charge(request.tenant, request.num_output_tokens)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._requests.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return heapq.merge(*self._requests.values(), key=_ORDER)
+
+    def check_integrity(self) -> None:
+        self._turns.check_integrity(self._requests)
+        for own in self._requests.values():
+            keys = [request.service_key for request in own]
+            assert keys, "a tenant has turns and nothing waits"
+            assert keys == sorted(set(keys)), "the waiting queue is out of order"

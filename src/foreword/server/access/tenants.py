@@ -5,6 +5,7 @@ Knows keys, names and salts; knows nothing of tokens or HTTP. A keys file is TOM
     [alice]
     keys = ["sk-alice-1", "sk-alice-2"]
     max_cached_blocks = 2000          # optional: the server evicts more, those next in eviction order first
+    priorities = [0, 10]              # optional: the lowest and the highest `priority` that its requests may have
 
     [bob]
     keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import ConfigError
+from foreword.server.api_errors import bad_request
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,16 @@ class Tenant:
 
     name: str
     max_cached_blocks: int | None = None
+    priorities: tuple[int, int] | None = None
+    """The lowest and the highest priority that its requests may have; None: any."""
+
+    def check_priority(self, priority: int) -> None:
+        """Raises APIError 400 for a priority that is not permitted."""
+        if self.priorities is not None and not self.priorities[0] <= priority <= self.priorities[1]:
+            raise bad_request(
+                f"priority={priority} is not permitted to this key; use {self.priorities[0]} to {self.priorities[1]}",
+                param="priority",
+            )
 
 
 class Tenants:
@@ -96,6 +108,10 @@ class Tenants:
         self._reload()
         return None if key is None else self._tenant_of.get(digest(key))
 
+    def has_key(self, key: str) -> bool:
+        """Whether a key is a tenant's."""
+        return self.asks_for_keys and self.tenant_of(key) is not None
+
     def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
         """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT", both hashed; None if there are no tenants."""
         if not self.asks_for_keys and cache_salt is None:
@@ -138,11 +154,8 @@ class Tenants:
 
 def shown_key(headers: Mapping[str, str]) -> str | None:
     """The key that a request shows: `Authorization: Bearer KEY`, or else `x-api-key: KEY`; None if it shows none."""
-    authorization = headers.get("authorization")
-    if authorization is None:
-        return headers.get("x-api-key")
-    scheme, _, key = authorization.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
 
 def read_keys(path: Path) -> dict[bytes, Tenant]:
@@ -164,17 +177,26 @@ def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]
     where = f"keys file {str(path)!r}, tenant {name!r}"
     if name in (ANYBODY, DASHBOARD):
         raise ConfigError(f"{where}: this name is the server's own, and would share its cache; choose another")
-    if not isinstance(table, dict) or set(table) - {"keys", "max_cached_blocks"}:
-        raise ConfigError(f"{where}: give a table with 'keys' and, if you like, 'max_cached_blocks'")
+    if not isinstance(table, dict) or set(table) - {"keys", "max_cached_blocks", "priorities"}:
+        raise ConfigError(f"{where}: give a table with 'keys' and, if you like, 'max_cached_blocks' and 'priorities'")
     keys, quota = table.get("keys"), table.get("max_cached_blocks")
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         raise ConfigError(f"{where}: 'keys' must be a list of strings that are not empty")
     if quota is not None and (type(quota) is not int or quota < 0):
         raise ConfigError(f"{where}: max_cached_blocks={quota!r} is not a number of blocks")
+    priorities = _priorities(where, table.get("priorities"))
     try:
-        return Tenant(name, quota), [_stored_digest(key) for key in keys]
+        return Tenant(name, quota, priorities), [_stored_digest(key) for key in keys]
     except ValueError as error:
         raise ConfigError(f"{where}: what follows 'sha256:' must be 64 hexadecimal digits") from error
+
+
+def _priorities(where: str, given: Any) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    if not isinstance(given, list) or [type(one) for one in given] != [int, int] or not given[0] <= 0 <= given[1]:
+        raise ConfigError(f"{where}: priorities={given!r} is no range that holds 0, the default; use [-5, 5], say")
+    return given[0], given[1]
 
 
 def _stored_digest(key: str) -> bytes:
