@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from foreword.server.access.tenants import Tenant
+from foreword.server.api_errors import APIError
 from foreword.server.kept_responses import KeptResponses
 
 
@@ -37,3 +39,23 @@ def test_the_estimate_is_no_less_than_the_memory_that_calls_take(arguments: Any)
     finally:
         tracemalloc.stop()
     assert kept.num_bytes > 0.8 * grown > 100_000
+
+
+@pytest.mark.parametrize("limits", [{"max_responses": 20}, {"max_bytes": 20_000}])
+def test_a_tenant_that_keeps_many_responses_pushes_out_its_own(limits: dict[str, int]) -> None:
+    kept = KeptResponses(**limits)
+    for number in range(3):
+        kept.keep(Tenant("a"), [{"role": "user", "content": "x" * 500}], {"id": f"a{number}"})
+    for number in range(100):
+        kept.keep(Tenant("b"), [{"role": "user", "content": "x" * 500}], {"id": f"b{number}"})
+    for number in range(3):
+        assert kept.get(Tenant("a"), f"a{number}")
+    assert kept.get(Tenant("b"), "b99")
+    with pytest.raises(APIError, match="not found"):
+        kept.get(Tenant("b"), "b0")
+    for number in range(3):
+        kept.delete(Tenant("a"), f"a{number}")
+    for number in range(100):
+        with suppress(APIError):
+            kept.delete(Tenant("b"), f"b{number}")
+    assert kept.num_bytes == 0

@@ -6,7 +6,7 @@ Knows conversations and the answers that were sent; each tenant finds only its o
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from threading import Lock
 from typing import Any
 
@@ -23,7 +23,7 @@ MESSAGE_BYTES = 300
 
 
 class KeptResponses:
-    """Answers and their conversations by response id; the oldest are dropped for new ones.
+    """Answers and their conversations by response id; for new ones the oldest are dropped of the tenant with most.
 
     Answers are kept as JSON text: a dictionary of log probabilities takes several times the memory. Any thread may call
     `keep`; the rest belongs to the event loop.
@@ -36,16 +36,19 @@ class KeptResponses:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lock = Lock()
+        self._num_of, self._bytes_of = Counter[str](), Counter[str]()
+        """By tenant."""
 
     def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
         """Keep a finished response, and the conversation that ends with it."""
         written = to_long_json(response, PIECE_DEPTH)
         with self._lock:
             self._kept[response["id"]] = (tenant.name, messages, written)
-            self.num_bytes += _num_bytes(messages, written)
+            self._count(tenant.name, 1, _num_bytes(messages, written))
             while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
-                _, (_, dropped, dropped_written) = self._kept.popitem(last=False)
-                self.num_bytes -= _num_bytes(dropped, dropped_written)
+                shares = self._num_of if len(self._kept) > self._max_responses else self._bytes_of
+                [(most, _)] = shares.most_common(1)
+                self._drop(next(name for name, (owner, _, _) in self._kept.items() if owner == most))
 
     def get(self, tenant: Tenant, response_id: str) -> tuple[Messages, str]:
         """Conversation and JSON of a tenant's response. Raises APIError 404."""
@@ -58,9 +61,17 @@ class KeptResponses:
         """Forget a tenant's response. Raises APIError 404."""
         self.get(tenant, response_id)
         with self._lock:
-            dropped = self._kept.pop(response_id, None)
-            if dropped is not None:  # else `keep` in another thread has just dropped it
-                self.num_bytes -= _num_bytes(dropped[1], dropped[2])
+            if response_id in self._kept:  # else `keep` in another thread has just dropped it
+                self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        owner, messages, written = self._kept.pop(response_id)
+        self._count(owner, -1, -_num_bytes(messages, written))
+
+    def _count(self, owner: str, number: int, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._num_of[owner] += number
+        self._bytes_of[owner] += num_bytes
 
 
 def _num_bytes(messages: Messages, written: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 from dataclasses import dataclass, replace
 
 OVERHEAD_BYTES = 1024
@@ -36,7 +37,8 @@ class CachedContent:
     @property
     def num_bytes(self) -> int:
         """Estimated bytes in memory."""
-        return len(self.source) + OVERHEAD_BYTES
+        names = (self.id, self.tenant, self.model, self.display_name, self.cache_salt or "")
+        return len(self.source) + sum(map(sys.getsizeof, names)) + OVERHEAD_BYTES
 
     def until(self, expires_us: int, now_us: int) -> CachedContent:
         """Itself with another end."""
