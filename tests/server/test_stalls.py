@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from live_server import ServerProcess
+from live_server import MODEL, ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -21,6 +21,7 @@ SIZE = 16 * MB - 100
 ENDLESS_STREAM = {"input": "x", "stream": True, "top_logprobs": 20, "max_output_tokens": 1000, "ignore_eos": True}
 """Its last events repeat all of the answer."""
 GEMINI = "/v1/models/foreword-demo:generateContent"
+SCHEMAS, MODULES, CONTENTS = "/v1/pml/schemas", "/v1/pml/completions", "/v1beta/cachedContents"
 AT_ONCE = ("/v1/completions", '{"prompt": "x", "max_tokens": 1}')
 
 
@@ -59,6 +60,11 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
         (GEMINI, "parts", '{"text": ""}', '{"contents": {"parts": [', "]}}"),
         (GEMINI, "functions", "{}", f'{{"contents": {text}, "tools": {{"functionDeclarations": [', "]}}"),
         (GEMINI, "long text", "x" * 999, '{"contents": {"parts": {"text": "', '"}}}'),
+        (SCHEMAS, "modules", "<module name='m'/>", '{"schema": "<schema name=\'s\'>', '</schema>"}'),
+        (SCHEMAS, "name", "x" * 999, '{"schema": "<schema name=\'', "'/>\"}"),
+        (MODULES, "documents", '"x"', '{"question": "x", "documents": [', "]}"),
+        (MODULES, "modules", '"a": {}', '{"schema": "s", "modules": {', "}}"),
+        (CONTENTS, "contents", text, '{"model": "models/foreword-demo", "contents": [', "]}"),
         ("/tokenize", "long text", "x" * 999, '{"prompt": "', '"}'),
         ("/tokenize", "messages", "{}", '{"messages": [', "]}"),
         ("/detokenize", "tokens", "1", '{"tokens": [', "]}"),
@@ -67,6 +73,25 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
         ("/dashboard/login", "fields", "a=1&", "", ""),
     ):
         yield path, name, many(one, head, tail, size)
+
+
+def module(name: str, text: str, scaffold: str = "") -> str:
+    return f"<module name='{name}' scaffold='{scaffold}'>{text}</module>"
+
+
+def unions(members: list[str], count: int) -> str:
+    """A schema of unions in succession, between two texts."""
+    written = (
+        f"<union>{''.join(module(f'm{at}_{number}', text) for number, text in enumerate(members))}</union>"
+        for at in range(count)
+    )
+    return f"<schema name='s'>x{''.join(written)}y</schema>"
+
+
+def scaffolds(count: int) -> str:
+    """Modules that all are computed after the same long one."""
+    written = "".join(module(f"m{number}", f"x{number}", "long") for number in range(count))
+    return f"<schema name='s'>{module('long', 'word and ' * 400)}{written}</schema>"
 
 
 def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
@@ -87,6 +112,14 @@ def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
         (GEMINI, "contents", {"contents": [{"parts": [{"text": "x"}]}] * 8000}),
         (GEMINI, "wrong contents", {"contents": [{"parts": [{}]}] * 8000}),
         (GEMINI, "parts", {"contents": {"parts": [{"text": "x" * 12}] * 8000}}),
+        (SCHEMAS, "unions without text", {"schema": unions(["", ""], 2000)}),
+        (SCHEMAS, "unions", {"schema": unions([f"w{number}" for number in range(2000)], 2)}),
+        (SCHEMAS, "scaffolds", {"schema": scaffolds(4000)}),
+        (SCHEMAS, "text", {"schema": f"<schema name='s'>{module('m', 'x ' * 2000) * 4}</schema>"}),
+        (MODULES, "documents", {"documents": ["x"] * 1000, "question": "x", "max_tokens": 1}),
+        (CONTENTS, "contents", {"model": f"models/{MODEL}", "contents": [{"parts": [{"text": "x"}]}] * 8000}),
+        (CONTENTS, "text", {"model": f"models/{MODEL}", "contents": [{"parts": [{"text": "x" * 100_000}]}]}),
+        ("/v1/completions", "a grammar", {"prompt": "x", "structured_outputs": {"regex": "(a|b){1000}" * 100}}),
         ("/tokenize", "text", {"prompt": "x" * 100_000, "return_token_strs": True}),
         ("/detokenize", "tokens", {"tokens": tokens}),
         ("/v1/cache/explain", "tokens", {"prompt": tokens}),

@@ -39,6 +39,14 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok", **details})
 
 
+@router.get("/ready", tags=["server"])
+async def ready(request: Request) -> Response:
+    """200 while the server takes requests: as /health, but 503 from SIGTERM on, before the listening socket closes."""
+    if service_of(request).is_stopping:
+        return json_response({"status": "stopping"}, 503)
+    return await health(request)
+
+
 @router.get("/ping", tags=["server"])
 @router.post("/ping", tags=["server"])
 async def ping(request: Request) -> Response:

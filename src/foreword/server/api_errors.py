@@ -9,6 +9,15 @@ from collections.abc import Sequence
 
 from foreword.errors import CacheBusyError, EngineError, ForewordError, InvalidRequestError, PromptTooLongError
 
+MOST_CHARACTERS = 2000
+"""Most characters of a message: it may repeat what a client sent, which may have megabytes."""
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """A text without its middle, if it is longer than this: the end of a message has the remedy."""
+    end = most // 4
+    return text if len(text) <= most else f"{text[: most - end - 3]}...{text[-end:]}"
+
 
 class APIError(ForewordError):
     """An error that becomes the answer. `str(error)` is its message."""
@@ -23,10 +32,10 @@ class APIError(ForewordError):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else shortened(param, 200)
         self.code = code
         self.headers = headers
 
@@ -89,15 +98,21 @@ def too_busy(retry_after_s: int) -> APIError:
     )
 
 
+def work_waits(kind: str, retry_after_s: int) -> APIError:
+    """429: too much work of a kind waits for a thread."""
+    return APIError(
+        429,
+        f"Too much work of this caller waits for a thread ({kind}); try again in {retry_after_s} s.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
 def timed_out(limit_s: float) -> APIError:
     """408: the request exceeded its time limit. Clients that try again would have it computed twice."""
     message = f"The request took longer than {limit_s:g} s and was ended."
     return APIError(408, message, kind="timeout", code="timeout", headers={"x-should-retry": "false"})
-
-
-def left() -> APIError:
-    """499: the client has left, and nobody reads this."""
-    return APIError(499, "The client has left before its request was queued.", code="disconnected")
 
 
 def engine_failed(reason: str) -> APIError:

@@ -18,13 +18,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server import about, cache_api, cache_entries, cluster_api, schemas_api
 from foreword.server.api_errors import APIError
+from foreword.server.arrival import Arrival
 from foreword.server.bodies.fields import Body
 from foreword.server.cache_entries import EntryChange, PinRequest
 from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
@@ -63,6 +64,8 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
             yield
         finally:
             await service.traffic_log.stop()
+            for crew in service.crews:
+                crew.close()
             await service.thread.stop()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
@@ -86,7 +89,9 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(_BodyLimits, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    app.add_middleware(
+        Arrival, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s, counts=service.http_requests
+    )
     return app
 
 
@@ -149,38 +154,3 @@ def _explain_http(request: Request, error: HTTPException) -> APIError:
         message = f"Not allowed to {request.method} on {request.url.path}"
         return APIError(405, message, code="method_not_supported", headers=headers)
     return APIError(error.status_code, str(error.detail), headers=headers)
-
-
-class _BodyLimits:
-    """Refuses a body that is too long with 413, and one that arrives too slowly with 408."""
-
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        num_bytes = 0
-        complete = False
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
-
-        async def limited() -> Message:
-            nonlocal num_bytes, complete
-            if complete:
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(408, "The body did not arrive in time.", {"Connection": "close"}) from None
-            num_bytes += len(message.get("body", b""))
-            complete = not message.get("more_body", False)
-            if num_bytes > self._max_bytes:
-                detail = f"The body is longer than the {self._max_bytes} bytes that this server takes."
-                raise HTTPException(413, detail, {"Connection": "close"})
-            return message
-
-        await self._app(scope, limited, send)

@@ -19,6 +19,7 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
 from foreword.server.bodies.json_pieces import to_json, to_long_json
 from foreword.server.bodies.off_loop import off_loop
+from foreword.server.crews import CALLER
 from foreword.server.dialect import Dialect, Event
 from foreword.server.service import Service
 
@@ -65,7 +66,9 @@ def request_id_of(request: Request) -> str:
 
 async def authorized(request: Request) -> Tenant:
     """The tenant of a request. Raises APIError 401."""
-    return service_of(request).authorize(dialect_of(request).key(request.headers, request.query_params))
+    tenant = service_of(request).authorize(dialect_of(request).key(request.headers, request.query_params))
+    CALLER.set(tenant.name)
+    return tenant
 
 
 Authorized = Annotated[Tenant, Depends(authorized)]
@@ -79,7 +82,8 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 def error_response(request: Request, error: Exception) -> Response:
     """The answer to an exception, in the caller's dialect."""
-    answer = dialect_of(request).error(from_error(error), request_id_of(request))
+    request.state.error = told = from_error(error)
+    answer = dialect_of(request).error(told, request_id_of(request))
     return json_response(answer.body, answer.status, dict(answer.headers))
 
 
@@ -92,8 +96,6 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
         limit_s = service_of(request).config.request_timeout_s
         return _EventStream(request, writer, limit_s, frames or ServerSent(dialect_of(request)))
     deltas = await finished(request, writer.answer)
-    if deltas is None:
-        return Response(status_code=499)  # nobody reads this
 
     def write() -> Response:
         body = to_long_json(writer.whole(deltas), writer.piece_depth)
@@ -108,39 +110,17 @@ def _route(answer: AnswerStream) -> dict[str, str]:
     return {} if route is None else {"x-foreword-route": route}
 
 
-async def finished(request: Request, answer: AnswerStream) -> list[Delta] | None:
-    """Wait for the end of an answer: its deltas, or None if the client leaves first. Raises APIError."""
+async def finished(request: Request, answer: AnswerStream) -> list[Delta]:
+    """Wait for the end of an answer: its deltas. Raises APIError. A client that leaves cancels this, and its answer."""
     limit_s = service_of(request).config.request_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            deltas: list[Delta] | None = await _unless_disconnected(request, _collect(answer))
-            return deltas
+            return [delta async for deltas in answer.deltas() for delta in deltas]
     except TimeoutError:
         answer.close("timeout")
         raise timed_out(limit_s) from None
     finally:
         answer.close()
-
-
-async def _collect(answer: AnswerStream) -> list[Delta]:
-    return [delta async for deltas in answer.deltas() for delta in deltas]
-
-
-async def _unless_disconnected(request: Request, work: Any) -> Any:
-    """The result of `work`, or None if the client leaves first."""
-    task = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        task.cancel()
-        leaving.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Frames(Protocol):

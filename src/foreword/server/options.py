@@ -69,10 +69,12 @@ class ServerConfig:
     """Most seconds from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
     """Most seconds that a request's body may take to arrive."""
+    shutdown_delay_s: float = 1.0
+    """Seconds after SIGTERM in which the server still takes connections, while /ready answers 503."""
     shutdown_timeout_s: float = 600.0
     """Most seconds that accepted requests may take to finish after SIGTERM."""
     log_requests: bool = False
-    """Log a line for each finished request: tokens, times, outcome; never its text."""
+    """Log a line for each finished request: tokens, times, outcome, never its text; and one for each refused call."""
     log_interval_s: float = 10.0
     """Seconds between two log lines about the traffic, while there is any; 0: none."""
 
@@ -113,7 +115,6 @@ class ServerConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name):g} is out of range; use a positive number, at most {MOST_SECONDS:.0f}"
                 )
-        if not 0 <= self.log_interval_s <= 86400:
-            raise ConfigError(
-                f"log_interval_s={self.log_interval_s} is out of range; use 1 to 86400, or 0 for no lines"
-            )
+        for name, what in (("log_interval_s", "no lines"), ("shutdown_delay_s", "no delay")):
+            if not 0 <= getattr(self, name) <= 86400:
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range; use 1 to 86400, or 0 for {what}")

@@ -196,10 +196,17 @@ class Records:
             finished: Iterator[RequestRecord] = reversed(list(self._finished))
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
 
-    def seconds_of_recent(self) -> int:
-        """Seconds that a recent request took, 1 to 60: after this time some of the queued requests are done."""
-        times = [one.finished_time - one.arrival_time for one in self.recent(32) if one.finished_time is not None]
-        return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
+    def expected_wait_s(self, num_ahead: int) -> int:
+        """Seconds, 1 to 600, until the server has answered this number of choices, at the pace of the last ones.
+
+        While none has ended, the age of the oldest request: nothing will be answered sooner than that again.
+        """
+        now = time.monotonic()
+        ended = [one for one in self.recent(32) if one.finished_time is not None]
+        since = min((one.arrival_time for one in ended or self.running()), default=now)
+        num_ended = sum(one.num_choices for one in ended)
+        wait_s = (now - since) * (num_ahead / num_ended if num_ended else 1)
+        return max(1, min(600, math.ceil(wait_s)))
 
     def running(self) -> list[RequestRecord]:
         """Records of requests that are not finished."""

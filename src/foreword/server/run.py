@@ -1,15 +1,20 @@
 """Serves one model with uvicorn until a signal stops it.
 
-SIGTERM and SIGINT close the listening socket at once. The server still finishes the requests that it has accepted,
-within the shutdown's time limit, and then stops the engine.
+After SIGTERM or SIGINT /ready answers 503, and `shutdown_delay_s` later the listening socket closes. The server still
+finishes the requests that it has accepted, within `shutdown_timeout_s`, and then stops the engine. Whatever still runs
+ENDING_S after that ends with the process.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import PurePath
 
@@ -32,6 +37,10 @@ SWITCH_INTERVAL_S = 0.0005
 An answer's first token crosses between the two threads several times. With Python's default of 5 ms, each crossing
 costs up to 5 ms (figures: docs/decisions/0011-server.md).
 """
+
+
+ENDING_S = 30.0
+"""Seconds for the engine to stop and the tiers to be written, after the last answer or its time limit."""
 
 
 def check_address(host: str, port: int) -> None:
@@ -77,24 +86,49 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
     # uvicorn repeats the signal that ended it; after SIGTERM the process would exit with a failure's code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_model(llm, name)
-    thread = app.state.service.thread
+    service = app.state.service
 
     def started(address: str) -> None:
         url = address + config.root_path  # works through the proxy; the server answers with and without it
         log_addresses(url, llm.config, config)
         print(f"foreword: serving {name} at {url}", flush=True)
 
-    AnnouncingServer(options, started, lambda: log_stopping(thread.num_choices, config.shutdown_timeout_s)).run()
+    def stopping() -> None:
+        service.is_stopping = True
+        log_stopping(service.thread.num_choices, config.shutdown_timeout_s)
+        end_within(config.shutdown_delay_s + max(1.0, config.shutdown_timeout_s) + ENDING_S)
+
+    AnnouncingServer(options, started, stopping, config.shutdown_delay_s).run()
     logger.info("the server has stopped", extra={"fields": {"event": "stopped"}})
+    if any(crew.num_running for crew in service.crews):
+        # Compiled code that a thread of a crew still runs would crash in an interpreter that ends around it.
+        atexit.register(os._exit, 0)
+
+
+def end_within(seconds: float) -> None:
+    """End the process, whatever runs in it: a step, a disk, work for a client. Does nothing if it ends by itself."""
+
+    def end() -> None:
+        logger.critical("the server has not stopped within %g s; its process ends now", seconds)
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 class AnnouncingServer(uvicorn.Server):
     """A server that reports its addresses, also when the system chose the port."""
 
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None], on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_start: Callable[[str], None], on_stop: Callable[[], None], delay_s: float = 0.0
+    ) -> None:
+        """`delay_s`: seconds from `on_stop` until the listening socket closes."""
         super().__init__(config)
         self._on_start = on_start
         self._on_stop = on_stop
+        self._delay_s = delay_s
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
@@ -106,4 +140,6 @@ class AnnouncingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: object = None) -> None:
         self._on_stop()
+        if not self.force_exit:
+            await asyncio.sleep(self._delay_s)
         await super().shutdown(sockets)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ Knows the fields of schemas and their reports; `pml/` reads and lays them out.
 
 from __future__ import annotations
 
-import asyncio
+import threading
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,11 +15,17 @@ from starlette.responses import Response
 
 from foreword.pml.check import report_on
 from foreword.pml.library import LoadedSchema
+from foreword.server.api_errors import bad_request
 from foreword.server.bodies.fields import Body
+from foreword.server.bodies.json_pieces import to_json
 from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes
+from foreword.server.resources.schemas import Kept
 
 router = APIRouter(tags=["pml"])
+
+MOST_NOTES = 64
+"""Notes of a report over HTTP; `foreword pml check` shows all."""
 
 
 class SchemaRequest(Body):
@@ -35,29 +41,37 @@ async def create_schema(
     body: Annotated[SchemaRequest, Depends(body_of(SchemaRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Keep a schema under its name, in place of one that has it. It lasts as long as the server's process."""
-    schemas = service_of(request).schemas
+    service = service_of(request)
+    has_left = threading.Event()
 
-    def load() -> tuple[LoadedSchema, dict[str, Any]]:
-        schema = schemas.load(body.schema_text)
-        return schema, _report(schema)
+    def go_on() -> None:
+        if has_left.is_set():
+            raise bad_request("The client has left.")  # nobody reads this
 
-    schema, report = await asyncio.to_thread(load)
-    schemas.add(tenant, schema)
-    return json_response(report)
+    def load() -> Kept:
+        schema = service.schemas.load(body.schema_text, go_on)
+        go_on()
+        return Kept(schema, to_json(_report(schema)).encode())
+
+    try:
+        kept = await service.crews.schemas.run(load)
+    finally:
+        has_left.set()
+    service.schemas.add(tenant, kept)
+    return _shown(kept)
 
 
 @router.get("/v1/pml/schemas")
 async def list_schemas(request: Request, tenant: Authorized) -> Response:
     """The tenant's schemas, without their modules."""
     kept = service_of(request).schemas.all_of_tenant(tenant)
-    return json_response({"object": "list", "data": [_head(schema) for schema in kept]})
+    return json_response({"object": "list", "data": [_head(one.schema) for one in kept]})
 
 
 @router.get("/v1/pml/schemas/{name}")
 async def get_schema(name: str, request: Request, tenant: Authorized) -> Response:
     """A schema's layout: its modules, their tokens and positions, and the room after them."""
-    schema = service_of(request).schemas.of_tenant(tenant, name)
-    return json_response(await asyncio.to_thread(_report, schema))
+    return _shown(service_of(request).schemas.of_tenant(tenant, name))
 
 
 @router.delete("/v1/pml/schemas/{name}")
@@ -65,6 +79,10 @@ async def delete_schema(name: str, request: Request, tenant: Authorized) -> Resp
     """Forget a schema. Blocks of its modules stay in the cache until they are evicted."""
     service_of(request).schemas.drop(tenant, name)
     return json_response({"id": name, "object": "pml.schema", "deleted": True})
+
+
+def _shown(kept: Kept) -> Response:
+    return Response(kept.report, media_type="application/json")
 
 
 def _head(schema: LoadedSchema) -> dict[str, Any]:
@@ -82,4 +100,10 @@ def _report(schema: LoadedSchema) -> dict[str, Any]:
         {**asdict(row), "parameters": [{"name": name, "length": length} for name, length in row.parameters]}
         for row in report.rows
     ]
-    return {**_head(schema), "modules": modules, "notes": list(report.notes), "num_seams": len(report.seams)}
+    return {
+        **_head(schema),
+        "modules": modules,
+        "notes": list(report.notes[:MOST_NOTES]),
+        "num_seams": len(report.seams),
+        "is_every_seam_known": report.is_every_seam_known,
+    }

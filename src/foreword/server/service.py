@@ -5,7 +5,6 @@ Knows prompts, tenants, limits and the engine's thread; knows nothing of HTTP, n
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -34,12 +33,14 @@ from foreword.server.api_errors import LongPromptError, bad_request, too_busy, u
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.bodies.unknown_fields import UnknownFields
+from foreword.server.crews import Crews
 from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.listeners import Listener, ListenerHealth
+from foreword.server.observe.http_requests import HttpRequests
 from foreword.server.observe.insight import Insight
-from foreword.server.observe.metrics import Metrics
+from foreword.server.observe.metrics import Metrics, infos_of
 from foreword.server.observe.more_memory import MoreMemory
 from foreword.server.observe.recorder import Recorder
 from foreword.server.observe.tracing import Tracing
@@ -128,6 +129,8 @@ class Service:
         self.model_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
         """All names that clients may give."""
         self.created = int(time.time())
+        self.is_stopping = False
+        """Whether a signal has asked the server to stop."""
         self.records = Records()
         now = llm.engine.snapshot()
         options = llm.config.cache
@@ -143,6 +146,7 @@ class Service:
             model_id=llm.cache_identity.model_id,
             max_source_tokens=now.num_blocks * now.block_size,
         )
+        self.crews, self.http_requests = Crews(), HttpRequests(logs_refusals=config.log_requests)
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
         self.quotas = Quotas(self.tenants)
         has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
@@ -150,21 +154,13 @@ class Service:
         self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
         self.thread = open_door(llm, self.records, self._after_step)
         self.quotas.shrink = self.thread.shrink
-        self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
+        self.operators = Operators(
+            config.operator_key, asks_for_keys=self.tenants.asks_for_keys, is_tenants=self.tenants.has_key
+        )
         self.insight = Insight(self.thread, self.records, self.more_memory)
-        self.metrics = Metrics(model_name, self.insight)
+        self.metrics = Metrics(model_name, self.insight, infos_of(llm, now), self.http_requests)
         self.records.on_finished(Listener("metrics", self.metrics.observe))
-        self.tracing = None
-        if config.otlp_traces_endpoint is not None:
-            self.tracing = Tracing.to_endpoint(config.otlp_traces_endpoint, model_name)
-            self.records.on_finished(Listener("traces", self.tracing.record))
-        self.recorder = None
-        if config.record is not None:
-            self.recorder = Recorder(config.record, self.records.running)
-            self.records.on_finished(Listener("record_queue", self.recorder.record))
-        self.traffic_log = TrafficLog(self.insight, self.records, config.log_interval_s)
-        if config.log_requests:
-            self.records.on_finished(Listener("request_log", log_request))
+        self._open_listeners(config)
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         warn_of(self.template_changes)
         self.takes_system_anywhere = llm.tokenizer is not None and takes_system_anywhere(llm.tokenizer)
@@ -190,7 +186,20 @@ class Service:
         )
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
-        self._grammar_lock = asyncio.Lock()
+
+    def _open_listeners(self, config: ServerConfig) -> None:
+        """What else hears of requests, as the options say."""
+        self.tracing: Tracing | None = None
+        if config.otlp_traces_endpoint is not None:
+            self.tracing = Tracing.to_endpoint(config.otlp_traces_endpoint, self.model_name)
+            self.records.on_finished(Listener("traces", self.tracing.record))
+        self.recorder: Recorder | None = None
+        if config.record is not None:
+            self.recorder = Recorder(config.record, self.records.running)
+            self.records.on_finished(Listener("record_queue", self.recorder.record))
+        self.traffic_log = TrafficLog(self.insight, self.records, config.log_interval_s)
+        if config.log_requests:
+            self.records.on_finished(Listener("request_log", log_request))
 
     def _read_prefix(self, path: Path) -> list[npt.NDArray[np.int32]]:
         """A public text as the beginning of a prompt, and as a conversation's system message."""
@@ -230,6 +239,7 @@ class Service:
             "records": self.records.num_finished_bytes,
             "responses": self.kept_responses.num_bytes,
             "cached_contents": self.cached_contents.num_bytes,
+            "schemas": self.schemas.num_bytes,
             "grammars": self.llm.num_grammar_bytes,
             "record_queue": 0 if self.recorder is None else self.recorder.num_waiting_bytes,
         }
@@ -260,11 +270,11 @@ class Service:
         """Token ids of a text."""
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+        return await self.crews.text.run(lambda: self.tokenizer.encode(text))
 
     async def encode_part(self, text: str) -> tuple[int, ...]:
         """Token ids of a part of a text, without special tokens around it."""
-        return await asyncio.to_thread(self.tokenizer.encode_part, text)
+        return await self.crews.text.run(lambda: self.tokenizer.encode_part(text))
 
     async def render_chat(
         self,
@@ -278,7 +288,7 @@ class Service:
         def render() -> npt.NDArray[np.int32]:
             return self.tokenizer.render_chat(messages, template_inputs=template_inputs, **ending.keywords)
 
-        return render() if _is_short(messages, template_inputs) else await asyncio.to_thread(render)
+        return render() if _is_short(messages, template_inputs) else await self.crews.text.run(render)
 
     async def conversation(
         self,
@@ -292,12 +302,11 @@ class Service:
         Marks whose place the template does not show are left out.
         """
         if marks:
-            token_ids, ends = await asyncio.to_thread(
-                self.tokenizer.render_places,
-                messages,
-                [mark.place for mark in marks],
-                template_inputs=template_inputs,
-                **ending.keywords,
+            places = [mark.place for mark in marks]
+            token_ids, ends = await self.crews.text.run(
+                lambda: self.tokenizer.render_places(
+                    messages, places, template_inputs=template_inputs, **ending.keywords
+                )
             )
             found = tuple(Mark(end, mark.keep) for mark, end in zip(marks, ends, strict=True) if end)
         else:
@@ -305,15 +314,15 @@ class Service:
         if self.llm.engine.state_interval is None:
             return Prompt(token_ids, marks=found)
         self.check_length(len(token_ids))
-        message_ends = await asyncio.to_thread(
-            self.tokenizer.message_ends, messages, token_ids, template_inputs=template_inputs
+        message_ends = await self.crews.text.run(
+            lambda: self.tokenizer.message_ends(messages, token_ids, template_inputs=template_inputs)
         )  # each beginning is rendered separately
         all_ends = {*message_ends, *(mark.end for mark in found)}
         return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found)
 
     async def spell(self, words: Sequence[str]) -> None:
         """Have the tokenizer remember the spelling of these words, so that the engine need not wait for it."""
-        await asyncio.to_thread(lambda: [self.tokenizer.spellings(word) for word in words])
+        await self.crews.text.run(lambda: [self.tokenizer.spellings(word) for word in words])
 
     async def compile_grammar(self, wanted: StructuredOutputsParams | str) -> Callable[[], TokenConstraint]:
         """Constraints on the form of an answer, or from a Lark grammar. Raises InvalidRequestError.
@@ -325,8 +334,7 @@ class Service:
             grammars = self.llm.grammars
             return grammars.lark(wanted) if isinstance(wanted, str) else grammars.open(wanted)
 
-        async with self._grammar_lock:
-            return await asyncio.to_thread(make)
+        return await self.crews.grammars.run(make)
 
     # -------------------------------------------------------------------- run
 
@@ -338,6 +346,7 @@ class Service:
         Raises APIError: 400 if the prompt is refused, 429 if the queue is full, 503 if the engine has failed.
         """
         self.llm.check_priority(caller.priority)
+        caller.tenant.check_priority(caller.priority)
         num_choices = params.n * len(prompts)
         for prompt in prompts:
             self.check_length(len(prompt.token_ids))
@@ -398,7 +407,7 @@ class Service:
                 param="n",
             )
         if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
-            raise too_busy(self.records.seconds_of_recent())
+            raise too_busy(self.records.expected_wait_s(self.thread.num_choices))
 
     def check_length(self, num_tokens: int) -> None:
         """Raises APIError 400 if a prompt is longer than the server takes."""

@@ -125,10 +125,10 @@ def test_a_quiet_server_logs_nothing_and_a_failed_look_does_not_end_the_log(
 def test_traffic_is_the_difference_of_two_totals() -> None:
     before = TenantStats(5, 100, 40, 30, Counter(stop=5))
     after = TenantStats(9, 300, 190, 70, Counter(stop=7, refused=1, timeout=1))
-    traffic = Traffic.between(before, after, 10.0)
+    traffic = Traffic.between(before, after, 10.0, 7)
     assert (traffic.ended, traffic.failed, traffic.prompt_tokens, traffic.generated_tokens) == (4, 2, 200, 40)
     assert traffic.hit_rate == 150 / 200
-    assert Traffic.between(after, after, 10.0).hit_rate is None
+    assert Traffic.between(after, after, 10.0, 0).hit_rate is None
 
 
 def test_totals_hold_what_running_requests_have_had_so_far() -> None:
@@ -144,7 +144,7 @@ def test_totals_hold_what_running_requests_have_had_so_far() -> None:
         records.close(record, "stop")
     ended = records.totals()
     assert (ended.requests, ended.queried_tokens, ended.output_tokens) == (2, 20, 6)
-    assert Traffic.between(open_ones, ended, 1.0).generated_tokens == 0, "nothing is counted twice"
+    assert Traffic.between(open_ones, ended, 1.0, 0).generated_tokens == 0, "nothing is counted twice"
     assert ended.outcomes == {"stop": 3}
 
 

@@ -13,7 +13,7 @@ import hmac
 import ipaddress
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -31,9 +31,13 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "
 class Operators:
     """Decides whether a caller is an operator. Belongs to the event loop."""
 
-    def __init__(self, operator_key: str | None, *, asks_for_keys: bool) -> None:
+    def __init__(
+        self, operator_key: str | None, *, asks_for_keys: bool, is_tenants: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """`is_tenants`: whether a key is one of a tenant."""
         self._key = None if operator_key is None else digest(operator_key)
         self._asks_for_keys = asks_for_keys
+        self._is_tenants = is_tenants
         self._sessions: dict[bytes, float] = {}
 
     @property
@@ -45,6 +49,8 @@ class Operators:
         headers = Headers(scope=scope)
         if self._key is not None:
             if not (self._shows_key(headers) or self._has_session(headers)):
+                if self._is_tenants(shown_key(headers) or ""):
+                    raise _closed("this key is a tenant's; send the operator's")
                 raise APIError(
                     401,
                     "This needs the operator's key: send 'Authorization: Bearer KEY' with it.",

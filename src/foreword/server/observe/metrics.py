@@ -7,25 +7,37 @@ almost every prompt shares the few tokens with which a chat template begins.
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from foreword import __version__
 from foreword.cache import PIN, BlockState, EvictionCause, MissReason
 from foreword.engine import BREAKPOINT, RESOURCE, Snapshot, TiersReport
+from foreword.llm import LLM
 from foreword.server.engine_door import Number
 from foreword.server.listeners import ListenerHealth
 from foreword.server.observe import tier_numbers
+from foreword.server.observe.http_requests import HttpRequests
 from foreword.server.observe.insight import Insight
 from foreword.server.records import Records, RequestRecord
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 
 Metric = CounterMetricFamily | GaugeMetricFamily
@@ -39,25 +51,54 @@ def mostly_found(record: RequestRecord) -> bool:
     return 2 * record.num_cached_tokens >= record.num_prompt_tokens
 
 
+def infos_of(llm: LLM, now: Snapshot) -> dict[str, dict[str, object]]:
+    """What the server is, and how it was started."""
+    model, cache, scheduler = llm.config.model, llm.config.cache, llm.config.scheduler
+    return {
+        "build_info": {"version": __version__, "python": platform.python_version(), "machine": platform.machine()},
+        "config_info": {
+            "device": model.device,
+            "kv_format": llm.layout.kv_format.name,
+            "max_model_len": llm.engine.limits.max_model_len,
+            "num_blocks": now.num_blocks,
+            "block_size": now.block_size,
+            "prefix_caching": cache.enable_prefix_caching,
+            "eviction_policy": cache.eviction_policy,
+            "scheduling_policy": scheduler.scheduling_policy,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        },
+    }
+
+
 class Metrics:
     """One server's registry. The engine's thread fills histograms; the rest is computed on demand."""
 
-    def __init__(self, model_name: str, insight: Insight) -> None:
+    def __init__(
+        self, model_name: str, insight: Insight, infos: Mapping[str, Mapping[str, object]], calls: HttpRequests
+    ) -> None:
+        """`infos`: facts about the server that do not change, by the name of their metric."""
         self._insight = insight
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(model_name, insight)
+        ProcessCollector(registry=self._registry)
+        for name, facts in infos.items():
+            labels = {"model_name": model_name, **{fact: str(value) for fact, value in facts.items()}}
+            info = Gauge(f"foreword_{name}", "Always 1; the labels say it.", labels, registry=self._registry)
+            info.labels(**labels).set(1)
+        self._engine = _EngineCollector(model_name, insight, calls)
         self._registry.register(self._engine)
-        labels = ("model_name", "cache")
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> tuple[Histogram, Histogram]:
             """Children for misses and hits."""
-            family = Histogram(name, documentation, labels, buckets=buckets, registry=self._registry)
+            family = Histogram(name, documentation, ("model_name", "cache"), buckets=buckets, registry=self._registry)
             return family.labels(model_name, "miss"), family.labels(model_name, "hit")
 
         self._ttft = histogram("foreword_time_to_first_token_seconds", "Arrival to first token.", _TTFT)
         self._inter_token = histogram("foreword_inter_token_latency_seconds", "Between two tokens.", _INTER_TOKEN)
         self._e2e = histogram("foreword_e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
         self._queue = histogram("foreword_request_queue_time_seconds", "Arrival to first step.", _LATENCY)
+        self._prompt = histogram("foreword_request_prompt_tokens", "Length of prompts.", _LENGTH)
+        self._answer = histogram("foreword_request_generation_tokens", "Length of answers, of all choices.", _LENGTH)
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -65,6 +106,8 @@ class Metrics:
         if record.first_scheduled_time is None or record.finished_time is None:
             return
         hit = mostly_found(record)
+        self._prompt[hit].observe(record.num_prompt_tokens)
+        self._answer[hit].observe(record.num_output_tokens)
         self._queue[hit].observe(record.first_scheduled_time - record.arrival_time)
         self._e2e[hit].observe(record.finished_time - record.arrival_time)
         if record.time_to_first_token is not None:
@@ -88,9 +131,10 @@ class Metrics:
 class _EngineCollector(Collector):
     """Values that are read from the engine, and counts by request."""
 
-    def __init__(self, model_name: str, insight: Insight) -> None:
+    def __init__(self, model_name: str, insight: Insight, calls: HttpRequests) -> None:
         self._model = model_name
         self._insight = insight
+        self._calls = calls
         self._look: Snapshot | None = None
         self._records: Records | None = None
         self._listeners: Sequence[ListenerHealth] = ()
@@ -143,6 +187,12 @@ class _EngineCollector(Collector):
         yield from self._tiers(look.tiers)
         yield from self._tenants(self._records)
         yield from self._of_listeners()
+        family = CounterMetricFamily(
+            "foreword_http_requests", "Calls that were answered.", labels=("model_name", "endpoint", "status")
+        )
+        for (endpoint, status), count in self._calls.counts.copy().items():
+            family.add_metric((self._model, endpoint, status), count)
+        yield family
         for one in self._numbers:
             make = self._counters if one.is_counter else self._gauges
             yield make(one.name, one.meaning, one.label, one.values)

@@ -32,18 +32,21 @@ class Traffic:
     """Ended requests that were refused, failed, or timed out."""
     prompt_tokens: int
     """Prompt tokens of requests that began to run."""
+    computed_tokens: int
+    """Tokens that went through the model, those of requests that still run too."""
     hit_tokens: int
     generated_tokens: int
 
     @classmethod
-    def between(cls, before: TenantStats, after: TenantStats, seconds: float) -> Traffic:
-        """The difference of two totals."""
+    def between(cls, before: TenantStats, after: TenantStats, seconds: float, computed_tokens: int) -> Traffic:
+        """The difference of two totals, and the tokens computed meanwhile."""
         outcomes = after.outcomes - before.outcomes
         return cls(
             seconds,
             outcomes.total(),
             sum(outcomes[name] for name in ("refused", "failed", "timeout")),
             after.queried_tokens - before.queried_tokens,
+            computed_tokens,
             after.hit_tokens - before.hit_tokens,
             after.output_tokens - before.output_tokens,
         )
@@ -77,13 +80,15 @@ class TrafficLog:
             self._task = None
 
     async def _run(self) -> None:
-        before, then = self._records.totals(), time.monotonic()
+        before, then, computed = self._records.totals(), time.monotonic(), 0
         while True:
             await asyncio.sleep(self._interval_s)
             try:
                 after, now = self._records.totals(), time.monotonic()
                 if after != before or self._records.running():
-                    _log_traffic(Traffic.between(before, after, now - then), await self._insight.look())
+                    look = await self._insight.look()
+                    new, computed = max(0, look.num_computed_tokens - computed), look.num_computed_tokens
+                    _log_traffic(Traffic.between(before, after, now - then, new), look)
                 before, then = after, now
             except Exception as error:
                 self._health.failed(error)
@@ -93,6 +98,7 @@ class TrafficLog:
 
 def _log_traffic(traffic: Traffic, look: Snapshot) -> None:
     prompt_rate = traffic.prompt_tokens / traffic.seconds
+    computed_rate = traffic.computed_tokens / traffic.seconds
     generation_rate = traffic.generated_tokens / traffic.seconds
     cached = look.num_in_state(BlockState.CACHED) / look.num_blocks
     hit_rate = "no prompts" if traffic.hit_rate is None else f"hit rate {traffic.hit_rate:.1%}"
@@ -104,6 +110,7 @@ def _log_traffic(traffic: Traffic, look: Snapshot) -> None:
         "requests_running": look.num_running,
         "requests_waiting": look.num_waiting,
         "prompt_tokens_per_s": round(prompt_rate, 1),
+        "computed_tokens_per_s": round(computed_rate, 1),
         "generated_tokens_per_s": round(generation_rate, 1),
         "hit_rate": None if traffic.hit_rate is None else round(traffic.hit_rate, 4),
         "hit_rate_of_1000_requests": round(look.recent_hit_rate, 4),
@@ -112,13 +119,15 @@ def _log_traffic(traffic: Traffic, look: Snapshot) -> None:
         "preemptions": look.num_preemptions,
     }
     logger.info(
-        "%d requests ended%s, %d running, %d waiting; tokens/s: %.1f of prompts, %.1f generated; %s "
+        "%d requests ended%s, %d running, %d waiting; tokens/s: %.1f of prompts, %.1f computed, %.1f generated; "
+        "%s "
         "(%.1f%% of the last 1,000 requests); pool: %.1f%% in use, %.1f%% cached",
         traffic.ended,
         f" ({traffic.failed} failed)" if traffic.failed else "",
         look.num_running,
         look.num_waiting,
         prompt_rate,
+        computed_rate,
         generation_rate,
         hit_rate,
         100 * look.recent_hit_rate,

@@ -1,4 +1,4 @@
-"""KeptSchemas: the schemas of prompt modules that tenants have given, bounded in number and tokens.
+"""KeptSchemas: the schemas of prompt modules that tenants have given, bounded in number, tokens and bytes.
 
 Knows tenants and schemas; knows nothing of prompts. What is kept are texts and token ids: the KV of modules lies in the
 cache like that of any other prompt, in the tenant's own namespace.
@@ -6,7 +6,8 @@ cache like that of any other prompt, in the tenant's own namespace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from foreword.pml.library import Library, LoadedSchema
 from foreword.server.access.tenants import Tenant
@@ -15,7 +16,25 @@ from foreword.server.api_errors import APIError
 MAX_SCHEMAS = 256
 """Most schemas of one tenant."""
 MOST_OF_ALL = 16
-"""All tenants together may have this many times what one may have."""
+"""All tenants together may have this many times what one may have, in tokens."""
+MAX_BYTES_OF_TENANT, MAX_BYTES = 64 * 2**20, 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A schema, and its report as JSON text: making it again for each reader would take as long as the first time."""
+
+    schema: LoadedSchema
+    report: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.schema.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory."""
+        return self.schema.layout.num_bytes + len(self.report)
 
 
 class KeptSchemas:
@@ -25,31 +44,50 @@ class KeptSchemas:
         """`max_tokens`: most tokens of one tenant's schemas."""
         self._open_library, self._max_tokens = open_library, max_tokens
         self._library: Library | None = None
-        self._kept: dict[str, dict[str, LoadedSchema]] = {}
+        self._kept: dict[str, dict[str, Kept]] = {}
 
-    def load(self, text: str) -> LoadedSchema:
-        """Lay out a schema, which may take long: call it in a thread. Raises InvalidRequestError, with the place."""
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of everything that is kept."""
+        return sum(one.num_bytes for one in self._all())
+
+    def load(self, text: str, go_on: Callable[[], object] = lambda: None) -> LoadedSchema:
+        """Lay out a schema, which may take long: call it in a thread. Raises InvalidRequestError, with the place.
+
+        Calls `go_on` again and again, which raises to end the work.
+        """
         if self._library is None:
             self._library = self._open_library()
-        return self._library.load_text(text)
+        library = self._library
+        bounds = replace(library.bounds, max_tokens=self._max_tokens, go_on=go_on)
+        return replace(library, bounds=bounds).load_text(text)
 
-    def add(self, tenant: Tenant, schema: LoadedSchema) -> None:
+    def add(self, tenant: Tenant, new: Kept) -> None:
         """Keep a schema under its name, in place of one of the same name. Raises APIError 429 if there is no room."""
+        name = new.schema.name
         own = self._kept.get(tenant.name, {})
-        others = [one for name, one in own.items() if name != schema.name]
-        of_all = sum(one.num_tokens for schemas in self._kept.values() for one in schemas.values())
-        replaced = own[schema.name].num_tokens if schema.name in own else 0
-        tokens = sum(one.num_tokens for one in others) + schema.num_tokens
+        others = [one for one in own.values() if one.schema.name != name]
+        replaced = own.get(name)
+        of_all = [*(one for one in self._all() if one is not replaced), new]
+        mine = [*others, new]
+        tokens, num_bytes = _totals(mine)
         if tokens > self._max_tokens:
             raise _no_room(f"this tenant's would have {tokens:,} tokens, and may have {self._max_tokens:,}")
-        most_of_all = MOST_OF_ALL * self._max_tokens
-        if of_all - replaced + schema.num_tokens > most_of_all:
-            raise _no_room(f"those of all tenants would have more than {most_of_all:,} tokens")
+        if num_bytes > MAX_BYTES_OF_TENANT:
+            raise _no_room(f"this tenant's would take {num_bytes:,} bytes, and may take {MAX_BYTES_OF_TENANT:,}")
+        tokens, num_bytes = _totals(of_all)
+        if tokens > MOST_OF_ALL * self._max_tokens:
+            raise _no_room(f"those of all tenants would have more than {MOST_OF_ALL * self._max_tokens:,} tokens")
+        if num_bytes > MAX_BYTES:
+            raise _no_room(f"those of all tenants would take more than {MAX_BYTES:,} bytes")
         if len(others) >= MAX_SCHEMAS:
             raise _no_room(f"this tenant has {len(others)}, the most that one may have")
-        self._kept.setdefault(tenant.name, {})[schema.name] = schema
+        self._kept.setdefault(tenant.name, {})[name] = new
 
-    def of_tenant(self, tenant: Tenant, name: str) -> LoadedSchema:
+    def _all(self) -> list[Kept]:
+        return [one for schemas in self._kept.values() for one in schemas.values()]
+
+    def of_tenant(self, tenant: Tenant, name: str) -> Kept:
         """A tenant's schema. Raises APIError 404, for those of others too."""
         schema = self._kept.get(tenant.name, {}).get(name)
         if schema is None:
@@ -58,7 +96,7 @@ class KeptSchemas:
             )
         return schema
 
-    def all_of_tenant(self, tenant: Tenant) -> list[LoadedSchema]:
+    def all_of_tenant(self, tenant: Tenant) -> list[Kept]:
         """A tenant's schemas, the oldest first."""
         return list(self._kept.get(tenant.name, {}).values())
 
@@ -66,6 +104,11 @@ class KeptSchemas:
         """Forget a schema. Raises APIError 404."""
         self.of_tenant(tenant, name)
         del self._kept[tenant.name][name]
+
+
+def _totals(kept: Sequence[Kept]) -> tuple[int, int]:
+    """Tokens and bytes."""
+    return sum(one.num_tokens for one in kept), sum(one.num_bytes for one in kept)
 
 
 def _no_room(what: str) -> APIError:

@@ -83,9 +83,6 @@ async def create_cached_content(
         except BaseException:
             await _drop(service, one.id)
             raise
-        if num_tokens is None:
-            await _drop(service, one.id)
-            return Response(status_code=499)  # nobody reads this
         one = replace(one, num_tokens=num_tokens)
         await store.add(one)
     return json_response(_shown(one))
@@ -213,8 +210,8 @@ async def _drop(service: Service, content_id: str) -> None:
 
 async def _compute(
     service: Service, body: CreateCachedContentRequest, one: CachedContent, request: Request, tenant: Tenant
-) -> int | None:
-    """Compute a cached content and keep its KV: the number of its tokens, or None if the client leaves."""
+) -> int:
+    """Compute a cached content and keep its KV: the number of its tokens."""
     beginning, template = CachedBeginning(body, _keep(service, one)), Template.of(service)
     num_bytes = request.state.num_body_bytes
     chat = await with_body(request, lambda: read_chat(_QUESTION, template, num_bytes, beginning))
@@ -228,7 +225,8 @@ async def _compute(
     caller = caller_of(body, request, tenant, "cached_contents")
     params = SamplingParams(max_tokens=1, temperature=0.0)
     answer = await service.start(caller, new_id("cache-"), [prompt], params, stream=False)
-    return None if await finished(request, answer) is None else end
+    await finished(request, answer)
+    return end
 
 
 # ---------------------------------------------------------------------- fields

@@ -6,7 +6,6 @@ Knows the fields of such calls; completions.py answers them. The schemas are tho
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,12 +20,12 @@ from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.server.access.links import to_its_end
 from foreword.server.access.tenants import Tenant
-from foreword.server.api_errors import bad_request, left
+from foreword.server.api_errors import bad_request
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.dialects.openai.messages import check_call
 from foreword.server.http import Authorized, json_response, service_of
-from foreword.server.intake import body_of, takes, with_body
+from foreword.server.intake import body_of, takes
 from foreword.server.merging import fewest_missing
 from foreword.server.service import Service
 from foreword.text.schema_text import schema_text
@@ -47,7 +46,7 @@ async def module_completions(
     call = _Call.of(service_of(request), body, tenant)
 
     async def find(service: Service, request: Request) -> list[Prompt]:
-        return [(await call.prompt(request))[0]]
+        return [(await call.prompt())[0]]
 
     return await complete(body, find, request, tenant, "pml.completions")
 
@@ -69,7 +68,7 @@ async def explain_links(
             param="link",
         )
     method = call.method
-    prompt, composition = await call.prompt(request)
+    prompt, composition = await call.prompt()
     assert composition is not None
     found = await service.thread.call(
         lambda engine: explain_parts(composition, method, engine.explain_links(prompt)), fewest_missing
@@ -113,21 +112,17 @@ class _Call:
         """
         _check_fields(body)
         method = None if body.link is None else service.links.method(body.link)
-        schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name)
+        schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name).schema
         return cls(service, body, method, schema, service.tenants.namespace(tenant, body.cache_salt))
 
-    async def prompt(self, request: Request) -> tuple[Prompt, Composition | None]:
+    async def prompt(self) -> tuple[Prompt, Composition | None]:
         """The engine's prompt, and the parts that it is linked from. Raises APIError and InvalidRequestError."""
         method, service = self.method, self.service
-        if method is None:
-            return await with_body(request, self._prompt)
-        if method.percent is None:  # sources may be long although the body is short: each repeats the instructions
-            return await asyncio.to_thread(self._prompt)
+        if method is None or method.percent is None:  # a short body may name long modules
+            return await service.crews.modules.run(self._prompt)
         num_choices = self.body.n or 1
         service.check_room(num_choices)  # a choice of links is a pass of the model
         async with service.links.turn(service.config.request_timeout_s):
-            if await request.is_disconnected():
-                raise left()
             service.check_room(num_choices)  # others may have come meanwhile
             return await to_its_end(self._prompt)  # which keeps the turn as long as it takes
 

@@ -1,0 +1,156 @@
+"""Crews: threads for work that would hold up the event loop, a few for each kind, so that no kind waits for another.
+
+Knows callers by name, and functions; knows nothing of what they do. Within a crew callers take turns, however much one
+of them asks for. A caller that has much waiting is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from foreword.server.api_errors import work_waits
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALLER: ContextVar[str] = ContextVar("foreword_caller", default="")
+"""The tenant whose call the running task answers: work takes turns by it."""
+MOST_OF_ALL = 16
+"""All callers together may have this many times what one may have waiting."""
+KEPT = 0.8
+"""Weight of the mean seconds of a crew's work so far, after each piece."""
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    work: Callable[[], Any]
+    done: asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop
+
+
+class Crew:
+    """Threads for one kind of work. Belongs to the event loop; its threads end with the process."""
+
+    def __init__(self, name: str, num_threads: int, most_waiting: int) -> None:
+        """`most_waiting`: most pieces of work of one caller that wait for a thread."""
+        self.name = name
+        self.num_running = 0
+        self.num_refused = 0
+        self._num_threads, self._most_waiting = num_threads, most_waiting
+        self._waiting: dict[str, deque[_Job]] = {}
+        """By caller, in the order of their turns."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._mean_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, from a thread. Raises what it raises, and APIError 429 if too much waits.
+
+        A caller that is cancelled does not wait for the end; work that has begun goes on.
+        """
+        caller = CALLER.get()
+        own = self._waiting.get(caller, ())
+        if len(own) >= self._most_waiting or self.num_waiting >= MOST_OF_ALL * self._most_waiting:
+            self.num_refused += 1
+            raise work_waits(self.name, 1 + int(self._mean_s * (1 + len(own)) / self._num_threads))
+        loop = asyncio.get_running_loop()
+        job = _Job(work, loop.create_future(), loop)
+        self._waiting.setdefault(caller, deque()).append(job)
+        self._start()
+        try:
+            result: T = await job.done
+        except asyncio.CancelledError:
+            self._forget(caller, job)
+            raise
+        return result
+
+    def close(self) -> None:
+        """End the threads that are idle; the others end with the process. Drops what waits."""
+        self._waiting.clear()
+        for _ in self._threads:
+            self._jobs.put(None)
+        self._threads.clear()
+
+    def _forget(self, caller: str, job: _Job) -> None:
+        """Drop work of a cancelled caller, unless it has begun."""
+        own = self._waiting.get(caller, deque())
+        if job in own:
+            own.remove(job)
+            if not own:
+                del self._waiting[caller]
+
+    def _start(self) -> None:
+        """Give waiting work to free threads, one piece of each caller in turn."""
+        while self.num_running < self._num_threads and self._waiting:
+            caller, own = next(iter(self._waiting.items()))
+            del self._waiting[caller]
+            job = own.popleft()
+            if own:
+                self._waiting[caller] = own  # at the end of the turns
+            self.num_running += 1
+            if len(self._threads) < self.num_running:
+                thread = threading.Thread(target=self._work, name=f"foreword-{self.name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._jobs.put(job)
+
+    def _work(self) -> None:
+        """Runs in a thread."""
+        while (job := self._jobs.get()) is not None:
+            began = time.monotonic()
+            result: Any = None
+            error: Exception | None = None
+            try:
+                result = job.work()
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # neither this thread nor the event loop may end
+                error = RuntimeError(repr(raised))
+            try:
+                job.loop.call_soon_threadsafe(self._finish, job, result, error, time.monotonic() - began)
+            except RuntimeError:
+                logger.debug("the event loop has ended before work of the crew %s", self.name)
+            del job, result, error
+
+    def _finish(self, job: _Job, result: Any, error: Exception | None, seconds: float) -> None:
+        self.num_running -= 1
+        self._mean_s = seconds if not self._mean_s else KEPT * self._mean_s + (1 - KEPT) * seconds
+        if not job.done.done():
+            if error is None:
+                job.done.set_result(result)
+            else:
+                job.done.set_exception(error)
+        self._start()
+
+
+@dataclass(frozen=True)
+class Crews:
+    """The crews of one server.
+
+    What is linear in a body's bytes, such as parsing it, runs in asyncio's own threads instead: it ends soon.
+    """
+
+    text: Crew = field(default_factory=lambda: Crew("text", 2, 64))
+    """Conversations to render, texts to tokenize."""
+    grammars: Crew = field(default_factory=lambda: Crew("grammars", 1, 32))
+    schemas: Crew = field(default_factory=lambda: Crew("schemas", 1, 4))
+    """Schemas of prompt modules to lay out."""
+    modules: Crew = field(default_factory=lambda: Crew("modules", 2, 16))
+    """Prompts of modules and documents to compose."""
+
+    def __iter__(self) -> Iterator[Crew]:
+        yield from (self.text, self.grammars, self.schemas, self.modules)
