@@ -30,7 +30,15 @@ from foreword.cache import (
     make_index,
     make_policy,
 )
-from foreword.config import CacheConfig, EngineConfig, Environment, EventsConfig, ModelConfig, TierConfig
+from foreword.config import (
+    CacheConfig,
+    EngineConfig,
+    Environment,
+    EventsConfig,
+    ModelConfig,
+    TierConfig,
+    let_threads_rest,
+)
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
 from foreword.engine.entry_file import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -61,6 +69,8 @@ if TYPE_CHECKING:
     from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)
+
+let_threads_rest()
 
 MOST_OTHERS = 4
 """Identities that explanations look for; each costs a miss 0.2 ms."""
@@ -133,9 +143,11 @@ def assemble(config: EngineConfig) -> Assembled:
 
 def load(options: ModelConfig) -> LoadedModel:
     """Load a model. Raises ModelLoadError or UnsupportedModelError."""
+    from foreword.kernels.runtime.openmp import prepare_threads
     from foreword.model.loader import load_model
 
-    return load_model(options, num_threads=Environment.read().num_threads)
+    prepare_threads(Environment.read().num_threads)
+    return load_model(options)
 
 
 def load_tokenizer(options: ModelConfig) -> Tokenizer | None:

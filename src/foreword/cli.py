@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreword import __version__
-from foreword.config import Environment, engine_options
+from foreword.config import Environment, engine_options, let_threads_rest
 from foreword.config.flags import Flags, unknown_argument, with_hyphens
 from foreword.config.option import options_of
 from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
@@ -412,11 +412,9 @@ def _demo(args: argparse.Namespace) -> int:
 def _prepare_libraries() -> None:
     """Settings that torch and transformers read once, on import.
 
-    Model loading has progress bars of its own, which would disturb our lines. OpenMP's threads wait for each other by
-    spinning: when other programs need the processor too, a spinning thread uses the time that the thread it waits for
-    needs (measured on a busy machine: the demo ran 8 times slower).
+    Model loading has progress bars of its own, which would disturb our lines.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_threads_rest()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

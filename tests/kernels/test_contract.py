@@ -495,7 +495,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 def test_threads_without_openmp_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "_gnu_openmp", lambda: None)
+    monkeypatch.setattr(team, "gnu_openmp", lambda: None)
     case = Case(Shape(6, 2, 64, 64, 16), [(0, 300), (599, 600)], np.random.default_rng(15))
     expected = case.run(CpuAttention(), AttentionOptions(0.125))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

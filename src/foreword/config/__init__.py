@@ -19,7 +19,10 @@ from foreword.config.engine import (
     Policy as Policy,
     SchedulerConfig as SchedulerConfig,
     engine_options as engine_options,
+    has_thread_count as has_thread_count,
+    has_wait_policy as has_wait_policy,
     keep_onednn_to_vectors as keep_onednn_to_vectors,
+    let_threads_rest as let_threads_rest,
     library_switches as library_switches,
     user_cache_folder as user_cache_folder,
 )

@@ -120,13 +120,8 @@ class LoadedModel(FlatModel):
         return sorted(linear - {self.vocab_size} | experts | heads)
 
 
-def load_model(options: ModelConfig, *, num_threads: int | None = None) -> LoadedModel:
-    """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError.
-
-    `num_threads`: threads of the CPU's numerical code; None keeps torch's choice.
-    """
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+def load_model(options: ModelConfig) -> LoadedModel:
+    """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
     plain = load_plain_model(options)
     if plain.device.type != "cpu":
         return plain

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from numba import carray
 from torch import Tensor
 
 from foreword.kernels.runtime import threads as team
+from foreword.kernels.runtime.compiled import record, worker
 from foreword.kernels.runtime.threads import Program
 from foreword.model.cpu.row_functions import Norm, RowOperation
 from lanes import slow
@@ -56,7 +60,7 @@ def test_no_operation_begins_before_the_one_before_has_ended() -> None:
 
 
 def test_threads_without_openmp_do_the_same_work(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
-    monkeypatch.setattr(team, "_gnu_openmp", lambda: None)
+    monkeypatch.setattr(team, "gnu_openmp", lambda: None)
     program, rows, _ = running_sums()
     program.run()
     assert num_threads
@@ -66,7 +70,7 @@ def test_threads_without_openmp_do_the_same_work(monkeypatch: pytest.MonkeyPatch
 def test_an_interrupt_before_all_threads_have_begun_leaves_none_waiting(
     monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
-    monkeypatch.setattr(team, "_gnu_openmp", lambda: None)
+    monkeypatch.setattr(team, "gnu_openmp", lambda: None)
     program, rows, _ = running_sums()
     submit, calls = ThreadPoolExecutor.submit, iter(range(100))
 
@@ -95,8 +99,10 @@ def test_an_operation_runs_alone_too_and_counts_in_the_program_that_took_it_last
 
 FEWER = """
 import torch
+from numba import carray
 torch.set_num_threads(4)
 import sys
+import time
 sys.path[:0] = {path!r}
 from kernels.runtime.test_threads import running_sums
 program, rows, _ = running_sums()
@@ -109,3 +115,32 @@ assert (rows[-1] == 40).all()
 def test_threads_that_the_system_does_not_give_are_not_waited_for(setting: str) -> None:
     script = FEWER.replace("{path!r}", repr(sys.path))
     subprocess.run(["env", setting, sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_a_thread_that_waits_long_sleeps() -> None:
+    before, late, asleep = torch.get_num_threads(), itertools.count(), []
+
+    def rest() -> int:
+        if next(late) % 2:
+            time.sleep(0.02)
+            asleep.append(program._whole._counters[team.SLEEPERS // 8])
+        return 0
+
+    c_rest = ctypes.CFUNCTYPE(ctypes.c_int)(rest)
+
+    @worker(record("rest", "counters"))
+    def one_rests(arguments: Any) -> None:
+        team._call_for_number(carray(arguments, 1)[0].rest)
+
+    operations = [team.Operation(one_rests) for _ in range(20)]
+    for operation in operations:
+        operation.arguments["rest"] = team.address_of(c_rest)
+    program = Program(operations)
+    torch.set_num_threads(2)
+    try:
+        program.run()
+    finally:
+        torch.set_num_threads(before)
+    assert len(asleep) == len(operations)
+    assert max(asleep) == (1 if team.FUTEX else 0)
+    assert program._whole._counters[team.SLEEPERS // 8] == 0

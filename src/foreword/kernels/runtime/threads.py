@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import glob
-import os
 import platform
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,8 @@ from numba.core import cgutils
 
 from foreword.batch import Int64Array
 from foreword.kernels.llvm import emit, simd
-from foreword.kernels.runtime.compiled import Record, Worker, record, view, worker
+from foreword.kernels.runtime.compiled import Record, Worker, compiled, record, view, worker
+from foreword.kernels.runtime.openmp import address_of, gnu_openmp
 
 PROGRAM = record(
     "operations",  # address of an array of OPERATION
@@ -31,7 +31,8 @@ PROGRAM = record(
     "team_size",  # address of the function that returns the number of threads; 0: use `num_threads`
     "num_threads",
     "give_way",  # address of the function that lets other threads run
-    "counters",  # one counter: the times that a thread has ended an operation
+    "system_call",  # address of the function that asks Linux to let a thread sleep or wake; 0: threads never sleep
+    "counters",  # two: the times that a thread has ended an operation, and the threads that sleep
 )
 OPERATION = record("worker", "arguments")
 """Addresses of a worker and of its arguments."""
@@ -43,6 +44,14 @@ COUNTERS = 32
 """Number of int64 counters of an operation; three are in use, each in its own cache line."""
 PATIENCE = 256
 """The times that a waiting thread checks whether it may go on, before it lets others run."""
+SLEEPLESS = 16
+"""The times that a waiting thread lets others run, before it sleeps: some 0.1 ms. Most waits are shorter."""
+SLEEPERS = 64
+"""Offset of the number of threads that sleep, from the first counter."""
+FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+"""Linux' number of the call that lets a thread sleep until a number in memory changes; 0: unknown."""
+FUTEX_WAIT, FUTEX_WAKE = 128, 129
+"""What that call does, among the threads of this process."""
 
 
 class Operation:
@@ -73,8 +82,9 @@ class Operation:
 class Program:
     """Operations that threads run one after the other: each begins after the one before has ended in all threads.
 
-    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty. An operation
-    uses the counters of the last program that was made with it.
+    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty. One that waits
+    longer sleeps: the thread that it waits for may need its processor. An operation uses the counters of the last
+    program that was made with it.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
@@ -84,10 +94,11 @@ class Program:
         for operation, counters in zip(operations, self._counters, strict=True):
             operation.count_in(counters)
         self._whole = Operation(_compile_program())
-        a, openmp = self._whole.arguments, _gnu_openmp()
+        a, openmp = self._whole.arguments, gnu_openmp()
         a["operations"], a["num_operations"] = self._table.ctypes.data, len(operations)
-        a["team_size"] = 0 if openmp is None else _address_of(openmp.omp_get_num_threads)
-        a["give_way"] = _address_of(ctypes.CDLL(None).sched_yield)
+        a["team_size"] = 0 if openmp is None else address_of(openmp.omp_get_num_threads)
+        a["give_way"] = address_of(ctypes.CDLL(None).sched_yield)
+        a["system_call"] = address_of(ctypes.CDLL(None).syscall) if FUTEX else 0
 
     def run(self, number: int | None = None) -> None:
         """Run all operations, or the first `number`, with their present arguments."""
@@ -138,6 +149,14 @@ def _call_for_number(builder: Any, function: Any) -> Any:
     return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), emit.I64)
 
 
+@emit.instructions("aaaii", types.intp)
+def _call_system(builder: Any, function: Any, call: Any, address: Any, what: Any, number: Any) -> Any:
+    """Ask the system to do something to the threads that watch an address, without a time limit."""
+    kind = ir.FunctionType(emit.I64, [emit.I64] * 5)
+    none = ir.Constant(emit.I64, 0)
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [call, address, what, number, none])
+
+
 @emit.instructions("")
 def _pause(builder: Any) -> None:
     """Tell the processor that this thread waits."""
@@ -147,6 +166,25 @@ def _pause(builder: Any) -> None:
 
 
 _operation_at, _wire_at = view(OPERATION), view(WIRE)
+
+
+@compiled
+def _wait(a: Any, last: int) -> None:
+    """Wait until threads have ended operations `last` times: first at work, then asleep."""
+    turns, ended = 0, _load_shared(a.counters)
+    while ended < last and (turns < SLEEPLESS * PATIENCE or a.system_call == 0):
+        _pause()
+        turns += 1
+        if turns % PATIENCE == 0:
+            _call_for_number(a.give_way)
+        ended = _load_shared(a.counters)
+    if ended < last:
+        simd.fetch_add(a.counters + SLEEPERS, 1)  # before the count is read again: whoever ends last sees a sleeper
+        ended = simd.fetch_add(a.counters, 0)
+        while ended < last:
+            _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAIT, ended)  # returns at once if it has changed
+            ended = _load_shared(a.counters)
+        simd.fetch_add(a.counters + SLEEPERS, -1)
 
 
 @functools.cache
@@ -160,13 +198,11 @@ def _compile_program() -> Worker:
         for number in range(a.num_operations):
             operation = _operation_at(a.operations, number)
             _call_worker(operation.worker, operation.arguments)
-            simd.fetch_add(a.counters, 1)
-            turns = 0
-            while _load_shared(a.counters) < (number + 1) * num_threads:
-                _pause()
-                turns += 1
-                if turns % PATIENCE == 0:
-                    _call_for_number(a.give_way)
+            last = (number + 1) * num_threads
+            if simd.fetch_add(a.counters, 1) + 1 < last:
+                _wait(a, last)
+            elif a.system_call != 0 and simd.fetch_add(a.counters + SLEEPERS, 0) > 0:
+                _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAKE, num_threads)
 
     return run_program
 
@@ -194,7 +230,7 @@ def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) ->
     Where torch brings GNU's OpenMP, its own threads run it: a second pool would compete with them, since threads that
     wait for work spin for a while. Elsewhere plain threads run it, and are woken for each call.
     """
-    num_threads, openmp = torch.get_num_threads(), _gnu_openmp()
+    num_threads, openmp = torch.get_num_threads(), gnu_openmp()
     if openmp is not None:
         openmp.GOMP_parallel(worker, arguments, num_threads, 0)
         return
@@ -223,23 +259,3 @@ _POOL = threading.Lock()
 @functools.cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads)
-
-
-@functools.cache
-def _gnu_openmp() -> ctypes.CDLL | None:
-    """The copy of GNU's OpenMP that torch has loaded; None if torch has another OpenMP."""
-    for path in glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*")):
-        try:
-            library = ctypes.CDLL(path)
-            library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            library.GOMP_parallel.restype = None
-            _ = library.omp_get_num_threads
-        except (OSError, AttributeError):
-            continue
-        return library
-    return None
-
-
-def _address_of(function: Any) -> int:
-    """Address of a C function's machine code."""
-    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,0 +1,80 @@
+"""The share of a machine's processors that this process may use: its affinity, and the quota of its cgroups.
+
+Knows Linux' files (cgroup v1 and v2); knows nothing of threads. Elsewhere nothing limits a process but its machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """What the system lets this process use."""
+
+    installed: int
+    allowed: int
+    """Processors on which the system may run this process."""
+    quota: float | None = None
+    """Seconds of processor time in a second of wall time, by the strictest of its cgroups; None: no limit."""
+
+    @property
+    def usable(self) -> int:
+        """Threads that can compute at once. A part of a processor counts as one: 1.5 seconds a second need two."""
+        return self.allowed if self.quota is None else min(self.allowed, max(1, math.ceil(self.quota)))
+
+    def __str__(self) -> str:
+        limits = [f"{self.allowed} of {self.installed} processors"]
+        if self.quota is not None:
+            limits.append(f"the cgroup's quota is {self.quota:.4g} processors")
+        return "; ".join(limits)
+
+
+def read_processors(root: Path = Path("/")) -> Processors:
+    """What this process may use now. `root`: the folder in which /proc and the cgroups' folders lie."""
+    installed = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else installed
+    return Processors(installed, allowed, min(_quotas(root), default=None))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The quotas of all cgroups that this process is in, from its own up to the root, in processors."""
+    with contextlib.suppress(OSError, ValueError):  # what is there is not what Linux writes: nothing is known
+        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split(" - ", 1) for line in (root / "proc/self/mountinfo").read_text().splitlines()]
+        for where, how in mounts:
+            (_, _, _, mounted, mount_point, *_), (kind, _, settings) = where.split(" "), how.split(" ", 2)
+            for _, controllers, path in own:
+                if (kind == "cgroup2" and not controllers) or (kind == "cgroup" and _has_cpu(controllers, settings)):
+                    yield from _quotas_above(root, PurePosixPath(path), mounted, mount_point)
+
+
+def _has_cpu(controllers: str, settings: str) -> bool:
+    return "cpu" in controllers.split(",") and "cpu" in settings.split(",")
+
+
+def _quotas_above(root: Path, path: PurePosixPath, mounted: str, mount_point: str) -> Iterator[float]:
+    """The quotas of a cgroup and of those above it. `mounted`: the cgroup whose folder is `mount_point`."""
+    inside = path.relative_to(mounted) if path.is_relative_to(mounted) else PurePosixPath(path.as_posix().lstrip("/"))
+    top = root / mount_point.lstrip("/")
+    if ".." in inside.parts:  # a cgroup outside this namespace: what is mounted is all that can be seen
+        inside = PurePosixPath()
+    for part in (inside, *inside.parents):
+        for quota, period in _limits(top / part):
+            if quota > 0 and period > 0:
+                yield quota / period
+
+
+def _limits(folder: Path) -> Iterator[tuple[float, float]]:
+    """Microseconds of processor time in a period, and of the period."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        yield float(quota), float(period)  # "max" is no number: no limit
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        yield float(quota), float(period)  # a quota of -1: no limit
