@@ -192,7 +192,7 @@ class Waiting:
             runner._run = self._timed(runner._run)
 
     def _watched(self, event: Any) -> Any:
-        event.wait = self._timed(event.wait)
+        event.synchronize = self._timed(event.synchronize)
         return event
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:

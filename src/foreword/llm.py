@@ -5,6 +5,7 @@ Knows users' prompts, and outputs; `assembly.py` builds the engine.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import secrets
 import sys
@@ -430,7 +431,9 @@ class LLM:
         With tiers it first stores what is not stored yet, for at most 5 seconds. An exit of the program does the same.
         """
         self._close_engine()
-        self._engine = None
+        self._engine = self._deviations = None
+        self._prompts = Prompts(self.config.model.model, self.tokenizer)
+        gc.collect()  # engine and runner refer to each other: without it, a GPU's memory stays taken
 
     def __enter__(self) -> LLM:
         return self
