@@ -33,8 +33,8 @@ from foreword.model.foreign.trial import ROUNDING, RandomInputs, relative_error
 from foreword.model.layout import StateLayout
 from foreword.model.storage import KVStorage
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-"""Names under which transformers' models and layers take their cache."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""Names under which transformers' models and layers take their cache: since 5.24, and before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,6 @@ def _run(module: nn.Module, x: Tensor, turns: tuple[Tensor, Tensor], trial: _Tri
             x,
             attention_mask=None,
             position_ids=torch.arange(NUM_ROWS)[None],
-            past_key_values=None,
             use_cache=False,
             position_embeddings=turns,
             forward_context=trial.context,

@@ -85,6 +85,10 @@ def test_events_come_in_their_order_and_nothing_follows_the_last(server):
         "message_stop",
     ]
     assert "[DONE]" not in raw
+    whole = post(server.url, "/v1/messages", ASK, headers=OLD).json()
+    for message, block in ((whole, whole["content"][0]), (told[0]["message"], told[1]["content_block"])):
+        assert block.keys() == {"type", "text"}  # clients that check a text's fields refuse nulls
+        assert {name for name, value in message.items() if value is None} <= {"stop_reason", "stop_sequence"}
     inputs = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     start, end = told[0]["message"]["usage"], told[-2]["usage"]
     assert [start[name] for name in inputs] == [end[name] for name in inputs]

@@ -59,6 +59,21 @@ def test_a_stream_adds_up_to_the_whole_answer(ask):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+def test_each_chunk_says_what_was_used_so_far_if_that_is_asked_for(ask):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = {"model": MODEL, "temperature": 0, "stream": True, "stream_options": options}
+    for chunks in (
+        list(ask.chat.completions.create(messages=FALCON, **request)),
+        list(ask.completions.create(prompt="The code of the silver", max_tokens=4, **request)),
+    ):
+        *during, last = [chunk.usage for chunk in chunks]
+        assert {one.prompt_tokens for one in during} == {last.prompt_tokens}
+        counts = [one.completion_tokens for one in during]
+        assert counts == sorted(counts)
+        assert counts[-1] == last.completion_tokens > 0
+        assert all(one.total_tokens == one.prompt_tokens + one.completion_tokens for one in during)
+
+
 def test_a_stream_has_no_usage_unless_it_is_asked_for(ask):
     chunks = list(ask.chat.completions.create(model=MODEL, messages=FALCON, temperature=0, stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)

@@ -96,8 +96,6 @@ class MessageAnswer:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "stop_details": None,
-            "container": None,
         }
         if self._body.diagnostics is not None:
             message["diagnostics"] = self._diagnostics(self._body.diagnostics.previous_message_id)
@@ -188,7 +186,7 @@ class _BlockEvents:
             yield from self.close()
             self._open = type(part)
             is_text = isinstance(part, Text)
-            empty = {"text": "", "citations": None} if is_text else {"thinking": "", "signature": ""}
+            empty = {"text": ""} if is_text else {"thinking": "", "signature": ""}
             yield self._start({"type": "text" if is_text else "thinking", **empty})
         if isinstance(part, Text):
             yield self._delta("text_delta", text=part.text)

@@ -61,13 +61,18 @@ class ChoicesAnswer(ABC):
         """Events of a streamed answer; their names are None, as OpenAI's are here."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
-        empty = {"usage": None} if with_usage else {}
-        first: list[Event] = [(None, {**chunk, **empty}) for chunk in self._first_chunks()]
+
+        def used() -> Chunk:
+            if options is None or not with_usage:
+                return {}
+            return {"usage": self._usage_so_far() if options.continuous_usage_stats else None}
+
+        first: list[Event] = [(None, {**chunk, **used()}) for chunk in self._first_chunks()]
         if first:
             yield first
         async for deltas in self.answer.deltas():
             choices = await off_loop(self.num_bytes(deltas), partial(self._choices_of, deltas))
-            yield [(None, {**self._frame(self.chunk_name, [choice]), **empty}) for choice in choices]
+            yield [(None, {**self._frame(self.chunk_name, [choice]), **used()}) for choice in choices]
         extras = self._extras.of(self.answer)
         if with_usage or extras:
             last = {"usage": await off_loop(self._num_usage_bytes(), self._usage)} if with_usage else {}
@@ -77,6 +82,10 @@ class ChoicesAnswer(ABC):
         return form.usage(
             self.answer.outputs, self._service.llm, self.answer.num_written_tokens(), self._num_reasoning_tokens()
         )
+
+    def _usage_so_far(self) -> Chunk:
+        num_prompt_tokens = sum(len(job.record.prompt_token_ids) for job in self.answer.jobs)
+        return form.usage_so_far(num_prompt_tokens, self.answer.outputs)
 
     def _num_reasoning_tokens(self) -> int:
         return 0

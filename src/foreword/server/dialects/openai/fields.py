@@ -32,6 +32,8 @@ class StreamOptions(Body):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, every chunk says what was used so far."""
     include_obfuscation: bool | None = None
 
 

@@ -52,6 +52,16 @@ def usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reas
     }
 
 
+def usage_so_far(num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """`usage` of a chunk of a stream, with the counts that vLLM gives there; `outputs` may still be missing."""
+    completion = _num_tokens(outputs)[2]
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": num_prompt_tokens + completion,
+    }
+
+
 def _of_links(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """What became of the prompt tokens that are not cached, for linked prompts; empty for others."""
     reports = [output.link for output in outputs if output.link is not None]
