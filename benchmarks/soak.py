@@ -52,6 +52,8 @@ class Hostile:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        models = httpx.get(f"{url}/v1/models", headers={"x-api-key": "sk-good"}, timeout=60).json()
+        self.model = f"models/{models['data'][0]['id']}"
         self.statuses: Counter[str] = Counter()
         self.stop = threading.Event()
 
@@ -75,6 +77,7 @@ class Hostile:
 
     def actions(self, draw: random.Random) -> list[Callable[[], None]]:
         """One of each kind."""
+        contents = {"model": self.model, "contents": [{"parts": [{"text": "x " * draw.randint(100, 3000)}]}]}
         endless = {"prompt": "x " * draw.randint(1, 2000), "max_tokens": 2000, "ignore_eos": True, "priority": -5}
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: sk-hostile\r\nContent-Type: application/json\r\n"
@@ -90,7 +93,7 @@ class Hostile:
             lambda: self.post("/v1/completions", {"prompt": "x" * draw.randint(1, 10**6)}),
             lambda: self.post("/v1/completions", {"prompt": [[1]] * 10_000}),
             lambda: self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 3000}, 5),
-            lambda: self.post("/v1beta/cachedContents", {"contents": [{"parts": [{"text": "x " * 3000}]}]}, 5),
+            lambda: self.post("/v1beta/cachedContents", contents, 5),
             lambda: self.post("/v1/cache/explain", {"prompt": "x " * 3000}),
             lambda: self.post("/tokenize", {"prompt": "x" * 100_000}),
             lambda: self.raw(head + b"Content-Length: 100000\r\n\r\n{"),

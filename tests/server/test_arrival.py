@@ -156,6 +156,12 @@ def test_work_in_one_lane_keeps_no_other_kind_waiting(served: ServerThread) -> N
         assert post(served.url, "/v1/completions", long, headers=key).status_code in (200, 400)
         grammar = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "[ab]+"}}
         assert post(served.url, "/v1/completions", grammar, headers=key).status_code == 200
+        content = b'{"schema": "<schema name=\'s\'/>"}'
+        with connect(served.url) as client:
+            client.sendall(head("/v1/pml/schemas", len(content)) + content)
+            wait_until(lambda: crew.num_waiting == 1)
+            assert set(crew._waiting) == {"default"}, "callers are tenants"
+        wait_until(lambda: crew.num_waiting == 0)  # its client has left
     finally:
         go_on.set()
 
