@@ -126,10 +126,13 @@ def soak(url: str, process: subprocess.Popen[str], minutes: float) -> dict[str, 
     good = {"prompt": "The code of the amber falcon is", "max_tokens": 4}
     while time.monotonic() < ends and process.poll() is None:
         began = time.monotonic()
-        answer = httpx.post(f"{url}/v1/completions", json=good, headers={"x-api-key": "sk-good"}, timeout=120)
+        try:
+            answer = httpx.post(f"{url}/v1/completions", json=good, headers={"x-api-key": "sk-good"}, timeout=120)
+            if answer.status_code != 200:
+                hostile.statuses[f"good {answer.status_code}"] += 1
+        except httpx.TimeoutException:
+            hostile.statuses["good waited too long"] += 1
         waits.append(time.monotonic() - began)
-        if answer.status_code != 200:
-            hostile.statuses[f"good {answer.status_code}"] += 1
         memory.append(resident_mb(process.pid))
         time.sleep(1)
     held = settle(url, hostile, threads)
