@@ -140,7 +140,7 @@ def test_an_error_repeats_at_most_a_little_of_what_was_sent(served: ServerThread
         assert len(answer.content) < 4000
 
 
-def test_work_in_one_lane_keeps_no_other_kind_waiting(served: ServerThread) -> None:
+def test_work_of_one_crew_keeps_no_other_kind_waiting(served: ServerThread) -> None:
     go_on = threading.Event()
     key = {"x-api-key": "sk-a"}
     crew = served.service.crews.schemas
