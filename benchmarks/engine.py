@@ -94,7 +94,8 @@ class EngineProcess:
         script = DRIVERS / f"{name.replace('.', '_')}_driver.py"
         # Each engine waits for its threads as it likes; only their number is given.
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_", "GOMP_"))}
-        environment["OMP_NUM_THREADS"] = str(options.num_threads)
+        if options.num_threads:  # else the engine chooses
+            environment["OMP_NUM_THREADS"] = str(options.num_threads)
         environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         environment["TRANSFORMERS_VERBOSITY"] = "error"
         self._log = log

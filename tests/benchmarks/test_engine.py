@@ -63,3 +63,16 @@ def test_only_engines_that_are_asked_for_need_their_interpreters_and_unknown_one
     done = run("--quick", "--engines", "vlm")
     assert done.returncode == 2
     assert "'vlm'" in done.stderr
+
+
+@pytest.mark.slow
+def test_contention_ends_with_what_the_engine_keeps() -> None:
+    script = SCRIPT.with_name("contention.py")
+    small = ("--length", "16", "--tokens", "3", "--repeats", "1")
+    done = subprocess.run([sys.executable, str(script), *small], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert {"busy 1", "busy 2", "busy 4"} <= report["kept"]["foreword"].keys()
+    for figures in report["figures"]["foreword"].values():
+        assert figures.keys() == {"first_token_ms", "hit_ms", "decode_tok_s"}
+        assert min(figures.values()) > 0
