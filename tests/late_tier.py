@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache import BlockIds
 from foreword.tiers.ticket import FORGOTTEN, Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
 from hash_runner import HashRunner
@@ -29,6 +30,9 @@ class HashMemory:
 
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
         np.frombuffer(out, np.uint64)[:] = self._slots[block_id]
+
+    def provide(self, block_ids: BlockIds) -> Iterator[None]:
+        return iter(())
 
 
 class LateTier:

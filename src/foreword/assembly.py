@@ -306,7 +306,8 @@ def build_engine(
     num_blocks = config.cache.num_gpu_blocks_override
     if num_blocks is None:
         measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
-        budget = kv_cache_bytes(config.model, measure)
+        most_running = config.scheduler.max_num_seqs * layout.blocks_of(longest) * layout.bytes_per_block
+        budget = kv_cache_bytes(config.model, measure, most_running)
         num_blocks = budget // layout.bytes_per_block
     else:
         budget = num_blocks * layout.bytes_per_block

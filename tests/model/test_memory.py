@@ -55,6 +55,15 @@ def test_on_a_cpu_the_share_is_of_what_is_available() -> None:
     assert 0 < share < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_the_default_on_a_cpu_follows_what_requests_can_use() -> None:
+    available = available_cpu_bytes()
+    if available < 24 * GIB // 2:
+        pytest.skip("a quarter of this machine's free memory is the least limit")
+    assert kv_cache_bytes(ModelConfig("m"), None, 1000) == GIB, "old prefixes have room"
+    assert kv_cache_bytes(ModelConfig("m"), None, 3 * GIB // 4) == 3 * GIB // 2
+    assert GIB < kv_cache_bytes(ModelConfig("m"), None, 1 << 50) <= 4 * GIB
+
+
 def test_the_largest_step_has_as_many_tokens_and_samples_as_a_step_can(tiny_models: TinyModels) -> None:
     model = tiny_models.loaded("gemma2")
     layout = model.plan_layout(LayoutOptions(4))

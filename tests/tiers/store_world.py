@@ -21,7 +21,9 @@ from foreword.tiers.store.state import StoreOptions
 from foreword.tiers.store.valkey_tier import ValkeyTier
 from tiers.block_world import WAIT_S
 
-OPTIONS = StoreOptions(io_timeout_s=10.0, first_pause_s=0.05, longest_pause_s=0.2, window_bytes=64 << 10)
+OPTIONS = StoreOptions(
+    io_timeout_s=10.0, session_s=20.0, first_pause_s=0.05, longest_pause_s=0.2, window_bytes=64 << 10
+)
 """Of a server that answers; the machine may be slow."""
 
 

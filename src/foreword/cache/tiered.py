@@ -55,6 +55,10 @@ class TieredCache(PinnableCache):
         """Take blocks to be filled, which nothing finds before `adopt`; None, and no change, if fewer are free."""
         return self._coordinator.take_apart(count) if count <= self.get_num_free_blocks() else None
 
+    def next_empty(self, num_blocks: int) -> BlockIds:
+        """Of the blocks that hold nothing, those that are given away next, at most `num_blocks`. Changes nothing."""
+        return self._pool.next_empty(num_blocks)
+
     def hold_blocks(self, block_ids: BlockIds) -> None:
         """Keep these (distinct) blocks, which a lookup found, from being given away; no use of them is counted."""
         self._coordinator.hold_apart(block_ids)

@@ -73,7 +73,8 @@ class ModelConfig:
     """Share of a GPU's memory for weights and KV together; on CPU, share of the memory left after loading, for KV.
 
     None: 0.9 on a GPU; on CPU, which other programs use too, a quarter of the available memory, at most
-    4 GiB of KV.
+    4 GiB of KV, and at most twice what `max_num_seqs` requests of `max_model_len` hold, or 1 GiB if that is more.
+    Memory is taken as KV is written to it.
     """
     attention_kernel: KernelName = "auto"
     """"cpu": compiled for this processor; "triton": for NVIDIA's Hopper; both with two-phase attention.

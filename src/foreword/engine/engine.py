@@ -306,12 +306,14 @@ class Engine:
     # ------------------------------------------------------------------ tiers
 
     def store_on(self) -> bool:
-        """Move stores on while no request runs; True if there is more to store. Call it until it is False.
+        """Move stores on while no request runs, and prepare for loads; True if more is left. Call it until it is False.
 
         It returns at once: a tier's threads write. While requests run, steps move stores on.
         """
         self.entries.save()
-        return self._tiers.go_on(is_busy=self.has_unfinished_requests())
+        is_busy = self.has_unfinished_requests()
+        stores = self._tiers.go_on(is_busy=is_busy)
+        return (not is_busy and self._tiers.provide_ahead()) or stores
 
     @property
     def tier_names(self) -> tuple[str, ...]:

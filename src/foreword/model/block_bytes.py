@@ -7,19 +7,26 @@ pages of the block, over which their states lie.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.cache import MambaSpec
+from foreword.cache import BlockIds, MambaSpec
+from foreword.kernels.runtime import huge_pages
 from foreword.model.storage import KVStorage
+
+PROVIDED_BYTES = 8 << 20
+"""Bytes of one page that the system provides at once, in some milliseconds."""
 
 
 class BlockBytes:
     """Reads and writes single blocks, each of them by any thread; the caller keeps others from the same block."""
 
     def __init__(self, storage: KVStorage) -> None:
+        self._all_pages = storage.pages()
         self._pages = [
             storage.pages() if isinstance(group.spec, MambaSpec) else storage.pages(len(group.layers))
             for group in storage.layout.groups
@@ -59,6 +66,24 @@ class BlockBytes:
                 at = end
             return
         target[:] = torch.cat([page[block_id] for page in self._pages[group_id]]).cpu().numpy()
+
+    def provide(self, block_ids: BlockIds) -> Iterator[None]:
+        """Let the system provide the memory of blocks before they are used, some megabytes before each pause.
+
+        What they hold stays. On a device there is nothing to do.
+        """
+        if self._arrays is None or not len(block_ids):
+            return
+        ascending = np.sort(block_ids)
+        runs = np.split(ascending, np.flatnonzero(np.diff(ascending) != 1) + 1)
+        for page in self._all_pages:
+            array = page.numpy()
+            at_once = max(1, PROVIDED_BYTES // array.shape[1])
+            for run in runs:
+                for first in range(int(run[0]), int(run[-1]) + 1, at_once):
+                    if not huge_pages.provide(array[first : min(first + at_once, int(run[-1]) + 1)].reshape(-1)):
+                        return
+                    yield
 
 
 def _wait_for(tensor: Tensor) -> None:

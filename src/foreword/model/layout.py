@@ -138,6 +138,22 @@ class CacheLayout:
         """Tokens per block of the sequences; it divides every group's block size."""
         return math.gcd(*(group.spec.block_size for group in self.groups))
 
+    def tokens_in(self, num_blocks: int) -> int:
+        """The tokens of text whose KV fills that number of blocks.
+
+        Every group needs blocks of its own for the same text, and recurrent groups a state after every interval.
+        """
+        sizes = [
+            self.state_interval or spec.block_size if isinstance(spec, MambaSpec) else spec.block_size
+            for spec in self.specs
+        ]
+        whole = math.lcm(*sizes)
+        return num_blocks * whole // sum(whole // size for size in sizes)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """The blocks of all groups that a text of that length takes at most."""
+        return sum(-(-num_tokens // spec.block_size) for spec in self.specs)
+
     def layers_by_kind(self) -> dict[str, int]:
         """The number of layers of each kind, as in {"full attention": 6, "sliding window": 18}."""
         kinds: Counter[str] = Counter()

@@ -15,13 +15,18 @@ from foreword.model.gpu.memory_use import GIB, MemoryUse
 
 CPU_DEFAULT_SHARE = 0.25
 CPU_DEFAULT_LIMIT_BYTES = 4 * GIB
+CPU_DEFAULT_LEAST_BYTES = GIB
+"""Room for old prefixes, however little the requests that run together can hold."""
 GPU_DEFAULT_SHARE = 0.9
 
 
-def kv_cache_bytes(options: ModelConfig, measure: Callable[[], MemoryUse] | None) -> int:
+def kv_cache_bytes(
+    options: ModelConfig, measure: Callable[[], MemoryUse] | None, most_running_bytes: int | None = None
+) -> int:
     """Decide on the memory for KV blocks, after the weights were loaded. Raises ConfigError if nothing is left.
 
-    `measure` finds out what takes a GPU's memory; None on a CPU.
+    `measure` finds out what takes a GPU's memory; None on a CPU. `most_running_bytes`: what the largest number of
+    requests that run together hold if all are as long as can be.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -31,7 +36,10 @@ def kv_cache_bytes(options: ModelConfig, measure: Callable[[], MemoryUse] | None
     available = available_cpu_bytes()
     if share is not None:
         return int(share * available)
-    return min(int(CPU_DEFAULT_SHARE * available), CPU_DEFAULT_LIMIT_BYTES)
+    limit = CPU_DEFAULT_LIMIT_BYTES
+    if most_running_bytes is not None:  # as much again keeps what they leave
+        limit = min(limit, max(CPU_DEFAULT_LEAST_BYTES, 2 * most_running_bytes))
+    return min(int(CPU_DEFAULT_SHARE * available), limit)
 
 
 def available_cpu_bytes() -> int:

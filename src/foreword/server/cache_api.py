@@ -141,6 +141,7 @@ def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
         "requests_running": look.num_running,
         "requests_waiting": look.num_waiting,
         "block_size": size,
+        "pool_tokens": service.llm.layout.tokens_in(look.num_blocks),
         "blocks": {"total": look.num_blocks, **{state.name.lower(): look.num_in_state(state) for state in BlockState}},
     }
 

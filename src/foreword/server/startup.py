@@ -42,13 +42,14 @@ def log_model(llm: LLM, model_name: str) -> None:
         },
     )
     num_blocks, block_size = engine.snapshot().num_blocks, layout.block_size
-    num_bytes = num_blocks * llm.kv_block_bytes
+    num_bytes, num_tokens = num_blocks * llm.kv_block_bytes, layout.tokens_in(num_blocks)
     caching = f"prefix caching with the policy {options.cache.eviction_policy}"
     logger.info(
-        "pool: %s blocks of %d tokens, %s tokens, %s; %s",
+        "pool: %s blocks of %d tokens of %s, for %s tokens of text; it may grow to %s; %s",
         f"{num_blocks:,}",
         block_size,
-        f"{num_blocks * block_size:,}",
+        "all layers" if len(layout.groups) == 1 else f"one of {len(layout.groups)} groups of layers",
+        f"{num_tokens:,}",
         format_bytes(num_bytes),
         caching if options.cache.enable_prefix_caching else "no prefix caching",
         extra={
@@ -56,7 +57,8 @@ def log_model(llm: LLM, model_name: str) -> None:
                 "event": "pool",
                 "blocks": num_blocks,
                 "block_tokens": block_size,
-                "tokens": num_blocks * block_size,
+                "tokens": num_tokens,
+                "groups": len(layout.groups),
                 "bytes": num_bytes,
                 "prefix_caching": options.cache.enable_prefix_caching,
                 "eviction_policy": options.cache.eviction_policy,

@@ -1,9 +1,13 @@
 """The rate of recent loads, and what it says of the next one.
 
-Knows bytes and seconds.
+Knows bytes and seconds. A tier that was slow once is not slow forever, and nobody measures a tier that nobody asks: a
+slow rate counts for a minute, and then the next load is a try.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 RATE_MEMORY = 0.8
 """Weight of the old rate when a new load is measured."""
@@ -11,21 +15,35 @@ RATE_MIN_BYTES = 1 << 20
 """Of loads that are measured."""
 FIRST_GUESS_BYTES_PER_S = 500e6
 LATENCY_S = 0.001
+REMEMBERED_S = 60.0
+"""For which a rate below the first guess counts after it was measured."""
 
 
 class LoadRate:
     """A moving average. One thread measures, any thread may ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._measured_at = 0.0
         self.bytes_per_s = 0.0
         """Of recent loads; 0 before the first."""
 
     def estimate_s(self, num_bytes: int) -> float:
         """Seconds that a load of that size would take."""
-        return LATENCY_S + num_bytes / (self.bytes_per_s or FIRST_GUESS_BYTES_PER_S)
+        rate = self.bytes_per_s
+        if not rate or self._monotonic() - self._measured_at > REMEMBERED_S:
+            rate = max(rate, FIRST_GUESS_BYTES_PER_S)
+        return LATENCY_S + num_bytes / rate
 
     def measure(self, num_bytes: int, seconds: float) -> None:
         """Note a load that has ended."""
         if num_bytes >= RATE_MIN_BYTES and seconds > 0:
             rate, old = num_bytes / seconds, self.bytes_per_s
             self.bytes_per_s = RATE_MEMORY * old + (1 - RATE_MEMORY) * rate if old else rate
+            self._measured_at = self._monotonic()
+
+    def measure_late(self, num_bytes: int, seconds: float) -> None:
+        """Note a load that its deadline ended after `num_bytes`: the next one is estimated by that alone."""
+        if seconds > 0:
+            self.bytes_per_s = max(1, num_bytes) / seconds
+            self._measured_at = self._monotonic()

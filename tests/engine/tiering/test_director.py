@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from foreword.cache import KVCacheManager
+from foreword.cache import BlockIds, KVCacheManager
 from foreword.engine import Engine, Prompt, TierDirector
+from foreword.engine.tiering import director
 from foreword.engine.tiering.step_cost import StepCost
 from foreword.errors import ConfigError
 from foreword.request import RequestOutput, SamplingParams
@@ -170,6 +172,55 @@ def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome
     assert str(found.explanation) == f"16 of 40 tokens found, 16 of them from late; {why}"
     assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
     assert tier.num_loads == 1
+
+
+@pytest.mark.parametrize("teaches", [False, True])
+def test_a_load_may_take_as_long_as_computing_would(teaches: bool) -> None:
+    """After a restart nothing is known of either, and the estimate of the tier was a guess."""
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    if teaches:
+        computes = world.engine._tiers._cost
+        computes.note_step(np.array([0]), np.array([100]), 1000.0)
+    found = output(world, "second")
+    world.step()
+    [(_, ticket, _, _)] = tier.jobs
+    left = ticket._seconds_left()
+    assert left is not None
+    assert 300 < left <= 400 if teaches else 0.5 < left <= 1.0
+    tier.finish()
+    world.drain()
+    assert found.num_cached_tokens == 39
+
+
+def test_an_idle_engine_has_memory_provided_for_what_is_used_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(director, "AHEAD_BYTES", 3 * 32)
+    provided: list[list[int]] = []
+
+    class Memory(HashMemory):
+        def provide(self, block_ids: BlockIds) -> Iterator[None]:
+            provided.append(block_ids.tolist())
+            yield
+            yield
+
+    tier = LateTier()
+    tier.is_eager = True
+
+    def make(manager: KVCacheManager, runner: HashRunner) -> TierDirector:
+        return TierDirector([tier], Memory(runner), manager, NAMESPACE)
+
+    world = HashEngine.build(tiers=make)
+    calls = [world.engine.store_on() for _ in range(4)]
+    assert (calls, provided) == ([True, True, False, False], [[0, 1, 2]])
+    output(world, "uses blocks", max_tokens=1)
+    world.drain()
+    while world.engine.store_on():
+        pass
+    taken = world.manager.take_blocks(3)
+    assert taken is not None
+    assert provided[-1] == taken.tolist()
+    world.manager.release_blocks(taken)
 
 
 def test_a_tier_that_hangs_costs_a_stated_time() -> None:
@@ -430,3 +481,9 @@ def test_the_cost_of_a_step_is_found_from_steps() -> None:
         tokens = ends - starts
         cost.note_step(starts, ends, float((tokens * (2e-4 + 1e-8 * (starts + ends) / 2)).sum()))
     assert cost.seconds(1000, 3000) == pytest.approx(2000 * (2e-4 + 1e-8 * 2000))
+
+
+def test_one_step_does_not_tell_what_context_costs() -> None:
+    cost = StepCost()
+    cost.note_step(np.array([0]), np.array([2000]), 1.0)
+    assert cost.seconds(0, 100) == pytest.approx(0.05)

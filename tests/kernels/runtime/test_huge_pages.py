@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +19,10 @@ from foreword.kernels.runtime.huge_pages import (
     HUGE_PAGE,
     REGION_BYTES,
     TOUCHED_BYTES,
+    Bytes,
     HugePages,
     allocate,
+    provide,
 )
 from foreword.model.layout import LayoutOptions
 from foreword.model.storage import KVStorage
@@ -148,6 +151,27 @@ def test_what_cannot_be_had_is_not_touched_ahead() -> None:
 def test_too_much_memory_is_refused() -> None:
     with pytest.raises(MemoryError, match=f"refused {2**61 + HUGE_PAGE} bytes"):
         allocate(2**61)
+
+
+def test_memory_that_is_provided_is_resident_and_keeps_its_content() -> None:
+    memory = allocate(8 * HUGE_PAGE)
+    memory[HUGE_PAGE + 7] = 255
+    if not provide(memory[HUGE_PAGE + 5 : 3 * HUGE_PAGE]):
+        pytest.skip("this system does not provide memory before it is written")
+    assert memory[HUGE_PAGE + 7] == 255
+    assert is_resident(memory, HUGE_PAGE + 5, 3 * HUGE_PAGE) == {True}
+    assert is_resident(memory, 4 * HUGE_PAGE, 8 * HUGE_PAGE) == {False}
+    assert not provide(memory[:0])
+
+
+def is_resident(memory: Bytes, start: int, stop: int) -> set[bool]:
+    """Whether pages of memory are in RAM."""
+    address = memory.ctypes.data
+    first, end = (address + start) // mmap.PAGESIZE, -(-(address + stop) // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(8 * first)
+        entries = np.frombuffer(pagemap.read(8 * (end - first)), np.uint64)
+    return set((entries >> np.uint64(63)).astype(bool).tolist())
 
 
 def test_kv_begins_at_huge_pages(tiny_models: TinyModels) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_ids import BlockIds, as_block_ids
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds, as_block_ids
 from foreword.cache.blocks.group_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
 from foreword.cache.eviction.policies import LruPolicy
@@ -94,6 +94,11 @@ class BlockPool:
                 self.note_forgotten(forgotten)
             self._ref_counts[block_ids] = 1
         return block_ids
+
+    def next_empty(self, count: int) -> BlockIds:
+        """The first blocks that `get_new_blocks` will give, as far as they hold nothing; at most `count`."""
+        count = min(count, self._free.num_empty)
+        return self.free_block_ids()[:count] if count else NO_BLOCKS
 
     def _take_with_tails(self, count: int) -> BlockIds:
         empty = self._free.popleft(min(count, self._free.num_empty))

@@ -5,6 +5,7 @@ Knows groups, block ids and bytes; knows nothing of keys and tiers. `foreword.mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,12 @@ class BlockMemory(Protocol):
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
         """Copy a block."""
 
+    def provide(self, block_ids: BlockIds) -> Iterator[None]:
+        """Let the system provide the memory of blocks before they are used, a few megabytes before each pause.
+
+        What they hold stays.
+        """
+
 
 class UnknownMemory:
     """The memory of an engine that was not told where its blocks' bytes are. Raises ConfigError when it is asked."""
@@ -40,6 +47,9 @@ class UnknownMemory:
 
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
         self.payload_bytes(group_id)
+
+    def provide(self, block_ids: BlockIds) -> Iterator[None]:
+        return iter(())
 
 
 class Part(NamedTuple):

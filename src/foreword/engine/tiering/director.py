@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -28,8 +28,13 @@ from foreword.tiers.tier import NAMESPACE_BYTES, Tier, TierStats
 
 logger = logging.getLogger(__name__)
 
+NOTHING = object()
 POLL_S = 0.005
 """Between two looks at loads and stores while nothing can be computed."""
+AHEAD_BYTES = 128 << 20
+"""Of empty blocks whose memory the system provides while nothing runs. The first write to a page takes longer than all
+else that a load does to it, and layers have pages of their own: a pool's first block alone may need 120 MB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class TierDirector:
 
         `admission`: what is stored; None: everything. `others`: whose blocks explanations look for.
         """
-        self._tiers, self._manager = tuple(tiers), manager
+        self._tiers, self._memory, self._manager = tuple(tiers), memory, manager
         self._cost = StepCost()
         self._loads = Loads(self._tiers, memory, manager, namespace, self._cost)
         admission = admission or Admission("all", manager.block_size)
@@ -84,6 +89,10 @@ class TierDirector:
         self.prefix_files = PrefixFiles(self._tiers, memory, manager, namespace)
         """Exports and imports."""
         self._num_planned = self._num_settled = 0
+        self._ahead: Iterator[None] = iter(())
+        """Has the system provide the memory of blocks that are given away next."""
+        self._num_planned_before = -1
+        """Steps that were planned when `_ahead` was made."""
 
     @classmethod
     def of_none(cls, manager: KVCacheManager) -> TierDirector:
@@ -108,6 +117,15 @@ class TierDirector:
             self._manager.begin_step()  # so that recurrent states of the last step count as computed
         self._stores.go_on(self._num_planned, self._num_settled, is_busy=is_busy)
         return len(self._stores) > 0
+
+    def provide_ahead(self) -> bool:
+        """Let the system provide some memory for the next load; False if it has. Call it while no request runs."""
+        if self._tiers and self._num_planned_before != self._num_planned:
+            self._num_planned_before = self._num_planned
+            groups = range(len(self._manager.groups))
+            largest = max(self._memory.payload_bytes(group_id) for group_id in groups)
+            self._ahead = self._memory.provide(self._manager.next_empty(AHEAD_BYTES // largest))
+        return next(self._ahead, NOTHING) is not NOTHING
 
     @property
     def wants_pause(self) -> bool:

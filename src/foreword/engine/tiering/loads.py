@@ -48,8 +48,14 @@ WORTH = 0.8
 """The largest part of the seconds to compute a prefix that loading it may take."""
 LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 0.25
+SHORTEST_FIRST_DEADLINE_S = 1.0
 DEADLINE_FACTOR = 3.0
 """A load may take this many times what the tier estimates."""
+FIRST_DEADLINE_BYTES_PER_S = 20e6
+"""Of a load that ends in time while nothing was computed yet: processors compute 5 to 100 MB of KV a second."""
+LEAST_PROBE_S, MOST_PROBE_S = 0.05, 0.25
+PROBE_SHARE = 0.2
+"""The largest part of the seconds to compute a prompt that asking for it may take, within these bounds."""
 
 _FAILURES: dict[int, LoadFailure] = {
     Outcome.TIMEOUT: LoadFailure.TIER_SLOW,
@@ -114,6 +120,15 @@ class _Plan:
     load_s: float
     compute_s: float | None
 
+    @property
+    def deadline_s(self) -> float:
+        """A load may take as long as computing would: then the two together take at most twice as long."""
+        if self.compute_s is None:
+            compute_s = max(SHORTEST_FIRST_DEADLINE_S, self.num_bytes / FIRST_DEADLINE_BYTES_PER_S)
+        else:
+            compute_s = max(SHORTEST_DEADLINE_S, self.compute_s)
+        return max(compute_s, DEADLINE_FACTOR * self.load_s)
+
 
 class Loads:
     """The loads under way. The engine's thread calls it; a tier's threads only set `arrived`."""
@@ -152,7 +167,10 @@ class Loads:
         ]
         if any(len(own) for own in names):
             keys = joined_keys(names)
-            tickets = [tier.probe(keys, on_done=self._note_arrival) for tier in self._tiers]
+            compute_s = self._cost.seconds(0, len(request.sequence))
+            wait_s = MOST_PROBE_S if compute_s is None else PROBE_SHARE * compute_s
+            wait_s = min(MOST_PROBE_S, max(LEAST_PROBE_S, wait_s))
+            tickets = [tier.probe(keys, deadline_s=wait_s, on_done=self._note_arrival) for tier in self._tiers]
             if not all(ticket.done for ticket in tickets):
                 self._asked[request] = tickets
 
@@ -309,7 +327,7 @@ class Loads:
             names,
             blocks.payload_bytes,
             blocks,
-            deadline_s=max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * plan.load_s),
+            deadline_s=plan.deadline_s,
             on_done=self._note_arrival,
         )
         size = manager.block_size

@@ -6,18 +6,19 @@ flight: then every block that a lookup finds is filled, and none that is taken i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from foreword.cache import NULL_BLOCK, BlockIds, KVCacheManager, TokenSequence
+from foreword.cache import NULL_BLOCK, BlockIds, FullAttentionSpec, KVCacheManager, TokenSequence
 from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
 from foreword.engine.tiering.stores import cached_parts, run_of
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.run_format import RunHeader
-from foreword.tiers.prefix_file.manifest import ExportReport, Facts, ImportReport
+from foreword.tiers.prefix_file.manifest import ExportReport, Facts, ImportReport, UnsoundFileError
 from foreword.tiers.prefix_file.read import PrefixFile, store_prefix_file
 from foreword.tiers.prefix_file.write import write_prefix_file
 from foreword.tiers.tier import Tier
@@ -57,8 +58,10 @@ class PrefixFiles:
         """Take the blocks of a file: into the first tier, or into the pool if there is none.
 
         `sequence`: of the tokens in the file, None if it has none. Raises ConfigError if the blocks can go nowhere,
-        OSError if the file changes meanwhile; then nothing has changed.
+        UnsoundFileError if they cannot be of as many tokens as the file says, OSError if the file changes meanwhile;
+        then nothing has changed.
         """
+        self._check_num_tokens(found, sequence)
         if self._tiers:
             return store_prefix_file(found, self._tiers[0])
         if sequence is None:
@@ -70,6 +73,20 @@ class PrefixFiles:
         if places is None:
             return ImportReport(rejected="its token ids do not give the keys and sizes of its blocks")
         return self._adopt(found, sequence, places)
+
+    def _check_num_tokens(self, found: PrefixFile, sequence: TokenSequence | None) -> None:
+        """Raise UnsoundFileError for more tokens than the text has, or than blocks that every token needs hold."""
+        counts = Counter(group_id for run in found.runs for group_id in run.entries["group"].tolist())
+        most = [
+            counts[group_id] * spec.block_size
+            for group_id, spec in enumerate(self._manager.groups)
+            if isinstance(spec, FullAttentionSpec)
+        ]
+        if sequence is not None:
+            most.append(sequence.num_prompt_tokens)
+        if most and found.facts["num_tokens"] > min(most):
+            told = found.facts["num_tokens"]
+            raise UnsoundFileError(f"it says num_tokens={told}, but its blocks and text are of at most {min(most)}")
 
     def _places(self, found: PrefixFile, sequence: TokenSequence) -> list[dict[int, Place]] | None:
         """For each group, the blocks of the file by their number in the sequence; None if one does not fit."""

@@ -44,7 +44,7 @@ class StepCost:
         return (end - start) * (a + b * (start + end) / 2)
 
     def _fit(self) -> tuple[float, float]:
-        a, b = np.linalg.lstsq(self._products, self._sums, rcond=1e-9)[0]
-        if a <= 0.0 or b < 0.0:  # the steps so far do not tell the two apart
+        (a, b), _, rank, _ = np.linalg.lstsq(self._products, self._sums, rcond=1e-9)
+        if rank < 2 or a <= 0.0 or b < 0.0:  # the steps so far do not tell the two apart
             a, b = self._sums[0] / self._products[0, 0], 0.0
         return float(a), float(b)

@@ -20,7 +20,7 @@ def model_card(service: Service, num_blocks: int) -> str:
         "dtype": layout.kv_format.name,
         "layers": ", ".join(f"{number} {kind}" for kind, number in layout.layers_by_kind().items()),
         "context": draw.tokens(service.max_model_len),
-        "pool": f"{draw.size(num_blocks * llm.kv_block_bytes)}, {draw.tokens(num_blocks * block_size)}",
+        "pool": f"{draw.size(num_blocks * llm.kv_block_bytes)}, {draw.tokens(layout.tokens_in(num_blocks))}",
         "blocks": f"{draw.count(num_blocks)} of {block_size} tokens",
         "eviction": llm.config.cache.eviction_policy,
         "index": llm.config.cache.prefix_index or "radix",

@@ -62,6 +62,7 @@ def infos_of(llm: LLM, now: Snapshot) -> dict[str, dict[str, object]]:
             "max_model_len": llm.engine.limits.max_model_len,
             "num_blocks": now.num_blocks,
             "block_size": now.block_size,
+            "pool_tokens": llm.layout.tokens_in(now.num_blocks),
             "prefix_caching": cache.enable_prefix_caching,
             "eviction_policy": cache.eviction_policy,
             "scheduling_policy": scheduler.scheduling_policy,

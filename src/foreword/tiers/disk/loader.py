@@ -152,6 +152,8 @@ class Loader:
             self._state.count(num_loaded=len(loaded), loaded_bytes=num_bytes)
             self._rate.measure(num_bytes, time.monotonic() - began)
         load.ticket.finish(Outcome.CANCELLED)
+        if Outcome.TIMEOUT in load.ticket.report.outcomes:
+            self._rate.measure_late(int(load.payload_bytes[loaded].sum()), time.monotonic() - began)
 
     def _deliver(self, load: Load, piece: Piece, places: Places, content: Content) -> None:
         """Verify the blocks of a piece and hand them over."""

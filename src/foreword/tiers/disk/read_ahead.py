@@ -25,6 +25,7 @@ from foreword.tiers.disk.block_places import Places
 from foreword.tiers.disk.files import close_quietly, read_fully
 from foreword.tiers.disk.run_format import PAGE, padded
 from foreword.tiers.disk.state import DiskState
+from foreword.tiers.rare_warning import RareWarning
 from foreword.tiers.ticket import Outcome
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class ReadAhead:
         self._file: tuple[int, int] | None = None
         """Segment id and descriptor of the file that is open. Reads of one extent go through one descriptor, so that
         the kernel sees that they follow each other."""
+        self._unreadable = RareWarning(logger, "a segment of the cache cannot be read: %s")
         self._thread = threading.Thread(target=self._run, name="foreword-tier-read", daemon=True)
 
     def start(self) -> None:
@@ -184,7 +186,7 @@ class ReadAhead:
                 if count < piece.num_bytes:
                     error = Outcome.MISSING
         except OSError as failure:
-            logger.warning("a segment of the cache cannot be read: %s", failure)
+            self._unreadable.note(failure)
             error = Outcome.IO_ERROR
         except Exception:
             logger.exception("a read from disk failed unexpectedly; its blocks are computed instead")

@@ -46,6 +46,14 @@ _REQUIRED: Mapping[str, type] = {
     "run_bytes": int,
 }
 """What every manifest says. `keys`: a digest of the hash function and the root; `run_bytes`: of all runs."""
+MOST_TOKENS = 1 << 31
+"""Of a prefix: positions are 32-bit numbers."""
+_RANGES = {
+    "block_size": range(1, MOST_TOKENS),
+    "num_tokens": range(1, MOST_TOKENS),
+    "num_blocks": range(1, MOST_TOKENS),
+    "run_bytes": range(1, 1 << 62),
+}
 OF_THE_NAMESPACE = (*list(_REQUIRED)[:8], "arithmetic", "foreword_version")
 """Facts that are the same in all files of a namespace."""
 
@@ -112,6 +120,9 @@ def decode_manifest(pages: bytes) -> dict[str, Any]:
         raise UnsoundFileError(f"{whose} is no JSON object") from error
     if wrong:
         raise UnsoundFileError(f"{whose} says nothing of {', '.join(wrong)}")
+    for name, allowed in _RANGES.items():
+        if facts[name] not in allowed:
+            raise UnsoundFileError(f"{whose} says {name}={facts[name]}; a file has {allowed[0]} to {allowed[-1]}")
     if not _is_prompt(facts.get("token_ids", []), facts.get("cache_salt")):
         raise UnsoundFileError(f"{whose} has token ids or a salt that no prompt has")
     own = CacheIdentity(facts["model_id"], facts["arithmetic_id"], facts["layout"], facts["exact"])

@@ -1,14 +1,17 @@
 """Connections to a Valkey or Redis server: commands go out in pipelines, replies come into one buffer.
 
-Knows URLs, the package valkey and the protocol RESP2; knows nothing of blocks. The package connects, authenticates, and
-encodes commands. Replies are read here, from its socket into memory that is reused (four times as fast as its parser),
-each with a time limit.
+Knows URLs, the package valkey and the protocol RESP2; knows nothing of blocks. The package connects and encodes
+commands. All replies are read here, from its socket into memory that is reused (four times as fast as its parser).
+
+A server may be hostile or broken. So every reply has a largest length, which the caller gives, and a session with all
+its reads, writes and its login ends at one deadline: neither a length of gigabytes nor a byte a second costs more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import re
 import socket
 import time
@@ -23,6 +26,8 @@ UNUSABLE = ("LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN")
 """Errors after which the next command would fail as well."""
 LINE_BYTES = 16 << 10
 SHORTEST_WAIT_S = 0.001
+REFUSAL_CHARACTERS = 200
+"""Of a server's error that are kept; they go into log lines."""
 
 Command = Sequence[bytes | str | int | memoryview]
 
@@ -56,6 +61,8 @@ class StoreServer:
 
     def __init__(self, url: str, io_timeout_s: float) -> None:
         self.shown_url = _without_secrets(url)
+        self.is_local = False
+        """Nobody on another machine reaches it by this address."""
         self.io_timeout_s = io_timeout_s
         try:
             self._valkey: Any = importlib.import_module("valkey")
@@ -78,6 +85,7 @@ class StoreServer:
                 raise ValueError
             if parts.scheme in ("valkeys", "rediss"):
                 options["ssl_check_hostname"] = True
+            self.is_local = parts.scheme == "unix" or _is_loopback(parts.hostname or "localhost")
             self._pool = self._valkey.ConnectionPool.from_url(url, **options)
             self._pool.make_connection()
         except Exception:  # its message may quote the password
@@ -96,8 +104,9 @@ class Link:
 
     def __init__(self, connection: Any, errors: Any, io_timeout_s: float) -> None:
         self._connection, self._errors = connection, errors
+        connection.valkey_connect_func = _begin_plain
         self._io_timeout_s = io_timeout_s
-        self._deadline: float | None = None
+        self._deadline = 0.0
         self._num_awaited = 0
         self.num_replies = 0
         """Since the session began."""
@@ -107,7 +116,7 @@ class Link:
         self._body = bytearray(LINE_BYTES)
 
     @contextlib.contextmanager
-    def session(self, deadline: float | None = None) -> Iterator[Self]:
+    def session(self, deadline: float) -> Iterator[Self]:
         """Commands and replies until that moment of `time.monotonic`. Replies that nobody has read end the connection.
 
         Raises ServerGoneError.
@@ -130,14 +139,14 @@ class Link:
     def send(self, commands: Sequence[Command]) -> None:
         """Send commands; each has one reply. Memory may change when this returns."""
         with self._translated():
-            self._limit()
-            self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
+            for chunk in self._connection.pack_commands(commands):
+                self._limit().sendall(chunk)
             self._num_awaited += len(commands)
 
-    def reply(self) -> Reply:
-        """The next reply; a memoryview is valid until the next call."""
+    def reply(self, max_bytes: int = 0) -> Reply:
+        """The next reply; a memoryview has at most `max_bytes`, and is valid until the next call."""
         with self._translated():
-            reply = self._read()
+            reply = self._read(max_bytes)
         self._num_awaited -= 1
         self.num_replies += 1
         if isinstance(reply, Refusal) and reply.code in UNUSABLE:
@@ -155,11 +164,24 @@ class Link:
         with self._translated():
             if self._connection._sock is not None:
                 with contextlib.suppress(self._errors.ValkeyError, OSError):
-                    if not self._connection.can_read():
+                    if self._begin == self._end and not self._connection.can_read():
                         return
                 self._connection.disconnect()  # closed by the server, or out of step
             self._begin = self._end = 0
             self._connection.connect()
+        connection = self._connection
+        if connection.password:
+            self._must_accept("AUTH", *([connection.username] if connection.username else []), connection.password)
+        if connection.db:
+            self._must_accept("SELECT", connection.db)
+        self.num_replies = 0
+
+    def _must_accept(self, *command: bytes | str | int) -> None:
+        """Send a command of the login. Raises ServerRefusedError unless the reply is OK."""
+        self.send([command])
+        reply = self.reply()
+        if reply != "OK":
+            raise ServerRefusedError(str(reply))
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -169,34 +191,37 @@ class Link:
         except (self._errors.AuthenticationError, self._errors.ResponseError) as error:
             raise ServerRefusedError(str(error)) from error
         except (self._errors.TimeoutError, TimeoutError) as error:
-            late = self._deadline is not None and time.monotonic() >= self._deadline - SHORTEST_WAIT_S
+            late = time.monotonic() >= self._deadline - SHORTEST_WAIT_S
             raise ServerGoneError("it does not answer in time", is_deadline=late) from error
-        except (self._errors.ValkeyError, OSError, ValueError) as error:
+        except (self._errors.ValkeyError, OSError, ValueError, OverflowError, MemoryError) as error:
             raise ServerGoneError(str(error)) from error
 
     # ------------------------------------------------------------------------------ replies
 
     def _limit(self) -> socket.socket:
-        """The socket, whose next call may take until the limit."""
+        """The socket, whose next call may take until the limit. Raises TimeoutError when the session is over."""
         sock: socket.socket | None = self._connection._sock
         if sock is None:
             raise OSError("the connection is closed")
-        limit = self._io_timeout_s
-        if self._deadline is not None:
-            limit = max(SHORTEST_WAIT_S, min(limit, self._deadline - time.monotonic()))
-        sock.settimeout(limit)
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(max(SHORTEST_WAIT_S, min(self._io_timeout_s, left)))
         return sock
 
-    def _read(self) -> Reply:
+    def _read(self, max_bytes: int) -> Reply:
         line = self._read_line()
         kind, rest = line[:1], line[1:]
+        if kind in b":$" and not re.fullmatch(rb"-?[0-9]{1,18}", rest):
+            raise OSError(f"{rest[:20]!r} is no number of a Valkey or Redis server")
         if kind == b":":
             return int(rest)
         if kind == b"$":
-            return None if rest == b"-1" else self._read_body(int(rest))
-        if kind in b"+-":
-            text = rest.decode(errors="replace")
-            return text if kind == b"+" else Refusal(text)
+            return None if rest == b"-1" else self._read_body(int(rest), max_bytes)
+        if kind == b"+":
+            return rest.decode(errors="replace")
+        if kind == b"-":
+            return Refusal(" ".join(rest.decode(errors="replace").split())[:REFUSAL_CHARACTERS])
         raise OSError(f"{kind!r} begins no reply of a Valkey or Redis server")
 
     def _read_line(self) -> bytes:
@@ -209,11 +234,10 @@ class Link:
         self._begin = at + 2
         return line
 
-    def _read_body(self, num_bytes: int) -> memoryview:
-        """The bytes of a bulk string; what was received with its first line is copied, the rest is received in place.
-
-        `num_bytes` is at most what the command asked for.
-        """
+    def _read_body(self, num_bytes: int, max_bytes: int) -> memoryview:
+        """The bytes of a bulk string; what came with its first line is copied, the rest is received in place."""
+        if not 0 <= num_bytes <= max_bytes:
+            raise OSError(f"a reply of {num_bytes} bytes came where at most {max_bytes} were asked for")
         needed = num_bytes + 2
         if len(self._body) < needed:
             self._body = bytearray(needed)
@@ -226,10 +250,24 @@ class Link:
         return body[:num_bytes]
 
     def _receive(self, into: memoryview) -> int:
-        received = self._limit().recv_into(into) if len(into) else 0
+        if not len(into):
+            raise OSError(f"a line of its reply is longer than {LINE_BYTES} bytes")
+        received = self._limit().recv_into(into)
         if not received:
             raise OSError("the server has closed the connection")
         return received
+
+
+def _begin_plain(connection: Any) -> None:
+    """In place of the package's own login, which reads replies without limits."""
+    connection._parser.on_connect(connection)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _without_secrets(url: str) -> str:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from foreword.tiers.job_thread import JobThread
 from foreword.tiers.load_rate import LoadRate
+from foreword.tiers.rare_warning import RareWarning
 from foreword.tiers.store.client import Link, Refusal, Reply, ServerGoneError
 from foreword.tiers.store.state import StoreState
 from foreword.tiers.store.value import HEADER_BYTES, server_key
@@ -43,6 +44,8 @@ class StoreLoader:
         self._state = state
         self.link = state.server.link()
         self.rate = LoadRate()
+        self._bad_values = RareWarning(logger, "the store holds a damaged or foreign value under %s; it is deleted")
+        self._undeleted = RareWarning(logger, "bad values could not be deleted from the store: %s")
         self.thread: JobThread[Load] = JobThread("foreword-store-load", self._load, state.options.max_queued_load_bytes)
 
     def add(
@@ -74,7 +77,7 @@ class StoreLoader:
             return
         rest, began = Outcome.CANCELLED, time.monotonic()
         try:
-            with self._state.session(self.link, load.deadline) as link:
+            with self._state.session(self.link, deadline=load.deadline) as link:
                 self._receive(load, link)
         except ServerGoneError as error:
             rest = Outcome.TIMEOUT if error.is_deadline else Outcome.IO_ERROR
@@ -85,6 +88,8 @@ class StoreLoader:
         self.rate.measure(num_bytes, time.monotonic() - began)
         self._delete(load.bad)
         load.ticket.finish(rest)
+        if Outcome.TIMEOUT in load.ticket.report.outcomes:
+            self.rate.measure_late(num_bytes, time.monotonic() - began)
 
     def _receive(self, load: Load, link: Link) -> None:
         """Ask for blocks, at most a window ahead, and deliver them as they come."""
@@ -99,7 +104,7 @@ class StoreLoader:
                 ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, asked)]
                 keys = [server_key(name) for name in load.names[begin:asked]]
                 link.send([("GETRANGE", key, 0, end) for key, end in zip(keys, ends, strict=True)])
-            reply = link.reply()
+            reply = link.reply(HEADER_BYTES + load.payload_bytes[index] + 1)
             in_flight -= load.payload_bytes[index]
             if load.ticket.done or self._state.closing.is_set():
                 return
@@ -122,7 +127,7 @@ class StoreLoader:
                 ticket.settle(index, Outcome.DONE)
             return
         if outcome == Outcome.CORRUPT:
-            logger.warning("the store holds a damaged or foreign value under %s; it is deleted", server_key(name))
+            self._bad_values.note(server_key(name))
             load.bad.append(name)
         if outcome != Outcome.IO_ERROR:
             self._state.view.refuse([name])
@@ -135,4 +140,4 @@ class StoreLoader:
                     link.send([("DEL", *map(server_key, names))])
                     link.reply()
             except ServerGoneError as error:
-                logger.warning("bad values could not be deleted from the store: %s", error)
+                self._undeleted.note(error)

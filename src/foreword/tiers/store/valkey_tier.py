@@ -62,6 +62,12 @@ class ValkeyTier:
         state = StoreState(options, server, ValueFormat(secret), StoreView(options.max_known), breaker, room)
         self._state = state
         self._asker, self._loader, self._writer = StoreAsker(state), StoreLoader(state), StoreWriter(state)
+        if secret is None and not server.is_local:
+            logger.warning(
+                "values in the store %s are not signed: whoever else can write there can change answers; give all "
+                "machines that use it the same --cache-store-key-file",
+                server.shown_url,
+            )
         self._asker.greet()
         state.on_trip = self._asker.thread.wake
         self._asker.thread.start()

@@ -51,7 +51,7 @@ class StoreWriter:
         state, rest = self._state, Outcome.NO_ROOM
         try:
             if not store.ticket.done and state.breaker.is_closed and state.room.may_try():
-                with state.session(self.link) as link:
+                with state.session(self.link, longest_s=state.options.store_session_s) as link:
                     self._write(store, self._absent(store, link), link)
         except ServerGoneError:
             rest = Outcome.CANCELLED if state.closing.is_set() else Outcome.IO_ERROR
