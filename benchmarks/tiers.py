@@ -1,6 +1,6 @@
 """What the disk tier costs: rates beside `preadv` alone on the same bytes, a restart, look-ups, and faults caught.
 
-    PYTHONPATH=src python benchmarks/tiers.py [--path DIR] [--mb 400] [--flips 100000] [--kills 20] [--json]
+    PYTHONPATH=src python benchmarks/tiers.py [--path DIR] [--mb 400] [--flips N] [--kills N] [--model DIR] [--json]
 
 Each figure stands beside its limit of the same run. Blocks have the bench model's size: 196,608 bytes, 16 tokens.
 Cold means that the page cache has dropped the file (POSIX_FADV_DONTNEED after a sync). `preadv` alone reads the same
@@ -11,7 +11,7 @@ The index's figures are for 10^6 blocks: a snapshot's, read and inserted, and a 
 runs of 40. For the scan the files are sparse: headers lie where they would lie, payloads are holes.
 
 `tiers_engine.py` has what an engine sees: first tokens from memory, disk and a Valkey server, steps beside loads and
-stores.
+stores. `--model` names a real model, once or more often: its first request is measured after each of 12 restarts.
 
 `--vllm` measures vLLM's file tier beside ours on the same bytes (`tiers_vllm.py`): `auto` lets pip download a wheel
 into the temporary folder; a wheel or a folder that holds `vllm/` is read where it lies.
@@ -55,7 +55,7 @@ from tiers_blocks import (
     payloads,
     random_keys,
 )
-from tiers_engine import engine_figures
+from tiers_engine import engine_figures, restart_figures
 from tiers_faults import flips, kills
 from tiers_vllm import vllm_figures
 
@@ -293,10 +293,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--engine", choices=("full", "quick", "none"), default="full", help="figures of an engine")
     parser.add_argument("--prompts", type=int, default=7, help="prompts of 4,096 tokens for the engine (default: 7)")
+    parser.add_argument("--model", action="append", default=[], help="a real model's folder, to be restarted")
+    parser.add_argument("--restarts", type=int, default=12, help="of each --model (default: 12)")
     parser.add_argument("--vllm", metavar="PATH", help="a wheel or folder of vLLM, or `auto`; default: not measured")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()
-    for name in ("mb", "rounds", "flips", "kills", "prompts"):
+    for name in ("mb", "rounds", "flips", "kills", "prompts", "restarts"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: give at least 1")
     folder = Path(tempfile.mkdtemp(dir=args.path))
@@ -309,6 +311,8 @@ def main() -> None:
         }
         if args.engine != "none":
             figures.update(engine_figures(folder / "engine", args.prompts, quick=args.engine == "quick"))
+        for number, model in enumerate(args.model):
+            figures.update(restart_figures(model, folder / f"model{number}", args.restarts))
         beside = (
             {"vllm": "not measured: give --vllm"}
             if args.vllm is None

@@ -7,7 +7,9 @@ float32. Engines run in processes of their own, one after the other:
     second    the same prompts: from disk, which the page cache has dropped
     third     the same prompts, with an empty disk: from a Valkey server on a Unix socket, where one can be started
 
-All three answer the same tokens, which is checked. Then steps: 4 requests decode, alone, beside loads of other prompts,
+All three answer the same tokens, which is checked, and blocks that were not loaded are counted by reason.
+`restart_figures` has a real model's first request after each of several restarts, with the pool that it has by default.
+Then steps: 4 requests decode, alone, beside loads of other prompts,
 and beside stores; the 99th percentiles of the steps' seconds are compared, in turn in one process.
 """
 
@@ -67,6 +69,41 @@ def run_once(model: str, places: dict[str, str], count: int, num_tokens: int, *,
         report = llm.engine.report_tiers()
         found["outcomes"] = [dict(tier.loads.blocks_by_outcome) for tier in report.tiers]
     return found
+
+
+def first_request(model: str, places: dict[str, str], num_tokens: int) -> dict[str, Any]:
+    """The first request of an engine, after it idled as a server does."""
+    from foreword import LLM
+
+    with LLM(model, **places) as llm:
+        drain(llm)
+        times, cached, answers = first_tokens(llm, 1, num_tokens)
+        drain(llm)
+        outcomes = dict(llm.engine.report_tiers().tiers[0].loads.blocks_by_outcome)
+    return {"ms": times[0], "cached": cached[0], "answer": answers[0], "outcomes": outcomes}
+
+
+def restart_figures(model: str, folder: Path, restarts: int, num_tokens: int = 1517) -> dict[str, float]:
+    """First tokens of the first request: without a cache directory's content, and after each restart with it.
+
+    The page cache has dropped the files before every other restart.
+    """
+    name, disk = Path(model).name.lower(), folder / "disk"
+    first = in_a_child("first", model, {"cache_dir": str(disk)}, num_tokens)
+    found = []
+    for number in range(restarts):
+        if number % 2 == 0:
+            drop_from_page_cache(disk)
+        found.append(in_a_child("first", model, {"cache_dir": str(disk)}, num_tokens))
+    assert all(one["answer"] == first["answer"] for one in found), "a tier changed an answer"
+    whole = [one for one in found if one["cached"] >= num_tokens - 16]
+    return {
+        f"{name}_first_ms": first["ms"],
+        f"{name}_restart_ms": statistics.median(one["ms"] for one in found),
+        f"{name}_restart_most_ms": max(one["ms"] for one in found),
+        f"{name}_restarts": float(restarts),
+        f"{name}_restarts_with_a_whole_hit": float(len(whole)),
+    }
 
 
 def step_ratios(model: str, folder: str, count: int, num_tokens: int) -> dict[str, float]:
@@ -137,6 +174,7 @@ def in_a_child(job: str, *values: Any) -> Any:
 JOBS = {
     "run": lambda model, places, count, tokens, twice: run_once(model, places, count, tokens, twice=twice),
     "steps": step_ratios,
+    "first": first_request,
 }
 
 
@@ -169,6 +207,7 @@ def engine_figures(folder: Path, count: int, *, quick: bool = False) -> dict[str
         "ttft_disk_hit_4096_ms": from_disk,
         "disk_hit_over_ram_hit_ms": from_disk - memory,
         "disk_hit_tokens": float(min(second["first"][1])),
+        "disk_blocks_not_loaded": float(sum(second["outcomes"][0].values()) - second["outcomes"][0].get("done", 0)),
     }
     with_server(folder, lambda url: figures.update(store_figures(model, url, count, tokens, memory, answers)))
     assert all(own == answers[0] for own in answers), "a tier changed an answer"
