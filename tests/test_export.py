@@ -205,6 +205,36 @@ def test_text_and_token_ids_stay_at_home_unless_asked_for(llm: LLM, tmp_path: Pa
         assert found.facts["model_name"] == llm.config.model.model
 
 
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"num_tokens": 10**18}, "num_tokens=1000000000000000000"),
+        ({"num_tokens": -5}, "num_tokens=-5"),
+        ({"num_tokens": 33}, "num_tokens=33, but its blocks and text are of at most 32"),
+        ({"num_tokens": 0}, "num_tokens=0"),
+        ({"num_blocks": -1}, "num_blocks=-1"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"run_bytes": -4096}, "run_bytes=-4096"),
+    ],
+)
+def test_a_file_that_claims_what_its_blocks_cannot_hold_is_refused(
+    llm: LLM, short_file: Path, tmp_path: Path, facts: dict[str, int], why: str
+) -> None:
+    path = tmp_path / "claims.fwkv"
+    path.write_bytes(with_facts(short_file.read_bytes(), facts))
+    rejected = llm.import_prefixes(path).rejected
+    assert rejected is not None
+    assert why in rejected
+    assert llm.engine.num_cached_tokens(llm._prompt(SHORT)) == 0
+
+
+def with_facts(content: bytes, facts: dict[str, int]) -> bytes:
+    """A file with other facts in its manifest, and with the digests that belong to them."""
+    begin = manifest_length(content[:HEAD_BYTES])
+    body = encode_manifest({**decode_manifest(content[:begin]), **facts}) + content[begin:-DIGEST_BYTES]
+    return body + hashlib.sha256(body).digest()
+
+
 def test_every_flipped_byte_is_found(short_file: Path, tmp_path: Path) -> None:
     """Every byte of the manifest, of the header after it and of the digest, and 50 anywhere."""
     content, path = bytearray(short_file.read_bytes()), tmp_path / "flipped.fwkv"

@@ -121,7 +121,7 @@ def test_a_start_survives_whatever_the_server_says(liar, replies: dict[bytes, by
     login = "?password=secret&db=2" if set(replies) & {b"AUTH", b"SELECT"} else ""
     server = liar({b"AUTH": b"+OK\r\n", b"SELECT": b"+OK\r\n", **replies})
     with ValkeyTier(server.url + login, OPTIONS) as tier:
-        assert tier.stats().breaker == "open"
+        assert tier.stats().num_breaker_trips >= 1
 
 
 @pytest.mark.parametrize("name", [b"EXISTS", b"INFO", b"AUTH"])
@@ -129,7 +129,7 @@ def test_a_server_that_drips_does_not_hold_up_the_start(liar, caplog, name: byte
     server = liar({b"AUTH": b"+OK\r\n", name: b"+"}, drips=name)
     login = "?password=secret" if name == b"AUTH" else ""
     with ValkeyTier(server.url + login, replace(OPTIONS, session_s=0.2)) as tier:
-        assert tier.stats().breaker == "open"
+        assert tier.stats().num_breaker_trips >= 1
     assert "it does not answer in time" in caplog.text
 
 
