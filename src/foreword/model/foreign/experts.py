@@ -35,7 +35,7 @@ def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
         pairs = torch.nonzero(chosen == expert).flatten()
         rows = nn.functional.pad(hidden_states[pairs // num_choices], (0, 0, 0, -len(pairs) % ROW_MULTIPLE))
         # On a GPU the libraries choose by the number of rows how to multiply.
-        parts = rows.split(ROW_MULTIPLE) if rows.is_cuda else (rows,)
+        parts = torch.split(rows, ROW_MULTIPLE if rows.is_cuda else len(rows))
         results[pairs] = torch.cat([_expert(module, expert, part) for part in parts])[: len(pairs)]
     weighted = results.view(num_tokens, num_choices, -1) * top_k_weights[..., None].to(results.dtype)
     total = weighted[:, 0].float()
