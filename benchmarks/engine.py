@@ -8,6 +8,7 @@ processor. Times are those of the call, so they include what an engine does arou
     ttft_hit_N_ms      the same N tokens with 16 other ones behind, right after the miss
     decode_1_tok_s     one request: 32 tokens in, 64 out, prefill included
     decode_16_tok_s    16 requests at a time, 32 tokens in and 64 out each, prefill included
+    decode_N_KIND_tok_s  the same, sampled: t1 is temperature 1, top_p is 0.7 with top_p 0.9, top_k is 1 with top_k 40
     shared_decode_tok_s  16 requests that share 4096 cached tokens, 16 of their own in and 64 out each
     multi_turn_s       8 conversations at a time, 6 turns: a common system prompt of 512 tokens, 64 new tokens and
                        32 out per turn; from an empty cache to the end of the last turn
@@ -54,6 +55,11 @@ BYTES_PER_ELEMENT = 2
 KV_BYTES = 2 * 2**30
 NUM_REQUESTS = 16
 DECODE_IN, DECODE_OUT = 32, 64
+SAMPLED: dict[str, dict[str, float]] = {
+    "t1": {"temperature": 1.0},
+    "top_p": {"temperature": 0.7, "top_p": 0.9},
+    "top_k": {"temperature": 1.0, "top_k": 40},
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ FIGURES = (
     "ttft_hit_4096_ms",
     "decode_1_tok_s",
     "decode_16_tok_s",
+    *(f"decode_{count}_{kind}_tok_s" for count in (1, NUM_REQUESTS) for kind in SAMPLED),
     "shared_decode_tok_s",
     "multi_turn_s",
 )
@@ -127,9 +134,11 @@ class EngineProcess:
     def reset(self) -> None:
         self._ask({"do": "reset"})
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
+    ) -> tuple[float, list[list[int]]]:
         """Seconds, and the tokens of each prompt."""
-        answer = self._ask({"do": "generate", "prompts": prompts, "num_tokens": num_tokens})
+        answer = self._ask({"do": "generate", "prompts": prompts, "num_tokens": num_tokens, "sampling": sampling})
         token_ids: list[list[int]] = answer["token_ids"]
         assert [len(tokens) for tokens in token_ids] == [num_tokens] * len(prompts), f"{self.name} stopped early"
         return answer["seconds"], token_ids
@@ -166,11 +175,14 @@ def first_tokens(engine: EngineProcess, prompts: Prompts, repeat: int, length: i
     return 1e3 * miss, 1e3 * hit
 
 
-def decode(engine: EngineProcess, prompts: Prompts, repeat: int, num_requests: int) -> float:
-    """Generated tokens per second of requests that share nothing."""
-    engine.reset()
-    seconds, _ = engine.generate(prompts(repeat, *[DECODE_IN] * num_requests), DECODE_OUT)
-    return num_requests * DECODE_OUT / seconds
+def decode(engine: EngineProcess, prompts: Prompts, repeat: int, num_requests: int) -> dict[str, float]:
+    """Generated tokens per second of requests that share nothing: greedy, and of each kind of sampling."""
+    found = {}
+    for kind, sampling in (("", None), *SAMPLED.items()):
+        engine.reset()
+        seconds, _ = engine.generate(prompts(repeat, *[DECODE_IN] * num_requests), DECODE_OUT, sampling)
+        found[f"decode_{num_requests}_{kind}_tok_s".replace("__", "_")] = num_requests * DECODE_OUT / seconds
+    return found
 
 
 def shared_decode(engine: EngineProcess, prompts: Prompts, repeat: int, length: int) -> float:
@@ -211,8 +223,8 @@ def workloads(
     return [
         lambda: ttft("1024", sizes.short),
         lambda: ttft("4096", sizes.long),
-        lambda: {"decode_1_tok_s": decode(engine, prompts, repeat, 1)},
-        lambda: {"decode_16_tok_s": decode(engine, prompts, repeat, NUM_REQUESTS)},
+        lambda: decode(engine, prompts, repeat, 1),
+        lambda: decode(engine, prompts, repeat, NUM_REQUESTS),
         lambda: {"shared_decode_tok_s": shared_decode(engine, prompts, repeat, sizes.long)},
         lambda: {"multi_turn_s": multi_turn(engine, prompts, repeat, sizes)},
     ]
@@ -258,7 +270,8 @@ class Machine:
         for count in (1, NUM_REQUESTS):
             prefill = self.step_s(DECODE_IN, 0, num_requests=count)
             seconds = prefill + self.decode_s(DECODE_IN, DECODE_OUT - 1, num_requests=count)
-            found[f"decode_{count}_tok_s"] = count * DECODE_OUT / seconds
+            for kind in ("", *SAMPLED):
+                found[f"decode_{count}_{kind}_tok_s".replace("__", "_")] = count * DECODE_OUT / seconds
         together = {"num_requests": NUM_REQUESTS, "num_shared": sizes.long}
         seconds = self.step_s(FRESH_TOKENS, sizes.long, **together)
         seconds += self.decode_s(sizes.long + FRESH_TOKENS, DECODE_OUT - 1, **together)

@@ -90,12 +90,15 @@ def _adjust(logits: Tensor, request: Request) -> None:
 
 
 def _draw(logits: Tensor, request: Request) -> int:
+    """The inverse of the running sum: by descending probability if that is truncated, by id otherwise."""
     params, vocab = request.params, len(logits)
     scaled = (logits - logits.max()).double() / params.temperature
-    probs, token_ids = scaled[None].softmax(-1).sort(stable=True, descending=True)
-    probs, token_ids = probs[0], token_ids[0]
+    probs, token_ids = scaled[None].softmax(-1)[0], torch.arange(vocab)
+    if 0 < params.top_k < vocab or params.top_p < 1 or params.min_p > 0:
+        token_ids = logits[None].sort(stable=True, descending=True).indices[0]
+        probs = probs[token_ids]
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
-    dropped = (torch.arange(vocab) >= top_k) | (probs < params.min_p * probs[0])
+    dropped = (torch.arange(vocab) >= top_k) | (probs < params.min_p * probs.max())
     kept = probs.masked_fill(dropped, 0.0)[None]
     before = ((kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True))[0]
     dropped |= before >= params.top_p

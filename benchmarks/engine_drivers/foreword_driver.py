@@ -20,8 +20,10 @@ class ForewordDriver:
             draft_tokens=0 if options.drafts is False else "auto",
         )
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
+    ) -> list[list[int]]:
+        params = SamplingParams(**(sampling or {"temperature": 0.0}), max_tokens=num_tokens, ignore_eos=True)
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         return [output.outputs[0].token_ids for output in outputs]
 

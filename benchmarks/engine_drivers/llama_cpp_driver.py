@@ -12,6 +12,7 @@ import ctypes
 import json
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp as api
@@ -47,13 +48,17 @@ class LlamaCppDriver:
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._slots: list[list[int]] = [[] for _ in range(options.max_num_seqs)]
+        self._chains: list[Any] = []
         self._lookup = LlamaPromptLookupDecoding() if options.drafts else None
 
     def reset(self) -> None:
         api.llama_memory_clear(self._memory, True)
         self._slots = [[] for _ in self._slots]
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
+    ) -> list[list[int]]:
+        self._chains = self._samplers(sampling or {})
         slots = self._assign(prompts)
         work = [
             (slot, position, prompt[position], position == len(prompt) - 1)
@@ -63,7 +68,7 @@ class LlamaCppDriver:
         for slot, prompt in zip(slots, prompts, strict=True):
             self._slots[slot] = list(prompt)
         latest = self._decode(work)
-        if self._lookup is not None and len(prompts) == 1:
+        if self._lookup is not None and len(prompts) == 1 and not sampling:
             return [self._with_lookup(slots[0], latest[slots[0]], num_tokens)]
         answers = {slot: [latest[slot]] for slot in slots}
         for _ in range(num_tokens - 1):
@@ -74,6 +79,22 @@ class LlamaCppDriver:
             for slot in slots:
                 answers[slot].append(latest[slot])
         return [answers[slot] for slot in slots]
+
+    def _samplers(self, sampling: dict[str, float]) -> list[Any]:
+        """A chain for each slot, in the order of llama.cpp's own: top_k, top_p, temperature, a draw."""
+        for chain in self._chains:
+            api.llama_sampler_free(chain)
+        chains: list[Any] = []
+        for slot in range(len(self._slots)) if sampling else ():
+            chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+            if "top_k" in sampling:
+                api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_k(int(sampling["top_k"])))
+            if "top_p" in sampling:
+                api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_p(sampling["top_p"], 1))
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(sampling["temperature"]))
+            api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(slot))
+            chains.append(chain)
+        return chains
 
     def _with_lookup(self, slot: int, first: int, num_tokens: int) -> list[int]:
         """The answer of one prompt: each step checks what followed the last tokens earlier in the text."""
@@ -132,7 +153,9 @@ class LlamaCppDriver:
             code = api.llama_decode(self._context, batch)
             assert code == 0, f"llama_decode answered {code}"
             for row, (slot, _, _, wanted) in enumerate(part):
-                if wanted:
+                if wanted and self._chains:  # a chain for each slot, as its server has
+                    found[slot] = api.llama_sampler_sample(self._chains[slot], self._context, row)
+                elif wanted:
                     logits = api.llama_get_logits_ith(self._context, row)
                     array = np.ctypeslib.as_array(
                         ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self._vocab_size,)

@@ -5,7 +5,7 @@ line uses no processor time.
 
     -> {"model": FOLDER, "num_threads": N, "kv_bytes": N, "max_model_len": N, "max_num_seqs": N}
     <- {"version": "..."}
-    -> {"do": "generate", "prompts": [[5, 17, ...], ...], "num_tokens": 64}
+    -> {"do": "generate", "prompts": [[5, 17, ...], ...], "num_tokens": 64, "sampling": {}}
     <- {"seconds": 1.25, "token_ids": [[...], ...]}
     -> {"do": "reset"}            forget all cached prefixes
     <- {}
@@ -41,8 +41,13 @@ class Driver(Protocol):
 
     version: str
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """Greedy continuations of exactly `num_tokens` tokens, of all prompts together."""
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
+    ) -> list[list[int]]:
+        """Continuations of exactly `num_tokens` tokens, of all prompts together.
+
+        `sampling`: temperature, and perhaps top_p or top_k; greedy if there is none.
+        """
         ...
 
     def reset(self) -> None: ...
@@ -65,5 +70,5 @@ def serve(make_driver: Callable[[Options], Driver]) -> None:
             answer({})
         else:
             started = time.perf_counter()
-            token_ids = driver.generate(request["prompts"], request["num_tokens"])
+            token_ids = driver.generate(request["prompts"], request["num_tokens"], request.get("sampling"))
             answer({"seconds": time.perf_counter() - started, "token_ids": token_ids})

@@ -25,11 +25,13 @@ class BatchingDriver:
         # Its attention mask has a column for every token of the cache, so the cache is no larger than can be used.
         self._num_blocks = options.max_num_seqs * (options.max_model_len // PAGE_SIZE + 1)
         self._max_requests = options.max_num_seqs
+        self._sampling: dict[str, float] | None = None
         self._manager = self._start()
 
     def _start(self) -> ContinuousBatchingManager:
+        chosen = {"do_sample": True, "top_k": 0, **self._sampling} if self._sampling else {"do_sample": False}
         manager = self._model.init_continuous_batching(
-            GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
+            GenerationConfig(eos_token_id=-1, pad_token_id=0, **chosen),
             ContinuousBatchingConfig(
                 page_size=PAGE_SIZE,
                 num_blocks=self._num_blocks,
@@ -40,7 +42,12 @@ class BatchingDriver:
         manager.start()
         return manager
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
+    ) -> list[list[int]]:
+        if sampling != self._sampling:
+            self._sampling = sampling
+            self.reset()
         request_ids = self._manager.add_requests(prompts, max_new_tokens=num_tokens)
         answers: dict[str, list[int]] = {}
         while len(answers) < len(prompts):

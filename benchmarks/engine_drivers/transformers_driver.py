@@ -29,7 +29,9 @@ class TransformersDriver:
         self._cache = DynamicCache(config=self._model.config)
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
+    ) -> list[list[int]]:
         assert len({len(prompt) for prompt in prompts}) == 1, "prompts of one call are equally long, so none is padded"
         cache = self._reuse(prompts)
         token_ids = torch.tensor(prompts)
@@ -38,8 +40,8 @@ class TransformersDriver:
             attention_mask=torch.ones_like(token_ids),
             past_key_values=cache,
             max_new_tokens=num_tokens,
-            do_sample=False,
             eos_token_id=None,
+            **({"do_sample": True, "top_k": 0, **sampling} if sampling else {"do_sample": False}),
         )
         rows: list[list[int]] = output.tolist()
         self._cache, self._kept = cache, [row[: cache.get_seq_length()] for row in rows]

@@ -29,8 +29,11 @@ class VllmDriver:
             speculative_config=NGRAM if options.drafts else None,
         )
 
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        params = self._params(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, sampling: dict[str, float] | None = None
+    ) -> list[list[int]]:
+        chosen = sampling or {"temperature": 0.0}
+        params = self._params(**chosen, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

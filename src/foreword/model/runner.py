@@ -16,6 +16,7 @@ from torch import Tensor
 from foreword.batch import Batch, BatchResult
 from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
+from foreword.kernels.sampling.draw import compile_draws
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.foreign.attention import ForwardContext, GroupStep
 from foreword.model.foreign.recurrent import StateRun, StepCache, plan_state_runs
@@ -104,6 +105,8 @@ class ModelRunner:
             packed = not has_unpacked_products(model.module)
             threads = torch.get_num_threads()
             self.pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads, packed=packed)
+        if not on_gpu:
+            compile_draws()  # now, not when the first request asks for it
 
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
         """Compute the tokens that begin every request into their blocks; called once, before any batch."""

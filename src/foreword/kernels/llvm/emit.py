@@ -42,13 +42,13 @@ class _BFloat16(ir.types.Type):
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 F32S, I32S, I16S = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))
 BF16S, BF16_PAIRS = ir.VectorType(_BFloat16(), LANES), ir.VectorType(_BFloat16(), 2 * LANES)
-_TYPES = {"a": types.intp, "i": types.intp, "f": types.float32}
+_TYPES = {"a": types.intp, "i": types.intp, "f": types.float32, "d": types.float64}
 
 
 def instructions(signature: str, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """Make a numba function of `emit(builder, *arguments)`, one letter of `signature` per argument.
 
-    a: address, i: integer (both 64 bits), f: float32.
+    a: address, i: integer (both 64 bits), f: float32, d: float64.
     """
 
     def decorate(emit: Callable[..., Any]) -> Any:
@@ -111,6 +111,12 @@ def call(builder: Any, name: str, *arguments: Any) -> Any:
 def fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
     """left * right + addend, rounded once."""
     return call(builder, "llvm.fma.v16f32", left, right, addend)
+
+
+@instructions("ddd", types.float64)
+def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    """left * right + addend of float64, rounded once; LLVM makes vectors of it in loops."""
+    return call(builder, "llvm.fma.f64", left, right, addend)
 
 
 def larger(builder: Any, left: Any, right: Any) -> Any:

@@ -29,7 +29,7 @@ from foreword.model.foreign.recurrent import StepCache
 from foreword.model.gpu.device import Device, Graph
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
-from foreword.model.sampling.sampler import Put
+from foreword.model.sampling.draws import Put
 from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)

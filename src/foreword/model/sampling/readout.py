@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, BatchResult
+from foreword.model.sampling.draws import Put
 from foreword.model.sampling.logprobs import Int32s, LogprobRows
-from foreword.model.sampling.sampler import Drawn, Put, Sampled, SamplingPlan
+from foreword.model.sampling.sampler import Drawn, Sampled, SamplingPlan
 
 Rows = npt.NDArray[np.int64]
 
@@ -108,7 +109,7 @@ class Readout:
 
     def take(self, logits: Tensor) -> Taken:
         """Sample from `logits`; this may change them in place."""
-        if self.prompts or (self.sampling is not None and not self.sampling.is_plain):
+        if self.prompts or (self.sampling is not None and self.sampling.needs_float32):
             logits = logits.float()
         prompts = [
             (entry, LogprobRows.of(logits[rows].log_softmax(-1), token_ids, count))

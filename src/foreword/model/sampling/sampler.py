@@ -13,9 +13,8 @@ The host plans a step's sampling from the requests; the device that holds the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +22,13 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Entries, Int64Array
+from foreword.model.sampling.draws import Draws, Put
 from foreword.model.sampling.logprobs import Int32s, LogprobRows, as_int32
-from foreword.model.sampling.uniform import uniform_numbers
 from foreword.request import FactRows, Request, TokenLogprobs
 
-Put = Callable[[npt.NDArray[Any]], Tensor]
-"""Copies an array to the logits' device, as a tensor of the same shape and type."""
 Changes = tuple[Tensor, Tensor]
 """Distinct indices into the flattened logits, [n] int64, and a float32 for each, [n]."""
 
-ROWS_AT_A_TIME = 64
-"""Rows are sorted in float64; this limit bounds the memory for it."""
 INFINITY, MINUS_INFINITY = 0x7F80, 0xFF80
 """Bits of a bfloat16."""
 _NO_TOKENS: Int32s = np.empty(0, np.int32)
@@ -122,8 +117,10 @@ class SamplingPlan:
     """Rows [n] int64, and a mask of the tokens each may take: [n, ceil(vocab / 8)] uint8, lowest bit first."""
     forbidden: Tensor | None
     """Indices into the flattened logits: end tokens that would come too early, in rows without a mask."""
-    random: tuple[Tensor, Tensor] | None
-    """Rows [n] int64 that are not greedy; their temperature, top_k, min_p, top_p and uniform number, [5, n] float64."""
+    random: Draws | None
+    """The draws of rows that are not greedy."""
+    greedy: Tensor | None
+    """Rows [n] int64 that are, beside random ones; None: all are, or none is."""
     reported: list[tuple[list[int], Tensor, int]]
     """Rows that report log probabilities, as a list and as a tensor, and the number of likeliest tokens to report."""
 
@@ -163,28 +160,28 @@ class SamplingPlan:
             biases=entries((row, *_biases(request)) for row, request, _ in numbered if request.params.logit_bias),
             constrained=_constraints(masks, put),
             forbidden=put(np.concatenate(forbidden)) if forbidden else None,
-            random=_random_rows(asked, vocab, put),
+            random=Draws.make(asked.facts, asked.num_generated, vocab, put),
+            greedy=_greedy_rows(asked, put),
             reported=_reported(asked, put),
         )
 
     @property
-    def is_plain(self) -> bool:
-        """Whether each row just takes the token of its largest logit, and no request asks for more."""
-        changes = (self.repetition, self.penalties, self.biases, self.constrained, self.forbidden, self.random)
-        return not self.reported and all(change is None for change in changes)
+    def needs_float32(self) -> bool:
+        """Whether logits are changed or reported, beyond drawing from them or taking the largest."""
+        changes = (self.repetition, self.penalties, self.biases, self.constrained, self.forbidden)
+        return bool(self.reported) or any(change is not None for change in changes)
 
     def draw(self, logits: Tensor) -> Drawn:
-        """Sample `logits` [rows, vocab]. Unless the plan is plain, they are contiguous float32 and change in place."""
+        """Sample `logits` [rows, vocab]. If the plan needs it, they are contiguous float32 and change in place."""
         logprobs = [logits[rows].log_softmax(-1) for _, rows, _ in self.reported]
-        if not self.is_plain:
-            self._adjust(logits)
-        token_ids = _largest(logits)
-        if self.random is not None:
-            rows, options = self.random
-            starts = range(0, len(rows), ROWS_AT_A_TIME)
-            pieces = [slice(start, start + ROWS_AT_A_TIME) for start in starts]
-            drawn = [_invert(logits[rows[piece]], options[:, piece]) for piece in pieces]
-            token_ids.index_copy_(0, rows, torch.cat(drawn))
+        self._adjust(logits)
+        if self.random is None:
+            token_ids = _largest(logits)
+        else:
+            token_ids = self.random.rows.new_empty(len(logits))
+            token_ids.index_copy_(0, self.random.rows, self.random.draw(logits))
+            if self.greedy is not None:
+                token_ids.index_copy_(0, self.greedy, _largest(logits[self.greedy]))
         reports = [
             (numbers, LogprobRows.of(own, token_ids[rows], count))
             for (numbers, rows, count), own in zip(self.reported, logprobs, strict=True)
@@ -193,6 +190,8 @@ class SamplingPlan:
 
     def _adjust(self, logits: Tensor) -> None:
         """Apply penalties, biases, masks and forbidden end tokens, in place."""
+        if not self.needs_float32:
+            return
         flat = logits.view(-1)
         if self.repetition is not None:
             places, factors = self.repetition
@@ -247,22 +246,9 @@ def _constraints(masks: Mapping[int, npt.NDArray[np.bool_]], put: Put) -> tuple[
     return put(np.array(list(masks), np.int64)), put(packed)
 
 
-def _random_rows(asked: Sampled, vocab: int, put: Put) -> tuple[Tensor, Tensor] | None:
-    rows = (asked.facts["temperature"] > 0).nonzero()[0]
-    if not len(rows):
-        return None
-    facts = asked.facts.take(rows)
-    top_k = facts["top_k"]
-    options = np.stack(
-        (
-            facts["temperature"],
-            np.where((top_k > 0) & (top_k < vocab), top_k, vocab),
-            facts["min_p"],
-            facts["top_p"],
-            uniform_numbers(facts["seed"], asked.num_generated[rows]),
-        )
-    )
-    return put(rows), put(options)
+def _greedy_rows(asked: Sampled, put: Put) -> Tensor | None:
+    is_greedy = asked.facts["temperature"] <= 0
+    return None if is_greedy.all() or not is_greedy.any() else put(is_greedy.nonzero()[0])
 
 
 def _reported(asked: Sampled, put: Put) -> list[tuple[list[int], Tensor, int]]:
@@ -293,27 +279,3 @@ def _largest_bits(bits: npt.NDArray[np.int16]) -> Int64Array | None:
     largest = bits[np.arange(len(bits)), found]
     all_numbers = largest.max() <= INFINITY and bits.view(np.uint16).max() <= MINUS_INFINITY
     return found if largest.min() > 0 and all_numbers else None
-
-
-def _invert(logits: Tensor, options: Tensor) -> Tensor:
-    """Sample each row of `logits` [rows, vocab] after temperature and truncation, [rows].
-
-    Sort each row by descending probability, cut it, and take the first token at which the running sum
-    passes the uniform number.
-    """
-    temperature, top_k, min_p, top_p, uniform = options[..., None].unbind()
-    # The likeliest token is moved to 0, so that no temperature, however small, overflows.
-    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
-    probs, token_ids = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
-    order = torch.arange(logits.shape[-1], device=logits.device)
-    dropped = (order >= top_k) | (probs < min_p * probs[:, :1])
-    # top_p counts what top_k and min_p left; the likeliest token always stays.
-    kept = probs.masked_fill(dropped, 0.0)
-    before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-    dropped |= before >= top_p
-    dropped[:, 0] = False
-    running = probs.masked_fill_(dropped, 0.0).cumsum(-1)
-    picks = (running <= uniform * running[:, -1:]).sum(-1, keepdim=True)
-    last_kept = (~dropped).long().mul(order).amax(-1, keepdim=True)
-    picked: Tensor = token_ids.gather(-1, torch.minimum(picks, last_kept))[:, 0]
-    return picked

@@ -1,0 +1,1 @@
+"""Draws of tokens from rows of logits on the CPU, without sorting them."""

@@ -1,0 +1,288 @@
+"""Draws of tokens, compiled by numba: rows of logits, options and uniform numbers as memory addresses.
+
+Knows rows, weights and options; knows nothing of requests. What a draw takes is defined by a sort that it does without:
+
+    truncated        tokens by descending logit, equal ones by id; min_p, top_k and top_p each keep a beginning of that
+                     list; the token at which the running sum of weights passes uniform * sum
+    not truncated    the same, with the tokens by id
+
+The largest logit of each block of tokens shows which blocks have candidates. Candidates are partitioned about pivots,
+always on the side where the sum ends, so that their number bounds the work.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from foreword.kernels.llvm import simd
+from foreword.kernels.runtime.compiled import Worker, compiled, record, worker
+from foreword.kernels.sampling.weights import (
+    BLOCK,
+    WEIGHT_BITS,
+    add_weights,
+    find_largest,
+    float32s_at,
+    float64s_at,
+    int32s_at,
+    int64s_at,
+    key,
+    read_block,
+    uint64s_at,
+    weight,
+)
+
+DRAWS = record(
+    "logits",
+    "row_bytes",  # from one row of logits to the next
+    "element_bytes",  # of a logit: 2 is bfloat16, 4 is float32
+    "vocab",
+    "rows",  # the rows to draw from: [num_rows] int64
+    "num_rows",
+    "options",  # OPTIONS of each: [num_rows, 5] float64
+    "token_ids",  # written: [num_rows] int64
+    "scratch",  # `scratch_bytes` for each thread
+    "scratch_bytes",
+    "counters",
+)
+"""The arguments of draws."""
+SCALE, MIN_WEIGHT, TOP_K, TOP_P, UNIFORM = range(5)
+"""Options of a draw: log2(e) / temperature; the least weight to keep; the number of tokens, `vocab` for all of them;
+the share of weight, 1 for all of it; and a number in [0, 1)."""
+THREADS_SEEN = 1
+"""The counter, in cache lines of 8, that numbers the threads."""
+_INFINITY = 0x7F800000
+SMALLER = 64.0
+"""Tokens of a share are collected down to weights that are this many times smaller each time."""
+_SLACK = 1e-3
+"""Powers of two by which a bound of logits is lowered: it only has to be low enough."""
+
+
+def scratch_bytes(vocab: int) -> int:
+    """Bytes that one thread needs, in whole lines of the cache."""
+    return -(-(16 * (vocab + BLOCK) + 12 * (-(-vocab // BLOCK)) + 4 * BLOCK) // 64) * 64
+
+
+@compiled
+def _swap(keys: Any, amounts: Any, one: int, other: int) -> None:
+    keys[one], keys[other] = keys[other], keys[one]
+    amounts[one], amounts[other] = amounts[other], amounts[one]
+
+
+@compiled
+def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int) -> tuple[Any, Any]:
+    """Order candidates [0, end) so that the shortest beginning that adds up to `target` comes first.
+
+    The order is by descending key; all keys differ. A candidate counts as `unit`, or as its weight if that is 0; all of
+    them add up to `target` at least. Returns the beginning's length, and its sum; its last element is the one at which
+    the sum passes.
+
+        0 .............. start ......... middle .......... end ................
+        certainly inside  |   larger  | pivot |  smaller    |  certainly outside
+    """
+    start: Any = 0
+    before: Any = np.int64(0)
+    while True:
+        first, half, last = keys[start], keys[(start + end) // 2], keys[end - 1]
+        if min(first, last) < half < max(first, last):
+            _swap(keys, weights, (start + end) // 2, end - 1)
+        elif min(half, last) < first < max(half, last):
+            _swap(keys, weights, start, end - 1)
+        pivot, middle = keys[end - 1], start
+        larger: Any = np.int64(0)
+        for at in range(start, end - 1):  # without branches: half of them would be predicted wrongly
+            one, amount = keys[at], weights[at]
+            is_larger = np.int64(one > pivot)
+            keys[at], weights[at] = keys[middle], weights[middle]
+            keys[middle], weights[middle] = one, amount
+            larger += (unit if unit else amount) * is_larger
+            middle += is_larger
+        _swap(keys, weights, middle, end - 1)
+        if before + larger >= target:
+            end = middle
+            continue
+        before += larger + (unit if unit else weights[middle])
+        start = middle + 1
+        if before >= target or start == end:
+            return start, before
+
+
+@compiled
+def _packed_key(own: Any, number: int) -> Any:
+    """A key as uint64, of which the first of equals is the largest."""
+    return np.uint64(np.int64(own) + np.int64(2**31)) << np.uint64(32) | np.uint64(0xFFFFFFFF - number)
+
+
+@compiled
+def _value_of(own: Any) -> Any:
+    """The logit of a key."""
+    bits = np.int32(own ^ ((own >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+    return np.float64(np.int32(bits).view(np.float32))
+
+
+@compiled
+def _bound(top: Any, scale: Any, least: Any) -> Any:
+    """A key that is at most the key of any logit whose weight is at least `least`."""
+    power = np.log2(least) - WEIGHT_BITS - 1.0 - _SLACK
+    value: Any = max(top + power / scale, -3.4e38)
+    return np.int32(max(np.int64(key(np.float32(value))) - 2, -(2**31)))
+
+
+@compiled
+def _collect(row: Any, options: Any, top: Any, bound: Any, scratch: Any) -> tuple[Any, Any]:
+    """Collect the tokens from key `bound` up that weigh enough; returns their number and their sum of weights."""
+    values, largest, _, keys, weights = scratch
+    count: Any = 0
+    total: Any = np.int64(0)
+    scale, least, lowest = options[SCALE], max(np.int64(options[MIN_WEIGHT]), 1), _packed_key(bound, 0xFFFFFFFF)
+    for block in range(len(largest)):
+        if largest[block] < bound:
+            continue
+        read_block(row, block, values)
+        own_keys, own_weights = keys[count : count + BLOCK], weights[count : count + BLOCK]
+        for at in range(BLOCK):
+            own_keys[at] = _packed_key(key(values[at]), block * BLOCK + at)
+            own_weights[at] = weight(values[at], top, scale)
+        for at in range(BLOCK):  # without branches; what is kept moves to the front
+            one, amount = own_keys[at], own_weights[at]
+            is_kept = np.int64(one >= lowest) & np.int64(amount >= least)
+            keys[count], weights[count] = one, amount
+            count += is_kept
+            total += amount * is_kept
+    return count, total
+
+
+@compiled
+def _kth_largest(top_k: int, scratch: Any) -> Any:
+    """The `top_k`-th largest key of blocks: at least as many tokens have keys from it up."""
+    _, largest, _, keys, weights = scratch
+    for block in range(len(largest)):
+        keys[block] = _packed_key(largest[block], block)
+    length, _ = shortest_beginning(keys, weights, len(largest), top_k, 1)
+    return np.int32(np.int64(keys[length - 1] >> np.uint64(32)) - np.int64(2**31))
+
+
+@compiled
+def _place(uniform: Any, total: Any) -> Any:
+    """The running sum of weights that a draw has to reach."""
+    return min(np.int64(uniform * np.float64(total)), total - 1) + 1
+
+
+@compiled
+def _first_of(row: Any, own: Any, scratch: Any) -> Any:
+    """The first token with a key."""
+    values, largest, _, _, _ = scratch
+    for block in range(len(largest)):
+        if largest[block] == own:
+            read_block(row, block, values)
+            for at in range(BLOCK):
+                if key(values[at]) == own:
+                    return block * BLOCK + at
+    return 0
+
+
+@compiled
+def _draw_of_all(row: Any, options: Any, top: Any, total: Any, scratch: Any) -> Any:
+    """A draw by id."""
+    values, _, sums, _, _ = scratch
+    missing = _place(options[UNIFORM], total)
+    for block in range(len(sums)):
+        if sums[block] < missing:
+            missing -= sums[block]
+            continue
+        read_block(row, block, values)
+        for at in range(BLOCK):
+            missing -= weight(values[at], top, options[SCALE])
+            if missing <= 0:
+                return block * BLOCK + at
+    return 0
+
+
+@compiled
+def _share(top_p: Any, total: Any) -> Any:
+    """The sum of weights that top_p keeps at least."""
+    return min(max(np.int64(np.ceil(top_p * np.float64(total))), 1), total)
+
+
+@compiled
+def _collect_cut(row: Any, options: Any, top: Any, scratch: Any) -> tuple[Any, Any]:
+    """Collect what top_k and min_p leave; returns the number of tokens and their sum of weights."""
+    _, largest, _, keys, weights = scratch
+    top_k = int(options[TOP_K])
+    bound = _bound(top, options[SCALE], max(options[MIN_WEIGHT], 1.0))
+    if top_k < len(largest):
+        bound = max(bound, _kth_largest(top_k, scratch))
+    count, total = _collect(row, options, top, bound, scratch)
+    if top_k < count:
+        count, _ = shortest_beginning(keys, weights, count, top_k, 1)
+        total = weights[:count].sum()
+    return count, total
+
+
+@compiled
+def _collect_share(row: Any, options: Any, top: Any, target: Any, scratch: Any) -> Any:
+    """Collect the likeliest tokens, until they add up to `target` at least; returns their number."""
+    lowest, least = _bound(top, options[SCALE], 1.0), 2.0**WEIGHT_BITS
+    while True:
+        least = max(least / SMALLER, 1.0)
+        bound = max(lowest, _bound(top, options[SCALE], least))
+        count, total = _collect(row, options, top, bound, scratch)
+        if total >= target or bound == lowest:
+            return count
+
+
+@compiled
+def draw_token(row: Any, options: Any, scratch: Any) -> Any:
+    """The token drawn from a row.
+
+    `scratch`, arrays that are written: a block of logits [BLOCK], the largest key and the sum of each block [blocks],
+    keys and weights of candidates [vocab + BLOCK].
+    """
+    _, _, vocab = row
+    values, largest, sums, keys, weights = scratch
+    top_p = options[TOP_P]
+    most = find_largest(row, values, largest)
+    if not -_INFINITY <= most < _INFINITY:  # a logit that is infinite or no number: as without temperature
+        return _first_of(row, most, scratch)
+    top = _value_of(most)
+    if int(options[TOP_K]) < vocab or options[MIN_WEIGHT] > 0:
+        count, total = _collect_cut(row, options, top, scratch)
+        target = _share(top_p, total)
+    else:
+        total = add_weights(row, values, sums, top, options[SCALE])
+        if top_p >= 1.0:
+            return _draw_of_all(row, options, top, total, scratch)
+        target = _share(top_p, total)
+        count = _collect_share(row, options, top, target, scratch)
+    if top_p < 1.0:
+        count, total = shortest_beginning(keys, weights, count, target, 0)
+    length, _ = shortest_beginning(keys, weights, count, _place(options[UNIFORM], total), 0)
+    return np.int64(0xFFFFFFFF) - np.int64(keys[length - 1] & np.uint64(0xFFFFFFFF))
+
+
+@functools.cache
+def compile_draws() -> Worker:
+    """Compile the function that every thread runs: it draws from rows until none is left."""
+
+    @worker(DRAWS)
+    def draw_rows(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        at = a.scratch + a.scratch_bytes * simd.fetch_add(a.counters + 64 * THREADS_SEEN, 1)
+        blocks, most = (a.vocab + BLOCK - 1) // BLOCK, a.vocab + BLOCK
+        keys, weights = carray(uint64s_at(at), most), carray(int64s_at(at + 8 * most), most)
+        at += 16 * most
+        sums, largest = carray(int64s_at(at), blocks), carray(int32s_at(at + 8 * blocks), blocks)
+        values = carray(float32s_at(at + 12 * blocks), BLOCK)
+        options, token_ids = carray(float64s_at(a.options), (a.num_rows, 5)), carray(int64s_at(a.token_ids), a.num_rows)
+        rows = carray(int64s_at(a.rows), a.num_rows)
+        while True:
+            number = simd.fetch_add(a.counters, 1)
+            if number >= a.num_rows:
+                return
+            row = (a.logits + rows[number] * a.row_bytes, a.element_bytes, a.vocab)
+            token_ids[number] = draw_token(row, options[number], (values, largest, sums, keys, weights))
+
+    return draw_rows
