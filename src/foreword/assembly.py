@@ -42,6 +42,7 @@ from foreword.config import (
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
 from foreword.engine.entry_file import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
+from foreword.model.checkpoint.generation import recommended_sampling
 from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
@@ -90,6 +91,8 @@ class Assembled:
     inexactness: str | None
     """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
+    default_sampling: SamplingParams
+    """What requests sample by unless they say otherwise."""
     deviations: LinkDeviations | None = None
     """What tells which linked tokens deviate; None if nothing may be linked."""
 
@@ -106,6 +109,7 @@ def assemble(config: EngineConfig) -> Assembled:
     Raises ModelLoadError, UnsupportedModelError, or ConfigError for options that do not fit together.
     """
     with ExitStack() as undo, LoadingLog(config.model.model) as log, WeightsDigest(config.model) as weights:
+        default_sampling = recommended_sampling(config.model)
         tiers = open_tiers(config)  # first, so that a folder that cannot be used is known before minutes of loading
         for tier in tiers:
             undo.callback(tier.close, 0.0)
@@ -138,7 +142,17 @@ def assemble(config: EngineConfig) -> Assembled:
         undo.pop_all()
     layout = plan_layout(config, model)
     deviations = model.deviations(engine.limits.max_model_len, config.cache.sink_token_ids)
-    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, model.kernel.explain, deviations)
+    return Assembled(
+        engine,
+        tokenizer,
+        layout,
+        identity,
+        publisher,
+        inexactness,
+        model.kernel.explain,
+        default_sampling,
+        deviations,
+    )
 
 
 def load(options: ModelConfig) -> LoadedModel:

@@ -78,6 +78,7 @@ class LLM:
         """Bytes of one block of the pool."""
         self.event_addresses = {} if parts.publisher is None else parts.publisher.addresses
         """Where cache events are published, by the name of the option."""
+        self._default_sampling = parts.default_sampling
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
         self._explain_attention, self._deviations = parts.explain_attention, parts.deviations
@@ -150,7 +151,7 @@ class LLM:
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [self._chat_prompt(conversation, rendering) for conversation in conversations]
         chats = [self._chat(prompt, rendering) for prompt in prompts]
-        wishes = map(self._constrained, one_each(sampling_params, len(prompts)))
+        wishes = map(self._constrained, one_each(sampling_params or self._default_sampling, len(prompts)))
         each = [chat.limited(one) for chat, one in zip(chats, wishes, strict=True)]
         outputs = self._run(prompts, each, show_progress if use_tqdm is None else bool(use_tqdm))
         for chat, output in zip(chats, outputs, strict=True):
@@ -165,7 +166,7 @@ class LLM:
         link: str | Method | None = None,
     ) -> RequestOutput:
         """Queue one prompt; `engine.step()` runs it together with others, and fills the returned output."""
-        params = self._constrained(sampling_params or SamplingParams())
+        params = self._constrained(sampling_params or self._default_sampling)
         return self.engine.add_request(self._next_id(), self._prompt(prompt, link), params)
 
     def stream(
@@ -191,7 +192,7 @@ class LLM:
         """Answer one conversation, yielding its output as `stream` does, with a `reply` that grows."""
         chat = self._chat(prompt := self._chat_prompt(messages, rendering), rendering)
         return map(
-            chat.read, self._stream(prompt, chat.limited(self._constrained(sampling_params or SamplingParams())))
+            chat.read, self._stream(prompt, chat.limited(self._constrained(sampling_params or self._default_sampling)))
         )
 
     def compare_links(
@@ -225,13 +226,20 @@ class LLM:
 
         return compare_methods(methods, answer)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What answers are sampled by without `sampling_params`: as the checkpoint's generation_config.json says.
+
+        The option `generation_config` names another file, or none. A SamplingParams that is given holds as it is.
+        """
+        return self._default_sampling
+
     def get_tokenizer(self) -> Any:
         """The model's `transformers.PreTrainedTokenizerBase`. Raises InvalidRequestError if it has none."""
         return self._prompts.tokenizer_for("get_tokenizer()").hf_tokenizer
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
         engine = self.engine
-        output = engine.add_request(self._next_id(), prompt, self._constrained(params or SamplingParams()))
+        output = engine.add_request(self._next_id(), prompt, self._constrained(params or self._default_sampling))
         shown = (0, False)
         try:
             # Other code may step the engine between two of our turns, so compare the output with the last shown one.

@@ -55,6 +55,9 @@ class ModelConfig:
     response_template: str | None = None
     """Form of replies with reasoning and calls: a family's name, or transformers' response template as JSON or a file.
     None: the tokenizer's, or that of the family whose marks the chat template has."""
+    generation_config: str = "auto"
+    """What gives temperature, top_p, top_k, min_p and repetition_penalty to requests that do not: "auto" is the
+    checkpoint's generation_config.json, "none" leaves plain sampling, else a file or a folder that holds one."""
     dtype: Dtype = "auto"
     """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
 

@@ -105,7 +105,6 @@ ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "task": _only("auto", "generate", remedy="models generate text here"),
     "runner": _only("auto", "generate", remedy="models generate text here"),
     "convert": _only("auto", "none", remedy="models generate text here"),
-    "generation_config": _only("vllm", remedy="samplers take what requests say; give temperature and others there"),
     "override_generation_config": _only({}, remedy="give temperature and others with the requests"),
     "logits_processors": _only([], (), remedy="use logit_bias, or a grammar"),
     "guided_decoding_backend": _only("auto", "guidance", remedy="grammars run in llguidance"),

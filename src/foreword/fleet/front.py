@@ -14,6 +14,7 @@ from foreword.config import EngineConfig
 from foreword.engine import Engine, ModelLimits
 from foreword.errors import EngineError
 from foreword.llm import LLM
+from foreword.model.checkpoint.generation import recommended_sampling
 from foreword.model.layout import CacheLayout
 from foreword.tiers.identity import CacheIdentity
 
@@ -51,7 +52,14 @@ def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
         seed=config.seed,
     )
     parts = Assembled(
-        engine, tokenizer, facts.layout, facts.identity, None, facts.inexactness, lambda: "the replicas attend"
+        engine,
+        tokenizer,
+        facts.layout,
+        facts.identity,
+        None,
+        facts.inexactness,
+        lambda: "the replicas attend",
+        recommended_sampling(config.model),
     )
     return LLM.of(config, parts)
 

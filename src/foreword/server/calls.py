@@ -37,6 +37,7 @@ async def sampling_params(
 ) -> SamplingParams:
     """The sampling parameters of a call. Raises InvalidRequestError or APIError for values that exclude each other."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
+    given = {**service.sampling_defaults, **given}
     if given.get("bad_words"):
         await service.spell(given["bad_words"])
     return SamplingParams(

@@ -22,6 +22,7 @@ from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
 from foreword.engine import Keep, Mark, Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
+from foreword.model.checkpoint.generation import differences
 from foreword.request import SamplingParams, StructuredOutputsParams, TokenConstraint
 from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
@@ -100,6 +101,11 @@ class Ending:
     """True or None: where the assistant's answer begins; False: after the last message."""
     continue_final_message: bool = False
     """Whether the prompt ends inside the last message."""
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Sampling parameters of calls that do not give them."""
+        return differences(self.llm.get_default_sampling_params())
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import logging
 from foreword.config import EngineConfig
 from foreword.config.sizes import format_bytes
 from foreword.llm import LLM
+from foreword.model.checkpoint.generation import differences
 from foreword.server.access.operators import is_loopback
 from foreword.server.options import ServerConfig
 
@@ -41,6 +42,14 @@ def log_model(llm: LLM, model_name: str) -> None:
             }
         },
     )
+    sampling = differences(llm.get_default_sampling_params())
+    if sampling:
+        logger.info(
+            "requests that do not say otherwise sample by %s, as generation_config.json says; "
+            "--generation-config none ends that",
+            ", ".join(f"{name}={value:g}" for name, value in sampling.items()),
+            extra={"fields": {"event": "sampling", **sampling}},
+        )
     num_blocks, block_size = engine.snapshot().num_blocks, layout.block_size
     num_bytes, num_tokens = num_blocks * llm.kv_block_bytes, layout.tokens_in(num_blocks)
     caching = f"prefix caching with the policy {options.cache.eviction_policy}"

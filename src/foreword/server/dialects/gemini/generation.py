@@ -27,7 +27,10 @@ async def sampling_params(
         stop=tuple(config.stop_sequences or ()),
         logprobs=(config.logprobs or 0) if config.response_logprobs else None,
         open_constraint=None if form is None else await service.compile_grammar(form),
-        **{name: value for name in same if (value := getattr(config, name)) is not None},
+        **{
+            **service.sampling_defaults,
+            **{name: value for name in same if (value := getattr(config, name)) is not None},
+        },
     )
 
 

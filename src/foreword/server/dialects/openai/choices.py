@@ -79,8 +79,10 @@ class ChoicesAnswer(ABC):
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
 
     def _usage(self) -> Chunk:
+        answer, params, service = self.answer, self.answer.jobs[0].params, self._service
+        sampling = {name: getattr(params, name) for name in service.sampling_defaults}
         return form.usage(
-            self.answer.outputs, self._service.llm, self.answer.num_written_tokens(), self._num_reasoning_tokens()
+            answer.outputs, service.llm, answer.num_written_tokens(), self._num_reasoning_tokens(), sampling
         )
 
     def _usage_so_far(self) -> Chunk:

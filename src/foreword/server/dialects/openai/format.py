@@ -33,8 +33,14 @@ def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
     return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
-def usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reasoning: int = 0) -> dict[str, Any]:
-    """`usage` of chat and completions, over all prompts of a call."""
+def usage(
+    outputs: Sequence[RequestOutput],
+    llm: LLM,
+    written: Written,
+    num_reasoning: int = 0,
+    sampling: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """`usage` of chat and completions, over all prompts of a call; `sampling`: parameters to report with it."""
     prompt, cached, completion = _num_tokens(outputs)
     found = {"cached_tokens": cached, "cache_write_tokens": sum(written.values())}
     return {
@@ -48,7 +54,7 @@ def usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reas
             "accepted_prediction_tokens": sum(drafts.num_accepted for drafts in _drafts(outputs)),
             "rejected_prediction_tokens": sum(drafts.num_rejected for drafts in _drafts(outputs)),
         },
-        **_of_links(outputs),
+        **_of_foreword(outputs, sampling),
     }
 
 
@@ -62,11 +68,13 @@ def usage_so_far(num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> di
     }
 
 
-def _of_links(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """What became of the prompt tokens that are not cached, for linked prompts; empty for others."""
+def _of_foreword(outputs: Sequence[RequestOutput], sampling: Mapping[str, float] | None) -> dict[str, Any]:
+    """What became of the prompt tokens that are not cached, for linked prompts, and what else was asked for."""
     reports = [output.link for output in outputs if output.link is not None]
     names = ("linked_tokens", "recomputed_tokens", "computed_tokens")
-    return {"foreword": {name: sum(getattr(one, name) for one in reports) for name in names}} if reports else {}
+    found: dict[str, Any] = {name: sum(getattr(one, name) for one in reports) for name in names} if reports else {}
+    found |= {"sampling": dict(sampling)} if sampling else {}
+    return {"foreword": found} if found else {}
 
 
 def _drafts(outputs: Sequence[RequestOutput]) -> list[DraftCounts]:

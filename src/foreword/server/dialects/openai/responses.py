@@ -220,7 +220,7 @@ class _ResponseAnswer:
         return form.chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, top)
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        body, record = self._body, self.answer.jobs[0].record
+        body, record, params = self._body, self.answer.jobs[0].record, self.answer.jobs[0].params
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
         return {
             "id": record.response_id,
@@ -240,12 +240,12 @@ class _ResponseAnswer:
             "prompt_cache_options": self._extras.caching.options(),
             "prompt_cache_retention": body.prompt_cache_retention,
             "store": body.store is not False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": params.temperature,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": _dumped(body.tool_choice) or ("auto" if body.tools else "none"),
             "tools": [_dumped(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,

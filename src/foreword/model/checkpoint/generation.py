@@ -1,0 +1,80 @@
+"""The sampling that a checkpoint recommends: `generation_config.json`.
+
+Knows the file and its names; knows nothing of requests that replace its values.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from foreword.config import ModelConfig
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "generation_config.json"
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that are read, as vLLM reads them; `do_sample` is not, and end tokens are read with the model."""
+
+
+def recommended_sampling(options: ModelConfig) -> SamplingParams:
+    """Sampling parameters with the values of the model's file, or of the one that `generation_config` names.
+
+    Raises ConfigError if the named file does not exist, or for values that no request could give.
+    """
+    path = _find(options)
+    if path is None:
+        return SamplingParams()
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds a {type(found).__name__}, not an object")
+        given = {name: value for name in NAMES if (value := found.get(name)) is not None}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+                raise TypeError(f"{name}={value!r} is not a number of the right kind")
+        return SamplingParams(**given)
+    except (OSError, ValueError, TypeError, InvalidRequestError) as error:
+        raise ConfigError(
+            f"generation_config={options.generation_config!r}: {path} cannot be used: {error}; "
+            "mend it, name another file, or give generation_config='none'"
+        ) from error
+
+
+def differences(params: SamplingParams) -> dict[str, float]:
+    """The values of NAMES that are not those of plain sampling."""
+    plain = SamplingParams()
+    return {name: getattr(params, name) for name in NAMES if getattr(params, name) != getattr(plain, name)}
+
+
+def _find(options: ModelConfig) -> Path | None:
+    wanted = options.generation_config
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        path = Path(wanted).expanduser()
+        path = path / FILE_NAME if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(
+                f"generation_config={wanted!r}: there is no file {path}; name a file, a folder with {FILE_NAME}, "
+                "'auto' or 'none'"
+            )
+        return path
+    folder = Path(options.model).expanduser()
+    if folder.is_dir():
+        path = folder / FILE_NAME
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        options.model,
+        FILE_NAME,
+        revision=options.revision or "main",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
