@@ -109,7 +109,7 @@ def assemble(config: EngineConfig) -> Assembled:
     Raises ModelLoadError, UnsupportedModelError, or ConfigError for options that do not fit together.
     """
     with ExitStack() as undo, LoadingLog(config.model.model) as log, WeightsDigest(config.model) as weights:
-        default_sampling = recommended_sampling(config.model)
+        sampling = recommended_sampling(config.model)
         tiers = open_tiers(config)  # first, so that a folder that cannot be used is known before minutes of loading
         for tier in tiers:
             undo.callback(tier.close, 0.0)
@@ -142,17 +142,8 @@ def assemble(config: EngineConfig) -> Assembled:
         undo.pop_all()
     layout = plan_layout(config, model)
     deviations = model.deviations(engine.limits.max_model_len, config.cache.sink_token_ids)
-    return Assembled(
-        engine,
-        tokenizer,
-        layout,
-        identity,
-        publisher,
-        inexactness,
-        model.kernel.explain,
-        default_sampling,
-        deviations,
-    )
+    explain = model.kernel.explain
+    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, explain, sampling, deviations)
 
 
 def load(options: ModelConfig) -> LoadedModel:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
+from foreword.request.distinct import DistinctTokens
 from foreword.request.links import LinkReport, Links
 from foreword.request.reply import Reply
 from foreword.request.sampling_params import ForkingConstraint
@@ -172,6 +173,7 @@ class Request:
     """Linked tokens that were copied since it was last admitted."""
     tenant: str | None = None
     """Who sent it, if that is known."""
+    _distinct: DistinctTokens | None = None
 
     def __init__(
         self,
@@ -265,6 +267,12 @@ class Request:
         """Generated tokens: a copy, which decides no block's key, brought up to date when it is read."""
         self._answer += self.sequence.generated_from(len(self._answer))
         return self._answer
+
+    def distinct_tokens(self) -> npt.NDArray[np.int64]:
+        """The distinct tokens of prompt and answer, ascending."""
+        if self._distinct is None:
+            self._distinct = DistinctTokens()
+        return self._distinct.of(self.sequence.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -103,11 +103,6 @@ class Ending:
     """Whether the prompt ends inside the last message."""
 
     @property
-    def sampling_defaults(self) -> dict[str, Any]:
-        """Sampling parameters of calls that do not give them."""
-        return differences(self.llm.get_default_sampling_params())
-
-    @property
     def keywords(self) -> dict[str, Any]:
         """Itself as keywords of the tokenizer's renderings."""
         return asdict(self)
@@ -255,6 +250,11 @@ class Service:
         found = [*(listener.health for listener in self._after_step), *self.records.listeners()]
         found += [sender.health for sender in (self.recorder, self.tracing) if sender is not None]
         return found
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Sampling parameters of calls that do not give them."""
+        return differences(self.llm.get_default_sampling_params())
 
     @property
     def tokenizer(self) -> Tokenizer:

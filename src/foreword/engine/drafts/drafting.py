@@ -15,6 +15,7 @@ import numpy as np
 
 from foreword.batch import Entries, Int64Array, IntArray
 from foreword.config import DraftTokens
+from foreword.engine.drafts.allowance import Allowance
 from foreword.engine.drafts.drafter import Drafter, Proposal
 from foreword.engine.drafts.gain import Acceptance, Record, StepTimes, best_count, best_lengths
 from foreword.request import DraftCounts, Request
@@ -85,7 +86,11 @@ class Drafting:
         self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
         self._acceptance, self._times = Acceptance(), StepTimes()
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
-        self._seconds_of_guess = 0.0
+        self._allowance = Allowance()
+        self._seconds_of_guess = self._guessing_s = 0.0
+        """Of one guess lately, and of all guesses for the next step."""
+        self._num_accepted = 0
+        """Drafts of the step that is recorded."""
         self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)
         self._num_ahead = 0
         """Steps that were planned ahead since the last pause."""
@@ -139,6 +144,8 @@ class Drafting:
         """Whether drafts would pay if all of them were right."""
         if room <= 0 or self._fixed is not None:
             return room > 0
+        if not self._allowance.is_open:
+            return False
         more = np.arange(1 + min(room, num_requests * MOST_DRAFTED))
         rates = (num_requests + more) / self._times.seconds(num_rows + more)
         return best_count(rates) > 0
@@ -161,7 +168,8 @@ class Drafting:
         started = time.perf_counter()
         guesses = [self._guess(request) if ask else None for request, ask in zip(requests, asked, strict=True)]
         if asked.any():
-            seconds = (time.perf_counter() - started) / int(asked.sum())
+            self._guessing_s = time.perf_counter() - started
+            seconds = self._guessing_s / int(asked.sum())
             self._seconds_of_guess += (seconds - self._seconds_of_guess) / 16
         return guesses
 
@@ -213,13 +221,22 @@ class Drafting:
     def note_checked(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """A step has checked a request's draft, of which these tokens are in its answer now."""
         source = self._drafted_from.pop(request)
+        self._num_accepted += num_accepted
         for counts in (self.counts, request.drafts):
             counts.count(source, num_accepted, num_drafted - num_accepted)
 
     def note_step(self, entries: Entries, seconds: float | None) -> None:
         """A step was computed in this time, if that is known."""
         if seconds is not None:
-            self._times.note(int((entries.ends - entries.starts).sum()), seconds)
+            num_rows, num_requests = int((entries.ends - entries.starts).sum()), len(entries)
+            self._times.note(num_rows, seconds)
+            num_drafts = sum(map(len, entries.drafts.values()))
+            if num_drafts and num_rows - num_drafts == num_requests:  # otherwise it computes prompts, too
+                num_tokens = num_requests + self._num_accepted
+                self._allowance.note_drafted(num_requests, num_tokens, seconds, self._guessing_s)
+            elif num_rows == num_requests:
+                self._allowance.note_plain(num_rows, seconds, self._guessing_s)
+        self._guessing_s, self._num_accepted = 0.0, 0
 
     def forget(self) -> None:
         """Forget what requests that have ended left behind, and keep what was learnt about speed."""

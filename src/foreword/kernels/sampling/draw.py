@@ -127,8 +127,8 @@ def _value_of(own: Any) -> Any:
 def _bound(top: Any, scale: Any, least: Any) -> Any:
     """A key that is at most the key of any logit whose weight is at least `least`."""
     power = np.log2(least) - WEIGHT_BITS - 1.0 - _SLACK
-    value: Any = max(top + power / scale, -3.4e38)
-    return np.int32(max(np.int64(key(np.float32(value))) - 2, -(2**31)))
+    value: Any = max(top + power / scale, -3.4e38)  # a float32, and so its key is above the least by more than 2
+    return np.int32(key(np.float32(value)) - 2)
 
 
 @compiled

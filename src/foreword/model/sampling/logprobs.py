@@ -38,7 +38,7 @@ class LogprobRows:
         """Report on `token_ids` [rows], given `logprobs` [rows, vocab]."""
         own = logprobs.gather(1, token_ids[:, None])
         values, likeliest = logprobs.topk(min(num_likeliest, logprobs.shape[1]))
-        return cls(token_ids, own[:, 0], (logprobs > own).sum(1) + 1, likeliest, values)
+        return cls(token_ids, own[:, 0], (logprobs > own).sum(1, dtype=torch.int32) + 1, likeliest, values)
 
     @property
     def num_ints(self) -> int:

@@ -1,0 +1,52 @@
+"""The time that drafts may lose: a share of what steps take, and what they won before.
+
+Knows seconds, rows and tokens; knows nothing of requests or of what is drafted.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.01
+"""Of the time of steps: what drafts may lose in the long run, with guessing."""
+MOST_S = 0.05
+"""Seconds that may be lost at once. With SHARE, at most 2% of any 5 s are lost, and what one step takes too long."""
+NEWEST = 0.125
+"""Weight of the newest step among those without drafts of as many rows."""
+
+
+class Allowance:
+    """An account of seconds. Steps without drafts earn a little, steps with drafts what they save, or cost it.
+
+    What a step saves is measured: its tokens would have taken so many steps without drafts, of as many rows as lately.
+    """
+
+    def __init__(self) -> None:
+        self.left_s = MOST_S
+        self._plain_s: dict[int, float] = {}
+        """Seconds of steps without drafts, by their number of rows."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step may draft: something is left, and it is known what steps take without drafts."""
+        return self.left_s > 0 and bool(self._plain_s)
+
+    def plain_s(self, num_rows: int) -> float | None:
+        """Seconds of a step of so many rows without drafts, from the nearest number that was timed; None: no idea."""
+        if not self._plain_s:
+            return None
+        return self._plain_s[min(self._plain_s, key=lambda known: abs(known - num_rows))]
+
+    def note_plain(self, num_rows: int, seconds: float, guessing_s: float) -> None:
+        """A step without drafts, in which each row gave a token; `guessing_s`: seconds of guessing before it."""
+        before = self._plain_s.get(num_rows, seconds)
+        self._plain_s[num_rows] = before + NEWEST * (seconds - before)
+        self._add(SHARE * seconds - guessing_s, seconds)
+
+    def note_drafted(self, num_requests: int, num_tokens: int, seconds: float, guessing_s: float) -> None:
+        """A step with drafts that brought so many tokens to its requests."""
+        plain_s = self.plain_s(num_requests)
+        if plain_s is not None:
+            self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
+
+    def _add(self, seconds: float, plain_s: float) -> None:
+        """What was won is kept up to the time of one step, so that one wrong draft of a slow model ends nothing."""
+        self.left_s = min(max(MOST_S, plain_s), self.left_s + seconds)
