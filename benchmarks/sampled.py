@@ -1,6 +1,6 @@
 """Decoding with sampling beside greedy decoding, on a real checkpoint: what a draw costs at its size of vocabulary.
 
-Each kind of sampling runs in turn with greedy decoding (A B C, then C B A, ...), so a ratio compares times of one
+Each kind of sampling is interleaved with greedy decoding (A B C, then C B A, ...), so a ratio compares times of one
 minute. Prompts are pieces of this repository's architecture page, different in every round. No drafts: they would
 answer how repetitive a model is. `engine.py` has the same kinds for random weights, and more engines.
 

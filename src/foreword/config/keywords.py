@@ -32,6 +32,7 @@ class ModelKeywords(TypedDict, total=False):
     tokenizer_revision: str | None
     chat_template: str | None
     response_template: str | None
+    generation_config: str
     dtype: Dtype
     device: str
     max_model_len: int | None

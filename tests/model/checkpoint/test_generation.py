@@ -42,7 +42,8 @@ def test_the_option_takes_another_file_a_folder_or_none(tmp_path: Path) -> None:
     for wanted in (str(path), str(other)):
         found = recommended_sampling(ModelConfig(str(model), generation_config=wanted))
         assert differences(found) == {"temperature": 0.0}
-    assert recommended_sampling(ModelConfig(str(model), generation_config="none")) == SamplingParams()
+    for wanted in ("none", "vllm"):
+        assert recommended_sampling(ModelConfig(str(model), generation_config=wanted)) == SamplingParams()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ NEWEST = 0.125
 class Allowance:
     """An account of seconds. Steps without drafts earn a little, steps with drafts what they save, or cost it.
 
-    What a step saves is measured: its tokens would have taken so many steps without drafts, of as many rows as lately.
+    What a step saves is measured: its tokens would have taken that number of steps without drafts.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Allowance:
         return self.left_s > 0 and bool(self._plain_s)
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds of a step of so many rows without drafts, from the nearest number that was timed; None: no idea."""
+        """Seconds of a step of `num_rows` rows without drafts, by the nearest number that was timed; None: none was."""
         if not self._plain_s:
             return None
         return self._plain_s[min(self._plain_s, key=lambda known: abs(known - num_rows))]
@@ -42,7 +42,7 @@ class Allowance:
         self._add(SHARE * seconds - guessing_s, seconds)
 
     def note_drafted(self, num_requests: int, num_tokens: int, seconds: float, guessing_s: float) -> None:
-        """A step with drafts that brought so many tokens to its requests."""
+        """A step with drafts that brought `num_tokens` to its requests."""
         plain_s = self.plain_s(num_requests)
         if plain_s is not None:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)

@@ -52,7 +52,7 @@ def differences(params: SamplingParams) -> dict[str, float]:
 
 def _find(options: ModelConfig) -> Path | None:
     wanted = options.generation_config
-    if wanted == "none":
+    if wanted in ("none", "vllm"):  # vLLM's name for its own plain sampling
         return None
     if wanted != "auto":
         path = Path(wanted).expanduser()
