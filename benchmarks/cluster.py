@@ -1,14 +1,19 @@
 """How well requests are spread over replicas: foreword's routing core beside other routers' rules, in simulated time.
 
-    PYTHONPATH=src python benchmarks/cluster.py --trace mooncake_conversation_trace.jsonl
-    ...                                             without --trace: made-up conversations, seeded
+    PYTHONPATH=src python benchmarks/cluster.py --trace mooncake_conversation_trace.jsonl --rates 9000,6000,4500
+    PYTHONPATH=src python benchmarks/cluster.py --traffic agents           or few_shot, independent: made up, seeded
+    ... --rules cost,first_token,bounded_hash       the two rules that ours must not lose to, at each rate
     ... --quick                                     small, to see that it works
 
-8 replicas with pools of 3,750 blocks (the engine's own, under LRU) compute one prompt after the other at 6,000 tokens a
-second, and at 4,500 for the overload. Rivals' rules get exact, fresh knowledge (`foreword.replay.rivals`), so they do
-better here than their own systems would. The recording has a time of arrival each 3 s only, where many requests meet at
-one moment: three routers decide them in turn (`routers3_ratio`), or blindly (`routers3_blind_ratio`). On arrivals that
-are spread evenly over these 3 s, `routers3_spread_ratio`.
+At each of three rates of prefill (loads) each rule serves the same requests; `worst_ratio` is our mean first token over
+that of the better of `first_token` and `bounded_hash`, where it is largest. With `--more`, at the middle rate: late
+events, several routers, and the time of a decision.
+
+8 replicas with pools of 3,750 blocks (the engine's own, under LRU) compute one prompt after the other. Rivals' rules
+get exact, fresh knowledge (`foreword.replay.rivals`), so they do better here than their own systems would. Mooncake's
+recording has a time of arrival each 3 s only, where many requests meet at one moment: three routers decide them in
+turn (`routers3_ratio`), or blindly (`routers3_blind_ratio`). On arrivals that are spread evenly over these 3 s,
+`routers3_spread_ratio`.
 
 `select_us_N`: processor time of one `choose`, its reservation included, for a prompt of 12,000 tokens in blocks of 16
 (150 of 750 blocks new), over N replicas that hold a quarter of the prefixes each; the best of some medians, because
@@ -28,30 +33,21 @@ from typing import Any
 
 import numpy as np
 
+from cluster_traffic import agents, few_shot, independent
 from foreword.cache import BlockStored
 from foreword.cluster import EventBatch, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
 from foreword.replay.cluster import ClusterOptions, ClusterReport, ClusterSimulation
-from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.rivals import COST, RULES
 from foreword.replay.trace import RecordedRequest, TraceReader
-from replay import conversations
 
 TICK_MS = 3000
+MUST_NOT_LOSE_TO = ("first_token", "bounded_hash")
+TRAFFIC = {
+    "agents": (agents, (6000.0, 2500.0, 1700.0)),
+    "few_shot": (few_shot, (6000.0, 1500.0, 800.0)),
+    "independent": (independent, (2500.0, 1600.0, 1350.0)),
+}
 NUM_BLOCKS, NUM_FAMILIES, NUM_SHARED = 750, 20, 600
-
-
-def made_up(num_requests: int, seed: int) -> list[RecordedRequest]:
-    """An hour of conversations, compressed to the rate of the recording."""
-    return [
-        RecordedRequest(
-            record["timestamp"] * num_requests / 12_031,
-            chain(as_content_ids(record["hash_ids"])),
-            record["input_length"],
-            record["output_length"],
-            512,
-        )
-        for record in conversations(num_requests, seed)
-    ]
 
 
 def spread(requests: list[RecordedRequest]) -> list[RecordedRequest]:
@@ -66,7 +62,7 @@ def spread(requests: list[RecordedRequest]) -> list[RecordedRequest]:
     return found
 
 
-def serve(requests: list[RecordedRequest], what: str, tokens_per_s: float = 6000.0, **changes: Any) -> ClusterReport:
+def serve(requests: list[RecordedRequest], what: str, tokens_per_s: float, **changes: Any) -> ClusterReport:
     options = ClusterOptions(num_blocks=3750, tokens_per_s=(tokens_per_s,), num_replicas=8, **changes)
     report = ClusterSimulation(options).serve(requests)
     print(
@@ -113,50 +109,76 @@ def select_us(num_replicas: int, rounds: int, per_round: int = NUM_FAMILIES) -> 
     return round(min(medians), 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="routing over replicas")
-    parser.add_argument("--trace", type=Path, help="a recording in Mooncake's format")
-    parser.add_argument("--requests", type=int, default=12_000, help="of made-up traffic, an hour's")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rules", default=",".join(RULES), help="rules to compare (default: all)")
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    requests = list(TraceReader(args.trace)) if args.trace else made_up(args.requests, args.seed)
-    if args.quick:
-        requests = requests[:300]
-    selects = {f"select_us_{number}": select_us(number, 3 if args.quick else 100) for number in (8, 64, 1000)}
+def at_each_rate(requests: list[RecordedRequest], rules: list[str], rates: list[float]) -> dict[str, Any]:
+    """Mean and 99th percentile of first tokens, by rate and rule."""
+    found: dict[str, Any] = {}
+    for rate in rates:
+        of_rule = {rule: serve(requests, f"{rule}, {rate:,.0f} tokens/s", rate, routing=rule) for rule in rules}
+        found[f"{rate:g}"] = {
+            rule: {
+                "mean_ttft_s": round(report.mean_ttft_s, 3),
+                "p99_ttft_s": round(report.ttft_s["p99"], 2),
+                "hit_ratio": round(report.hit_ratio, 4),
+                "work_max_over_mean": round(report.work_max_over_mean, 2),
+            }
+            for rule, report in of_rule.items()
+        }
+    return found
+
+
+def worst_ratio(found: dict[str, Any]) -> float | None:
+    """Our mean first token over that of the better of the two rules that ours must not lose to; None without them."""
+    if any(rule not in rates for rates in found.values() for rule in (COST, *MUST_NOT_LOSE_TO)):
+        return None
+    return max(
+        rates[COST]["mean_ttft_s"] / min(rates[rule]["mean_ttft_s"] for rule in MUST_NOT_LOSE_TO)
+        for rates in found.values()
+    )
+
+
+def more_figures(requests: list[RecordedRequest], rate: float, quick: bool) -> dict[str, float]:
+    """Late events, several routers, and the time of a decision."""
+    selects = {f"select_us_{number}": select_us(number, 3 if quick else 100) for number in (8, 64, 1000)}
     print("  ".join(f"{name} {value}" for name, value in selects.items()), flush=True)
-    rivals = [rule for rule in args.rules.split(",") if rule != COST]
-    ours, overload = serve(requests, COST), serve(requests, f"{COST}, overload", 4500.0)
-    stale = serve(requests, f"{COST}, events 30 s late", event_delay_s=30.0)
-    in_turn = serve(requests, f"{COST}, 3 routers", num_routers=3)
-    blind = serve(requests, f"{COST}, 3 routers, no turns", num_routers=3, turn_s=0.0)
+    ours = serve(requests, COST, rate)
+    stale = serve(requests, f"{COST}, events 30 s late", rate, event_delay_s=30.0)
+    in_turn = serve(requests, f"{COST}, 3 routers", rate, num_routers=3)
+    blind = serve(requests, f"{COST}, 3 routers, no turns", rate, num_routers=3, turn_s=0.0)
     even = spread(requests)
-    alone = serve(even, f"{COST}, arrivals spread")
-    three = serve(even, f"{COST}, 3 routers, arrivals spread", num_routers=3)
-    others = {
-        rule: (serve(requests, rule, routing=rule), serve(requests, f"{rule}, overload", 4500.0, routing=rule))
-        for rule in rivals
-    }
-    figures = {
-        "mean_ttft_s": round(ours.mean_ttft_s, 3),
-        "hit_ratio": round(ours.hit_ratio, 4),
-        "overload_ttft_s": round(overload.mean_ttft_s, 3),
+    alone = serve(even, f"{COST}, arrivals spread", rate)
+    three = serve(even, f"{COST}, 3 routers, arrivals spread", rate, num_routers=3)
+    return {
         "routers3_ratio": round(in_turn.mean_ttft_s / ours.mean_ttft_s, 3),
         "routers3_blind_ratio": round(blind.mean_ttft_s / ours.mean_ttft_s, 3),
         "routers3_spread_ratio": round(three.mean_ttft_s / alone.mean_ttft_s, 3),
         "stale30_ratio": round(stale.mean_ttft_s / ours.mean_ttft_s, 3),
         **selects,
-        "rivals": {
-            rule: {
-                "mean_ttft_s": round(plain.mean_ttft_s, 3),
-                "hit_ratio": round(plain.hit_ratio, 4),
-                "overload_ttft_s": round(slow.mean_ttft_s, 3),
-            }
-            for rule, (plain, slow) in others.items()
-        },
     }
-    print(json.dumps({"benchmark": "cluster", "requests": len(requests), **figures}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="routing over replicas")
+    parser.add_argument("--trace", type=Path, help="a recording in Mooncake's format, in place of made-up traffic")
+    parser.add_argument("--traffic", choices=TRAFFIC, default="agents", help="made-up traffic (default: agents)")
+    parser.add_argument("--rates", help="prefill tokens a second, such as 9000,6000,4500")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rules", default=",".join(RULES), help="rules to compare (default: all)")
+    parser.add_argument("--more", action="store_true", help="late events, several routers, time of a decision")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    make, rates = TRAFFIC[args.traffic]
+    requests = list(TraceReader(args.trace)) if args.trace else make(args.seed)
+    if args.trace:
+        rates = (9000.0, 6000.0, 4500.0)
+    if args.rates:
+        rates = tuple(float(rate) for rate in args.rates.split(","))
+    if args.quick:
+        requests = requests[:300]
+    found = at_each_rate(requests, args.rules.split(","), list(rates))
+    more = more_figures(requests, rates[len(rates) // 2], args.quick) if args.more else {}
+    name = args.trace.name if args.trace else args.traffic
+    figures = {"traffic": name, "requests": len(requests), "worst_ratio": worst_ratio(found), **more, "rates": found}
+    print(json.dumps({"benchmark": "cluster", **figures}))
 
 
 if __name__ == "__main__":

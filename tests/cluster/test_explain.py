@@ -52,7 +52,8 @@ def test_a_hit_is_explained_by_each_replica_s_parts_of_the_cost():
     assert (first.chosen.replica, first.chosen.hit_tokens, first.chosen.uncached_tokens) == ("r1", 8, 5)
     for each in first.candidates:
         assert each.hit_tokens + each.uncached_tokens == 13
-        assert each.cost_s == pytest.approx(each.backlog_s + 5 * each.prefill_s + each.price_s + each.decode_s)
+        parts = (each.backlog_s, each.prefill_s, each.reuse_s, each.price_s, each.decode_s)
+        assert each.cost_s == pytest.approx(sum(parts))
         assert each.standing is Standing.KNOWN
     assert [each.replica for each in first.candidates] == ["r1", "r0", "r2"]
 

@@ -1,6 +1,7 @@
 """The routing core: its decisions against a plain model, its bound, its accounts, and routers that share load."""
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -44,9 +45,9 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(ACTIONS, st.sampled_from([0.0, 1.0, 4.0]), st.booleans(), st.sampled_from([(100.0,), (50.0, 200.0)]))
-def test_no_request_queues_longer_than_its_hit_is_worth(actions, weight, priced, rates):
-    core = make_core(rates=rates, num_blocks=12, hit_weight=weight, price_weight=float(priced))
+@given(ACTIONS, st.booleans(), st.sampled_from([(100.0,), (50.0, 200.0)]))
+def test_no_request_queues_longer_than_its_hit_is_worth(actions, priced, rates):
+    core = make_core(rates=rates, num_blocks=12, price_weight=float(priced))
     batches, open_ones, now, known = itertools.count(), [], 0.0, set()
     numbers = {name: itertools.count() for name in core.replicas}
     for family, blocks, own, action in actions:
@@ -54,11 +55,14 @@ def test_no_request_queues_longer_than_its_hit_is_worth(actions, weight, priced,
         known.update(request.keys)
         decision = core.choose(request, now)
         fleet, at = decision.fleet, decision.slot
-        terms = fleet.price_s + fleet.decode_s
+        terms, num_waiting = fleet.price_s + fleet.decode_s, fleet.num_waiting.mean()
+        lost_s = BLOCK * (fleet.hit_blocks.max() - fleet.hit_blocks) / core._loads.rates.tokens_per_s
+        assert (-lost_s - 1e-9 <= fleet.reuse_s).all()
+        assert (fleet.reuse_s <= num_waiting * lost_s + 1e-9).all()
         for other in range(3):
-            saved = fleet.prefill_s[other] - fleet.prefill_s[at]
+            saved = fleet.prefill_s[other] - fleet.prefill_s[at] + num_waiting * lost_s[other] + lost_s[at]
             queued = fleet.backlog_s[at] - fleet.backlog_s[other]
-            assert queued <= (1 + weight) * saved + terms[other] - terms[at] + 1e-9
+            assert queued <= saved + terms[other] - terms[at] + 1e-9
             assert 0 <= fleet.price_s[other] <= priced * fleet.prefill_s[other] + BLOCK / min(rates)
         open_ones.append((decision, request))
         match action:
@@ -97,19 +101,37 @@ def test_the_choice_is_that_of_a_plain_search_over_all_replicas(held, requests):
         sets[f"r{replica}"].update(keys)
     backlog = dict.fromkeys(core.replicas, 0)
     rates = {"r0": 100.0, "r1": 60.0, "r2": 30.0}
+    conversations, under_way, goes_on = Counter(), Counter(), set()
     for number, (family, blocks, own) in enumerate(requests):
         request = prompt(f"q{number}", family, blocks, own)
+        keys = request.keys
+        hits = {name: leading(keys, held_keys) for name, held_keys in sets.items()}
 
-        def missing(name, request=request):
-            hit = next((at for at, key in enumerate(request.keys) if key not in sets[name]), len(request.keys))
-            return max(1, request.num_tokens - BLOCK * hit)
+        def cost(name, keys=keys, hits=hits, number=number):
+            tokens = backlog[name] + BLOCK * (len(keys) - hits[name]) + 1
+            for at in range(hits[name], max(hits.values())):
+                holders = sum(at < hit for hit in hits.values())
+                shared = 1 / (1 + under_way[keys[at]] / holders), 3 / max(1, conversations[keys[at]])
+                tokens += BLOCK * ((1 + number / 3) * min(1, *shared) - 1)
+            return tokens / rates[name]
 
-        costs = {name: (backlog[name] + 5 * missing(name)) / rate for name, rate in rates.items()}
         decision = core.choose(request, 0.0)
-        assert costs[decision.replica] == pytest.approx(min(costs.values()))
-        assert decision.hit_tokens == request.num_tokens - missing(decision.replica)
-        backlog[decision.replica] += missing(decision.replica)
-        sets[decision.replica].update(request.keys)
+        assert cost(decision.replica) == pytest.approx(min(map(cost, rates)))
+        assert decision.costs.tolist() == pytest.approx([cost(name) for name in rates])
+        assert decision.hit_tokens == BLOCK * hits[decision.replica]
+        backlog[decision.replica] += request.num_tokens - decision.hit_tokens
+        sets[decision.replica].update(keys)
+        known = leading(keys, conversations)
+        if known == len(keys) or (known and keys[known - 1] in goes_on):
+            conversations.update(keys[:known])
+        conversations.update(keys[known:])
+        goes_on.update(keys[max(0, known - 1) : -1])
+        under_way.update(keys)
+    core.check_integrity(sorted({key for held_keys in sets.values() for key in held_keys}, key=str))
+
+
+def leading(keys, among):
+    return next((at for at, key in enumerate(keys) if key not in among), len(keys))
 
 
 def test_a_decision_explains_every_candidate_the_cheapest_first():
@@ -119,7 +141,7 @@ def test_a_decision_explains_every_candidate_the_cheapest_first():
     first, *others = decision.candidates()
     assert (first.replica, first.chosen, first.hit_tokens) == ("r1", True, 8)
     assert first.prefill_s == pytest.approx(0.05)
-    assert first.cost_s == pytest.approx(5 * 0.05)
+    assert first.cost_s == pytest.approx(0.05)
     assert [each.hit_tokens for each in others] == [0, 0]
     assert not decision.degraded
     assert decision.predicted_ttft_s == pytest.approx(0.05)
@@ -148,12 +170,11 @@ def test_a_request_under_way_is_a_hit_for_the_next_until_it_is_rejected():
     core = make_core()
     first = core.choose(prompt("q0", "a", 6), 0.0)
     second = core.choose(prompt("q1", "a", 6, own=1), 0.0)
-    assert second.hit_tokens == 24
-    assert second.replica == first.replica
+    assert dict(zip(core.replicas, second.fleet.hit_blocks.tolist(), strict=True))[first.replica] == 6
     for each in (first, second):
         assert core.release(each.reservation, 0.0)
         assert not core.release(each.reservation, 0.0)
-    assert core.choose(prompt("q2", "a", 6), 0.0).hit_tokens == 0
+    assert not core.choose(prompt("q2", "a", 6), 0.0).fleet.hit_blocks.any()
 
 
 def test_expected_blocks_that_no_event_reports_are_forgotten_in_time():
@@ -308,8 +329,8 @@ def test_mistakes_name_the_value_and_the_remedy():
         core.observe("r7", EventBatch(b"", 0), 0.0)
     with pytest.raises(ConfigError, match="tokens_per_s=0"):
         ReplicaSpec(1, 0.0)
-    with pytest.raises(ConfigError, match="hit_weight=-1"):
-        RoutingOptions(hit_weight=-1)
+    with pytest.raises(ConfigError, match="price_weight=-1"):
+        RoutingOptions(price_weight=-1)
     with pytest.raises(ConfigError, match="block_tokens=0"):
         RoutingOptions(0)
 

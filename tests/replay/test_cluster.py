@@ -14,7 +14,7 @@ from foreword.replay.cluster import ClusterOptions, ClusterSimulation, FleetChan
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.rivals import RULES
 from foreword.replay.trace import RecordedRequest, TraceReader
-from replay.workloads import chat
+from replay.workloads import agents, chat, noise, templates
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation_trace.jsonl"
 OPTIONS = ClusterOptions(num_blocks=150, tokens_per_s=(8000.0,), num_replicas=4)
@@ -66,6 +66,61 @@ def test_our_rule_waits_less_than_round_robin_and_power_of_two_and_finds_more():
     for other in others:
         assert ours.mean_ttft_s < 0.9 * other.mean_ttft_s
         assert ours.hit_ratio > 1.05 * other.hit_ratio
+
+
+def timed(kind, count, tokens_per_s, block=64):
+    """Requests of one kind that come evenly, this number of prompt tokens a second."""
+    at_s, found = 0.0, []
+    for ids in kind(np.random.default_rng(1), count):
+        tokens = block * len(ids) - 7
+        at_s += tokens / tokens_per_s
+        found.append(RecordedRequest(1000 * at_s, chain(as_content_ids(list(map(int, ids)))), tokens, 5, block))
+    return found
+
+
+def tool_agents(rng, count):
+    """Conversations of a dozen turns that all begin with one system prompt of 24 blocks."""
+    live, prompts, block = [], [], 24
+    while len(prompts) < count:
+        if len(live) < 40:
+            live.append([list(range(24)), 2 + rng.poisson(10)])
+        one = live[rng.integers(len(live))]
+        new = 1 + rng.poisson(5)
+        one[0] = one[0] + list(range(block, block + new))
+        block += new
+        prompts.append(one[0])
+        one[1] -= 1
+        if not one[1]:
+            live.remove(one)
+    return prompts
+
+
+def ratio_to_the_better_rival(trace, **changes):
+    options = ClusterOptions(num_blocks=20_000, tokens_per_s=(6000.0,), num_replicas=8)
+    ours, *others = (serve(trace, options, routing=rule, **changes) for rule in ("cost", "first_token", "bounded_hash"))
+    return ours.mean_ttft_s / min(other.mean_ttft_s for other in others), ours
+
+
+def test_agents_under_one_system_prompt_are_spread_and_wait_no_longer_than_by_other_rules():
+    ratio, ours = ratio_to_the_better_rival(timed(tool_agents, 500, 160_000))
+    assert ratio <= 1.05
+    assert ours.work_max_over_mean < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "hits"), [(tool_agents, 0.7), (agents, 0.8), (templates, 0.8), (noise, 0.4), (chat, 0.6)]
+)
+@pytest.mark.parametrize("load", [0.4, 0.7, 0.9])
+def test_our_rule_waits_no_longer_than_the_better_of_the_least_first_token_and_a_bounded_hash(kind, hits, load):
+    ratio, _ = ratio_to_the_better_rival(timed(kind, 1500, load * 8 * 6000 / (1 - hits)))
+    assert ratio <= 1.05
+
+
+def test_the_busiest_replica_is_set_beside_all_replicas_those_without_work_too():
+    trace = [RecordedRequest(10_000 * n, chain(as_content_ids([1, 2, 3])), 47, 5, 16) for n in range(8)]
+    assert serve(trace, num_replicas=8).work_max_over_mean == 8.0
+    assert serve([], num_replicas=8).work_max_over_mean == 0.0
 
 
 def test_late_events_cost_little_and_are_seen_in_the_counts():

@@ -93,6 +93,9 @@ class Fleet:
     """Time until the replica has computed the prompts that it already has."""
     prefill_s: FloatArray
     """Time of the tokens to compute."""
+    reuse_s: FloatArray
+    """What computing once more what another replica holds costs the requests that wait, less what it saves those that
+    will want it here; at least minus the prefill seconds."""
     price_s: FloatArray
     """Time to compute the evicted blocks again, times the chance that they would have been used."""
     decode_s: FloatArray
@@ -136,6 +139,7 @@ class Candidate:
     """Tokens to compute: the rest of the prompt; of a linked one, what is not copied, and the rest of its sources."""
     backlog_s: float
     prefill_s: float
+    reuse_s: float
     price_s: float
     decode_s: float
     cost_s: float
@@ -187,6 +191,7 @@ class Decision:
             np.maximum(fleet.computed_tokens, 1),
             fleet.backlog_s,
             fleet.prefill_s,
+            fleet.reuse_s,
             fleet.price_s,
             fleet.decode_s,
             self.costs,

@@ -10,7 +10,6 @@ from math import inf
 
 from foreword.errors import ConfigError
 
-HIT_WEIGHT = 4.0
 TURN_S = 0.005
 
 
@@ -20,9 +19,6 @@ class RoutingOptions:
 
     block_tokens: int = 16
     """Tokens per block, the same on all replicas."""
-    hit_weight: float = HIT_WEIGHT
-    """Lambda: the weight of a hit beyond the prefill time that it saves. 0 minimises each request's own wait; more
-    keeps the caches apart, so that later requests wait less."""
     price_weight: float = 1.0
     """Weight of the evicted blocks' price; 0 leaves it out."""
     load_slack: float = 0.25
@@ -40,7 +36,7 @@ class RoutingOptions:
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise ConfigError(f"block_tokens={self.block_tokens} is too small; use at least 1")
-        for name in ("hit_weight", "price_weight", "load_slack", "expectation_s", "peer_silence_s", "turn_s"):
+        for name in ("price_weight", "load_slack", "expectation_s", "peer_silence_s", "turn_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; use a number of at least 0")
 

@@ -11,14 +11,21 @@ no random numbers: equal calls give equal decisions. One request's life:
 
 The cost of a replica, in seconds:
 
-    backlog + (1 + hit_weight) * to compute / rate + price of the evicted blocks + decode pressure
+    backlog + to compute / rate + reuse + price of the evicted blocks + decode pressure
+
+The first two are the request's own wait. `reuse` is what its choice costs others: a block that another replica holds
+and that is computed once more takes time t here, so each request that waits at a replica, of which there are q on
+average, waits t longer. Who comes next to the new copy shares it, so the request answers for a part p of that cost:
+
+    reuse = sum of t * ((1 + q) * p - 1)       p: 1 for a conversation's own blocks, towards 0 for a prefix that
+                                               everybody asks for (demand.py)
 
 What it has to compute is the rest of the prompt. Of a linked prompt it is the rest that is not copied, and what the
-replica lacks of the sources (sources.py), which it will have, too.
+replica lacks of the sources (sources.py), which it will have, too; there p is 1.
 
-Whatever the cost chooses has the least, so for every other replica j: backlog - backlog(j) <= (1 + hit_weight) * (the
-prefill seconds that the hit saves against j) + (price and decode seconds of j - its own). A request never queues longer
-for its hit than that.
+Whatever the cost chooses has the least, so for every other replica j: backlog - backlog(j) <= (1 + q) * (the prefill
+seconds that the hit saves against j) + (price and decode seconds of j - its own). A request never queues longer for its
+hit than that.
 """
 
 from __future__ import annotations
@@ -28,8 +35,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from foreword.cache.block_ids import Int64Array
 from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
+from foreword.cluster.demand import Demand, PromptNode, lost_shares
 from foreword.cluster.explain import DecisionLog
 from foreword.cluster.holders import HolderIndex, Key
 from foreword.cluster.loads import Loads, Work
@@ -55,6 +65,7 @@ class _Expected:
     mirror: ReplicaMirror
     claim: int
     hit_tokens: int
+    prompt: PromptNode
 
 
 @dataclass(slots=True)
@@ -81,6 +92,7 @@ class RoutingCore:
         self.counts = RoutingCounts()
         self._rule, self._log = rule or self._cost, log
         self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
+        self._demand = Demand()
         self._slots = _Slots()
         self._known = 0
         """Bits of the slots whose mirrors are synced, and below of those that may be chosen."""
@@ -255,7 +267,8 @@ class RoutingCore:
             mirror.touch(key, now)
         if used:
             self._loads.table.oldest_use[slot] = mirror.oldest_use(now)
-        self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens)
+        prompt = self._demand.enter(request.keys, int(self._loads.table.num_blocks.sum()))
+        self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens, prompt)
         self.counts.decisions += 1
         self.counts.degraded += degraded
         names = tuple(self._slots.names)
@@ -290,6 +303,7 @@ class RoutingCore:
             computed,
             self._loads.backlogs(now),
             np.maximum(computed, 1) / rate,
+            self._reuse_s(request, usable, hits, computed),
             price * self._ages.chances(now - table.oldest_use) if evicted.any() else price,
             table.decode_s * (table.num_open - table.num_waiting) + table.decode_tokens / rate * table.num_open,
             table.num_waiting,
@@ -300,9 +314,25 @@ class RoutingCore:
             sources,
         )
 
+    def _reuse_s(
+        self, request: RoutingRequest, usable: npt.NDArray[np.bool_], hits: Int64Array, computed: Int64Array
+    ) -> FloatArray:
+        """What lost reuse costs the fleet beyond the request's own wait, [slots]."""
+        table, size, reuse = self._loads.table, self.options.block_tokens, np.zeros(len(usable))
+        waiting = table.num_waiting[usable]
+        num_waiting = float(waiting.sum())
+        per_replica = num_waiting / len(waiting)
+        if request.runs:
+            reuse[usable] = per_replica * (computed[usable] - computed[usable].min())
+        elif hits.any():
+            stretches, of_all = self._demand.of_prompt(request.keys), num_waiting / max(1, len(self._expected))
+            lost, shares = lost_shares(stretches, hits[usable], of_all)
+            reuse[usable] = size * ((1 + per_replica) * shares - lost)
+        seconds: FloatArray = reuse / self._loads.rates.tokens_per_s
+        return seconds
+
     def _cost(self, fleet: Fleet) -> FloatArray:
-        weight = 1 + self.options.hit_weight
-        costs: FloatArray = fleet.backlog_s + weight * fleet.prefill_s + fleet.price_s + fleet.decode_s
+        costs: FloatArray = fleet.backlog_s + fleet.prefill_s + fleet.reuse_s + fleet.price_s + fleet.decode_s
         return costs
 
     def _reserve(self, reservation: Reservation, work: Work, now: float) -> None:
@@ -323,6 +353,7 @@ class RoutingCore:
         if not self._loads.note_prefilled(reservation, now, computed):
             return
         del self._expected[reservation]
+        self._demand.leave(expected.prompt)
         self._tell(Change.PREFILLED, reservation)
         if self._log is not None:
             self._log.note_delivered(reservation, cached_tokens)
@@ -341,6 +372,7 @@ class RoutingCore:
         expected = self._expected.pop(reservation, None)
         if expected is not None:  # its prompt was never computed
             expected.mirror.unclaim(expected.claim)
+            self._demand.leave(expected.prompt)
         if self._attempts.get(reservation.request_id) == reservation:
             del self._attempts[reservation.request_id]
         if reservation.router == self.router:
@@ -426,6 +458,7 @@ class RoutingCore:
     def check_integrity(self, keys: Sequence[Key]) -> None:
         """Compare sums and mirrors with what they are made from, for all keys that exist."""
         self._loads.check_integrity()
+        self._demand.check_integrity()
         for name, slot in self._slots.of_name.items():
             mirror = self._slots.mirrors[slot]
             mirror.check_integrity(keys)

@@ -25,7 +25,7 @@ from foreword.cluster import (
     RoutingOptions,
     RoutingRequest,
 )
-from foreword.cluster.options import HIT_WEIGHT, TURN_S
+from foreword.cluster.options import TURN_S
 from foreword.errors import ConfigError, NoReplicaError
 from foreword.replay.caches import ManagerCache, as_sequence
 from foreword.replay.rivals import COST, make_rule
@@ -68,7 +68,6 @@ class ClusterOptions:
     decode_tokens_per_s: float = 50.0
     """Speed of one answer; it ends the request and delays nobody."""
     changes: tuple[FleetChange, ...] = ()
-    hit_weight: float = HIT_WEIGHT
     price_weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -95,7 +94,7 @@ class ClusterReport:
     hit_ratio: float
     """Share of all blocks of the prompts that were found."""
     work_max_over_mean: float
-    """Computed tokens of the busiest replica, over the mean."""
+    """Computed tokens of the busiest replica, over the mean of all replicas, idle ones too; 0 without work."""
     degraded: int
     """Decisions without any knowledge of the caches."""
     predicted_tokens: int
@@ -167,7 +166,6 @@ class ClusterSimulation:
         options = self.options
         routing = RoutingOptions(
             block_tokens,
-            hit_weight=options.hit_weight,
             price_weight=options.price_weight,
             turn_s=options.turn_s,
             share_load=options.num_routers > 1 and options.update_delay_s is not None,
@@ -236,7 +234,7 @@ class ClusterSimulation:
         self._num_hits += num_held
         cached = min(job.recorded.tokens_of(num_held), job.request.num_tokens - 1)
         computed = job.request.num_tokens - cached
-        self._computed[replica.name] = self._computed.get(replica.name, 0) + computed
+        self._computed[replica.name] += computed
         self._at(self.now + computed / replica.rate, lambda: self._first_token(replica, job, cached))
 
     def _first_token(self, replica: _Replica, job: _Job, cached: int) -> None:
@@ -301,6 +299,7 @@ class ClusterSimulation:
         life = next(self._lives).to_bytes(16, "big")
         events = EventLog()
         pool = ManagerCache(options.num_blocks, options.eviction_policy, CacheLedger(options.num_blocks, events=events))
+        self._computed.setdefault(name, 0)
         self.replicas[name] = _Replica(name, rate, life, pool, events)
         for core in self.cores:
             core.join(name, ReplicaSpec(options.num_blocks, rate, is_prefix_closed=True))
@@ -325,7 +324,7 @@ class ClusterSimulation:
 
     def _report(self) -> ClusterReport:
         ttft = np.array(self._ttft or [0.0])
-        computed = list(self._computed.values()) or [1]
+        computed = list(self._computed.values())
         counts = [core.counts for core in self.cores]
         return ClusterReport(
             requests=len(self._ttft),
@@ -334,7 +333,7 @@ class ClusterSimulation:
             mean_ttft_s=float(ttft.mean()),
             ttft_s=dict(zip(("p50", "p90", "p99"), np.percentile(ttft, (50, 90, 99)).round(3).tolist(), strict=True)),
             hit_ratio=self._num_hits / max(1, self._num_blocks),
-            work_max_over_mean=max(computed) * len(computed) / sum(computed),
+            work_max_over_mean=max(computed, default=1) * len(computed) / max(1, sum(computed)),
             degraded=sum(each.degraded for each in counts),
             predicted_tokens=sum(each.predicted_tokens for each in counts),
             delivered_tokens=sum(each.delivered_tokens for each in counts),

@@ -24,8 +24,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "many replicas",
         "given --prefill-rate, foreword's routing core sends the requests to --replicas; --routing is then cost "
-        "(ours) or another router's rule with exact knowledge: round_robin, power_of_two, ray, ray_10, sglang, llm_d, "
-        "dynamo",
+        "(ours) or another router's rule with exact knowledge: first_token, bounded_hash, round_robin, power_of_two, "
+        "ray, ray_10, sglang, llm_d, dynamo",
     )
     group.add_argument(
         "--prefill-rate",

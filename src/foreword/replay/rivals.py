@@ -14,10 +14,35 @@ import numpy as np
 from foreword.cache.block_ids import Int64Array
 from foreword.cluster import Fleet, Rule
 from foreword.cluster.reuse_ages import FloatArray
+from foreword.cluster.ring import HashRing
 from foreword.errors import ConfigError
 
 COST = "cost"
 """Our own rule."""
+
+
+class FirstToken:
+    """The least predicted time to the first token: what the replica has to do, and what it lacks of the prompt."""
+
+    def __call__(self, fleet: Fleet) -> FloatArray:
+        costs: FloatArray = fleet.backlog_s + fleet.prefill_s
+        return costs
+
+
+class BoundedHash:
+    """Consistent hashing with bounded loads of the session or the stable boundary (`ring.py`), a quarter of slack."""
+
+    def __init__(self, slack: float = 0.25) -> None:
+        self._slack = slack
+        self._ring, self._num_slots = HashRing(), 0
+
+    def __call__(self, fleet: Fleet) -> FloatArray:
+        for slot in range(self._num_slots, len(fleet.usable)):
+            self._ring.add(str(slot), slot)
+            self._num_slots += 1
+        costs = np.full(len(fleet.usable), np.inf)
+        costs[self._ring.find(fleet.request.affinity(), fleet.usable, fleet.num_waiting, self._slack)] = 0.0
+        return costs
 
 
 class RoundRobin:
@@ -119,6 +144,8 @@ def _shortest_queue(fleet: Fleet, first: Int64Array) -> FloatArray:
 
 _RULES: dict[str, Callable[[], Rule | None]] = {
     COST: lambda: None,
+    "first_token": FirstToken,
+    "bounded_hash": BoundedHash,
     "round_robin": RoundRobin,
     "power_of_two": PowerOfTwo,
     "ray": lambda: RayPrefix(float("inf")),

@@ -1,0 +1,202 @@
+"""Who wants the same beginning of a prompt, and the part of a lost hit that one request answers for.
+
+Knows keys of whole prefixes and requests under way; knows neither time nor replicas' events. Prompts lie in a tree
+whose nodes are runs of blocks. As many blocks are remembered as the replicas have together, the last used prompts.
+
+    system prompt                conversations 3, under way 2
+    |-- first conversation       conversations 1, under way 1
+    |-- second conversation      conversations 1, under way 0
+    `-- third conversation       conversations 1, under way 1
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from foreword.cache.block_ids import Int64Array
+from foreword.cluster.holders import Key
+from foreword.cluster.reuse_ages import FloatArray
+
+
+@dataclass(slots=True, eq=False)
+class PromptNode:
+    """A run of blocks that the same prompts have, after its parent's."""
+
+    parent: PromptNode | None
+    keys: list[Key]
+    conversations: int = 1
+    """Prompts that part from each other in or after this run; one that goes on where another ended counts with it."""
+    under_way: int = 0
+    """Requests without a first token whose prompts have this run."""
+    children: dict[Key, PromptNode] = field(default_factory=dict)
+    """By their first keys."""
+
+    def path(self) -> Iterator[PromptNode]:
+        """This node and those before it, without the root."""
+        node: PromptNode = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class Stretch(NamedTuple):
+    """The leading blocks of a prompt up to `end`, from the stretch before."""
+
+    end: int
+    conversations: int
+    under_way: int
+
+
+class Demand:
+    """The tree. Keys name all that is before their block, so equal keys are equal beginnings."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self._root = PromptNode(None, [])
+        self._leaves: OrderedDict[PromptNode, None] = OrderedDict()
+        """Those used last at the end."""
+
+    def of_prompt(self, keys: Sequence[Key]) -> list[Stretch]:
+        """Who wants this prompt's blocks, as far as they are remembered."""
+        node, end, at = self._find(keys)
+        stretches = []
+        for each in node.path():
+            stretches.append(Stretch(end, each.conversations, each.under_way))
+            end -= at if each is node else len(each.keys)
+        stretches.reverse()
+        return stretches
+
+    def enter(self, keys: Sequence[Key], most_blocks: int) -> PromptNode:
+        """A request is under way until `leave` gets the returned node. Forgets old prompts beyond `most_blocks`."""
+        node, depth, at = self._find(keys)
+        if at < len(node.keys):
+            node = self._split(node, at)
+        rest = list(keys[depth:])
+        if rest:
+            node = self._add(node, rest)
+        else:  # it may differ after its last whole block
+            for each in node.path():
+                each.conversations += 1
+        for each in node.path():
+            each.under_way += 1
+        if node in self._leaves:
+            self._leaves.move_to_end(node)
+        self._forget(most_blocks)
+        return node
+
+    def leave(self, node: PromptNode) -> None:
+        """The request has its first token, or ended without one."""
+        for each in node.path():
+            each.under_way -= 1
+
+    def _find(self, keys: Sequence[Key]) -> tuple[PromptNode, int, int]:
+        """The last node that has blocks of the prompt, the prompt's known blocks, and those of the node among them."""
+        node, depth = self._root, 0
+        while depth < len(keys) and (child := node.children.get(keys[depth])) is not None:
+            own, end = child.keys, depth + len(child.keys)
+            if end > len(keys) or keys[end - 1] != own[-1]:
+                equal = _num_equal(keys, depth, own)
+                return child, depth + equal, equal
+            node, depth = child, end
+        return node, depth, len(node.keys)
+
+    def _split(self, node: PromptNode, at: int) -> PromptNode:
+        """Part a node before its block `at`. Returns the new node, with the first blocks."""
+        assert node.parent is not None
+        first = PromptNode(node.parent, node.keys[:at], node.conversations, node.under_way, {node.keys[at]: node})
+        node.parent.children[node.keys[0]] = first
+        node.parent, node.keys = first, node.keys[at:]
+        return first
+
+    def _add(self, node: PromptNode, rest: list[Key]) -> PromptNode:
+        """Add blocks after a node's last one. Returns the node that has them."""
+        self.num_blocks += len(rest)
+        is_leaf = node in self._leaves
+        if is_leaf and node.conversations == 1 and not node.under_way:  # the next turn of a conversation
+            node.keys = node.keys + rest
+            return node
+        if is_leaf:
+            del self._leaves[node]
+        else:
+            for each in node.path():
+                each.conversations += 1
+        child = node.children[rest[0]] = PromptNode(node, rest)
+        self._leaves[child] = None
+        return child
+
+    def _forget(self, most_blocks: int) -> None:
+        while self.num_blocks > most_blocks and len(self._leaves) > 1:
+            leaf = next(iter(self._leaves))
+            if leaf.under_way:
+                self._leaves.move_to_end(leaf)
+                return
+            del self._leaves[leaf]
+            self.num_blocks -= len(leaf.keys)
+            parent = leaf.parent
+            assert parent is not None
+            del parent.children[leaf.keys[0]]
+            gone = leaf.conversations
+            if not parent.children and parent.parent is not None:
+                self._leaves[parent] = None
+                self._leaves.move_to_end(parent, last=False)
+                gone -= 1
+            for each in parent.path():
+                each.conversations -= gone
+
+    def check_integrity(self) -> None:
+        """Compare the sums with the tree."""
+        blocks, nodes = 0, [self._root]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            blocks += len(node.keys)
+            assert node is self._root or (node in self._leaves) == (not node.children)
+            for first, child in node.children.items():
+                assert child.parent is node
+                assert child.keys[0] == first
+            if node is not self._root:
+                assert node.conversations >= max(1, sum(child.conversations for child in node.children.values()))
+                assert node.under_way >= sum(child.under_way for child in node.children.values()) >= 0
+        assert blocks == self.num_blocks
+
+
+def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) -> tuple[Int64Array, FloatArray]:
+    """Blocks that each replica lacks and another one holds, and the part of them that this request answers for.
+
+    `hits` [replicas]: leading blocks that each holds. `scale`: requests under way at all routers, for each one known
+    here. The part of a block is the smaller of
+
+        1 / (1 + requests under way that want it / replicas that hold it)     those that come next to a copy share it
+        replicas / conversations that want it                                 a copy serves its replica's conversations
+
+    A block of one conversation counts in full; one that everybody asks for costs almost nothing.
+    """
+    held = hits.tolist()
+    num_at = Counter(held)
+    depths = sorted(num_at, reverse=True)
+    share, holders, at = 0.0, 0, len(stretches)
+    share_at = {depths[0]: 0.0}
+    for end, begin in pairwise(depths):  # the blocks between two depths are held by those that reach the deeper one
+        holders += num_at[end]
+        while begin < end:
+            while at and stretches[at - 1].end >= end:
+                at -= 1
+            _, conversations, under_way = stretches[at] if at < len(stretches) else (end, 1, 0)
+            low = max(begin, stretches[at - 1].end) if at else begin
+            share += (end - low) * min(1 / (1 + under_way * scale / holders), len(hits) / conversations)
+            end = low
+        share_at[begin] = share
+    return depths[0] - hits, np.array([share_at[depth] for depth in held])
+
+
+def _num_equal(keys: Sequence[Key], depth: int, own: Sequence[Key]) -> int:
+    """The number of keys from `depth` on that are a node's own; those after the first other one are others, too."""
+    most = min(len(own), len(keys) - depth)
+    return bisect_left(range(most), True, key=lambda at: keys[depth + at] != own[at])
