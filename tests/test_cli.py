@@ -173,3 +173,26 @@ def test_models_load_without_garbage_collection_which_then_goes_on(arguments, ex
     assert seen == [False]
     assert gc.isenabled()
     gc.unfreeze()
+
+
+@pytest.mark.parametrize("command", ["replay", "lint", "bench"])
+def test_a_command_in_an_installation_with_numpy_alone_says_what_to_install(command: str) -> None:
+    """In a process in which no package that foreword depends on can be imported, numpy aside."""
+    code = """
+import sys, importlib.abc, importlib.metadata, re
+names = {re.split(r"[^A-Za-z0-9_-]", need)[0] for need in importlib.metadata.requires("foreword")} - {"numpy", "foreword"}
+modules = {name.replace("-", "_") for name in names} | {"yaml"}
+class Nothing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in modules:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Nothing())
+from foreword.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    more = ["calibrate", "."] if command == "bench" else ["recorded.jsonl"]
+    done = subprocess.run([sys.executable, "-c", code, command, *more], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "foreword: ImportError: this command needs the package" in done.stderr
+    assert "pip install foreword" in done.stderr
+    assert "Traceback" not in done.stderr

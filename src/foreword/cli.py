@@ -49,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     except ForewordError as error:
         print(f"foreword: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "foreword":
+            raise
+        remedy = "this installation lacks what foreword depends on; run `pip install foreword`, without --no-deps"
+        print(f"foreword: ImportError: this command needs the package {error.name}; {remedy}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("foreword: interrupted", file=sys.stderr)
         return 130

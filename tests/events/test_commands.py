@@ -1,6 +1,8 @@
 """`--kv-events` of servers and LLMs, and `foreword watch`, with the real model."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,8 +22,28 @@ from live_server import FALCON, MODEL, ServerProcess
 ADDRESSES = ("kv_events", "kv_events_replay", "kv_events_snapshot")
 
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "events.md"
+
+
+def guide_commands() -> tuple[list[str], list[str]]:
+    """The guide's `foreword serve` and `foreword watch` without the word foreword, with free ports for its ports."""
+    blocks = GUIDE.read_text(encoding="utf-8").split("```")
+    lines = next(block for block in blocks if "foreword serve" in block).splitlines()
+    ports: dict[str, str] = {}
+    serve, watch = (
+        [
+            re.sub(r":(\d+)$", lambda port: f":{ports.setdefault(port[1], str(free_port()))}", word)
+            for word in next(line for line in lines if line.startswith(f"foreword {name}")).split()[1:]
+        ]
+        for name in ("serve", "watch")
+    )
+    return serve, watch
+
+
 def addresses() -> dict[str, str]:
-    return {name: f"tcp://*:{free_port()}" for name in ADDRESSES}
+    """Those of the guide."""
+    _, _, *flags = guide_commands()[0]
+    return {flag[2:].replace("-", "_"): one for flag, one in zip(flags[::2], flags[1::2], strict=True)}
 
 
 def follow(given: dict[str, str]) -> Subscriber:
@@ -47,14 +69,12 @@ def test_an_llm_publishes_what_its_cache_holds(chat_model: Path, index: str) -> 
 
 @pytest.mark.slow
 def test_a_server_publishes_and_watch_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    given = addresses()
-    flags = [part for name, one in given.items() for part in ("--" + name.replace("_", "-"), one)]
+    (_, _, *flags), watch = guide_commands()
     with ServerProcess(*flags) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         for _ in range(2):
             client.chat.completions.create(model=MODEL, messages=FALCON, max_tokens=8)
-        live, replay, snapshot = (reachable(given[name]) for name in ADDRESSES)
-        command = ["watch", live, "--replay", replay, "--snapshot", snapshot, "--interval", "2", "--reports", "3"]
+        command = [*watch, "--interval", "2", "--reports", "3"]
         assert cli.main([*command, "--json"]) == 0
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (report["state"], report["gaps"], report["bad"]) == ("exact", 0, 0)
@@ -84,6 +104,20 @@ def test_options_that_do_not_fit_are_refused() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             LLM("nowhere", **options)
+
+
+def test_watch_says_that_nobody_answers_and_what_to_start(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A closed port, and one at which something else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        for port in (free_port(), other.getsockname()[1]):
+            address = f"tcp://127.0.0.1:{port}"
+            caplog.clear()
+            assert cli.main(["watch", address, "--interval", "0.7", "--reports", "2", "--json"]) == 0
+            reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            assert {each["state"] for each in reports} == {f"nobody answers at {address}"}
+            assert caplog.text.count(f"nobody answers at {address}; start the engine") == 1
 
 
 @pytest.mark.parametrize(

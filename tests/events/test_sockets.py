@@ -10,7 +10,7 @@ from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, has
 from events.proxy import Proxy
 from foreword.config import EventsConfig
 from foreword.errors import ConfigError
-from foreword.events.publisher import Publisher
+from foreword.events.publisher import Publisher, binds
 from foreword.events.subscriber import Subscriber
 from foreword.events.wire import decode_live
 
@@ -116,6 +116,32 @@ def test_a_publisher_that_restarts_at_the_same_addresses_is_noticed(with_ids: bo
             assert second.held() != engine.held()
             assert subscriber.follower.counts["restarts"] == 1
             assert (subscriber.follower.publisher_id != first) is with_ids
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "[::1]", "0.0.0.0", "*"])
+def test_a_publisher_listens_at_literal_and_loopback_addresses_and_says_where(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if host == "[::1]" and not binds("tcp://[::1]:1"):
+        pytest.skip("this machine has no IPv6")
+    port = free_port()
+    config = EventsConfig(kv_events=f"tcp://{host}:{port}", kv_events_snapshot="tcp://127.0.0.1:*")
+    with caplog.at_level("INFO"), EngineWithEvents(config, seed=1) as engine:
+        reached = host if host not in ("0.0.0.0", "*") else "127.0.0.1"
+        with Subscriber(
+            f"tcp://{reached}:{port}", snapshot=reachable(engine.publisher.addresses["kv_events_snapshot"])
+        ) as subscriber:
+            engine.work()
+            assert becomes_equal(subscriber, engine)
+            assert subscriber.poll_until(lambda one: not one.unanswered)
+            engine.publisher.close()
+            assert subscriber.poll_until(lambda one: bool(one.unanswered)), "the publisher has gone"
+    assert f"kv_events: listening at {engine.publisher.addresses['kv_events']}" in caplog.text
+
+
+def test_a_publisher_calls_a_consumer_at_names_and_other_machines() -> None:
+    assert [binds(f"tcp://{host}:5557") for host in ("collector", "192.0.2.7", "[2001:db8::7]")] == [False] * 3
+    assert binds("ipc:///run/events")
 
 
 def free_port() -> int:

@@ -12,6 +12,7 @@ sequence number. So every consumer sees the gap.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -277,7 +278,9 @@ class Publisher:
         self._thread.start()
         self.addresses = ready.result()
         """The address of each option that has one."""
-        logger.info("cache events: %s", ", ".join(f"{name} at {one}" for name, one in self.addresses.items()))
+        for name, one in self.addresses.items():
+            listens = name != "kv_events" or binds(config.kv_events)
+            logger.info("%s: %s %s", name, "listening at" if listens else "calling a consumer that listens at", one)
 
     def describe(self, groups: Sequence[GroupSpec]) -> None:
         """Tell it the groups of the model's layers, before the first event."""
@@ -319,6 +322,7 @@ class Publisher:
             if address is None:
                 continue
             one = self._sockets[name] = context.socket(kind)
+            one.ipv6 = "[" in address
             one.sndhwm = 2 * (MAX_KEPT_BATCHES + 1) if kind == zmq.ROUTER else MAX_UNSENT
             try:
                 if kind != zmq.PUB or binds(address):
@@ -414,6 +418,34 @@ class Publisher:
             reply.send_multipart(snapshot.frames)
 
 
+def is_wildcard(address: str) -> bool:
+    """Whether an address names no one machine, so that only listening at it makes sense."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host in ("*", "0.0.0.0", "[::]", "::") or port in ("0", "*")
+
+
 def binds(address: str) -> bool:
-    """Whether a publisher listens at an address; at another one it calls a consumer that listens. As in vLLM."""
-    return "*" in address or "::" in address or address.startswith("ipc://") or address.endswith(":0")
+    """Whether a publisher listens at an address: a file, a wildcard, or this machine's address in digits.
+
+    At a name, and at another machine's address, it calls a consumer that listens, as in vLLM.
+    """
+    if address.startswith("ipc://") or is_wildcard(address):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]").partition("%")[0]
+    if host == "localhost":
+        return True
+    try:
+        literal = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return literal.is_loopback or _is_of_this_machine(str(literal))
+
+
+def _is_of_this_machine(host: str) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as one:
+        try:
+            one.bind((host, 0))
+        except OSError:
+            return False
+    return True

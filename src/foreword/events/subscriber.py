@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from foreword.errors import ConfigError
 from foreword.events.mirror import Follower, Mirror, Need
-from foreword.events.publisher import binds
+from foreword.events.publisher import is_wildcard
 from foreword.events.wire import SNAPSHOT_REQUEST, encode_seq
 
 ANSWER_S = 5.0
 """Longest time between two parts of an answer."""
+CONTACT_S = 0.5
+"""Time that a publisher has to answer the first call."""
 PAUSE_S = 0.1
 """Shortest time between two requests."""
 SILENCE_S = 10.0
@@ -31,6 +34,11 @@ class Subscriber:
     def __init__(self, events: str, *, replay: str | None = None, snapshot: str | None = None, topic: str = "") -> None:
         """Addresses such as tcp://HOST:5557. Raises ConfigError for one that cannot be used."""
         self.follower = Follower(has_replay=replay is not None, has_snapshot=snapshot is not None)
+        self._events, self._opened = events, time.monotonic()
+        self._num_contacts = 0
+        """Publishers at the other end of the stream now."""
+        self._unanswered: set[str] = set()
+        """Addresses whose last request got no answer."""
         self._addresses = {Need.REPLAY: replay, Need.SNAPSHOT: snapshot}
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -40,6 +48,7 @@ class Subscriber:
         self._heard = self._deadline = self._not_before = time.monotonic()
         try:
             self._live = self._open(zmq.SUB, events)
+            self._contacts = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._live.subscribe(topic)
             self._poller.register(self._live, zmq.POLLIN)
             for address in filter(None, self._addresses.values()):
@@ -58,8 +67,15 @@ class Subscriber:
         """Whether the mirror has all blocks; False while messages are missing, and without a way to get them."""
         return self.follower.is_exact
 
+    @property
+    def unanswered(self) -> list[str]:
+        """The addresses at which nobody answers, as far as is known."""
+        is_early = time.monotonic() - self._opened < CONTACT_S
+        return [*([] if self._num_contacts > 0 or is_early else [self._events]), *sorted(self._unanswered)]
+
     def poll(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for messages, apply those that are there, ask for what is missing."""
+        self._note_contacts()
         self._ask()
         must_ask = self._request is None and self.follower.need is not Need.NOTHING
         ready = dict(self._poller.poll(round(1000 * min(timeout_s, PAUSE_S if must_ask else timeout_s))))
@@ -70,6 +86,7 @@ class Subscriber:
         now = time.monotonic()
         if self._request is not None and now > self._deadline:
             self._forget_request()
+            self._unanswered.update(filter(None, [self._addresses.get(self._asked[0])]))
             self.follower.request_failed()
         if self.follower.publisher_id is not None and now - self._heard > SILENCE_S:
             self._heard = now
@@ -111,7 +128,13 @@ class Subscriber:
         self._asked, self._deadline = wanted, now + ANSWER_S
         self._request.send_multipart([SNAPSHOT_REQUEST] if is_snapshot else [b"", encode_seq(self.follower.next_seq)])
 
+    def _note_contacts(self) -> None:
+        while self._contacts.poll(0):
+            event = recv_monitor_message(self._contacts)["event"]
+            self._num_contacts = max(0, self._num_contacts + (1 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else -1))
+
     def _take_answer(self, frames: list[bytes]) -> None:
+        self._unanswered.discard(self._addresses.get(self._asked[0]) or "")
         self._deadline = time.monotonic() + ANSWER_S
         if self._asked[0] is Need.SNAPSHOT:
             self._forget_request()
@@ -140,9 +163,10 @@ class Subscriber:
 
     def _open(self, kind: int, address: str) -> zmq.Socket[bytes]:
         one = self._context.socket(kind)
+        one.ipv6 = "[" in address
         one.rcvhwm = 0  # a long replay does not fit into the default
         try:
-            if kind == zmq.SUB and binds(address) and not address.startswith("ipc://"):
+            if kind == zmq.SUB and is_wildcard(address):
                 one.bind(address)
             else:
                 one.connect(address)

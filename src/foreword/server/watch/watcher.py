@@ -6,6 +6,7 @@ calls it; a `Report` may go to others.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from foreword.replay.keys import PrefixKeys
 from foreword.replay.live_curve import CurvePoint, LiveLruCurve
 from foreword.replay.trace import TraceWriter
 from foreword.server.observe.more_memory import FACTORS
+
+logger = logging.getLogger(__name__)
 
 MAX_PREFIXES = 5
 """Common prefixes to show."""
@@ -124,6 +127,7 @@ class Watcher:
         self._prefixes_after = -float("inf")
         self._polled = self._reported = time.monotonic()
         self._stored = self._removed = 0
+        self._said_silent: list[str] = []
 
     def poll(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for events, and follow those that are there. Raises TraceError."""
@@ -157,7 +161,7 @@ class Watcher:
             self._prefixes = tuple(mirror.common_prefixes(MAX_PREFIXES))
             self._prefixes_after = now + (time.monotonic() - now) / MAX_PREFIX_SHARE
         return Report(
-            follower.state,
+            self._state(),
             len(mirror.blocks),
             mirror.num_tokens,
             requests.num_blocks,
@@ -173,6 +177,18 @@ class Watcher:
             tuple(self._recent),
             None if self._recording is None else self._recording.num_requests,
         )
+
+    def _state(self) -> str:
+        """The state, or the addresses at which nobody answers; the log says the remedy when they change."""
+        silent = self._subscriber.unanswered
+        if silent and silent != self._said_silent:
+            logger.warning(
+                "nobody answers at %s; start the engine with its events at the same address, such as "
+                "--kv-events tcp://127.0.0.1:5557 (foreword), --kv-events-config (vLLM, SGLang)",
+                ", ".join(silent),
+            )
+        self._said_silent = silent
+        return f"nobody answers at {', '.join(silent)}" if silent else self._subscriber.follower.state
 
     def close(self) -> None:
         """Follow the requests that are still open, and finish the recording. May be called twice. Raises TraceError."""
