@@ -180,8 +180,8 @@ def test_a_command_in_an_installation_with_numpy_alone_says_what_to_install(comm
     """In a process in which no package that foreword depends on can be imported, numpy aside."""
     code = """
 import sys, importlib.abc, importlib.metadata, re
-names = {re.split(r"[^A-Za-z0-9_-]", need)[0] for need in importlib.metadata.requires("foreword")} - {"numpy", "foreword"}
-modules = {name.replace("-", "_") for name in names} | {"yaml"}
+names = {re.split(r"[^A-Za-z0-9_-]", need)[0] for need in importlib.metadata.requires("foreword")}
+modules = {name.replace("-", "_") for name in names - {"numpy", "foreword"}} | {"yaml"}
 class Nothing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in modules:
