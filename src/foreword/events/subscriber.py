@@ -5,6 +5,7 @@ Knows sockets and time; `mirror.py` knows what messages mean. One thread calls i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -34,7 +35,7 @@ class Subscriber:
     def __init__(self, events: str, *, replay: str | None = None, snapshot: str | None = None, topic: str = "") -> None:
         """Addresses such as tcp://HOST:5557. Raises ConfigError for one that cannot be used."""
         self.follower = Follower(has_replay=replay is not None, has_snapshot=snapshot is not None)
-        self._events, self._opened = events, time.monotonic()
+        self._events, self._first_poll = events, math.inf
         self._num_contacts = 0
         """Publishers at the other end of the stream now."""
         self._unanswered: set[str] = set()
@@ -48,7 +49,6 @@ class Subscriber:
         self._heard = self._deadline = self._not_before = time.monotonic()
         try:
             self._live = self._open(zmq.SUB, events)
-            self._contacts = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._live.subscribe(topic)
             self._poller.register(self._live, zmq.POLLIN)
             for address in filter(None, self._addresses.values()):
@@ -70,11 +70,12 @@ class Subscriber:
     @property
     def unanswered(self) -> list[str]:
         """The addresses at which nobody answers, as far as is known."""
-        is_early = time.monotonic() - self._opened < CONTACT_S
+        is_early = time.monotonic() - self._first_poll < CONTACT_S
         return [*([] if self._num_contacts > 0 or is_early else [self._events]), *sorted(self._unanswered)]
 
     def poll(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for messages, apply those that are there, ask for what is missing."""
+        self._first_poll = min(self._first_poll, time.monotonic())
         self._note_contacts()
         self._ask()
         must_ask = self._request is None and self.follower.need is not Need.NOTHING
@@ -164,6 +165,8 @@ class Subscriber:
     def _open(self, kind: int, address: str) -> zmq.Socket[bytes]:
         one = self._context.socket(kind)
         one.ipv6 = "[" in address
+        if kind == zmq.SUB:  # before it connects, or the first contact goes unseen
+            self._contacts = one.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         one.rcvhwm = 0  # a long replay does not fit into the default
         try:
             if kind == zmq.SUB and is_wildcard(address):
