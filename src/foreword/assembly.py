@@ -329,9 +329,13 @@ def build_engine(
             f"{budget} bytes of KV memory ({num_blocks} blocks) cannot be allocated on {model.device}; lower "
             f"{'kv_cache_memory_bytes' if config.cache.num_gpu_blocks_override is None else 'num_gpu_blocks_override'}"
         ) from error
+    max_positions = model.max_positions - len(config.cache.sink_token_ids)
+    max_model_len = _max_model_len(config, max_positions, manager)
+    longer_by = "raise max_model_len" if config.model.max_model_len else "give the cache more memory"
     limits = ModelLimits(
         vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
+        max_model_len=max_model_len,
+        longer_by=None if max_model_len == max_positions else longer_by,
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         allows_links=model.can_link(layout),
     )
@@ -368,12 +372,13 @@ def build_engine(
 def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools:
     """What an engine asks of a tokenizer. End tokens never appear in a text, even if they mark a call."""
 
-    def open_text_stream(params: SamplingParams) -> TextStream:
+    def open_text_stream(params: SamplingParams, after: Sequence[int]) -> TextStream:
         return tokenizer.stream(
             params.stop,
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             kept_ids=tokenizer.marker_ids - eos_token_ids if params.keep_markers else frozenset(),
+            after=after,
         )
 
     return TextTools(open_text_stream, tokenizer.spellings)

@@ -305,17 +305,18 @@ class LLM:
         template, inputs = rendering.get("chat_template"), template_inputs(rendering)
         if rendering.get("tools") and "tools" not in (template or tokenizer.chat_template or "tools"):
             raise ChatTemplateError("the model's chat template takes no tools; leave them out, or give chat_template")
+        continues = rendering.get("continue_final_message", False)
         token_ids = tokenizer.render_chat(
             messages,
             add_generation_prompt=rendering.get("add_generation_prompt"),
-            continue_final_message=rendering.get("continue_final_message", False),
+            continue_final_message=continues,
             template_inputs=inputs,
             chat_template=template,
         )
         if self.engine.state_interval is None:
-            return Prompt(token_ids)
+            return Prompt(token_ids, begins_reply=not continues)
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
-        return Prompt(token_ids, message_ends=ends)
+        return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
 
     def _prompt(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
         return self._prompts.read(prompt, link)

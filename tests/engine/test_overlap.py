@@ -124,10 +124,16 @@ def test_a_stop_string_found_while_the_next_token_is_computed_ends_the_answer_th
         def finish(self) -> str:
             return ""
 
+        cut = finish
+
     world = HashEngine.build(vocab_size=VOCAB_SIZE)
     runner = LateRunner(world.runner)
     engine = Engine(
-        world.manager, world.scheduler.config, runner, ModelLimits(VOCAB_SIZE, 512), text=TextTools(lambda _: Letters())
+        world.manager,
+        world.scheduler.config,
+        runner,
+        ModelLimits(VOCAB_SIZE, 512),
+        text=TextTools(lambda *_: Letters()),
     )
     output = engine.add_request(
         "one", prompt_of([1, 2, 3]), SamplingParams(max_tokens=9, seed=1, ignore_eos=True, stop=("xxx",))
@@ -297,7 +303,7 @@ class StopAtThird:
         new_text: str
         stop: str | None
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, after: Sequence[int]) -> None:
         self._num_tokens, self._stop = 0, params.stop
 
     def push(self, token_ids: Sequence[int]) -> Step:
@@ -306,6 +312,8 @@ class StopAtThird:
 
     def finish(self) -> str:
         return ""
+
+    cut = finish
 
 
 def stopping_engine() -> tuple[HashEngine, LateRunner]:

@@ -113,7 +113,10 @@ class Engine:
         requests = self._intake.requests(request_id, prompt, params)
         if answered:
             self._intake.resume(requests, answered)
-        output = self._outputs.open(request_id, prompt.text, prompt.token_ids.tolist(), requests)
+        begins_reply = prompt.begins_reply and params.open_constraint is None  # a grammar's text is all there
+        output = self._outputs.open(
+            request_id, prompt.text, prompt.token_ids.tolist(), requests, begins_reply=begins_reply
+        )
         for request in requests:
             self.scheduler.add(request)
         self.entries.note_marks(requests[0], prompt)

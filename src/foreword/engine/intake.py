@@ -5,6 +5,7 @@ Knows prompts, parameters and limits; knows neither queues nor steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from foreword.cache import KVCacheManager, MediaItem, TokenSequence, jump_item, 
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.errors import InvalidRequestError, PromptTooLongError, RequestTooLargeError
 from foreword.request import LinkedRun, Links, Request, SamplingParams, TokenLimits
+
+logger = logging.getLogger(__name__)
 
 
 class Intake:
@@ -32,10 +35,12 @@ class Intake:
         """`max_step_tokens`: the most tokens that a step computes."""
         self._manager, self._limits, self._text, self._keys = manager, limits, text, keys
         self._max_step_tokens, self._seed, self._num_added = max_step_tokens, seed, 0
+        self._has_warned = False
 
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""
         max_tokens = self.check(prompt, params)
+        self._note_cut(prompt, params, max_tokens)
         links = self._links(prompt)
         sources = () if links is None else self._sources(links, prompt)
         [drawn] = self.next_seeds(1)
@@ -69,6 +74,21 @@ class Intake:
             if links is not None:
                 request.link(links, sources)
         return requests
+
+    def _note_cut(self, prompt: Prompt, params: SamplingParams, room: int) -> None:
+        """Log that answers get fewer tokens than asked for: the first time as a warning."""
+        if params.max_tokens is None or params.max_tokens <= room:
+            return
+        level, self._has_warned = logging.DEBUG if self._has_warned else logging.WARNING, True
+        logger.log(
+            level,
+            "max_tokens=%d is more than the %d that max_model_len=%d leaves after a prompt of %d tokens: the answer "
+            "ends there with finish_reason 'length' (said once; ask for fewer, or shorten the prompt)",
+            params.max_tokens,
+            room,
+            self._limits.max_model_len,
+            len(prompt.token_ids),
+        )
 
     def next_seeds(self, count: int) -> list[int]:
         return [self._seed + 0x9E3779B9 * (self._num_added + number + 1) for number in range(count)]
@@ -204,9 +224,10 @@ class Intake:
         reached = length if prompt.links is None else max(length, int(prompt.links.positions[-1]) + 1)
         room = self._limits.max_model_len - reached
         if room < 1:
+            longer = self._limits.longer_by
             raise PromptTooLongError(
                 f"the prompt has {length} tokens, but max_model_len={self._limits.max_model_len} must hold prompt and "
-                "answer; shorten the prompt or raise max_model_len",
+                f"answer; shorten the prompt{'' if longer is None else f' or {longer}'}",
                 length,
                 self._limits.max_model_len - 1,
             )

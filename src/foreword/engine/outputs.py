@@ -27,9 +27,11 @@ class TextStream(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> TextStep: ...
     def finish(self) -> str: ...
+    def cut(self) -> str: ...
 
 
-OpenTextStream = Callable[[SamplingParams], TextStream]
+OpenTextStream = Callable[[SamplingParams, Sequence[int]], TextStream]
+"""Opens a stream for one answer; the tokens are those whose text it continues."""
 
 
 @dataclass(slots=True)
@@ -79,16 +81,25 @@ class Outputs:
         return [answer.request for answer in self._group_named[request_id].answers]
 
     def open(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], requests: Sequence[Request]
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        requests: Sequence[Request],
+        *,
+        begins_reply: bool = False,
     ) -> RequestOutput:
-        """The output of a prompt's continuations. Their tokens are in it as soon as the requests have them."""
-        answers = []
+        """The output of a prompt's continuations. Their tokens are in it as soon as the requests have them.
+
+        `begins_reply`: whether their text begins, and does not continue the prompt's.
+        """
+        answers, after = [], () if begins_reply else prompt_token_ids
         for index, request in enumerate(requests):
             logprobs = None if request.params.logprobs is None else request.logprobs
             completion = CompletionOutput(
                 index, token_ids=request.sequence.shown, logprobs=logprobs, drafts=request.drafts
             )
-            stream = None if self._open_text_stream is None else self._open_text_stream(request.params)
+            stream = None if self._open_text_stream is None else self._open_text_stream(request.params, after)
             answers.append(_Answer(request, completion, stream))
         completions = [answer.completion for answer in answers]
         output = RequestOutput(request_id, prompt, prompt_token_ids, completions, requests[0].metrics)
@@ -155,7 +166,8 @@ class Outputs:
     def _end(self, answer: _Answer) -> None:
         request, completion = answer.request, answer.completion
         if answer.stream is not None:
-            completion.text += answer.stream.finish()
+            is_cut = request.finish_reason != "stop"
+            completion.text += answer.stream.cut() if is_cut else answer.stream.finish()
         completion.token_ids[:] = request.sequence.generated_from(0)  # undoes the caller's changes
         completion.finish_reason = request.finish_reason
         completion.stop_reason = request.stop_reason

@@ -26,6 +26,8 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
+    longer_by: str | None = "raise max_model_len"
+    """What would make `max_model_len` longer; None: nothing, the model has no more positions."""
     allows_links: bool = False
     """Whether KV can be moved to other positions, so that prompts may have links."""
 
@@ -102,6 +104,9 @@ class Prompt:
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()
     """Once the prompt is computed, each becomes an entry of the cache."""
+    begins_reply: bool = False
+    """Whether the answer's text begins here, as in a chat, so that decoders may drop the space before its first word.
+    Otherwise it continues the prompt's text."""
     links: Links | None = None
     """Tokens that are copied from other sequences, and positions; None: all tokens are computed, in their places."""
     owner: str | None = None

@@ -152,7 +152,7 @@ class Layout:
                 raise box.module.place.error(
                     SchemaError,
                     f"{_named(path)} has {len(box.own_ids):,} tokens{after}, and one request may have {most:,}; "
-                    "split it, shorten its parameters, or raise max_model_len",
+                    "split it, shorten its parameters, or raise max_model_len if the model has more positions",
                 )
 
     @property

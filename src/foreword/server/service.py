@@ -317,14 +317,15 @@ class Service:
             found = tuple(Mark(end, mark.keep) for mark, end in zip(marks, ends, strict=True) if end)
         else:
             token_ids, found = await self.render_chat(messages, ending=ending, template_inputs=template_inputs), ()
+        begins_reply = not ending.continue_final_message
         if self.llm.engine.state_interval is None:
-            return Prompt(token_ids, marks=found)
+            return Prompt(token_ids, marks=found, begins_reply=begins_reply)
         self.check_length(len(token_ids))
         message_ends = await self.crews.text.run(
             lambda: self.tokenizer.message_ends(messages, token_ids, template_inputs=template_inputs)
         )  # each beginning is rendered separately
         all_ends = {*message_ends, *(mark.end for mark in found)}
-        return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found)
+        return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found, begins_reply=begins_reply)
 
     async def spell(self, words: Sequence[str]) -> None:
         """Have the tokenizer remember the spelling of these words, so that the engine need not wait for it."""

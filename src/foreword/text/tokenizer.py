@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.errors import InvalidRequestError, ModelLoadError
+from foreword.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from foreword.text.detokenizer import REPLACEMENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from foreword.text.rendering import Renderer
 from foreword.text.reply.format import ReplyFormat, choose_format
-from foreword.text.stream import REPLACEMENT, Detokenizer, TextStream
+from foreword.text.stream import TextStream
+from foreword.text.token_bytes import TokenBytes
 from foreword.text.tokenizer_files import find_tokenizer_files, one_line
 
 _MIN_TOKEN_CHARACTERS = 16
@@ -51,6 +53,9 @@ class Tokenizer(Renderer):
         self._skipped_ids = frozenset(i for i in candidates if not self.decode([i]))
         self._response_template: str | None = None
         self._token_texts: dict[int, str] = {}
+        self._bytes = TokenBytes(
+            hf_tokenizer, self._decode, self.token_text, decodes_plainly=_decodes_plainly(hf_tokenizer)
+        )
         self._spelt = functools.lru_cache(MOST_SPELT)(self._spell)
         self._formats = _Formats()
         self._markers_of = functools.lru_cache(1)(self._find_markers)
@@ -72,6 +77,7 @@ class Tokenizer(Renderer):
                 source, revision=revision or "main", trust_remote_code=trust_remote_code
             )
         except Exception as error:  # tokenizers raises bare Exception for damaged files
+            _check_config(model, source, revision, trust_remote_code=trust_remote_code)
             raise ModelLoadError(
                 f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}; check its tokenizer files, "
                 "or delete them to work with token ids alone"
@@ -178,9 +184,8 @@ class Tokenizer(Renderer):
 
     def num_tokens_in(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
         """The number of tokens of a reply whose text begins in one of these spans of characters, markers counted."""
-        push = self.detokenizer(self.marker_ids).push
-        lengths = list(accumulate((len(push(int(token_id))) for token_id in token_ids), initial=0))[:-1]
-        ends = [bisect_left(lengths, offset) for span in spans for offset in span]
+        begins = self.offsets(token_ids, self.detokenizer(self.marker_ids))
+        ends = [bisect_left(begins, offset) for span in spans for offset in span]
         return sum(end - begin for begin, end in zip(ends[::2], ends[1::2], strict=True))
 
     def spell(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
@@ -206,6 +211,31 @@ class Tokenizer(Renderer):
             self._token_texts[token_id] = text
         return text
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token adds in the middle of a text; of a special token, those of its name.
+
+        None for a part of a character in a vocabulary that does not say which.
+        """
+        return self._bytes.of(int(token_id))
+
+    def offsets(self, token_ids: Sequence[int], detokenizer: Detokenizer) -> list[int]:
+        """Where the text of each token begins, in characters of the detokenizer's text, which they are added to.
+
+        A token that begins inside a character begins where that does.
+        """
+        begins = []
+        for token_id in token_ids:
+            begins.append(detokenizer.num_characters)
+            detokenizer.push(int(token_id))
+        return begins
+
+    def prompt_text(self, token_ids: Sequence[int]) -> str:
+        """The text that an answer continues: without a character at its end that the prompt only begins."""
+        if not self.detokenizer(after=token_ids).flush():
+            return self.decode(token_ids)
+        detokenizer = self.detokenizer()
+        return "".join([*(detokenizer.push(int(token_id)) for token_id in token_ids), detokenizer.cut()])
+
     def stream(
         self,
         stop: Sequence[str] = (),
@@ -213,24 +243,27 @@ class Tokenizer(Renderer):
         include_stop: bool = False,
         min_tokens: int = 0,
         kept_ids: frozenset[int] = frozenset(),
+        after: Sequence[int] = (),
     ) -> TextStream:
         """A new `TextStream` for one output.
 
         The strings `stop` end it; with `include_stop` they are part of the text. The stream looks for them only after
-        the first `min_tokens` tokens. `kept_ids`: special tokens that are part of the text.
+        the first `min_tokens` tokens. `kept_ids`: special tokens that are part of the text. `after`: the tokens that
+        the text continues; without any, decoders that drop the space before a text's first word do so.
         """
         if isinstance(stop, str):
             stop = (stop,)
         if not all(stop):
             raise InvalidRequestError("a stop string is empty; leave it out")
-        detokenizer = self.detokenizer(kept_ids)
+        detokenizer = self.detokenizer(kept_ids, after)
         return TextStream(detokenizer, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
 
-    def detokenizer(self, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
-        """Turns tokens into text; the special tokens `kept_ids` are part of it."""
-        if not kept_ids:
-            return Detokenizer(self._decode, self._skipped_ids)
-        return Detokenizer(self._decode_all, self._skipped_ids - kept_ids)
+    def detokenizer(self, kept_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> Detokenizer:
+        """Turns tokens into text; the special tokens `kept_ids` are part of it. `after`: the tokens it continues."""
+        skipped = self._skipped_ids - kept_ids
+        if self._bytes.is_byte_level:
+            return ByteDetokenizer(self._bytes.of, skipped, after)
+        return WindowDetokenizer(self._decode_all if kept_ids else self._decode, skipped, self._bytes.byte_of, after)
 
     def _decode_all(self, token_ids: list[int]) -> str:
         """Text of tokens with special ones."""
@@ -243,19 +276,39 @@ class Tokenizer(Renderer):
         return text
 
 
+def _check_config(model: str, source: str, revision: str | None, *, trust_remote_code: bool) -> None:
+    """Raise ModelLoadError or UnsupportedModelError if config.json, which tokenizers read too, is at fault."""
+    from transformers import AutoConfig
+
+    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
+        return
+    try:
+        AutoConfig.from_pretrained(source, revision=revision or "main", trust_remote_code=trust_remote_code)
+    except Exception as error:  # config.json may hold anything
+        is_unknown = "does not recognize this architecture" in str(error)
+        raise (UnsupportedModelError if is_unknown else ModelLoadError)(
+            f"the config.json of {model!r} cannot be used: {one_line(error)}; correct it, or download it again"
+        ) from error
+
+
 def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
     """A function that decodes like a transformers tokenizer, without special tokens and clean-up.
 
     If no class overrides `decode`, the function calls the tokenizer in Rust directly, which takes half the time.
     """
+    if _decodes_plainly(hf_tokenizer):
+        return functools.partial(hf_tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    decode = functools.partial(hf_tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return lambda token_ids: decode(list(token_ids))  # foreign code may change the list that it gets
+
+
+def _decodes_plainly(hf_tokenizer: Any) -> bool:
+    """Whether a tokenizer decodes as its backend in Rust does."""
     from transformers import PreTrainedTokenizerFast
 
     own: Any = type(hf_tokenizer)
     plain: Any = PreTrainedTokenizerFast
-    if issubclass(own, plain) and own.decode is plain.decode and own._decode is plain._decode:
-        return functools.partial(hf_tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    decode = functools.partial(hf_tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return lambda token_ids: decode(list(token_ids))  # foreign code may change the list that it gets
+    return issubclass(own, plain) and own.decode is plain.decode and own._decode is plain._decode
 
 
 class _Formats:

@@ -58,7 +58,7 @@ def test_the_grammar_of_optional_arguments_is_linear_in_their_number() -> None:
 
 
 def test_reasoning_spans_are_the_same_for_every_cut() -> None:
-    text = "A visible answer. <think>x</think> more text. <think>y</think>end"
+    text = " <think>x</think>\n<think>y</think> A visible answer, and <think>z</think>."
     spans = []
     for step in (1, 7, len(text)):
         reader = ReplyReader(family("hermes"), "<|im_start|>assistant\n")
@@ -69,3 +69,4 @@ def test_reasoning_spans_are_the_same_for_every_cut() -> None:
     assert spans[0] == spans[1] == spans[2]
     begin, end = spans[0][0]
     assert text[begin:end].startswith("<think>x")
+    assert len(spans[0]) == 2

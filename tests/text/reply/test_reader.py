@@ -287,3 +287,20 @@ def test_the_scanner_fails_where_json_does(text, cut):
         assert json.loads(scanner.text) == value
     else:
         assert not scanner.is_done
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].thinking is not None and name != "gpt_oss"])
+def test_thinking_that_is_only_mentioned_hides_nothing(name):
+    marks = FORMATS[name].thinking
+    opened, closed = marks.opens, marks.closes
+    prompt_end = SAMPLES[name].prompt_end.removesuffix("<think>\n").removesuffix("<think>")
+    for mention in (f"Write {opened} before it.", f"Use:\n{opened}\nthen\n{closed}\nend", f"`{opened}`"):
+        for size in (1, 3, 1000):
+            assert read(name, mention, size, prompt_end=prompt_end) == [Text(mention)]
+            assert read(name, f"{opened}Hm.{closed}{mention}", size, prompt_end=prompt_end) == [
+                Reasoning("Hm."),
+                Text(mention),
+            ]
+    thought = f"\n\n{opened}Hm.{closed}\n{opened}Yes.{closed}\n\nGood."
+    assert read(name, thought, 1, prompt_end=prompt_end)[-1] == Text("Good.")
+    assert isinstance(read(name, thought, 1, prompt_end=prompt_end)[0], Reasoning)

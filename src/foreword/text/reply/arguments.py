@@ -43,7 +43,7 @@ def cast(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, A
     """The arguments with texts as values of the types that a schema of parameters gives them."""
     properties = properties_of(schema)
     return {
-        key: _cast(value, types_of(properties.get(key), schema)) if isinstance(value, str) else value
+        key: _cast(value, properties.get(key), schema) if isinstance(value, str) else value
         for key, value in arguments.items()
     }
 
@@ -61,50 +61,104 @@ def required_of(schema: Any) -> set[str]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """The names of the types that a schema allows, in its order; references lead into `root`.
+    """The names of the types that a schema allows, in its order; references lead into `root`."""
+    return list(dict.fromkeys(name for one in variants(schema, root) for name in _type_names(one)))
 
-    Clients may send any schema: what is not of JSON schema's form counts as missing, and no more than MOST_SCHEMAS
-    schemas are looked at.
+
+def _type_names(schema: Mapping[str, Any]) -> list[str]:
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    declared = schema.get("type")
+    if declared is None:
+        return [_TYPE_NAMES.get(type(value), "object") for value in values]
+    return [name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)]
+
+
+def variants(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Schemas of one type each, of which a value has to match one: without references, `anyOf`, `oneOf` and `allOf`.
+
+    Fixed values stay together. Clients may send any schema: what is not of JSON schema's form counts as missing, and no
+    more than MOST_SCHEMAS schemas are looked at.
     """
-    return _types(schema, root, [MOST_SCHEMAS])
+    return _variants(schema, root, [MOST_SCHEMAS])
 
 
-def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> list[str]:
+def _variants(schema: Any, root: Mapping[str, Any], left: list[int]) -> list[Mapping[str, Any]]:
     left[0] -= 1
-    if left[0] < 0:
+    if left[0] < 0 or not isinstance(schema, Mapping):
         return []
+    schema = _joined(_resolved(schema, root), root, left)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list) and schema[key]:
+            rest = {name: value for name, value in schema.items() if name != key}
+            choices = [_resolved(choice, root) for choice in schema[key]]
+            return [one for choice in choices for one in _variants({**rest, **choice}, root, left)]
+    types = schema.get("type")
+    if not isinstance(types, list) or "enum" in schema or "const" in schema:
+        found = [schema]
+    else:
+        found = [{**schema, "type": name} for name in types if isinstance(name, str)]
+    return [*found, {"type": "null"}] if schema.get("nullable") is True else found
+
+
+def _joined(schema: Mapping[str, Any], root: Mapping[str, Any], left: list[int]) -> Mapping[str, Any]:
+    """A schema with those of its `allOf` joined to it."""
+    while isinstance(schema.get("allOf"), list) and left[0] > 0:
+        joined: dict[str, Any] = {}
+        for part in schema["allOf"]:
+            left[0] -= 1
+            joined.update(_resolved(part, root))
+        schema = {**joined, **{name: value for name, value in schema.items() if name != "allOf"}}
+    return schema
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with what its reference leads to."""
     for _ in range(8):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
         target: Any = root
-        for key in schema["$ref"].removeprefix("#/").split("/"):
-            target = target.get(key) if isinstance(target, Mapping) else None
-        schema = target
-    if not isinstance(schema, Mapping):
-        return []
-    declared = schema.get("type")
-    declared = [declared] if isinstance(declared, str) else declared
-    types = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
-    for choices in (schema.get("anyOf"), schema.get("oneOf")):
-        for choice in choices if isinstance(choices, list) else ():
-            types += _types(choice, root, left)
-    if not types and ("enum" in schema or "const" in schema):
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-        types = list(dict.fromkeys(_TYPE_NAMES.get(type(value), "object") for value in values))
-    return [*types, "null"] if schema.get("nullable") and "null" not in types else types
+        for key in schema["$ref"].removeprefix("#").strip("/").split("/"):
+            target = target if not key else target.get(key) if isinstance(target, Mapping) else None
+        rest = {name: value for name, value in schema.items() if name != "$ref"}
+        schema = {**target, **rest} if isinstance(target, Mapping) else rest
+    return schema if isinstance(schema, Mapping) else {}
 
 
 _TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 
 
-def _cast(text: str, types: Sequence[str]) -> Any:
-    """The value of the first type that the text can be; the text itself if it can be none, or only a string."""
+def _cast(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value of the first type that the text can be; the text itself if it can be none.
+
+    Where a schema allows texts too, a value counts only if it is written like this: 02134 and 1e5 stay texts.
+    """
+    found = variants(schema, root)
+    if any(text == value for one in found for value in (*_listed(one.get("enum")), one.get("const"))):
+        return text
+    types = list(dict.fromkeys(name for one in found for name in _type_names(one)))
     for name in types:
         try:
-            return _CASTS[name](text.strip())
+            value = _CASTS[name](text.strip())
         except (KeyError, ValueError, RecursionError, OverflowError):
             continue
+        if "string" not in types or _is_written(value, text):
+            return value
     return text
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _is_written(value: Any, text: str) -> bool:
+    """Whether a value is written as this text, by JSON or by a template; white space in lists and objects is free."""
+    try:
+        written = as_json(value)
+    except (ValueError, RecursionError):
+        return False
+    if isinstance(value, dict | list):
+        return "".join(written.split()) == "".join(text.split())
+    return text in (written, str(value))
 
 
 def _integer(text: str) -> int:

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.text.reply.arguments import properties_of, required_of, types_of
+from foreword.text.reply.arguments import properties_of, required_of
 from foreword.text.reply.format import BARE, ReplyFormat, family
+from foreword.text.reply.tag_values import ANY_TEXT, TagValue, tag_values
 
 MAX_FORCED_CALLS = 16
 """Most forced calls in one answer: a model that is not trained for tools would not stop."""
@@ -90,22 +91,50 @@ class _Writer:
     def _value(
         self, item: str, opening: str, schema: Any, root: Mapping[str, Any], tags: Mapping[str, str]
     ) -> list[str]:
+        values = tag_values(schema, root)
+        if not tags.get("string") and any(value.is_any_text for value in values):
+            values = [ANY_TEXT]  # whatever else may stand there is a text too
+        forms, rules = [], []
+        for number, value in enumerate(values):
+            form, more = self._form_of(value, f"{item}_v{number}", tags)
+            forms.append(form)
+            rules += more
+        return [f"{item}: {opening} ({' | '.join(forms)})", *rules]
+
+    def _form_of(self, value: TagValue, name: str, tags: Mapping[str, str]) -> tuple[str, list[str]]:
+        """The terms of one way to write a value, with what follows it, and the rules that they need."""
         closing = self.literal(tags["close"])
-        mark = tags.get("string", "")
-        quote = self.literal(mark)
-        texts = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-            one_of = " | ".join(self.literal(mark + text + mark) or '""' for text in texts)
-            return [f"{item}: {opening} ({one_of}) {closing}"]
-        if types_of(schema, root) not in ([], ["string"]):
-            whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
-            whole["x-guidance"] = _SEPARATORS
-            return [f"{item}: {opening} {item}_v {closing}", f"{item}_v: %json {json.dumps(whole)}"]
-        ends = mark or tags["close"]
-        if "<[" in self.literal(ends):
-            return [f"{item}: {opening} {quote} {item}_v {quote} {closing}", f"{item}_v: /(?s:.*)/"]
-        after = closing if mark else ""
-        return [f"{item}: {opening} {quote} {item}_v {after}", f"{item}_v[suffix={json.dumps(ends)}]: /(?s:.*)/"]
+        mark = tags.get("string", "") if value.is_text else ""
+        quote, ends = self.literal(mark), mark or tags["close"]
+        if value.exactly is not None:
+            return f"{self.literal(mark + value.exactly + mark) or EMPTY} {closing}", []
+        if value.schema is not None:
+            return f"{name} {closing}", [f"{name}: %json {json.dumps({**value.schema, 'x-guidance': _SEPARATORS})}"]
+        after, is_token = closing if mark else "", "<[" in self.literal(ends)
+        if is_token:  # a token of its own ends the text
+            after = f"{quote} {closing}"
+        if not value.patterns:
+            suffix = "" if is_token else f"[suffix={json.dumps(ends)}]"
+            return f"{quote} {name} {after}", [f"{name}{suffix}: /(?s:.*)/"]
+        terms = [_regex(pattern) for pattern in value.patterns]
+        if is_token:
+            terminal = " & ".join(terms)
+        else:  # text and end are one terminal, in which the end stands once: at the end
+            earlier = _regex(f"(?s:.*){_MEANINGFUL.sub(LITERAL, ends)}(?s:.+)")
+            terminal = f"(({' & '.join(terms)}) {json.dumps(ends)}) & ~{earlier}"
+        return f"{quote} {name.upper()} {after}", [f"{name.upper()}: {terminal}"]
+
+
+EMPTY = '""'
+LITERAL = r"\\\g<0>"
+_MEANINGFUL = re.compile(r"[^\w\s<>/\"']")
+"""Characters that may mean something in regular expressions."""
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression as a term of Lark."""
+    escaped = re.sub(r"\\.|/", lambda match: r"\/" if match[0] == "/" else match[0], pattern, flags=re.DOTALL)
+    return "/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/"
 
 
 def _sequence(name: str, items: Sequence[tuple[str, bool]], between: str) -> list[str]:

@@ -179,7 +179,12 @@ class ReplyReader:
             watched = [(one, one is not self._implicit) for one in self._fields]
         for field, opens in watched:
             pattern = field.open_re if opens else field.close_re
-            match = None if pattern is None else pattern.search(buffer, self._at, partial=not at_end)
+            if pattern is None:
+                match = None
+            elif opens and self._implicit is not None and self._form.kind(field.name) == "reasoning":
+                match = self._thinking_here(pattern, at_end=at_end)
+            else:
+                match = pattern.search(buffer, self._at, partial=not at_end)
             if match is None:
                 continue
             literals, can_extend = (
@@ -199,6 +204,14 @@ class ReplyReader:
         if len(buffer) - held > _MOST_SPACE and buffer[held:].isspace():
             held = len(buffer) - _MOST_SPACE
         return None, None, held
+
+    def _thinking_here(self, pattern: Any, *, at_end: bool) -> Any:
+        """The marker that opens thinking, if it stands here. In a text that has begun, one is only mentioned."""
+        if self._last == "text":
+            return None
+        start = len(self._buffer) - len(self._buffer[self._at :].lstrip())
+        matches = (pattern.match(self._buffer, begin, partial=not at_end) for begin in dict.fromkeys((self._at, start)))
+        return next((match for match in matches if match is not None), None)
 
     def _open(self, field: Any, match: Any) -> None:
         kind = self._form.kind(field.name)

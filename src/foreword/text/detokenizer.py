@@ -1,0 +1,262 @@
+"""Detokenizers: tokens become text one at a time, and the pieces add up to the text of all tokens.
+
+Knows token ids, bytes and a function that decodes tokens; knows nothing of tokenizers, stop strings or requests.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+"""The character that decoders write for bytes that are not, or not yet, a character."""
+
+_MAX_INCOMPLETE = 3
+"""Most replacement characters that later bytes can turn into one character (UTF-8: 4 bytes)."""
+
+_WINDOW_TOKENS = 12
+"""Length at which a detokenizer's window is shortened..."""
+
+_KEPT_TOKENS = 6
+"""...to this one: enough bytes (one or more per token) to hold any incomplete character."""
+
+_MAX_WINDOW_TOKENS = 256
+"""Length at which a window is shortened even if its text changes."""
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one text into text."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that is certain now."""
+
+    def flush(self) -> str:
+        """The remaining text as the decoder writes it: U+FFFD for the beginning of a character."""
+
+    def cut(self) -> str:
+        """The remaining text of one that was cut off: without the beginning of a character."""
+
+    @property
+    def pending(self) -> str:
+        """Whole characters that were not returned yet, because a later token may make them unreadable."""
+
+    @property
+    def num_characters(self) -> int:
+        """Length of the text so far, `pending` included: where the text of the next token begins."""
+
+
+class ByteDetokenizer:
+    """Tokens that are bytes, and a text that is all bytes of its tokens, as byte-level vocabularies have it."""
+
+    pending = ""
+
+    def __init__(
+        self, bytes_of: Callable[[int], bytes | None], skipped_ids: Collection[int], after: Sequence[int] = ()
+    ) -> None:
+        """`after`: the tokens that the text continues; it completes the character whose beginning is their end."""
+        self.num_characters = 0
+        self._bytes_of, self._skipped_ids = bytes_of, skipped_ids
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in _end_of(after, skipped_ids):
+            self._utf8.decode(bytes_of(token_id) or b"")
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped_ids:
+            return ""
+        piece = self._utf8.decode(self._bytes_of(token_id) or b"")
+        self.num_characters += len(piece)
+        return piece
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def cut(self) -> str:
+        return ""
+
+
+class _ByteRun:
+    """Byte tokens in succession, which the decoder reads as one: as characters if all of them are UTF-8, otherwise as
+    one U+FFFD for each.
+    """
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        """The whole characters so far."""
+        self.is_broken = False
+        """Whether it is not UTF-8, whatever follows."""
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+
+    def push(self, token_id: int, byte: int) -> str:
+        """Add a token; returns the text that is certain now: none before the run has ended, or is broken."""
+        self.token_ids.append(token_id)
+        if self.is_broken:
+            return REPLACEMENT
+        try:
+            self.text += self._utf8.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self.is_broken, self.text = True, ""
+            return REPLACEMENT * len(self.token_ids)
+        return ""
+
+    @property
+    def begun_ids(self) -> list[int]:
+        """Its last tokens, if they are the beginning of a character."""
+        return [] if self.is_broken else self.token_ids[len(self.text.encode()) :]
+
+
+class WindowDetokenizer:
+    """Tokens whose text depends on their neighbours (a byte of a character, a space that only the first word loses).
+
+    A token's text is read off the difference between two decodings. Only a window of the last tokens is decoded, at a
+    constant cost per token:
+
+        window:   | t0 t1 t2 t3 t4 | t5 t6 |
+        its text: |   released     | at most 3 U+FFFD: perhaps the start of a character |
+
+    A run of byte tokens that the decoder reads as a whole waits beside the window until it ends:
+
+        t0 t1 t2 | <0xC3> <0xA9> ...     pending: "é"
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        skipped_ids: Collection[int],
+        byte_of: Mapping[int, int],
+        after: Sequence[int] = (),
+    ) -> None:
+        """`byte_of`: tokens whose runs the decoder reads as a whole; `after`: the tokens that the text continues."""
+        self.num_released = 0
+        self._decode, self._skipped_ids, self._byte_of = decode, skipped_ids, byte_of
+        self._window: list[int] = []
+        self._released = ""  # the beginning of the window's text
+        self._num_settled = 0  # leading tokens of the window whose text is released completely
+        self._max_tokens = _WINDOW_TOKENS
+        self._run: _ByteRun | None = None
+        for token_id in _end_of(after, skipped_ids, byte_of):
+            self.push(token_id)
+        begun_ids: list[int] = [] if self._run is None else self._run.begun_ids
+        if self._run is not None and not self._run.is_broken:
+            self._close_run()  # its characters are part of what is continued
+        self.num_released = 0
+        for token_id in begun_ids:
+            self.push(token_id)
+
+    @property
+    def pending(self) -> str:
+        return "" if self._run is None else self._characters(self._run)
+
+    @property
+    def num_characters(self) -> int:
+        return self.num_released + len(self.pending)
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped_ids:
+            return ""
+        byte = self._byte_of.get(token_id)
+        if byte is not None:
+            self._run = self._run or _ByteRun()
+            piece = self._run.push(token_id, byte)
+        elif self._run is not None and not self._adds_text(self._run.token_ids[-1], token_id):
+            return ""  # an id without a token, which does not part a run
+        else:
+            piece = self._close_run() + self._push(token_id)
+        self.num_released += len(piece)
+        return piece
+
+    def flush(self) -> str:
+        if self._run is not None:
+            return self._close_run()
+        piece = self._text()[len(self._released) :]
+        self._released += piece
+        return piece
+
+    def cut(self) -> str:
+        if self._run is not None:
+            return self._characters(self._run)
+        return self.flush().rstrip(REPLACEMENT)
+
+    def _adds_text(self, before: int, token_id: int) -> bool:
+        return self._decode([before, token_id]) != self._decode([before])
+
+    def _close_run(self) -> str:
+        """End the run of byte tokens; returns its text, as far as it was not returned. Its last token stays behind as
+        the neighbour of the next one.
+        """
+        run, self._run = self._run, None
+        if run is None:
+            return ""
+        if run.is_broken:
+            piece = ""
+        else:
+            piece = REPLACEMENT * len(run.token_ids) if run.begun_ids else self._characters(run)
+        self._window = [*self._window[1 - _KEPT_TOKENS :], run.token_ids[-1]]
+        self._released, self._num_settled = self._decode(self._window), len(self._window)
+        return piece
+
+    def _characters(self, run: _ByteRun) -> str:
+        """The whole characters of a run. At a text's beginning the decoder may drop a space."""
+        if self._window or not run.text:
+            return run.text
+        return self._decode(run.token_ids[: len(run.text.encode())])
+
+    def _push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._text()
+        num_certain = len(text) - (0 if self._byte_of else _num_incomplete(text))
+        piece = text[len(self._released) : num_certain]
+        self._released += piece
+        if len(self._released) == len(text):
+            self._num_settled = len(self._window)
+        if len(self._window) >= self._max_tokens:
+            self._shorten(text)
+        return piece
+
+    def _text(self) -> str:
+        """The window's text; it begins with `_released`."""
+        text = self._decode(self._window)
+        if not text.startswith(self._released):
+            # The decoder changed its mind about text already released. Go on from the unreleased tokens.
+            del self._window[: self._num_settled]
+            self._num_settled = 0
+            self._released = ""
+            text = self._decode(self._window)
+        return text
+
+    def _shorten(self, text: str) -> None:
+        """Drops the window's first tokens if the rest decodes to an end of `text` without them.
+
+        Starting inside a character spoils only the start of the new window's text, which counts as released.
+        """
+        window = self._window[-_KEPT_TOKENS:]
+        new_text = self._decode(window)
+        num_pending = len(text) - len(self._released)
+        num_compared = num_pending + 1  # the pending text, and one character before it
+        agrees = len(new_text) >= num_compared and text.endswith(new_text[-num_compared:])
+        if not agrees and len(self._window) < _MAX_WINDOW_TOKENS:
+            self._max_tokens = 2 * len(self._window)  # tried rarely: the cost per token stays constant
+            return
+        self._num_settled = max(0, self._num_settled - (len(self._window) - len(window)))
+        self._window = window
+        self._released = new_text[: max(0, len(new_text) - num_pending)]
+        self._max_tokens = _WINDOW_TOKENS
+
+
+def _end_of(token_ids: Sequence[int], skipped_ids: Collection[int], byte_of: Collection[int] = ()) -> list[int]:
+    """The last tokens that are not skipped, which do not begin inside a run of byte tokens."""
+    text_ids = (int(token_id) for token_id in reversed(token_ids) if token_id not in skipped_ids)
+    end = list(islice(text_ids, _KEPT_TOKENS))
+    while end and end[-1] in byte_of:
+        before = next(text_ids, None)
+        if before is None:
+            break
+        end.append(before)
+    return end[::-1]
+
+
+def _num_incomplete(text: str) -> int:
+    """Number of characters at the end of `text` that later bytes may turn into another character."""
+    return len(text) - len(text[-_MAX_INCOMPLETE:].rstrip(REPLACEMENT)) - len(text[:-_MAX_INCOMPLETE])

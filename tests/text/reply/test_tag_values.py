@@ -1,0 +1,166 @@
+"""What forced calls may write between tags, and what becomes of it: each schema's values, and none that it refuses."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import random
+import re
+import uuid
+from typing import Any
+
+import pytest
+
+from foreword.text.reply.arguments import cast
+from foreword.text.reply.forced import Function, forced_calls
+from text.reply.replies import FORMATS, SAMPLES, read
+from text.reply.test_forced import grammars, tokenizer, walk
+
+__all__ = ["grammars", "tokenizer"]
+
+FAMILIES = ["qwen3_coder", "glm4", "minimax_m2"]
+DEFINITIONS = {"color": {"enum": ["red", "dark blue"]}, "level": {"enum": [1, 2]}}
+ENFORCED: dict[str, tuple[dict[str, Any], Any]] = {
+    "optional_enum": ({"anyOf": [{"enum": ["a", "bc"]}, {"type": "null"}]}, lambda v: v in ("a", "bc", None)),
+    "const": ({"const": "yes"}, lambda v: v == "yes"),
+    "const_number": ({"const": 5}, lambda v: v == 5),
+    "pattern": ({"type": "string", "pattern": "^[A-Z]{2}-[0-9]{1,3}$"}, re.compile(r"[A-Z]{2}-[0-9]{1,3}").fullmatch),
+    "max_length": ({"type": "string", "maxLength": 3}, lambda v: len(v) <= 3),
+    "lengths_and_pattern": (
+        {"type": "string", "minLength": 2, "maxLength": 4, "pattern": "^\\d*$"},
+        re.compile("[0-9]{2,4}").fullmatch,
+    ),
+    "optional_length": ({"type": ["string", "null"], "maxLength": 2}, lambda v: v is None or len(v) <= 2),
+    "reference": ({"$ref": "#/$defs/color"}, lambda v: v in ("red", "dark blue")),
+    "reference_in_all_of": ({"allOf": [{"$ref": "#/$defs/level"}], "default": 1}, lambda v: v in (1, 2)),
+    "optional_reference": ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}]}, lambda v: v != ""),
+    "pattern_or_number": (
+        {"anyOf": [{"type": "string", "pattern": "^[a-c]{1,4}$"}, {"type": "integer", "minimum": 1, "maximum": 9}]},
+        lambda v: v in range(1, 10) if isinstance(v, int) else re.fullmatch("[a-c]+", v),
+    ),
+    "date": ({"type": "string", "format": "date"}, datetime.date.fromisoformat),
+    "time": ({"type": "string", "format": "time"}, lambda v: re.fullmatch(r"\d\d:\d\d:\d\d.*", v)),
+    "uuid": ({"type": "string", "format": "uuid"}, uuid.UUID),
+    "ipv4": ({"type": "string", "format": "ipv4"}, ipaddress.IPv4Address),
+    "ipv6": ({"type": "string", "format": "ipv6"}, ipaddress.IPv6Address),
+    "mixed_enum": ({"enum": ["auto", 3, None, True]}, lambda v: v in ("auto", 3, None, True)),
+    "object": (
+        {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False},
+        lambda v: isinstance(v["n"], int),
+    ),
+}
+"""Schemas of a value, and whether a value is right (not false, and raises nothing)."""
+
+
+def parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": DEFINITIONS}
+
+
+def value_of(family: str, text: str, schema: dict[str, Any]) -> Any:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters(schema)}}]
+    prompt_end = SAMPLES[family].prompt_end.removesuffix("<think>\n").removesuffix("<think>")
+    [call] = read(family, text, 1000, prompt_end=prompt_end, tools=tools)
+    assert call.is_complete
+    return json.loads(call.arguments)["v"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", list(ENFORCED))
+def test_a_forced_call_has_only_values_that_the_schema_allows(tokenizer, grammars, family, name):
+    schema, is_right = ENFORCED[name]
+    function = Function("f", parameters(schema))
+    grammar = forced_calls(FORMATS[family], [function], tokenizer.added_tokens, may_repeat=False)
+    open_constraint, (eos,) = grammars.lark(grammar), tokenizer.eos_token_ids
+    for seed in range(3):
+        token_ids = walk(open_constraint(), eos, random.Random(seed), most=3000)
+        text = tokenizer.spell(token_ids)
+        value = value_of(family, text, schema)
+        assert is_right(value) not in (None, False), text
+
+
+def forced_text(family: str, value: str) -> str:
+    """A call as the family writes it."""
+    form = FORMATS[family].call_form
+    begin, end = (form[key].replace("{name}", "f") for key in ("open", "close"))
+    tags = form["arguments"]
+    argument = tags["open"].replace("{key}", "v") + value + tags["close"]
+    return form.get("begin", "") + begin + argument + end + form.get("end", "")
+
+
+def allows(tokenizer, grammars, family: str, schema: dict[str, Any], text: str) -> bool:
+    grammar = forced_calls(
+        FORMATS[family], [Function("f", parameters(schema))], tokenizer.added_tokens, may_repeat=False
+    )
+    constraint, written = grammars.lark(grammar)(), []
+    for token in tokenizer.hf_tokenizer.encode(text, add_special_tokens=False):
+        if not constraint.allowed(written)[token]:
+            return False
+        written.append(token)
+    (eos,) = tokenizer.eos_token_ids
+    return bool(constraint.allowed(written)[eos])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ("x/y|^b+$", ["x/y", "\na x/y </p", "bb"], ["x", "ab", ""]),
+        (r"[|)\]]\|", ["]|", "a)|"], ["|", "]"]),
+        (r"^\d\w$", ["1a"], ["\u06611", "1\u00e9", "12a"]),
+    ],
+    ids=str,
+)
+def test_a_pattern_matches_where_json_schema_says(tokenizer, grammars, family, pattern, right, wrong):
+    schema = {"type": "string", "pattern": pattern}
+    for value in right:
+        assert allows(tokenizer, grammars, family, schema, forced_text(family, value)), value
+    for value in wrong:
+        assert not allows(tokenizer, grammars, family, schema, forced_text(family, value)), value
+
+
+OPTIONAL: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "null"]},
+    {"type": "string", "nullable": True},
+    {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("schema", OPTIONAL, ids=json.dumps)
+def test_a_text_that_may_be_missing_is_written_as_a_text(tokenizer, grammars, family, schema):
+    for value in ("x", "null", "02134"):
+        text = forced_text(family, value)
+        assert allows(tokenizer, grammars, family, schema, text)
+        right = None if value == "null" and "null" in json.dumps(schema) else value
+        assert value_of(family, text, schema) == right
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "integer"]}, "02134", "02134"),
+        ({"type": ["integer", "string"]}, "007", "007"),
+        ({"type": ["number", "string"]}, "1e5", "1e5"),
+        ({"type": ["number", "string"]}, " 4", " 4"),
+        ({"type": ["string", "integer"]}, "42", 42),
+        ({"type": ["string", "number"]}, "-1.5", -1.5),
+        ({"type": ["string", "boolean"]}, "1", "1"),
+        ({"type": ["string", "boolean"]}, "True", True),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, '["a","b"]', ["a", "b"]),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1e5]", "[1e5]"),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"type": "integer"}, "02134", 2134),
+        ({"type": "number"}, "1e5", 100000),
+        ({"type": "string"}, "null", "null"),
+        ({"allOf": [{"$ref": "#/$defs/level"}]}, "2", 2),
+        ({}, "02134", "02134"),
+    ],
+    ids=str,
+)
+def test_what_may_be_a_text_stays_one_unless_the_value_is_written_like_it(schema, text, value):
+    got = cast({"v": text}, parameters(schema))["v"]
+    assert got == value
+    assert type(got) is type(value)
