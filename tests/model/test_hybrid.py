@@ -486,7 +486,9 @@ def test_states_come_back_from_blocks_as_they_were_and_leave_other_blocks_alone(
     for number, layer in enumerate(storage.state_group_of):
         for block in (number % 3, 5):
             shapes = model.states[layer]
-            tensors = [torch.randn(1, *s).to(model.device, d) for s, d in zip(shapes.shapes, shapes.dtypes, strict=True)]
+            tensors = [
+                torch.randn(1, *s).to(model.device, d) for s, d in zip(shapes.shapes, shapes.dtypes, strict=True)
+            ]
             if block == 5 and any(
                 b == 5 and storage.state_group_of[x] != storage.state_group_of[layer] for x, b in saved
             ):
