@@ -94,11 +94,11 @@ async def tokenize(
 async def detokenize(
     body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))], request: Request, tenant: Authorized
 ) -> Response:
-    """Text of token ids."""
+    """Text of token ids, special tokens by name."""
     service = service_of(request)
     service.check_model(body.model)
     largest, size = max(body.tokens, default=0), service.tokenizer.vocab_size
     if largest >= size:
         raise bad_request(f"token {largest} is out of range; ids are 0 to {size - 1}", param="tokens")
-    text = await with_body(request, lambda: service.tokenizer.decode(body.tokens))
+    text = await with_body(request, lambda: service.tokenizer.spell(body.tokens))
     return json_response({"prompt": text})

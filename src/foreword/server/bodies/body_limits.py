@@ -86,8 +86,12 @@ class BodyLimits:
         if not isinstance(body, dict):
             raise bad_request("Invalid value for the body: it must be a JSON object")
         _at_most(body, MAX_FIELDS, "the body")
+        is_truncated = body.get("truncate_prompt_tokens") is not None  # then a prompt of token ids may be longer
         for name, value in body.items():
-            self._check_field(name, value)
+            if not (is_truncated and name == "prompt" and _has_token_ids(value)):
+                self._check_field(name, value)
+            elif not isinstance(value[0], int):
+                _at_most(value, self.max_prompts, name)
 
     def _check_field(self, name: str, value: Any) -> None:
         match name:
@@ -176,6 +180,11 @@ class BodyLimits:
                 param=name,
                 code="context_length_exceeded",
             )
+
+
+def _has_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is token ids, or several lists of them. `check_size` has limited their number."""
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
 
 
 def _inner_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -35,6 +35,7 @@ class ChoicesAnswer(ABC):
         self._service = service
         self._body = body
         self._num_top = 0
+        self._hides_answer = False
 
     def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
         record = self.answer.jobs[0].record
@@ -82,12 +83,17 @@ class ChoicesAnswer(ABC):
         answer, params, service = self.answer, self.answer.jobs[0].params, self._service
         sampling = {name: getattr(params, name) for name in service.sampling_defaults}
         return form.usage(
-            answer.outputs, service.llm, answer.num_written_tokens(), self._num_reasoning_tokens(), sampling
+            answer.outputs,
+            service.llm,
+            answer.num_written_tokens(),
+            self._num_reasoning_tokens(),
+            sampling,
+            hides_answer=self._hides_answer,
         )
 
     def _usage_so_far(self) -> Chunk:
         num_prompt_tokens = sum(len(job.record.prompt_token_ids) for job in self.answer.jobs)
-        return form.usage_so_far(num_prompt_tokens, self.answer.outputs)
+        return form.usage_so_far(num_prompt_tokens, [] if self._hides_answer else self.answer.outputs)
 
     def _num_reasoning_tokens(self) -> int:
         return 0

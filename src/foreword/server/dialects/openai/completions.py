@@ -30,6 +30,7 @@ from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import Service, new_id
+from foreword.text.detokenizer import Detokenizer
 
 router = APIRouter(tags=["openai"])
 
@@ -91,7 +92,8 @@ class _Completion(ChoicesAnswer):
         self._echo = bool(body.echo)
         self._hides_answer = body.max_tokens == 0
         self._num_each = body.n or 1
-        self._offsets: dict[int, int] = {}
+        self._texts: dict[int, Detokenizer | None] = {}
+        """For each choice that has begun what finds the places of its tokens; None without a tokenizer."""
         method = answer.jobs[0].record.approximate
         self._approximate = {} if method is None else {"approximate": method}
 
@@ -102,7 +104,7 @@ class _Completion(ChoicesAnswer):
         echoed = sum(
             len(self.answer.jobs[delta.choice // self._num_each].prompt.token_ids)
             for delta in deltas
-            if self._echo and delta.choice not in self._offsets
+            if self._echo and delta.choice not in self._texts
         )
         return super().num_bytes(deltas) + echoed * form.bytes_per_token(
             self._num_top if self._body.logprobs is not None else None
@@ -114,27 +116,41 @@ class _Completion(ChoicesAnswer):
         logprobs: list[TokenLogprobs | None] | None = None if delta.logprobs is None else list(delta.logprobs)
         if self._hides_answer:
             token_ids, text, logprobs = [], "", None if logprobs is None else []
-        offset = self._offsets.get(delta.choice, 0)
-        if self._echo and delta.choice not in self._offsets:
-            prompt_ids, prompt_text, prompt_logprobs = self._echoed(delta.choice // self._num_each)
+        begins, number = delta.choice not in self._texts, delta.choice // self._num_each
+        if begins:
+            self._texts[delta.choice] = self._open_text(number)
+        if self._echo and begins:
+            prompt_ids, prompt_text, prompt_logprobs = self._echoed(number)
             token_ids, text = prompt_ids + token_ids, prompt_text + text
             logprobs = None if logprobs is None else prompt_logprobs + logprobs
-        self._offsets[delta.choice] = offset + len(text)
         return {
             "index": delta.choice,
             "text": text,
             "logprobs": None
             if logprobs is None
-            else form.completion_logprobs(self._service.llm.tokenizer, token_ids, logprobs, self._num_top, offset),
+            else form.completion_logprobs(
+                self._service.llm.tokenizer, token_ids, logprobs, self._num_top, self._offsets(delta.choice, token_ids)
+            ),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+
+    def _open_text(self, number: int) -> Detokenizer | None:
+        tokenizer = self._service.llm.tokenizer
+        if tokenizer is None:
+            return None
+        return tokenizer.detokenizer(after=() if self._echo else self.answer.jobs[number].prompt.token_ids.tolist())
+
+    def _offsets(self, choice: int, token_ids: Sequence[int]) -> list[int]:
+        """Where a choice's next tokens begin in its text; those that a stop string cut off where they would."""
+        text, tokenizer = self._texts[choice], self._service.llm.tokenizer
+        return [0] * len(token_ids) if text is None or tokenizer is None else tokenizer.offsets(token_ids, text)
 
     def _echoed(self, number: int) -> tuple[list[int], str, list[TokenLogprobs | None]]:
         """Tokens, text and log probabilities of a prompt."""
         token_ids: list[int] = self.answer.jobs[number].prompt.token_ids.tolist()
         tokenizer = self._service.llm.tokenizer
-        text = "" if tokenizer is None else tokenizer.decode(token_ids)
+        text = "" if tokenizer is None else tokenizer.prompt_text(token_ids)
         return token_ids, text, self.answer.outputs[number].prompt_logprobs or []
 
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:

@@ -13,8 +13,8 @@ from foreword.request import DraftCounts, RequestOutput, TokenLogprobs
 from foreword.server.answer_stream import Delta
 from foreword.server.dialects.openai.caching import TTL_S
 from foreword.text import Tokenizer
+from foreword.text.detokenizer import REPLACEMENT
 
-REPLACEMENT = "\ufffd"
 LOWEST = -9999.0
 """Stands for the log probability of an impossible token, which JSON cannot express."""
 
@@ -39,9 +39,15 @@ def usage(
     written: Written,
     num_reasoning: int = 0,
     sampling: Mapping[str, float] | None = None,
+    *,
+    hides_answer: bool = False,
 ) -> dict[str, Any]:
-    """`usage` of chat and completions, over all prompts of a call; `sampling`: parameters to report with it."""
+    """`usage` of chat and completions, over all prompts of a call; `sampling`: parameters to report with it.
+
+    `hides_answer`: whether nobody asked for tokens.
+    """
     prompt, cached, completion = _num_tokens(outputs)
+    completion = 0 if hides_answer else completion
     found = {"cached_tokens": cached, "cache_write_tokens": sum(written.values())}
     return {
         "prompt_tokens": prompt,
@@ -133,12 +139,11 @@ def chat_logprobs(
 
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    text = tokenizer.token_text(token_id)
-    # A token that is part of a character has bytes that are not known here.
+    spelt = tokenizer.token_bytes(token_id)
     return {
-        "token": text,
+        "token": tokenizer.token_text(token_id),
         "logprob": max(logprob, LOWEST),
-        "bytes": None if REPLACEMENT in text else list(text.encode()),
+        "bytes": None if spelt is None else list(spelt),
     }
 
 
@@ -147,33 +152,44 @@ def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs | None],
     num_top: int,
-    text_offset: int,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice; its first token starts `text_offset` characters into the text."""
-    tokens = [_text(tokenizer, token_id) for token_id in token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
+    """`logprobs` of a completion's choice; `offsets`: where each token begins in the choice's text."""
     return {
-        "tokens": tokens,
+        "tokens": [_text(tokenizer, token_id) for token_id in token_ids],
         "token_logprobs": [
             None if of_position is None else max(of_position[token_id].logprob, LOWEST)
             for token_id, of_position in zip(token_ids, logprobs, strict=True)
         ],
         "top_logprobs": [
-            None
-            if of_position is None
-            else {
-                _text(tokenizer, other): max(logprob.logprob, LOWEST)
-                for other, logprob in sorted(of_position.items(), key=lambda item: item[1].rank)
-                if logprob.rank <= num_top or other == token_id
-            }
+            None if of_position is None else _top(tokenizer, token_id, of_position, num_top)
             for token_id, of_position in zip(token_ids, logprobs, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 
+def _top(tokenizer: Tokenizer | None, chosen: int, of_position: TokenLogprobs, num_top: int) -> dict[str, float]:
+    """The likeliest tokens and the chosen one, by their texts. Of several with one text, all but the first are named by
+    their ids; the chosen one keeps its text.
+    """
+    named = {_text(tokenizer, chosen): chosen}
+    for other, logprob in sorted(of_position.items(), key=lambda item: item[1].rank):
+        if logprob.rank <= num_top and other != chosen:
+            text = _text(tokenizer, other)
+            named[f"token_id:{other}" if text in named else text] = other
+    ranked = sorted(named.items(), key=lambda item: of_position[item[1]].rank)
+    return {text: max(of_position[token_id].logprob, LOWEST) for text, token_id in ranked}
+
+
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    return str(token_id) if tokenizer is None else tokenizer.token_text(token_id)
+    """The text of a token; of one that is only part of a character its bytes, as OpenAI writes them: `bytes:\\xe2`."""
+    if tokenizer is None:
+        return str(token_id)
+    text = tokenizer.token_text(token_id)
+    if REPLACEMENT not in text:
+        return text
+    spelt = tokenizer.token_bytes(token_id)
+    if spelt is None or spelt == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
