@@ -69,12 +69,15 @@ def _find(options: ModelConfig) -> Path | None:
         return path if path.is_file() else None
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
-        options.model,
-        FILE_NAME,
-        revision=options.revision or "main",
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    try:
+        found = cached_file(
+            options.model,
+            FILE_NAME,
+            revision=options.revision or "main",
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        return None  # reading the model says what is wrong with its name
     return None if found is None else Path(found)
