@@ -473,7 +473,19 @@ def test_a_layer_that_hands_attention_something_unknown_is_noted() -> None:
     probing_attention(
         layer, heads, heads, heads, None, forward_context=probe, block_indices=torch.zeros(1), dropout=0.0
     )
-    assert probe.problems == ["Identity passes block_indices to attention"]
+    assert probe.problems == ["Identity passes block_indices to attention, which would ignore it"]
+
+
+@pytest.mark.parametrize("value", [2.0, 7, True, "exponential"])
+def test_an_argument_of_attention_that_nobody_knows_is_refused_by_name(value: object) -> None:
+    """A scale of another name, say, would be ignored, and the model would answer wrongly."""
+    layer = torch.nn.Identity()
+    layer.layer_idx = 0
+    probe, heads = LayoutProbe(), torch.zeros(1, 2, 3, 8)
+    for given in (value, None):
+        probing_attention(layer, heads, heads, heads, None, forward_context=probe, key_temperature=given)
+    assert probe.problems[0] == "Identity passes key_temperature to attention, which would ignore it"
+    assert not any("key_temperature" in problem for problem in probe.problems[1:])
 
 
 def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:

@@ -18,10 +18,11 @@ from foreword.kernels import reference
 from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
 from foreword.kernels.cpu.layout import PAIRS, TILES, WIDENED
 from foreword.kernels.cpu.leading_chunks import LeadingChunks, join_leading
+from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.reference import AttentionOptions, plan_tiles
 from foreword.kernels.runtime import threads as team
-from foreword.kernels.select import AttentionKernel, ReferenceAttention, make_kernel
+from foreword.kernels.select import AttentionKernel, ReferenceAttention, choose_kernel, make_kernel
 from foreword.kernels.step_plan import FOLD, LEADING, SHARED, SharingRule, plan_step
 from paged_case import Case, Shape, random_options, random_shape, random_spans, share_blocks
 
@@ -512,6 +513,28 @@ def test_explain_says_what_was_shared() -> None:
     assert "groups of 3 requests" in kernel.explain()
     assert "5 chunks of 256 tokens instead of 9" in kernel.explain()
     assert "plain torch" in ReferenceAttention().explain()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "reason"),
+    [
+        (torch.float32, AttentionOptions(1.0, slopes=torch.ones(2)), "takes no scores with linear biases"),
+        (torch.float16, AttentionOptions(1.0), "takes no dtype='float16'; use 'float32', which is faster"),
+        (torch.bfloat16, AttentionOptions(0.0), "takes no scale of scores that is not positive, such as 0"),
+        (torch.float32, AttentionOptions(1.0, 4, 5.0, torch.ones(2)), None),
+    ],
+)
+def test_a_kernel_says_what_it_refuses_and_the_choice_follows(
+    dtype: torch.dtype, options: AttentionOptions, reason: str | None
+) -> None:
+    assert CpuAttention().why_not(KVFormat(dtype), options) == reason
+    assert ReferenceAttention().why_not(KVFormat(dtype), options) is None
+    layers, cpu = [AttentionOptions(1.0), options], torch.device("cpu")
+    chosen = choose_kernel("auto", cpu, KVFormat(dtype), layers)
+    assert isinstance(chosen, CpuAttention if reason is None else ReferenceAttention)
+    if reason is not None:
+        with pytest.raises(ConfigError, match=f"attention_kernel='cpu' {reason}, or leave"):
+            choose_kernel("cpu", cpu, KVFormat(dtype), layers)
 
 
 def test_the_reference_runs_where_the_compiled_kernel_cannot() -> None:

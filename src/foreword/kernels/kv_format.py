@@ -3,7 +3,7 @@
 Knows elements, rows and blocks; knows no layer and no kernel. A row is one token's key, or value, of one head.
 
     written by    `write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py`, whose rows are elements already
-    read by       the kernels that `kernels` names: `reference.py` through `read`, compiled ones directly
+    read by       `reference.py` through `read`, and by the compiled kernels whose `why_not` accepts it, directly
 
 All blocks of a pool have one format, and it is part of their keys.
 """
@@ -14,14 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from foreword.config import KernelName
-
-_KERNELS: dict[torch.dtype, tuple[KernelName, ...]] = {
-    torch.float32: ("reference", "cpu", "triton"),
-    torch.bfloat16: ("reference", "cpu", "triton"),
-    torch.float16: ("reference", "triton"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +36,6 @@ class KVFormat:
     def key(self, computed: torch.dtype) -> str:
         """The part of blocks' keys that names the format, and the type in which layers compute."""
         return str(computed) if computed == self.dtype else f"{computed} as {self.dtype}"
-
-    @property
-    def kernels(self) -> tuple[KernelName, ...]:
-        """The attention kernels that read it."""
-        return _KERNELS[self.dtype]
 
     def num_bytes(self, num_elements: int) -> int:
         """Bytes that elements take."""

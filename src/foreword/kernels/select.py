@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import KernelName
 from foreword.errors import ConfigError
+from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.reference import AttentionOptions, Tile, TilePlan, paged_attention, plan_decoding_tile, plan_tiles
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,13 @@ class AttentionKernel(Protocol):
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: Any, options: AttentionOptions
     ) -> Tensor:
         """Causal attention of a flattened batch over paged KV, as `reference.paged_attention` says."""
+        ...
+
+    def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
+        """Why the kernel cannot attend with these options over blocks of this format; None if it can.
+
+        The answer continues "the kernel ...", and is the only place that knows a kernel's limits.
+        """
         ...
 
     def explain(self) -> str:
@@ -60,6 +68,10 @@ class ReferenceAttention:
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: list[Tile], options: AttentionOptions
     ) -> Tensor:
         return paged_attention(query, key_blocks, value_blocks, plan, options)
+
+    def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
+        """It takes every option and every format."""
+        return None
 
     def explain(self) -> str:
         """A text for people; this kernel makes no choices."""
@@ -89,6 +101,23 @@ def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
     from foreword.kernels.cpu.attention import CpuAttention
 
     return CpuAttention()
+
+
+def choose_kernel(
+    name: KernelName, device: torch.device, kv_format: KVFormat, layers: Iterable[AttentionOptions]
+) -> AttentionKernel:
+    """The kernel called `name` for a model's layers; "auto" takes plain torch if a compiled one refuses one of them.
+
+    Raises ConfigError if the kernel that was asked for refuses a layer.
+    """
+    kernel = make_kernel(name, device)
+    problem = next((found for own in layers if (found := kernel.why_not(kv_format, own))), None)
+    if problem is None:
+        return kernel
+    if name != "auto":
+        raise ConfigError(f"attention_kernel={name!r} {problem}, or leave the choice to attention_kernel='auto'")
+    logger.warning("attention runs in plain torch, several times slower: the compiled kernel %s", problem)
+    return ReferenceAttention()
 
 
 class BlockKernels(Protocol):

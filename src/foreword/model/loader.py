@@ -5,7 +5,6 @@ Knows the order of the acts and the facts that the engine needs about a model; k
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from foreword.config import ModelConfig
-from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
-from foreword.kernels.select import AttentionKernel, make_kernel
+from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.beginning import ModelBeginning
 from foreword.model.checkpoint.read import read_checkpoint
 from foreword.model.cpu.layer_program import BrokenChainError
@@ -34,8 +32,6 @@ from foreword.model.fusion.packed import PackedLinear
 from foreword.model.fusion.straight_pass import StraightPass
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.rotation import KeyRotation, check_linkable, find_rotation
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,8 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
     flat = FlatModel(module, cache_argument(module), device)
     use_slopes(module)
     found = probe_layers(flat, checkpoint.config)
-    kernel = _kernel(options, device, checkpoint.dtype, has_slopes=found.has_slopes)
+    kv_format = KVFormat(checkpoint.dtype)
+    kernel = choose_kernel(options.attention_kernel, device, kv_format, found.options.values())
     for layer, part in found.recurrent.items():
         part.forward = RecurrentForward(part, layer, found.states[layer])
     return LoadedModel(
@@ -156,19 +153,3 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
         beginning=ModelBeginning.of(flat, found.layers) if options.allow_links else None,
         exact=options.exact,
     )
-
-
-def _kernel(options: ModelConfig, device: torch.device, dtype: torch.dtype, *, has_slopes: bool) -> AttentionKernel:
-    """Choose the kernel. The CPU's compiled one takes neither float16 nor slopes."""
-    takes_all = "cpu" in KVFormat(dtype).kernels and not has_slopes
-    if device.type != "cpu" or takes_all or options.attention_kernel in ("triton", "reference"):
-        return make_kernel(options.attention_kernel, device)
-    if options.attention_kernel == "cpu" and has_slopes:
-        raise ConfigError("attention_kernel='cpu' takes no model whose scores have linear biases; use 'reference'")
-    if options.attention_kernel == "cpu":
-        raise ConfigError("attention_kernel='cpu' takes no dtype='float16'; use 'reference', 'bfloat16' or 'float32'")
-    if has_slopes:
-        logger.warning("linear biases on a CPU: attention runs in plain torch, several times slower")
-    else:
-        logger.warning("float16 on a CPU: attention runs in plain torch and no layer is packed; float32 is faster")
-    return make_kernel("reference", device)

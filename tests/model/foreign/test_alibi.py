@@ -112,16 +112,16 @@ def test_a_layer_that_asks_for_slopes_itself_is_noted() -> None:
     layer.layer_idx = 0
     probe, heads = LayoutProbe(), torch.zeros(1, 2, 3, 8)
     probing_attention(layer, heads, heads, heads, None, forward_context=probe)
-    assert not probe.has_slopes
+    assert probe.options[0].slopes is None
     probing_attention(layer, heads, heads, heads, None, forward_context=probe, alibi_slopes=torch.ones(2))
-    assert probe.has_slopes
+    assert probe.options[0].slopes is not None
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_attention_runs_in_the_reference_on_a_cpu(tiny_models: TinyModels, family: str) -> None:
     """The compiled kernel takes no slopes, and is refused where it is asked for."""
     assert isinstance(tiny_models.loaded(family).kernel, ReferenceAttention)
-    with pytest.raises(ConfigError, match="linear biases; use 'reference'"):
+    with pytest.raises(ConfigError, match="linear biases, or leave the choice to attention_kernel='auto'"):
         load_model(ModelConfig(str(tiny_models.folder(family)), attention_kernel="cpu"))
 
 

@@ -16,6 +16,7 @@ from foreword.kernels.cpu import layout
 from foreword.kernels.cpu.chunk import compile_chunk
 from foreword.kernels.cpu.leading_chunks import JoinedItems, LeadingChunks
 from foreword.kernels.cpu.worker import compile_worker
+from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.llvm.tile_softmax import HAS_FLOAT16
 from foreword.kernels.llvm.tiles import has_tiles
@@ -49,6 +50,17 @@ class CpuPlan:
     """The values of PLAN_ARGUMENTS."""
 
 
+def why_not(kv_format: KVFormat, options: AttentionOptions) -> str | None:
+    """Why compiled attention cannot run with these options over blocks of this format; None if it can."""
+    if kv_format.dtype not in (torch.bfloat16, torch.float32):
+        return f"takes no dtype={kv_format.name!r}; use 'float32', which is faster"
+    if options.slopes is not None:
+        return "takes no scores with linear biases"
+    if options.scale <= 0:  # the search for a row's peak precedes scaling
+        return f"takes no scale of scores that is not positive, such as {options.scale:g}"
+    return None
+
+
 class AttentionOperations:
     """What threads do for one layer: they compute items of work, and then merge partial results."""
 
@@ -71,8 +83,8 @@ class AttentionOperations:
 
         `bfloat16`: the mode in which bfloat16 is multiplied.
         """
-        assert options.slopes is None, "compiled attention takes no slopes; use the reference"
-        assert options.scale > 0  # the search for a row's peak precedes scaling
+        problem = why_not(KVFormat.of(blocks[0]), options)
+        assert problem is None, f"compiled attention {problem}"
         keys, values = blocks
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self._sinks = sinks
@@ -134,6 +146,9 @@ class CpuAttention:
             len(joined.merges),
         )
         return CpuPlan(step, joined, np.array(arguments, np.int64))
+
+    def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
+        return why_not(kv_format, options)
 
     def explain(self) -> str:
         """What requests shared since the kernel was made."""

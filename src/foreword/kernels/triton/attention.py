@@ -76,6 +76,10 @@ class TritonAttention:
         step = self._sharing.plan_singles(batch, block_size)
         return lay_out_alone(batch, shape) if step is None else lay_out(step, self._tile_queries, shape)
 
+    def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
+        """It takes every option and every format."""
+        return None
+
     def explain(self) -> str:
         """What was shared since the kernel was made."""
         return self._sharing.explain()

@@ -20,6 +20,36 @@ from foreword.model.storage import KVStorage
 ATTENTION_NAME = "foreword"
 
 
+HONOURED = frozenset(("scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes"))
+"""Names of what a layer may pass to attention to change the result."""
+WITHOUT_EFFECT = frozenset(
+    ("dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits", "deterministic")
+)
+"""Names that change no result: nothing is trained here, `probe.py` checks causality, and positions are known anyway.
+A layer that passes anything else is refused by its name, because it would be ignored."""
+
+
+def attention_options(
+    query: Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    local_chunk: int | None = None,
+) -> AttentionOptions:
+    """What a layer asks attention for, in the kernels' terms; query [1, heads, tokens, dim]."""
+    return AttentionOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        local_chunk=local_chunk,
+        slopes=alibi_slopes,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class GroupStep:
     """One step, as the attention layers of one group see it."""
@@ -65,13 +95,14 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     slots = step.slots
     num_tokens = len(slots)
     storage.write(layer, slots, key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens])
-    options = AttentionOptions(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+    options = attention_options(
+        query,
+        scaling=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=s_aux,
+        s_aux=s_aux,
+        alibi_slopes=alibi_slopes,
         local_chunk=storage.layout.attention[layer].local_chunk,
-        slopes=alibi_slopes,
     )
     output = step.kernel.attend(
         query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], step.plan, options

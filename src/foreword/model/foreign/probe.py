@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from foreword.errors import UnsupportedModelError
+from foreword.kernels.reference import AttentionOptions
 from foreword.model.checkpoint.read import SUPPORTED, first_line
+from foreword.model.foreign.attention import HONOURED, WITHOUT_EFFECT, attention_options
 from foreword.model.foreign.flat_model import FlatModel
 from foreword.model.foreign.recurrent import StateProbe
 from foreword.model.layout import LayerLayout, StateLayout
@@ -35,8 +37,13 @@ class Remembered:
     """Recurrent layers; some are attention layers too."""
     recurrent: dict[int, nn.Module]
     """Recurrent layer -> the module that keeps its state."""
-    has_slopes: bool
-    """Whether a layer biases its scores by distance."""
+    options: dict[int, AttentionOptions]
+    """Attention layer -> what it asks attention for."""
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether a layer biases its scores by distance."""
+        return any(own.slopes is not None for own in self.options.values())
 
 
 def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
@@ -66,7 +73,7 @@ def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
             f"architecture {kind!r} cannot be served: {'; '.join(problems[:3])}. Supported are {SUPPORTED}"
         )
     layers = dict(sorted(probe.layers.items()))
-    return Remembered(layers, dict(sorted(layouts.items())), states.modules, probe.has_slopes)
+    return Remembered(layers, dict(sorted(layouts.items())), states.modules, probe.options)
 
 
 def _problems(config: PretrainedConfig, probe: LayoutProbe, states: Mapping[int, StateLayout]) -> list[str]:
@@ -92,9 +99,6 @@ def _problems(config: PretrainedConfig, probe: LayoutProbe, states: Mapping[int,
     return problems
 
 
-_KNOWN_TENSORS = ("s_aux", "alibi_slopes", "position_ids")
-"""Tensors that a layer may pass to attention besides query, key and value; positions are known anyway."""
-
 _SEEN = "foreword_seen"
 """Attribute of the tensor that a probed model gets in place of a mask: (sliding_window, local_chunk), which say what a
 query sees. A tensor computed from it lacks the attribute."""
@@ -106,7 +110,7 @@ class LayoutProbe:
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    has_slopes: bool = False
+    options: dict[int, AttentionOptions] = field(default_factory=dict)
 
     def observe(
         self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, sliding_window: int | None
@@ -191,10 +195,17 @@ def probing_attention(
     if forward_context is None:
         raise TypeError(f"{type(module).__name__} does not get the keyword arguments of the model's call")
     forward_context.observe(module, (query, key, value), attention_mask, sliding_window)
-    forward_context.has_slopes |= options.get("alibi_slopes") is not None
-    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
+    unknown = [name for name, value in options.items() if value is not None and name not in HONOURED | WITHOUT_EFFECT]
     if unknown:
-        forward_context.problems.append(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
+        forward_context.problems.append(
+            f"{type(module).__name__} passes {', '.join(unknown)} to attention, which would ignore it"
+        )
+    layout = forward_context.layers.get(getattr(module, "layer_idx", -1))
+    if layout is not None:
+        asked = {name: options.get(name) for name in ("scaling", "softcap", "s_aux", "alibi_slopes")}
+        forward_context.options[module.layer_idx] = attention_options(  # type: ignore[index]
+            query, sliding_window=sliding_window, local_chunk=layout.local_chunk, **asked
+        )
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
