@@ -36,10 +36,11 @@ from foreword import LLM, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.kernels.cpu import attention as cpu_attention
 from foreword.kernels.runtime.threads import Program
-from foreword.model import loader, runner, storage
+from foreword.model import runner, storage
 from foreword.model.checkpoint.random_weights import QWEN2_0_5B, save_random_model
 from foreword.model.cpu import product, rotary, row_functions
-from foreword.model.fusion import fused_layer, modules, packed
+from foreword.model.decoder import linear
+from foreword.model.decoder.decoder import Decoder
 from foreword.model.sampling import readout
 from foreword.text import TextStream
 from made_tokenizer import save_tokenizer
@@ -99,8 +100,7 @@ def watch_parts(clock: Clock, llm: LLM) -> None:
     clock.watch("attention", storage.KVStorage, "write")
     clock.watch("sampling", readout.Readout, "take")
     clock.watch("batch to tensors, logits to the sampler", runner.ModelRunner, "execute")
-    clock.watch("products", packed.PackedLinear, "forward")
-    clock.watch("products", modules.ProductPart, "forward")
+    clock.watch("products", linear.Linear, "__call__")
     clock.watch("products", product.CompactProduct, "__call__")
     clock.watch("norms and gates", row_functions.RowKernels, "rms_norm")
     clock.watch("norms and gates", row_functions.RowKernels, "silu_gate")
@@ -123,13 +123,12 @@ PARTS = {
 attention that runs by itself is a program of two."""
 
 
-def watch_programs(clock: Clock, module: torch.nn.Module) -> None:
-    forwards = [layer.forward for layer in module.modules() if isinstance(layer.forward, fused_layer.FusedForward)]
+def watch_programs(clock: Clock, decoder: Decoder) -> None:
+    layers = [] if decoder.chain is None else decoder.chain.layers
     part_of = {
         operation: PARTS.get(name, "norms and gates")
-        for forward in forwards
-        if forward.operations is not None
-        for name, operation in forward.operations.operations.items()
+        for layer in layers
+        for name, operation in layer.operations.items()
     }
 
     def run_one_by_one(program: Program, number: int | None = None) -> None:
@@ -148,7 +147,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         save_random_model(Path(folder), shape)
         save_tokenizer(Path(folder), shape.vocab_size)
         llm = LLM(folder, kv_cache_memory_bytes=2**29, self_check=False)
-    module = llm.engine._runner._model.module  # type: ignore[attr-defined]
+    decoder = llm.engine._runner._model.decoder  # type: ignore[attr-defined]
     now = time.thread_time if args.threads == 1 else time.perf_counter
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=2 * args.steps + 8, ignore_eos=True)
@@ -164,9 +163,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         whole.append(1e3 * (now() - started))
     clock = Clock(now)
     watch_parts(clock, llm)
-    watch_programs(clock, module)
-    module.forward = clock.timed(AROUND, module.forward)
-    clock.watch(AROUND, loader.LoadedModel, "run_straight")
+    watch_programs(clock, decoder)
+    clock.watch(AROUND, Decoder, "__call__")
     step = clock.timed("engine", llm.engine.step)
     step()
     samples: list[dict[str, float]] = []

@@ -225,6 +225,8 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     # One KV head: a lone request leaves attention a single matrix to multiply.
     "mqa_llama": Recipe("llama", {"hidden_size": 60, "num_key_value_heads": 1, "num_attention_heads": 3}),
+    # Heads of whole vectors: its layers are one program where the processor has instructions for it.
+    "wide_llama": Recipe("llama", {"head_dim": 32}),
     # Sizes that no vector width divides, and an embedding that is also the output head.
     "odd_llama": Recipe(
         "llama", {"hidden_size": 60, "head_dim": 20, "intermediate_size": 100, "tie_word_embeddings": True}

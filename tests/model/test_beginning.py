@@ -88,7 +88,7 @@ def test_keys_and_values_are_those_of_transformers(tmp_path: Path, name: str) ->
 @pytest.mark.usefixtures("on_cpu")
 def test_it_shares_weights_but_no_module_and_keeps_no_later_layer(tiny_models: TinyModels) -> None:
     loaded, beginning = load(tiny_models.folder("llama"))
-    own, model = beginning._model.module, loaded.module
+    own, model = beginning._model.module, loaded.flat.module
     assert {*own.modules()}.isdisjoint(model.modules())
     shared = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() > 1}
     kept = {name: parameter for name, parameter in own.named_parameters() if parameter.dim() > 1}

@@ -29,7 +29,7 @@ from foreword.batch import Batch, IntArray
 from foreword.kernels.reference import CHUNK_TOKENS, AttentionOptions
 from foreword.kernels.select import ReferenceAttention
 from foreword.model.foreign.flat_model import FlatModel
-from foreword.model.fusion.packed import pack_linears
+from foreword.model.foreign.packed import pack_linears
 from foreword.model.layout import LayerLayout
 from foreword.model.row_padding import RowPadding
 

@@ -6,10 +6,8 @@ Knows a loaded model, libraries and processors; `foreword.tiers.identity` makes 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import platform
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,10 +21,9 @@ from foreword import kernels
 from foreword.config import library_switches
 from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.cpu.layout import MODE_NAMES
-from foreword.model.fusion.fused_layer import FusedForward
-from foreword.model.fusion.packed import PackedLinear, has_unpacked_products
 from foreword.model.layout import CacheLayout
 from foreword.model.loader import LoadedModel
+from foreword.model.source_digest import digest_sources
 
 ARITHMETIC_VERSION = 1
 """Raise it when a change gives KV other bits. tests/model/test_golden_bits.py fails until somebody does."""
@@ -52,7 +49,7 @@ def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int])
         "weights": weights,
         "dtype": model.kv_format.key(model.dtype),
         "sink_token_ids": [int(token) for token in sink_token_ids],
-        "code": _own_code(type(model.module)),
+        "code": model.code,
         "config": described,
     }
 
@@ -91,21 +88,11 @@ def _path(model: LoadedModel) -> dict[str, Any]:
     attention = [type(model.kernel).__name__]
     if isinstance(model.kernel, CpuAttention):
         attention.append("floats" if model.dtype == torch.float32 else MODE_NAMES[model.kernel.bfloat16])
-    parts: Counter[str] = Counter()
-    for part in model.module.modules():
-        if isinstance(part, PackedLinear):
-            parts["packed" if part.compact is None else type(part.compact).__name__] += 1
-        parts["fused"] += isinstance(part.forward, FusedForward)
-    facts = {
-        "device": model.device.type,
-        "attention": attention,
-        "parts": parts,
-        "straight": model.straight is not None,
-    }
+    facts: dict[str, Any] = {"device": model.device.type, "attention": attention, "parts": model.parts()}
     if model.device.type != "cpu":
         return {**facts, "exact": model.exact}
     threads = torch.get_num_threads()
-    if threads >= MANY_THREADS and (model.dtype == torch.float32 or has_unpacked_products(model.module)):
+    if threads >= MANY_THREADS and (model.dtype == torch.float32 or not model.is_packed):
         facts["threads"] = threads
     return facts
 
@@ -128,17 +115,3 @@ def _gpu(model: LoadedModel) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "triton": None if find_spec("triton") is None else version("triton"),
     }
-
-
-def _own_code(model_class: type) -> Mapping[str, str]:
-    """The class of a model, and a digest of the modelling code that came with its checkpoint."""
-    name = f"{model_class.__module__}.{model_class.__qualname__}"
-    if not model_class.__module__.startswith("transformers_modules."):
-        return {"class": name}
-    return {"class": model_class.__qualname__, "source": digest_sources(Path(inspect.getfile(model_class)).parent)}
-
-
-def digest_sources(*folders: Path) -> str:
-    """A digest of the Python files in these folders."""
-    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()

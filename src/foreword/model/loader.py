@@ -1,43 +1,48 @@
-"""Loading any Hugging Face causal language model with foreword's attention, in three acts: read, probe, accelerate.
+"""Loading any Hugging Face causal language model: as a written decoder, or in transformers' modules.
 
 Knows the order of the acts and the facts that the engine needs about a model; knows no architecture by name.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from foreword.config import ModelConfig
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.beginning import ModelBeginning
-from foreword.model.checkpoint.read import read_checkpoint
-from foreword.model.cpu.layer_program import BrokenChainError
+from foreword.model.checkpoint.read import Checkpoint, read_checkpoint
+from foreword.model.decoder.decoder import Decoder
+from foreword.model.decoder.families import UnwrittenError, find_spec
 from foreword.model.deviation import LinkDeviations
 from foreword.model.foreign.alibi import use_slopes
-from foreword.model.foreign.attention import ForwardContext
 from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.modules import fuse
+from foreword.model.foreign.packed import pack_linears
 from foreword.model.foreign.probe import probe_layers
-from foreword.model.foreign.recurrent import RecurrentForward, cache_argument
-from foreword.model.fusion.accelerate import accelerate
-from foreword.model.fusion.chains import unchain_layers
-from foreword.model.fusion.modules import ProductPart
-from foreword.model.fusion.packed import PackedLinear
-from foreword.model.fusion.straight_pass import StraightPass
+from foreword.model.foreign.recurrent import RecurrentForward, StateRun, StepCache, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
-from foreword.model.rotation import KeyRotation, check_linkable, find_rotation
+from foreword.model.rotation import KeyRotation, check_linkable, find_rotation, written_rotation
+from foreword.model.step import Step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel(FlatModel):
+class LoadedModel:
     """A model ready to run, and the facts about it that the engine needs."""
 
+    network: Decoder | FlatModel
+    """What computes: a written decoder, or a model of transformers."""
+    device: torch.device
     config: PretrainedConfig
     layers: dict[int, LayerLayout]
     """Attention layers."""
@@ -49,8 +54,6 @@ class LoadedModel(FlatModel):
     """The length of the longest sequence that the model accepts."""
     eos_token_ids: frozenset[int]
     kernel: AttentionKernel
-    straight: StraightPass | None
-    """A pass that skips the model's own code, if there is one."""
     rotation: KeyRotation | None
     """How cached keys are moved to other positions; None: nobody asked."""
     beginning: ModelBeginning | None
@@ -58,28 +61,46 @@ class LoadedModel(FlatModel):
     exact: bool
     """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: Any, cache: Any) -> Tensor:
-        """As `FlatModel`. If somebody has changed the model after loading, its layers run one by one from now on."""
-        try:
-            return FlatModel.__call__(self, token_ids, positions, keep, context, cache)
-        except BrokenChainError:
-            unchain_layers(self.module)
-            # This overwrites what the broken pass wrote to blocks.
-            return FlatModel.__call__(self, token_ids, positions, keep, context, cache)
+    def forward(self, step: Step, runs: dict[int, list[StateRun]], offsets: Tensor) -> Tensor:
+        """Write the step's KV; return logits [num_kept, vocab].
 
-    def run_straight(
-        self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext
-    ) -> Tensor | None:
-        """Compute a call's logits without the model's own code; None if this step needs that code.
-
-        The rows `keep` are ascending and distinct.
+        `runs`: recurrent group -> its runs; `offsets` [rows]: positions minus rows.
         """
-        return None if self.straight is None else self.straight(token_ids, positions, keep, context)
+        if isinstance(self.network, Decoder):
+            return self.network(step)
+        cache = StepCache(step.storage, runs, offsets)
+        return self.network(step.token_ids[None], step.positions[None], step.keep, step, cache)[: step.num_kept]
+
+    @property
+    def decoder(self) -> Decoder:
+        """The written decoder; only for models that are one."""
+        assert isinstance(self.network, Decoder), "a model of transformers"
+        return self.network
+
+    @property
+    def flat(self) -> FlatModel:
+        """The model of transformers; only for models that run in its modules."""
+        assert isinstance(self.network, FlatModel), "a written decoder"
+        return self.network
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Whose code computes: a written family, or a class of transformers."""
+        return {"family": self.network.spec.family} if isinstance(self.network, Decoder) else self.network.code
 
     @property
     def kv_format(self) -> KVFormat:
         """The format of stored keys and values: the type that layers compute in."""
         return KVFormat(self.dtype)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row of every product has the same bits however many rows there are."""
+        return self.network.is_packed
+
+    def parts(self) -> Counter[str]:
+        """The number of products in each format of weights."""
+        return self.network.parts()
 
     def plan_layout(self, options: LayoutOptions) -> CacheLayout:
         """Plan how this model's layers share blocks."""
@@ -105,51 +126,96 @@ class LoadedModel(FlatModel):
 
     def activation_widths(self) -> list[int]:
         """The last dimensions of the activations that pass through elementwise functions."""
-        own = {  # recurrent layers run in cells of fixed lengths
-            m for layer in self.module.modules() if isinstance(layer.forward, RecurrentForward) for m in layer.modules()
-        }
-        kinds = (nn.Linear, PackedLinear, ProductPart)
-        layers = [m for m in self.module.modules() if isinstance(m, kinds) and m not in own]
-        linear = {n for layer in layers for n in (layer.in_features, layer.out_features)}
-        experts = {n for name, p in self.module.named_parameters() if p.dim() == 3 for n in p.shape[1:]}
+        if isinstance(self.network, Decoder):
+            return self.network.activation_widths
         heads = {n for layer in self.layers.values() for n in (layer.key_dim, layer.value_dim)}
-        return sorted(linear - {self.vocab_size} | experts | heads)
+        return sorted(self.network.widths() - {self.vocab_size} | heads)
 
 
 def load_model(options: ModelConfig) -> LoadedModel:
     """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
-    plain = load_plain_model(options)
-    if plain.device.type != "cpu":
-        return plain
-    flat = FlatModel(plain.module, plain.cache_argument, plain.device)
-    return replace(plain, straight=accelerate(flat, plain.layers, bool(plain.states), plain.vocab_size))
+    checkpoint = read_checkpoint(options)
+    if checkpoint.device.type != "cpu":
+        return _load_plain(checkpoint, options)
+    try:
+        return _load_written(checkpoint, options)
+    except UnwrittenError as reason:
+        logger.info("the model runs in transformers' modules: nobody has written down %s", reason)
+    return _accelerated(_load_plain(checkpoint, options))
+
+
+def load_foreign_model(options: ModelConfig) -> LoadedModel:
+    """A model in transformers' modules, made fast where a trial shows equal bits, though its family may be written."""
+    return _accelerated(_load_plain(read_checkpoint(options), options))
 
 
 def load_plain_model(options: ModelConfig) -> LoadedModel:
     """Read and probe a model. Its layers run transformers' own code, as they do on a GPU."""
-    checkpoint = read_checkpoint(options)
+    return _load_plain(read_checkpoint(options), options)
+
+
+def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
+    """Run a model of a written family by its spec. Raises UnwrittenError if it is none."""
+    module = checkpoint.module
+    weights = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    if len({tensor.dtype for tensor in weights.values()}) > 1:
+        raise UnwrittenError("weights of several types")
+    spec = find_spec(checkpoint.config.to_dict(), weights)
+    beginning = None
+    if options.allow_links:
+        layouts = {number: LayerLayout(spec.num_kv_heads, spec.head_dim, spec.head_dim) for number in (0, 1)}
+        flat = FlatModel(module, cache_argument(module), checkpoint.device)
+        beginning = ModelBeginning.of(flat, layouts if len(spec.layers) > 1 else {})
+    for part in module.modules():
+        part._parameters.clear()  # each weight is freed when it has been packed
+    if spec.tied:
+        weights.pop("lm_head.weight", None)
+    decoder = Decoder(spec, weights)
+    return LoadedModel(
+        network=decoder,
+        layers=decoder.layouts,
+        states={},
+        kernel=choose_kernel(options.attention_kernel, checkpoint.device, KVFormat(checkpoint.dtype), decoder.options),
+        rotation=written_rotation(decoder.spec, decoder.rotaries) if options.allow_links else None,
+        beginning=beginning,
+        vocab_size=spec.vocab_size,
+        **_facts(checkpoint, options),
+    )
+
+
+def _load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     module, device = checkpoint.module, checkpoint.device
     flat = FlatModel(module, cache_argument(module), device)
     use_slopes(module)
     found = probe_layers(flat, checkpoint.config)
-    kv_format = KVFormat(checkpoint.dtype)
-    kernel = choose_kernel(options.attention_kernel, device, kv_format, found.options.values())
     for layer, part in found.recurrent.items():
         part.forward = RecurrentForward(part, layer, found.states[layer])
     return LoadedModel(
-        module=module,
-        cache_argument=flat.cache_argument,
-        device=device,
-        config=checkpoint.config,
+        network=flat,
         layers=found.layers,
         states=found.states,
-        dtype=checkpoint.dtype,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
-        max_positions=checkpoint.max_positions,
-        eos_token_ids=checkpoint.eos_token_ids,
-        kernel=kernel,
-        straight=None,
+        kernel=choose_kernel(options.attention_kernel, device, KVFormat(checkpoint.dtype), found.options.values()),
         rotation=find_rotation(flat, found, checkpoint.max_positions) if options.allow_links else None,
         beginning=ModelBeginning.of(flat, found.layers) if options.allow_links else None,
-        exact=options.exact,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        **_facts(checkpoint, options),
     )
+
+
+def _facts(checkpoint: Checkpoint, options: ModelConfig) -> dict[str, Any]:
+    """The facts that do not hang on who computes."""
+    return {
+        "device": checkpoint.device,
+        "config": checkpoint.config,
+        "dtype": checkpoint.dtype,
+        "max_positions": checkpoint.max_positions,
+        "eos_token_ids": checkpoint.eos_token_ids,
+        "exact": options.exact,
+    }
+
+
+def _accelerated(model: LoadedModel) -> LoadedModel:
+    """Fuse modules while their weights are plain, and pack weights; what a trial refuses stays transformers' own."""
+    fuse(model.flat.module)
+    pack_linears(model.flat.module)
+    return model

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from foreword.errors import ConfigError, UnsupportedModelError
+from foreword.model.decoder.rotary import Rotary
 from foreword.model.foreign.flat_model import FlatModel
 from foreword.model.foreign.probe import Remembered
 from foreword.model.foreign.trial import attempt
 from foreword.model.layout import CacheLayout
+from foreword.model.spec import DecoderSpec
 
 KEYS_NAME = "foreword_keys"
 NEAR = (0, 1, 2, 3, 5, 11, 29, 64)
@@ -130,6 +132,21 @@ def find_rotation(model: FlatModel, found: Remembered, max_positions: int) -> Ke
             _refuse(f"keys of layer {layer} do not move by rotation")
         turns[layer] = turn
     return KeyRotation(turns)
+
+
+def written_rotation(spec: DecoderSpec, rotaries: Sequence[Rotary]) -> KeyRotation:
+    """How the keys of a written decoder turn: as its spec says."""
+    turns = [
+        Turn(own.table, own.spec.turned, False, own.spec.interleaved, _ANGLES[own.spec.interleaved]) for own in rotaries
+    ]
+    still = Turn(None)
+    return KeyRotation(
+        {number: still if own.rotary is None else turns[own.rotary] for number, own in enumerate(spec.layers)}
+    )
+
+
+_ANGLES: dict[bool, Angles] = {True: "in a row", False: "halves"}
+"""How `Rotary.table` lists angles, by whether pairs are interleaved."""
 
 
 def _refuse(reason: str) -> NoReturn:

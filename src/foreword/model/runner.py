@@ -18,14 +18,13 @@ from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.sampling.draw import compile_draws
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
-from foreword.model.foreign.attention import ForwardContext, GroupStep
-from foreword.model.foreign.recurrent import StateRun, StepCache, plan_state_runs
-from foreword.model.fusion.packed import has_unpacked_products
+from foreword.model.foreign.recurrent import StateRun, plan_state_runs
 from foreword.model.loader import LoadedModel
 from foreword.model.moves import KeyMover
 from foreword.model.passes import split_batch
 from foreword.model.row_padding import RowPadding
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
+from foreword.model.step import GroupStep, Step
 from foreword.model.storage import KVStorage
 
 EXACT_ROWS = 256
@@ -66,16 +65,12 @@ class ForwardPass:
     def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
         """Write the KV and return logits [num_kept, vocab]."""
         token_ids, positions, offsets, *slots = self.rows.long().unbind()
-        steps = {
+        groups = {
             group_id: plan.step(own[: self.num_tokens])
             for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
         }
-        context, keep = ForwardContext(storage, steps), self.keep.long()
-        logits = model.run_straight(token_ids[None], positions[None], keep[: self.num_kept], context)
-        if logits is None:
-            cache = StepCache(storage, self.runs, offsets)
-            logits = model(token_ids[None], positions[None], keep, context, cache)[: self.num_kept]
-        return logits
+        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups)
+        return model.forward(step, self.runs, offsets)
 
 
 class ModelRunner:
@@ -102,9 +97,10 @@ class ModelRunner:
         if pass_rows is not None or on_gpu:
             self.pad_rows = RowPadding.fixed(pass_rows or 1)
         else:
-            packed = not has_unpacked_products(model.module)
             threads = torch.get_num_threads()
-            self.pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads, packed=packed)
+            self.pad_rows = RowPadding.for_model(
+                model.activation_widths(), model.dtype, threads, packed=model.is_packed
+            )
         if not on_gpu:
             compile_draws()  # now, not when the first request asks for it
 

@@ -12,18 +12,13 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from foreword.config import KernelName, ModelConfig
 from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.select import ReferenceAttention
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
 from foreword.model.cpu.product import ProductOperation, can_multiply
-from foreword.model.foreign.flat_model import FlatModel
-from foreword.model.foreign.probe import LayoutProbe
-from foreword.model.fusion import accelerate
-from foreword.model.fusion.fused_layer import FusedForward
-from foreword.model.loader import LoadedModel, load_model
+from foreword.model.loader import LoadedModel, load_foreign_model, load_model
 from foreword.model.storage import KVStorage
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
@@ -40,10 +35,10 @@ def num_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def chains(model: LoadedModel) -> list[LayerChain]:
-    """In the order of layers, each once."""
-    forwards = [layer.forward for layer in model.module.modules() if isinstance(layer.forward, FusedForward)]
-    return list(dict.fromkeys(forward.chain for forward in forwards if forward.chain is not None))
+def chain_of(model: LoadedModel) -> LayerChain:
+    chain = model.decoder.chain
+    assert chain is not None
+    return chain
 
 
 def answers(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> list[object]:
@@ -54,10 +49,8 @@ def answers(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> list[object
 
 
 def plain(folder: Path, kernel: KernelName = "auto") -> LoadedModel:
-    """The model with its layers as transformers has them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerate, "fuse_layers", lambda *_: 0)
-        return load_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel=kernel))
+    """The model in transformers' modules."""
+    return load_foreign_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel=kernel))
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +61,12 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "wide_llama"])
 def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(tiny_models: TinyModels, name: str, threads: int) -> None:
     expected = answers(plain(tiny_models.folder(name)))
     torch.set_num_threads(threads)
     model = load_model(ModelConfig(str(tiny_models.folder(name)), dtype="bfloat16"))
-    (chain,) = chains(model)
+    chain = chain_of(model)
     assert len(chain.layers) == 3
     assert answers(model) == expected
     assert chain._is_for_storage, "it has run"
@@ -81,7 +74,7 @@ def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(tiny_models: TinyMod
 
 def test_layers_of_two_groups_are_one_chain(mixed: Path) -> None:
     model = load_model(ModelConfig(str(mixed), dtype="bfloat16"))
-    assert [len(chain.layers) for chain in chains(model)] == [4]
+    assert len(chain_of(model).layers) == 4
     assert answers(model) == answers(plain(mixed))
 
 
@@ -96,124 +89,19 @@ def test_threads_blocks_and_rows_may_change_between_steps(tiny_models: TinyModel
 def test_what_lay_in_its_memory_changes_nothing(tiny_models: TinyModels) -> None:
     """Padding's rows are never written: they may hold anything."""
     model = load_model(ModelConfig(str(tiny_models.folder("qwen2")), dtype="bfloat16"))
-    (chain,) = chains(model)
+    chain = chain_of(model)
     expected = answers(model)
     run = chain.program.run
 
-    def run_poisoned() -> None:
+    def run_poisoned(number: int | None = None) -> None:
         layer = chain.layers[0]
         assert layer._bound is not None
         wide = layer._bound[0].wide - chain._space._memory.data_ptr()
         chain._space._memory[wide : wide + 2 * layer._bound[0].num_rows * chain._space._wide].fill_(0xFF)  # not numbers
-        run()
+        run(number)
 
     chain.program.run = run_poisoned  # type: ignore[method-assign]
     assert answers(model) == expected
-
-
-def add_a_half(_: object, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (inputs[0] + 0.5, *inputs[1:])
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_model_that_is_changed_between_its_layers_is_computed_layer_by_layer(
-    tiny_models: TinyModels, number: int
-) -> None:
-    found, expected = (
-        load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16")),
-        plain(tiny_models.folder("qwen3")),
-    )
-    for model in (found, expected):
-        model.module.get_submodule(f"model.layers.{number}").register_forward_pre_hook(add_a_half)
-    assert answers(found) == answers(expected)
-    assert [len(chain.layers) for chain in chains(found)] == ([3] if number == 0 else [1, 1, 1])
-
-
-def test_a_model_that_adds_something_between_its_layers_is_never_chained(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seen at load, when layers are run without computing."""
-    folder = str(tiny_models.folder("qwen3"))
-    fuse_layers = accelerate.fuse_layers
-
-    def fuse_and_hook(module: torch.nn.Module, *others: object) -> int:
-        fused = fuse_layers(module, *others)  # type: ignore[arg-type]
-        module.get_submodule("model.layers.2").register_forward_pre_hook(add_a_half)
-        return fused
-
-    monkeypatch.setattr(accelerate, "fuse_layers", fuse_and_hook)
-    model = load_model(ModelConfig(folder, dtype="bfloat16"))
-    assert [len(chain.layers) for chain in chains(model)] == [2, 1]
-    monkeypatch.undo()
-    expected = plain(Path(folder))
-    expected.module.get_submodule("model.layers.2").register_forward_pre_hook(add_a_half)
-    assert answers(model) == answers(expected)
-
-
-def test_a_model_that_cannot_be_run_without_computing_has_a_program_for_each_layer(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FlatModel, "run_two_tokens", _only_for_layouts(FlatModel.run_two_tokens))
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen2")), dtype="bfloat16"))
-    assert [len(chain.layers) for chain in chains(model)] == [1, 1, 1]
-    assert answers(model) == answers(plain(tiny_models.folder("qwen2")))
-
-
-def _only_for_layouts(run: object) -> object:
-    def run_or_fail(self: FlatModel, context: object, cache: object) -> None:
-        if not isinstance(context, LayoutProbe):
-            raise TypeError("no")
-        run(self, context, cache)  # type: ignore[operator]
-
-    return run_or_fail
-
-
-class KeptBehindTheLayers(torch.nn.Module):
-    """A norm of the last layer's rows and of those that a layer before has returned."""
-
-    def __init__(self, norm: torch.nn.Module, layer: torch.nn.Module, kept: list[Tensor]) -> None:
-        super().__init__()
-        self.norm, self.kept = norm, kept
-        layer.register_forward_hook(lambda _, inputs, output: self.kept.append(output))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.norm(rows + self.kept.pop())
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_layer_whose_result_is_needed_elsewhere_ends_its_chain(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    folder = tiny_models.folder("qwen3")
-
-    def keep(module: torch.nn.Module) -> None:
-        inner = module.get_submodule("model")
-        inner.norm = KeptBehindTheLayers(inner.norm, inner.get_submodule(f"layers.{number}"), [])  # type: ignore[arg-type, assignment]
-
-    fuse_layers = accelerate.fuse_layers
-
-    def fuse_and_keep(module: torch.nn.Module, *others: object) -> int:
-        fused = fuse_layers(module, *others)  # type: ignore[arg-type]
-        keep(module)
-        return fused
-
-    monkeypatch.setattr(accelerate, "fuse_layers", fuse_and_keep)
-    model = load_model(ModelConfig(str(folder), dtype="bfloat16"))
-    monkeypatch.undo()
-    assert [len(chain.layers) for chain in chains(model)] == [number + 1, 2 - number]
-    expected = plain(folder)
-    keep(expected.module)
-    assert answers(model) == answers(expected)
-
-
-def test_modules_called_in_the_plain_way_leave_the_program_as_it_is(tiny_models: TinyModels) -> None:
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
-    expected = answers(model)
-    for _ in range(3):
-        for rows in (1, 4, 300):
-            with torch.inference_mode():
-                model.module.get_submodule("model.layers.1.mlp")(torch.ones(1, rows, 64, dtype=torch.bfloat16))
-        assert answers(model) == expected
 
 
 def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
@@ -221,7 +109,7 @@ def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
 ) -> None:
     model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
     expected = answers(model, (5,))
-    (chain,) = chains(model)
+    chain = chain_of(model)
     bind, at = ProductOperation.bind, iter(range(100))
 
     def interrupted(self: ProductOperation, *places: int) -> None:
@@ -269,19 +157,17 @@ def test_rows_with_gaps_between_them_are_kept_until_they_have_been_read(tiny_mod
     """What is made of them for the program is nobody else's."""
     model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
     expected = answers(model)
-    straight = model.straight
-    assert straight is not None
-    embed, (chain,) = straight.embed, chains(model)
-    run, junk = chain.program.run, []
+    decoder, chain = model.decoder, chain_of(model)
+    embed, run, junk = decoder.embed, chain.program.run, []
 
     def run_late(number: int | None = None) -> None:
         sizes = range(1, 600)
-        junk[:] = [torch.full((1, num_rows, 64), torch.nan, dtype=torch.bfloat16) for num_rows in sizes]
+        junk[:] = [torch.full((num_rows, 64), torch.nan, dtype=torch.bfloat16) for num_rows in sizes]
         run(number)
 
     chain.program.run = run_late  # type: ignore[method-assign]
-    gaps = replace(straight, embed=lambda tokens: torch.stack((embed(tokens),) * 2, -1)[..., 0])
-    assert answers(replace(model, straight=gaps)) == expected
+    decoder.embed = lambda step: torch.stack((embed(step),) * 2, -1)[..., 0]  # type: ignore[method-assign]
+    assert answers(model) == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -309,6 +195,6 @@ def test_a_model_may_be_asked_with_another_kernel_in_between(tiny_models: TinyMo
 def test_another_kernel_is_served_layer_by_layer(tiny_models: TinyModels) -> None:
     folder = tiny_models.folder("qwen3")
     model = load_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel="reference"))
-    assert [len(chain.layers) for chain in chains(model)] == [3]
+    assert len(chain_of(model).layers) == 3
     assert answers(model) == answers(plain(folder, "reference"))
-    assert not chains(model)[0]._is_for_storage, "it has not run"
+    assert not chain_of(model)._is_for_storage, "it has not run"

@@ -83,7 +83,7 @@ def test_passes_of_a_fixed_number_of_rows_change_no_bit(
     num_rows = set()
     hooks = [
         part.register_forward_pre_hook(lambda _, inputs: num_rows.add(inputs[0].shape[:-1].numel()))
-        for part in model.module.modules()
+        for part in model.flat.module.modules()
         if isinstance(part, nn.Linear)
     ]
     try:

@@ -1,7 +1,7 @@
 """Decoder layers as one program: threads run the ten operations of each without returning to Python in between.
 
 Knows products, norms, heads and attention as operations, and the memory between them; knows no module. All products
-of its layers are `CompactProduct`s. `model/fusion/fused_layer.py` has the formula of such layers.
+of its layers are `CompactProduct`s. `model/spec.py` has the formula of such layers.
 
 In a step of few rows an operation takes 10 to 500 us. Running each from Python cost a quarter of such a step: weights
 had driven Python's code and data from the caches, and threads had to be woken.
@@ -16,7 +16,6 @@ had driven Python's code and data from the caches, and threads had to be woken.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,10 +32,10 @@ from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
 from foreword.model.cpu import rotary
-from foreword.model.cpu.product import CompactProduct, ProductOperation
+from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.rotary import RotaryKernel
 from foreword.model.cpu.row_functions import Norm, RowOperation
-from foreword.model.foreign.attention import ForwardContext
+from foreword.model.step import Step
 from foreword.model.storage import KVStorage
 
 _ITEM_BYTES = 2
@@ -63,8 +62,6 @@ class Workspace:
     """Memory between operations, shared by all layers of a model. One thread at a time may use it."""
 
     def __init__(self) -> None:
-        self.normed: tuple[Tensor | None, LayerOperations | None] = None, None
-        """The rows whose norm lies in `normed`, and the layer to whose first norm it belongs."""
         self._wide = self._narrow = self._thread_scratch = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: Places | None = None
@@ -85,7 +82,6 @@ class Workspace:
             narrows = (first + wide + number * narrow for number in range(4))
             rows, normed, added, total = narrows
             self._places = Places(num_rows, rows, first, normed, added, total, first + wide + 4 * narrow)
-            self.normed = None, None
         return self._places
 
     def normed_rows(self, width: int) -> Tensor:
@@ -118,13 +114,11 @@ class LayerOperations:
         self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
         self._norm.set_norm(norms[0])
         self._norm_of_sum.set_norm(norms[1])
-        self._next_norm.set_norm(norms[0])  # unused, if no layer follows
-        self.following: LayerOperations | None = None
         self.attention = AttentionOperations()
         shapes = self._shapes
         self._query_bytes = shapes.query_heads * shapes.key_dim * _ITEM_BYTES
         self._mixed_bytes = shapes.query_heads * shapes.value_dim * _ITEM_BYTES
-        self._bound: tuple[Places, int, int, bool, tuple[int, int] | None] | None = None
+        self._bound: tuple[Places, int, bool, tuple[int, int] | None] | None = None
         self._queries = self._mixed = 0
         self.operations: dict[str, Operation] = {  # in the order in which they run
             "norm": self._norm,
@@ -150,13 +144,8 @@ class LayerOperations:
         heads = project + (self._query_bytes + self._mixed_bytes) // _ITEM_BYTES
         return max(heads + _LINE, gate), width, self._thread_scratch
 
-    def hand_to(self, following: LayerOperations) -> None:
-        """Normalise the layer's last sum for `following`, which runs next."""
-        self.following = following
-        self.hand_to_norm(following.first_norm)
-
-    def hand_to_norm(self, norm: Norm) -> None:
-        """Normalise the layer's last sum by `norm`."""
+    def end_with(self, norm: Norm) -> None:
+        """Normalise the layer's last sum by `norm`, which is the next layer's first or the model's last."""
         self._next_norm.set_norm(norm)
 
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
@@ -173,14 +162,12 @@ class LayerOperations:
             yield self.attention.items, argument, number
             yield self.attention.merges, argument, number
 
-    def bind_rows(
-        self, places: Places, rows: int, result: int, *, is_normed: bool, wanted: tuple[int, int] | None = None
-    ) -> None:
-        """Set the addresses of the layer's rows and result; `is_normed`: the norm of `rows` is in its place already.
+    def bind_rows(self, places: Places, rows: int, *, is_normed: bool, wanted: tuple[int, int] | None = None) -> None:
+        """Set the address of the layer's rows; `is_normed`: their norm is in its place already.
 
         `wanted`: the first of the rows that are computed after attention, and their number; None: all.
         """
-        if self._bound == (places, rows, result, is_normed, wanted):
+        if self._bound == (places, rows, is_normed, wanted):
             return
         self._bound = None
         num_rows, wide, normed, scratch = places.num_rows, places.wide, places.normed, places.scratch
@@ -197,25 +184,24 @@ class LayerOperations:
         self._norm_of_sum.bind(rows + skipped, places.added, places.total, normed, count)
         self._gate.bind(normed, count, wide, scratch)
         self._down.bind(wide, count, places.added, scratch)
-        self._next_norm.bind(places.total, places.added, result + skipped, normed + skipped, count)
-        self._bound = places, rows, result, is_normed, wanted
-
-
-class BrokenChainError(Exception):
-    """A layer did not get the result of the layer before."""
+        self._next_norm.bind(places.total, places.added, places.rows + skipped, normed + skipped, count)
+        self._bound = places, rows, is_normed, wanted
 
 
 class LayerChain:
-    """Consecutive layers, for rows of bfloat16. The first computes all of them; the others pass on its result."""
+    """All layers of a model, its last norm and its head, for rows of bfloat16."""
 
-    def __init__(self, layers: Sequence[LayerOperations], workspace: Workspace) -> None:
+    def __init__(
+        self, layers: Sequence[LayerOperations], workspace: Workspace, norm: Norm, head: CompactProduct
+    ) -> None:
         self.layers = layers
         self._space = workspace
-        for layer, following in itertools.pairwise(layers):
-            layer.hand_to(following)
+        self._space.widen(0, 0, head.thread_scratch)
+        for layer, following in zip(layers, (*(own.first_norm for own in layers[1:]), norm), strict=True):
+            layer.end_with(following)
+        self._head, self._head_operation = head, head.operation()
         self._of_layers = [one for layer in layers for one in layer.operations.values()]
-        self.program = Program(self._of_layers)
-        self._head: tuple[CompactProduct, ProductOperation] | None = None
+        self.program = Program([*self._of_layers, self._head_operation])
         self._storage: Callable[[], KVStorage | None] = lambda: None
         """Weak: a model outlives engines, whose blocks must be freed."""
         self._kernel: AttentionKernel | None = None
@@ -225,66 +211,39 @@ class LayerChain:
         self._wires = Wires([])
         self._kept: object = None
         """Tensors that the step's numbers are addresses of, if the caller may not keep them."""
-        self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
-        """The rows, cosines and step that the step's other layers must get; None after all have run."""
 
-    def end_with(self, norm: Norm, head: CompactProduct) -> None:
-        """Add the norm and head after the last layer, if the chain is a whole model."""
-        self.layers[-1].hand_to_norm(norm)
-        self._head = head, head.operation()
-        self._space.widen(0, 0, head.thread_scratch)
-        self.program = Program([*self._of_layers, self._head[1]])
+    def logits(self, rows: Tensor, turns: tuple[Tensor, Tensor], step: Step) -> Tensor | None:
+        """Logits [num_kept, vocab] from the rows [rows, width] that enter; None if the program cannot run such a step.
 
-    def logits(
-        self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext, keep: Tensor
-    ) -> Tensor | None:
-        """Logits [len(keep), vocab] of some distinct rows, ascending; None if the program cannot run such a step.
-
-        For rows before the first and after the last of them, the last layer computes only attention.
+        `turns`: cosines and sines [1, rows, turned]. For rows before the first and after the last of those that are
+        kept, the last layer computes only attention.
         """
-        if self._head is None or not self._can_run(hidden_states, context):
+        if not self._can_run(rows, step):
             return None
-        (product, operation), width = self._head, hidden_states.shape[2]
-        x = hidden_states.contiguous()  # kept until the program has run
+        width, keep = rows.shape[1], step.keep[: step.num_kept]
+        x = rows.contiguous()  # kept until the program has run
         if not len(keep):
-            self._bind(x, None, turns, context)
+            self._bind(x, turns, step)
             self.program.run(len(self._of_layers) - self.layers[-1].num_after_keys)
-            return hidden_states.new_empty(0, product.width)
+            return rows.new_empty(0, self._head.width)
         first, last = int(keep[0]), int(keep[-1])
-        places = self._bind(x, None, turns, context, wanted=(first, last - first + 1))
+        places = self._bind(x, turns, step, wanted=(first, last - first + 1))
         if last - first + 1 != len(keep):
             self.program.run(len(self._of_layers))
-            return product(self._space.normed_rows(width)[keep])
-        logits = hidden_states.new_empty(len(keep), product.width)
-        operation.bind(places.normed + first * width * _ITEM_BYTES, len(keep), logits.data_ptr(), places.scratch)
+            return self._head(self._space.normed_rows(width)[keep])
+        logits = rows.new_empty(len(keep), self._head.width)
+        start = places.normed + first * width * _ITEM_BYTES
+        self._head_operation.bind(start, len(keep), logits.data_ptr(), places.scratch)
         self.program.run()
         return logits
 
-    def forward(
-        self, layer: LayerOperations, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext
-    ) -> Tensor | None:
-        """The result of `layer`, [1, rows, width]; None if the program cannot run such a step.
-
-        `turns`: cosines and sines [1, rows, turned]. Raises BrokenChainError if the layer must compute its own result.
-        """
-        if layer is self.layers[0]:
-            return self._run(hidden_states, turns, context) if self._can_run(hidden_states, context) else None
-        if self._passed is None or self._passed[2] is not context:
-            return None
-        if hidden_states is not self._passed[0] or turns[0] is not self._passed[1]:
-            self._passed = None
-            raise BrokenChainError
-        if layer is self.layers[-1]:
-            self._passed = None
-        return hidden_states
-
-    def _can_run(self, rows: Tensor, context: ForwardContext) -> bool:
+    def _can_run(self, rows: Tensor, step: Step) -> bool:
         """Whether the program can run these rows with the blocks and the kernel of this step."""
-        storage = context.storage
-        kernel = context.steps[storage.group_of[self.layers[0].layer]].kernel
+        storage = step.storage
+        kernel = step.group(self.layers[0].layer).kernel
         if storage is not self._storage() or kernel is not self._kernel:
             self._storage = lambda: None  # an interrupt must not leave layers bound to unknown blocks
-            kernels = [context.steps[storage.group_of[layer.layer]].kernel for layer in self.layers]
+            kernels = [step.group(layer.layer).kernel for layer in self.layers]
             blocks = [blocks[layer.layer] for layer in self.layers for blocks in (storage.keys, storage.values)]
             self._is_for_storage = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)
             self._is_for_storage &= all(type(kernel) is CpuAttention for kernel in kernels)
@@ -295,41 +254,20 @@ class LayerChain:
             self._storage, self._kernel = weakref.ref(storage), kernel
         return self._is_for_storage and rows.dtype == torch.bfloat16
 
-    def _run(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
-        """Run all layers."""
-        x, space = hidden_states.contiguous(), self._space
-        result = torch.empty_like(x)
-        self._passed = (result, turns[0], context) if len(self.layers) > 1 else None
-        is_normed = space.normed[0] is hidden_states and space.normed[1] is self.layers[0]
-        self._bind(x, result, turns, context, is_normed=is_normed)
-        self.program.run(len(self._of_layers))
-        space.normed = result, self.layers[-1].following
-        return result
-
     def _bind(
-        self,
-        x: Tensor,
-        result: Tensor | None,
-        turns: tuple[Tensor, Tensor],
-        context: ForwardContext,
-        *,
-        is_normed: bool = False,
-        wanted: tuple[int, int] | None = None,
+        self, x: Tensor, turns: tuple[Tensor, Tensor], step: Step, *, wanted: tuple[int, int] | None = None
     ) -> Places:
-        """Bind all layers. Without a result, the last layer leaves its `wanted` rows where the others do."""
-        space = self._space
-        places = space.places(x.shape[1])
-        space.normed = None, None
+        """Bind all layers. The last one leaves its `wanted` rows where the others do."""
+        places = self._space.places(len(x))
         first, last = self.layers[0], self.layers[-1]
         for layer in self.layers:
             layer.bind_rows(
                 places,
                 x.data_ptr() if layer is first else places.rows,
-                result.data_ptr() if layer is last and result is not None else places.rows,
-                is_normed=is_normed or layer is not first,
+                is_normed=layer is not first,
                 wanted=wanted if layer is last else None,
             )
-        self._bind_step((turns[0].contiguous(), turns[1].contiguous()), context)
+        self._bind_step((turns[0].contiguous(), turns[1].contiguous()), step)
         return places
 
     def _lay_wires(self, storage: KVStorage) -> None:
@@ -343,17 +281,17 @@ class LayerChain:
         ]
         self._wires = Wires([w for kind, own in enumerate(alike) for one in own for w in one.wires(kind * _NUMBERS)])
 
-    def _bind_step(self, turns: tuple[Tensor, Tensor], context: ForwardContext) -> None:
+    def _bind_step(self, turns: tuple[Tensor, Tensor], step: Step) -> None:
         """Set the arguments that change in every step.
 
         Rows of padding attend to nothing: they get stale memory, which no other row sees.
         """
         numbers = np.empty((len(self._kinds), _NUMBERS), np.int64)
         for own, (group, token_bytes, layer) in zip(numbers, self._kinds, strict=True):
-            step = context.steps[group]
-            own[: len(rotary.STEP_ARGUMENTS)] = rotary.step_numbers(turns, step.slots)
-            kernel = cast(CpuAttention, step.kernel)
-            own[len(rotary.STEP_ARGUMENTS) :] = kernel.step_numbers(layer.attention.shape, token_bytes, step.plan)
+            planned = step.groups[group]
+            own[: len(rotary.STEP_ARGUMENTS)] = rotary.step_numbers(turns, planned.slots)
+            kernel = cast(CpuAttention, planned.kernel)
+            own[len(rotary.STEP_ARGUMENTS) :] = kernel.step_numbers(layer.attention.shape, token_bytes, planned.plan)
         self._wires.carry(numbers)
         self._kept = turns
 

@@ -1,4 +1,4 @@
-"""The attention function that Hugging Face models call, and the facts that it needs about a step.
+"""The attention function that Hugging Face models call.
 
 Knows the calling convention of `transformers.AttentionInterface`; knows no model by name. Importing this module
 registers the function as attn_implementation="foreword". No mask function has that name, so models build no mask: a
@@ -7,15 +7,13 @@ query's position determines what it sees. `probe.py` checks at load that models 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from foreword.kernels.reference import AttentionOptions
-from foreword.kernels.select import AttentionKernel
-from foreword.model.storage import KVStorage
+from foreword.model.step import Step
 
 ATTENTION_NAME = "foreword"
 
@@ -50,26 +48,6 @@ def attention_options(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStep:
-    """One step, as the attention layers of one group see it."""
-
-    slots: Tensor
-    """[tokens]: where each token's KV goes; later rows of the forward pass are padding."""
-    kernel: AttentionKernel
-    plan: Any
-    """The kernel's plan of this step."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """One step, as attention sees it. It travels as a keyword argument of `model(...)`."""
-
-    storage: KVStorage
-    steps: dict[int, GroupStep]
-    """Attention group -> its step."""
-
-
 def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     module: nn.Module,
     query: Tensor,
@@ -77,7 +55,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    forward_context: ForwardContext,
+    forward_context: Step,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -91,7 +69,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     storage = forward_context.storage
-    step = forward_context.steps[storage.group_of[layer]]
+    step = forward_context.group(layer)
     slots = step.slots
     num_tokens = len(slots)
     storage.write(layer, slots, key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens])

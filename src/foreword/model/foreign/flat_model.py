@@ -5,12 +5,20 @@ Knows the arguments of a model's `forward`; knows neither blocks nor the code th
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from foreword.model.foreign.modules import ProductPart
+from foreword.model.foreign.packed import PackedLinear, has_unpacked_products
+from foreword.model.foreign.recurrent import RecurrentForward
+from foreword.model.source_digest import digest_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class FlatModel:
     def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: Any, cache: Any) -> Tensor:
         """Compute logits [len(keep), vocab] of the rows `keep`, from token ids and positions [1, tokens].
 
-        `context` and `cache` are a step's `ForwardContext` and `StepCache`, or stand-ins.
+        `context` and `cache` are a `Step` and its `StepCache`, or stand-ins.
         """
         arguments = {
             "input_ids": token_ids,
@@ -37,6 +45,33 @@ class FlatModel:
         }
         logits: Tensor = self.module(**arguments).logits[0]
         return logits
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The class of the model, and a digest of the modelling code that came with its checkpoint."""
+        own = type(self.module)
+        if not own.__module__.startswith("transformers_modules."):
+            return {"class": f"{own.__module__}.{own.__qualname__}"}
+        return {"class": own.__qualname__, "source": digest_sources(Path(inspect.getfile(own)).parent)}
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row of every product has the same bits however many rows there are."""
+        return not has_unpacked_products(self.module)
+
+    def parts(self) -> Counter[str]:
+        """The number of products in each format of weights."""
+        return Counter(part.linear.format for part in self.module.modules() if isinstance(part, PackedLinear))
+
+    def widths(self) -> set[int]:
+        """Widths of the rows that products take and return."""
+        own = {  # recurrent layers run in cells of fixed lengths
+            m for layer in self.module.modules() if isinstance(layer.forward, RecurrentForward) for m in layer.modules()
+        }
+        kinds = (nn.Linear, PackedLinear, ProductPart)
+        layers = [m for m in self.module.modules() if isinstance(m, kinds) and m not in own]
+        linear = {n for layer in layers for n in (layer.in_features, layer.out_features)}
+        return linear | {n for p in self.module.parameters() if p.dim() == 3 for n in p.shape[1:]}  # experts
 
     def run_two_tokens(self, context: Any, cache: Any) -> None:
         """Run the model on two arbitrary tokens, with stand-ins for a step's context and cache."""

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from foreword.batch import Batch, IntArray
 from foreword.kernels.device_attention import DeviceAttention, HostPlan
-from foreword.model.foreign.attention import ForwardContext, GroupStep
 from foreword.model.foreign.experts import EXPERTS_NAME
-from foreword.model.foreign.recurrent import StepCache
 from foreword.model.gpu.device import Device, Graph
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.sampling.draws import Put
+from foreword.model.step import GroupStep, Step
 from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ def why_not_recordable(model: LoadedModel, storage: KVStorage, runner: ModelRunn
     """The reason why a model's decode steps cannot be recorded; None if they can."""
     if model.states:
         return "recurrent layers are computed request by request"
-    if getattr(model.module.config.get_text_config(), "_experts_implementation", None) == EXPERTS_NAME:
+    if getattr(model.config, "_experts_implementation", None) == EXPERTS_NAME:
         return "the host reads which experts were chosen"
     for group_id in range(len(storage.layout.specs)):
         kernel = runner.kernel_of(group_id)
@@ -137,14 +136,12 @@ class DecodeGraphs:
         def work() -> None:
             rows = self._rows[: (3 + self._num_groups) * size].view(-1, size).long()
             token_ids, positions, offsets, *slots = rows.unbind()
-            steps = {
+            groups = {
                 group_id: GroupStep(slots[group_id], self._kernels[group_id], plan.at(metadata))
                 for group_id, (plan, metadata) in enumerate(plans)
             }
-            context = ForwardContext(self._storage, steps)
-            cache = StepCache(self._storage, {}, offsets)
-            logits = self._model(token_ids[None], positions[None], self._keep[:size], context, cache)
-            self._logits[:size].copy_(logits)
+            step = Step(token_ids, positions, self._keep[:size], size, self._storage, groups)
+            self._logits[:size].copy_(self._model.forward(step, {}, offsets))
 
         return self._device.capture(work)
 

@@ -1,10 +1,6 @@
-"""Linear layers whose weights lie in memory in the order in which a CPU's matrix product reads them.
+"""Linear layers of transformers' modules, replaced by ones that own a packed weight.
 
-Knows `nn.Linear` and oneDNN's prepacked products, as torch.compile's freezing uses them; knows no model by name.
-
-Every product of few rows reorders a plain weight again, or reads it in strides. It reads a packed one as a stream:
-decoding becomes up to twice as fast. With packed weights, a row's bits do not depend on the number of rows, not even
-on whether the row is alone (docs/decisions/0009-packed-weights.md has the measurements).
+Knows `nn.Linear`; `decoder/linear.py` has the products. Knows no model by name.
 """
 
 from __future__ import annotations
@@ -15,15 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from foreword.config import keep_onednn_to_vectors
 from foreword.model.cpu.product import CompactProduct
+from foreword.model.decoder.linear import Linear, can_pack
 
 logger = logging.getLogger(__name__)
-
-keep_onednn_to_vectors()
-
-ROWS_HINT = 16
-"""The number of rows for which oneDNN chooses its layout; other numbers changed neither bits nor times."""
 
 
 class PackedLinear(nn.Module):
@@ -35,14 +26,14 @@ class PackedLinear(nn.Module):
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
         """Join `weights` [any, in_features], whose outputs follow each other; `bias` [out_features]."""
         super().__init__()
-        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
-        self.compact = CompactProduct(weights, bias) if CompactProduct.can_take(weights[0]) else None
-        """The product, if this processor has instructions for it."""
-        if self.compact is None:
-            # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
-            weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        self.linear = Linear(weights, bias)
+        self.out_features, self.in_features = self.linear.out_features, self.linear.in_features
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def compact(self) -> CompactProduct | None:
+        """The product in 12 bits, if this processor has instructions for it."""
+        return self.linear.compact
 
     @classmethod
     def stack(cls, linears: Sequence[nn.Linear]) -> PackedLinear:
@@ -52,14 +43,10 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features]: a plain copy, made on every access, for models that compute with it."""
-        plain: Tensor = self._packed.to_dense() if self.compact is None else self.compact.weight
-        return plain
+        return self.linear.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.compact is not None:
-            return self.compact(input)
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
-        return output
+        return self.linear(input)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -69,17 +56,6 @@ def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
     """The weights of layers and their joined bias, if they have one."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     return [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None
-
-
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch has packed products for such weights on this machine."""
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if device.type != "cpu" or not (available and torch.backends.mkldnn.enabled):
-        return False
-    operators = torch.ops.mkldnn
-    if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(operators._is_mkldnn_bf16_supported()))
 
 
 def pack_linears(module: nn.Module) -> int:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foreword.config import Dtype, ModelConfig
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.cpu.row_functions import ALONE_ELEMENTS, Norm, RowKernels
-from foreword.model.fusion.modules import FusedGate, FusedNorm, ProductPart, fuse
-from foreword.model.fusion.packed import can_pack
+from foreword.model.decoder.linear import can_pack
+from foreword.model.foreign.modules import FusedGate, FusedNorm, ProductPart, fuse
+from foreword.model.loader import load_foreign_model
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")
@@ -176,6 +178,10 @@ def test_layers_that_share_a_product_also_serve_inputs_of_their_own() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "granite", "smollm3"])
-def test_the_usual_layers_are_fused(tiny_models: TinyModels, name: str, dtype: str) -> None:
-    found = {type(module) for module in tiny_models.loaded(name, dtype).module.modules()}
+def test_the_usual_layers_are_fused(tiny_models: TinyModels, name: str, dtype: Dtype) -> None:
+    found = {type(module) for module in _foreign(tiny_models, name, dtype).modules()}
     assert {FusedNorm, FusedGate, ProductPart} <= found
+
+
+def _foreign(tiny_models: TinyModels, name: str, dtype: Dtype) -> nn.Module:
+    return load_foreign_model(ModelConfig(str(tiny_models.folder(name)), dtype=dtype)).flat.module

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from foreword.config import ModelConfig
-from foreword.model.fusion import packed
-from foreword.model.fusion.packed import PackedLinear, can_pack, has_unpacked_products, pack_linears
-from foreword.model.loader import load_model
+from foreword.model.decoder.linear import can_pack
+from foreword.model.foreign import packed
+from foreword.model.foreign.packed import PackedLinear, has_unpacked_products, pack_linears
+from foreword.model.loader import load_foreign_model
 from tiny_models import TinyModels
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def test_only_plain_linear_layers_are_packed() -> None:
 
 @needs_packing
 def test_a_tied_output_head_is_packed_and_the_embedding_keeps_its_rows(tiny_models: TinyModels) -> None:
-    module = tiny_models.loaded("odd_llama", "bfloat16").module
+    module = load_foreign_model(ModelConfig(str(tiny_models.folder("odd_llama")), dtype="bfloat16")).flat.module
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     assert isinstance(head, PackedLinear)
     assert torch.equal(head.weight, embedding.weight)
@@ -104,15 +105,15 @@ def test_a_tied_output_head_is_packed_and_the_embedding_keeps_its_rows(tiny_mode
 
 @needs_packing
 def test_models_with_other_matrices_than_linear_layers_are_told_apart(tiny_models: TinyModels) -> None:
-    assert not has_unpacked_products(tiny_models.loaded("llama").module)
-    assert has_unpacked_products(tiny_models.loaded("gpt2").module)
+    assert not has_unpacked_products(load_foreign_model(ModelConfig(str(tiny_models.folder("llama")))).flat.module)
+    assert has_unpacked_products(tiny_models.loaded("gpt2").flat.module)
 
 
 def test_where_nothing_can_be_packed_the_plain_layers_stay(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "can_pack", lambda *_: False)
-    module = load_model(ModelConfig(str(tiny_models.folder("llama")))).module
+    module = load_foreign_model(ModelConfig(str(tiny_models.folder("llama")))).flat.module
     assert isinstance(module.get_output_embeddings(), nn.Linear)
     assert has_unpacked_products(module)
 

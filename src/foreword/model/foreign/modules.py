@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
-from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import Norm, RowKernels
+from foreword.model.decoder.linear import GatedLinear, can_pack
+from foreword.model.foreign.packed import PackedLinear, stacked
 from foreword.model.foreign.trial import NUM_ROWS, RandomInputs, attempt, same_bits, settings
-from foreword.model.fusion.packed import PackedLinear, can_pack, stacked
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +61,13 @@ class FusedNorm(nn.Module):
             return self._plain(hidden_states)
         return self._kernels.rms_norm(hidden_states, self.norm)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + y and its norm."""
-        return self._kernels.add_norm(x, y, self.norm)
-
 
 class FusedGate(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up as one product."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kernels: RowKernels) -> None:
         super().__init__()
-        weights, bias = stacked([gate, up])
-        self.compact = CompactProduct(weights, bias, gated=True) if CompactProduct.can_take(weights[0]) else None
-        """Gate, up and the multiplication as one operation, if this processor has instructions for it."""
-        if self.compact is None:
-            product = PackedLinear(weights, bias)
-            self._gated: Callable[[Tensor], Tensor] = lambda x: kernels.silu_gate(product(x))
-        else:
-            self._gated = self.compact
+        self._gated = GatedLinear(*stacked([gate, up]), kernels)
         self.down = PackedLinear.stack([down])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,248 @@
+"""Decoder: one formula for all families that are written down, run from a spec and weights.
+
+Knows the formula of `spec.py`, products, norms and attention; knows no family by name. On processors with instructions
+for products in 12 bits, the layers of usual families are one program (`cpu/layer_program.py`); everywhere else Python
+calls an operation after the other, with the same bits. Each operation gives a row bits that depend on that row alone.
+
+In the last layer, rows whose logits nobody wants are computed up to their keys and values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, MutableMapping
+
+import torch
+from torch import Tensor
+
+from foreword.kernels.reference import AttentionOptions
+from foreword.model.cpu.layer_program import LayerChain, LayerOperations, Workspace
+from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
+from foreword.model.cpu.row_functions import RowKernels
+from foreword.model.decoder.linear import GatedLinear, Linear
+from foreword.model.decoder.norm import RowNorm
+from foreword.model.decoder.rotary import Rotary, Turns
+from foreword.model.layout import LayerLayout
+from foreword.model.spec import DecoderSpec
+from foreword.model.step import Step
+
+
+class Decoder:
+    """A model of a written family. One thread at a time may call it."""
+
+    def __init__(self, spec: DecoderSpec, weights: MutableMapping[str, Tensor]) -> None:
+        """Pack `weights`, named as in checkpoints of the family. They are taken out, so that plain copies are freed."""
+        self.spec, kernels = spec, RowKernels()
+        self._embedding = weights["model.embed_tokens.weight"]
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
+        self.rotaries = [Rotary(own, self.device) for own in spec.rotaries]
+        self.layers = [
+            DecoderLayer(number, spec, weights, kernels, self.rotaries) for number in range(len(spec.layers))
+        ]
+        self._norm = RowNorm(weights.pop("model.norm.weight"), spec.norm, kernels)
+        self._head = Linear([self._embedding if spec.tied else weights.pop("lm_head.weight")], None)
+        self.chain = self._make_chain()
+        """The program of all layers, if there is one."""
+
+    def embed(self, step: Step) -> Tensor:
+        """The rows that enter the first layer, [rows, width]."""
+        rows = torch.nn.functional.embedding(step.token_ids, self._embedding)
+        return rows if self.spec.embedding_scale == 1.0 else rows * self._embedding_scale
+
+    def __call__(self, step: Step) -> Tensor:
+        """Write the step's keys and values; return logits [num_kept, vocab] of the rows `keep`."""
+        rows = self.embed(step)
+        turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
+        if self.chain is not None:
+            logits = self.chain.logits(rows, turns[0], step)
+            if logits is not None:
+                return self._scaled(logits)
+        normed = _normed(rows, self.layers[0].before_attention)
+        for layer, following in zip(self.layers, self.layers[1:], strict=False):
+            mixed = layer.attend(normed, turns, step)
+            rows, normed = layer.add(rows, normed, mixed, following.before_attention)
+        last = self.layers[-1]
+        mixed = last.attend(normed, turns, step)
+        if not step.num_kept:
+            return rows.new_empty(0, self._head.out_features)
+        keep = step.keep  # padded as all rows are
+        _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm)
+        return self._scaled(self._head(normed)[: step.num_kept])
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        spec = self.spec
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        return logits if spec.logit_cap is None else (logits / spec.logit_cap).tanh() * spec.logit_cap
+
+    def _make_chain(self) -> LayerChain | None:
+        """Join the layers into one program; None if one of them has none, or computes something else."""
+        operations = [layer.operations() for layer in self.layers]
+        own = [one for one in operations if one is not None]
+        one_kind = {layer.rotary for layer in self.spec.layers} == {0}
+        if len(own) < len(operations) or not one_kind or self._norm.norm is None or self._head.compact is None:
+            return None
+        workspace = Workspace()
+        for one in own:
+            workspace.widen(*one.sizes())
+        return LayerChain(own, workspace, self._norm.norm, self._head.compact)
+
+    @property
+    def layouts(self) -> dict[int, LayerLayout]:
+        """What each layer remembers."""
+        spec = self.spec
+        return {
+            number: LayerLayout(spec.num_kv_heads, spec.head_dim, spec.head_dim, layer.window)
+            for number, layer in enumerate(spec.layers)
+        }
+
+    @property
+    def options(self) -> list[AttentionOptions]:
+        """What each layer asks attention for."""
+        return [layer.attention for layer in self.layers]
+
+    @property
+    def activation_widths(self) -> list[int]:
+        """The last dimensions of the activations that pass through elementwise functions."""
+        spec = self.spec
+        widths = {spec.hidden_size, spec.intermediate_size, *spec.widths, spec.head_dim}
+        widths |= {own.turned for own in spec.rotaries}
+        return sorted(widths if spec.logit_cap is None else widths | {spec.vocab_size})
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row of every product has the same bits however many rows there are."""
+        return "plain" not in self.parts()
+
+    def parts(self) -> Counter[str]:
+        """The number of products in each format of weights, and of layers that run as one program."""
+        found = Counter(part.format for layer in self.layers for part in layer.products)
+        found[self._head.format] += 1
+        found["in one program"] = 0 if self.chain is None else len(self.layers)
+        return found
+
+
+class DecoderLayer:
+    """One layer: its products, its norms, and how it attends."""
+
+    def __init__(
+        self,
+        number: int,
+        spec: DecoderSpec,
+        weights: MutableMapping[str, Tensor],
+        kernels: RowKernels,
+        rotaries: list[Rotary],
+    ) -> None:
+        self.number, self._spec = number, spec
+        self._own, names = spec.layers[number], spec.names
+        place = f"model.layers.{number}."
+
+        def norm(name: str | None) -> RowNorm | None:
+            return None if name is None else RowNorm(weights.pop(f"{place}{name}.weight"), spec.norm, kernels)
+
+        def take(*products: str) -> tuple[list[Tensor], Tensor | None]:
+            taken = [weights.pop(f"{place}{name}.weight") for name in products]
+            biases = [weights.pop(f"{place}{name}.bias", None) for name in products]
+            if all(bias is None for bias in biases):
+                return taken, None
+            pairs = zip(taken, biases, strict=True)
+            return taken, torch.cat([own.new_zeros(len(own)) if bias is None else bias for own, bias in pairs])
+
+        self.before_attention, self._after_attention = norm(names.before_attention), norm(names.after_attention)
+        self._before_network, self._after_network = norm(names.before_network), norm(names.after_network)
+        self._head_norms = norm(names.query_norm), norm(names.key_norm)
+        self._project, self._output = Linear(*take(*names.project)), Linear(*take(names.output))
+        self._gate, self._down = GatedLinear(*take(*names.gate_up), kernels, spec.activation), Linear(*take(names.down))
+        self.attention = AttentionOptions(spec.score_scale, self._own.window, spec.score_cap)
+        self._rotary = None if self._own.rotary is None else rotaries[self._own.rotary]
+        like = weights["model.embed_tokens.weight"]
+        self._heads = self._rotary_kernel(like.dtype) if like.device.type == "cpu" else None
+
+    @property
+    def products(self) -> tuple[Linear | GatedLinear, ...]:
+        return self._project, self._output, self._gate, self._down
+
+    def attend(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
+        """Write keys and values, and attend: rows [rows, width] to mixed values [rows, heads * head_dim]."""
+        group, storage = step.group(self.number), step.storage
+        blocks = storage.keys[self.number], storage.values[self.number]
+        projected = self._project(normed)
+        if self._spec.head_norm == "all heads":
+            query, key, value = torch.split(projected, list(self._spec.widths), -1)
+            query_norm, key_norm = self._head_norms
+            projected = torch.cat((_normed(query, query_norm), _normed(key, key_norm), value), -1)
+        if self._heads is not None and blocks[0].is_contiguous() and blocks[1].is_contiguous():
+            assert self._own.rotary is not None
+            queries = self._heads(projected, turns[self._own.rotary], group.slots, blocks)
+        else:
+            queries, keys, values = self._split(projected, turns)
+            count = len(group.slots)
+            storage.write(self.number, group.slots, keys[:count], values[:count])
+        return group.kernel.attend(queries, *blocks, group.plan, self.attention).flatten(1)
+
+    def _split(self, projected: Tensor, turns: list[Turns]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [rows, heads, head_dim], normalised and turned."""
+        parts = torch.split(projected, list(self._spec.widths), -1)
+        query, key, value = (part.reshape(len(part), -1, self._spec.head_dim) for part in parts)
+        if self._spec.head_norm == "each head":
+            query, key = _normed(query, self._head_norms[0]), _normed(key, self._head_norms[1])
+        if self._rotary is not None:
+            assert self._own.rotary is not None
+            own = turns[self._own.rotary]
+            query, key = self._rotary.turn(query, own), self._rotary.turn(key, own)
+        return query.contiguous(), key, value
+
+    def add(self, rows: Tensor, normed: Tensor, mixed: Tensor, following: RowNorm | None) -> tuple[Tensor, Tensor]:
+        """The layer's result from its rows, their norm and mixed values; and the result's norm for the next layer."""
+        added = self._branch(self._output(mixed), self._after_attention)
+        if self._spec.parallel:
+            rows = rows + added
+        else:
+            rows, normed = _sum(rows, added, self._before_network)
+        return _sum(rows, self._branch(self._down(self._gate(normed)), self._after_network), following)
+
+    def _branch(self, rows: Tensor, norm: RowNorm | None) -> Tensor:
+        normed, scale = _normed(rows, norm), self._spec.residual_scale
+        return normed if scale == 1.0 else normed * scale
+
+    def _rotary_kernel(self, dtype: torch.dtype) -> RotaryKernel | None:
+        """One pass over the heads, if there is one that computes what this layer does."""
+        spec, rotary = self._spec, self._rotary
+        if rotary is None or rotary.spec.interleaved:
+            return None
+        if dtype not in (torch.bfloat16, torch.float32) or (rotary.spec.in_float32 and dtype != torch.float32):
+            return None
+        norms = self._head_norms if spec.head_norm == "each head" else (None, None)
+        if any(norm is not None and norm.norm is None for norm in norms):
+            return None
+        shapes = HeadShapes(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim, rotary.spec.turned)
+        if not shapes.can_take():
+            return None
+        query, key = (None if norm is None else norm.norm for norm in norms)
+        return RotaryKernel(shapes, query, key)
+
+    def operations(self) -> LayerOperations | None:
+        """The layer as operations of a program; None if a part has none, or if it computes another formula."""
+        spec, before, inner = self._spec, self.before_attention, self._before_network
+        others = self._after_attention, self._after_network
+        has_own_norms = spec.head_norm == "all heads" and any(self._head_norms)
+        if spec.parallel or spec.residual_scale != 1.0 or any(others) or has_own_norms or self._heads is None:
+            return None
+        products = tuple(part.compact for part in self.products)
+        if before is None or inner is None or before.norm is None or inner.norm is None or None in products:
+            return None
+        norms = before.norm, inner.norm
+        return LayerOperations(self.number, norms, products, self._heads, self.attention)  # type: ignore[arg-type]
+
+
+def _normed(rows: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return rows if norm is None else norm(rows)
+
+
+def _sum(x: Tensor, y: Tensor, norm: RowNorm | None) -> tuple[Tensor, Tensor]:
+    """The sum and its norm; the sum twice if there is no norm."""
+    if norm is not None:
+        return norm.of_sum(x, y)
+    total = x + y
+    return total, total

@@ -1,0 +1,317 @@
+"""The families of decoders that are written down, each as what differs from llama.
+
+Knows the fields of configs and the names of weights; knows no tensor. A field that nobody here has read, and that is
+not known to change nothing, may change what a model computes: then the model runs in transformers' own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from foreword.model.spec import DecoderSpec, LayerSpec, NormSpec, RotarySpec, WeightNames
+
+_NO_MATTER = frozenset(
+    "_name_or_path _model_name_or_path architectures attention_bias attention_dropout bos_token_id "
+    "cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id id2label initializer_range "
+    "is_encoder_decoder is_llama_config label2id max_window_layers mlp_bias model_type no_rope_layer_interval "
+    "original_max_position_embeddings output_attentions output_hidden_states pad_token_id problem_type "
+    "quantization_config resid_pdrop return_dict sliding_window_pattern _sliding_window_pattern torch_dtype "
+    "transformers.js_config transformers_version unk_token_id use_cache".split()
+)
+"""Fields that change no number of a loaded model. Biases are where the file has them, and a quantized file has become
+plain numbers."""
+_ROPE_KEYS: Mapping[str, Collection[str]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}
+"""Kind of rotary embeddings -> its parameters, beside those of every kind."""
+
+
+class UnwrittenError(Exception):
+    """Nobody has written down what this model computes; the message says what is unknown."""
+
+
+class Fields:
+    """A config's fields, and which of them were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._read: set[str] = set()
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """A field's value; the default if it is missing or None."""
+        self._read.add(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def expect(self, name: str, *values: object) -> None:
+        """Raise UnwrittenError if a field is there and has none of these values."""
+        found = self(name, values[0])
+        if found not in values:
+            raise UnwrittenError(f"{name}={found!r}")
+
+    def unread(self) -> list[str]:
+        """Fields that say something, and that nobody has read."""
+        return sorted(
+            name
+            for name, value in self._values.items()
+            if value is not None and name not in self._read and name not in _NO_MATTER
+        )
+
+
+def find_spec(values: Mapping[str, Any], weights: Collection[str]) -> DecoderSpec:
+    """The spec of a model with these config fields and names of weights. Raises UnwrittenError."""
+    family = str(values.get("model_type"))
+    if family not in FAMILIES:
+        raise UnwrittenError(f"model_type={family!r}")
+    fields = Fields(values)
+    spec = FAMILIES[family](fields)
+    unread = fields.unread()
+    if unread:
+        raise UnwrittenError(f"config field {unread[0]}={values[unread[0]]!r}")
+    places = _places(spec)
+    missing, surplus = sorted(places - set(weights)), sorted(set(weights) - places - _optional_places(spec))
+    if missing:
+        raise UnwrittenError(f"no weight {missing[0]!r}")
+    if surplus:
+        raise UnwrittenError(f"weight {surplus[0]!r}")
+    return spec
+
+
+def _places(spec: DecoderSpec) -> set[str]:
+    """Names of the weights that a model must have."""
+    own = [f"{name}.weight" for name in (*spec.names.products, *spec.names.norms)]
+    layers = {f"model.layers.{layer}.{name}" for layer in range(len(spec.layers)) for name in own}
+    head = set() if spec.tied else {"lm_head.weight"}
+    return layers | head | {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+def _optional_places(spec: DecoderSpec) -> set[str]:
+    """Names of the weights that a model may have: biases of products, and a tied head."""
+    biases = {f"model.layers.{layer}.{name}.bias" for layer in range(len(spec.layers)) for name in spec.names.products}
+    return biases | {"lm_head.weight"}
+
+
+# ---------------------------------------------------------------------------------------------- families
+
+
+def _plain(c: Fields, **facts: Any) -> DecoderSpec:
+    """A decoder as llama is one, with other `facts`."""
+    hidden, heads = c("hidden_size"), c("num_attention_heads")
+    head_dim = c("head_dim", hidden // heads)
+    c.expect("hidden_act", "silu", "gelu_pytorch_tanh")
+    c.expect("hidden_activation", "silu", "gelu_pytorch_tanh")
+    act = c("hidden_activation", c("hidden_act"))
+    c.expect("pretraining_tp", 1)
+    c.expect("rope_interleaved", False)
+    plain: dict[str, Any] = {
+        "family": c("model_type"),
+        "hidden_size": hidden,
+        "vocab_size": c("vocab_size"),
+        "num_heads": heads,
+        "num_kv_heads": c("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "intermediate_size": c("intermediate_size"),
+        "layers": (LayerSpec(),) * c("num_hidden_layers"),
+        "score_scale": head_dim**-0.5,
+        "activation": "gelu_tanh" if act == "gelu_pytorch_tanh" else "silu",
+        "tied": c("tie_word_embeddings", False),
+    }
+    if "norm" not in facts:
+        plain["norm"] = NormSpec(c("rms_norm_eps"))
+    if "rotaries" not in facts:
+        plain["rotaries"] = (_rotary(c, c("rope_parameters")),)
+    return DecoderSpec(**{**plain, **facts})
+
+
+def _rotary(c: Fields, said: Mapping[str, Any], *, partial: bool = False, **facts: Any) -> RotarySpec:
+    """Rotary embeddings as a config describes them. `partial`: whether the family turns a part of each head."""
+    kind = said.get("rope_type", "default")
+    known = _ROPE_KEYS.get(kind)
+    if known is None:
+        raise UnwrittenError(f"rope_type={kind!r}")
+    unknown = sorted(set(said) - set(known) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+    if unknown:
+        raise UnwrittenError(f"rotary parameter {unknown[0]}={said[unknown[0]]!r}")
+    share = said.get("partial_rotary_factor", c("partial_rotary_factor", 1.0))
+    if share != 1.0 and not partial:
+        raise UnwrittenError(f"partial_rotary_factor={share!r}")
+    head_dim = c("head_dim", c("hidden_size") // c("num_attention_heads"))
+    longest = c("max_position_embeddings")
+    return RotarySpec(said["rope_theta"], int(head_dim * share), kind, said, longest, **facts)
+
+
+def _layers(c: Fields, *, turns: Callable[[int, str], int | None] = lambda layer, kind: 0) -> tuple[LayerSpec, ...]:
+    """Layers with a window where `layer_types` says "sliding_attention"; `turns`: a layer's rotary embeddings."""
+    kinds = c("layer_types", ["full_attention"] * c("num_hidden_layers"))
+    window = c("sliding_window")
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnwrittenError(f"layer type {unknown[0]!r}")
+    return tuple(
+        LayerSpec(window if kind == "sliding_attention" else None, turns(layer, kind))
+        for layer, kind in enumerate(kinds)
+    )
+
+
+def _head_norms(names: WeightNames) -> WeightNames:
+    """The same names, and norms of queries and keys."""
+    return replace(names, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+
+
+_FOUR_NORMS = WeightNames(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_network="pre_feedforward_layernorm",
+    after_network="post_feedforward_layernorm",
+)
+
+
+def llama(c: Fields) -> DecoderSpec:
+    """arXiv 2302.13971."""
+    return _plain(c)
+
+
+def mistral(c: Fields) -> DecoderSpec:
+    """arXiv 2310.06825: every layer has the window."""
+    window = c("sliding_window")
+    return _plain(c, layers=(LayerSpec(window),) * c("num_hidden_layers"))
+
+
+def qwen2(c: Fields) -> DecoderSpec:
+    """arXiv 2407.10671: queries, keys and values have biases."""
+    c("use_sliding_window")  # has become the layers' types
+    return _plain(c, layers=_layers(c))
+
+
+def qwen3(c: Fields) -> DecoderSpec:
+    """arXiv 2505.09388: each head of queries and keys is normalised."""
+    c("use_sliding_window")
+    return _plain(c, layers=_layers(c), names=_head_norms(WeightNames()))
+
+
+def smollm3(c: Fields) -> DecoderSpec:
+    """Every fourth layer, or those that `no_rope_layers` marks with 0, do not turn heads (NoPE, arXiv 2501.18795)."""
+    turned = c("no_rope_layers")
+    has_windows = c("use_sliding_window", False)
+    layers = _layers(c, turns=lambda layer, kind: 0 if turned[layer] else None)
+    return _plain(c, layers=layers if has_windows else tuple(LayerSpec(None, own.rotary) for own in layers))
+
+
+def granite(c: Fields) -> DecoderSpec:
+    """arXiv 2408.13359: multipliers in four places."""
+    return _plain(
+        c,
+        embedding_scale=c("embedding_multiplier"),
+        residual_scale=c("residual_multiplier"),
+        score_scale=c("attention_multiplier"),
+        logit_scale=1.0 / c("logits_scaling"),
+    )
+
+
+def gemma2(c: Fields) -> DecoderSpec:
+    """arXiv 2408.00118: norms before and after, capped scores and logits, windows in turn."""
+    c.expect("use_bidirectional_attention", False)
+    return _plain(
+        c,
+        layers=_layers(c),
+        names=_FOUR_NORMS,
+        norm=NormSpec(c("rms_norm_eps"), "one more"),
+        embedding_scale=c("hidden_size") ** 0.5,
+        score_scale=c("query_pre_attn_scalar") ** -0.5,
+        score_cap=c("attn_logit_softcapping"),
+        logit_cap=c("final_logit_softcapping"),
+    )
+
+
+def gemma3(c: Fields) -> DecoderSpec:
+    """arXiv 2503.19786: as gemma2 with norms of heads instead of capped scores; windows turn by angles of their own."""
+    c.expect("use_bidirectional_attention", False)
+    kinds = "full_attention", "sliding_attention"
+    said = c("rope_parameters")
+    if any(kind not in said for kind in kinds):
+        raise UnwrittenError(f"rope_parameters={said!r}")
+    c.expect("attn_logit_softcapping", None)
+    return _plain(
+        c,
+        layers=_layers(c, turns=lambda layer, kind: kinds.index(kind)),
+        rotaries=tuple(_rotary(c, said[kind]) for kind in kinds),
+        names=_head_norms(_FOUR_NORMS),
+        norm=NormSpec(c("rms_norm_eps"), "one more"),
+        embedding_scale=c("hidden_size") ** 0.5,
+        score_scale=c("query_pre_attn_scalar") ** -0.5,
+        logit_cap=c("final_logit_softcapping"),
+    )
+
+
+def phi3(c: Fields) -> DecoderSpec:
+    """arXiv 2404.14219: one stored product for queries, keys and values, and one for gate and up."""
+    window = c("sliding_window")
+    return _plain(
+        c,
+        layers=(LayerSpec(window),) * c("num_hidden_layers"),
+        rotaries=(_rotary(c, c("rope_parameters"), partial=True),),
+        names=WeightNames(project=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    )
+
+
+def olmo2(c: Fields) -> DecoderSpec:
+    """arXiv 2501.00656: norms after attention and after the network, and of all heads together."""
+    names = WeightNames(
+        before_attention=None,
+        after_attention="post_attention_layernorm",
+        before_network=None,
+        after_network="post_feedforward_layernorm",
+    )
+    return _plain(
+        c,
+        names=_head_norms(names),
+        head_norm="all heads",
+        norm=NormSpec(c("rms_norm_eps"), "in float32"),
+        rotaries=(_rotary(c, c("rope_parameters"), in_float32=True),),
+    )
+
+
+def cohere2(c: Fields) -> DecoderSpec:
+    """arXiv 2504.00698: attention and network side by side, one centred norm; layers with windows turn heads."""
+    c.expect("use_qk_norm", False)
+    c.expect("use_gated_activation", True)
+    c.expect("use_parallel_block", True)
+    c.expect("use_embedding_sharing", True)
+    c.expect("rotary_pct", 1.0)
+    for name in ("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "use_parallel_embedding"):
+        c(name)  # older files describe the order of layers by these, too
+    return _plain(
+        c,
+        layers=_layers(c, turns=lambda layer, kind: 0 if kind == "sliding_attention" else None),
+        rotaries=(_rotary(c, c("rope_parameters"), interleaved=True, in_float32=True),),
+        names=WeightNames(before_network=None),
+        norm=NormSpec(c("layer_norm_eps"), "in float32", centred=True),
+        parallel=True,
+        logit_scale=c("logit_scale"),
+    )
+
+
+FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "smollm3": smollm3,
+    "granite": granite,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "cohere2": cohere2,
+}
+"""`model_type` of configs -> its facts."""

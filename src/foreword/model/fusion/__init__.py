@@ -1,1 +1,0 @@
-"""Modules, and whole layers, rewritten into fewer and larger operations of equal bits."""

@@ -1,0 +1,46 @@
+"""Step: one forward pass, as a model sees it.
+
+Knows rows of tokens, and where their keys and values go; knows no request. Transformers' modules get it as the keyword
+argument `forward_context`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from foreword.kernels.select import AttentionKernel
+from foreword.model.storage import KVStorage
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One step, as the attention layers of one group see it."""
+
+    slots: Tensor
+    """[tokens]: where each token's KV goes; later rows of the forward pass are padding."""
+    kernel: AttentionKernel
+    plan: Any
+    """The kernel's plan of this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The rows of one forward pass: tokens, and padding after them."""
+
+    token_ids: Tensor
+    """[rows] int64"""
+    positions: Tensor
+    """[rows] int64: the positions that turn heads."""
+    keep: Tensor
+    """[padded] int64: rows whose logits are computed, ascending; padding after the first `num_kept`."""
+    num_kept: int
+    storage: KVStorage
+    groups: dict[int, GroupStep]
+    """Attention group -> its step."""
+
+    def group(self, layer: int) -> GroupStep:
+        """The step of an attention layer's group."""
+        return self.groups[self.storage.group_of[layer]]
