@@ -174,6 +174,8 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
         tokenizer.set_chat_template(options.chat_template)
     if tokenizer is not None:
         tokenizer.set_response_template(options.response_template)
+        if options.chat_control_tokens:
+            tokenizer.take_control_tokens()
     elif options.response_template is not None:
         raise ConfigError("response_template needs a tokenizer, and this model has none; name one with tokenizer")
     return tokenizer

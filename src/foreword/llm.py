@@ -24,7 +24,7 @@ from foreword.chat import Chat
 from foreword.config import EngineConfig
 from foreword.config.keywords import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, Prompt
-from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
+from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.linking import METHODS, LinkedAnswer, LinkExplanation, Method, compare_methods, explain_parts
 from foreword.offline import run_all
 from foreword.pml.composition import Composition
@@ -303,8 +303,6 @@ class LLM:
     def _chat_prompt(self, messages: Sequence[Message], rendering: ChatKeywords) -> Prompt:
         tokenizer = self._prompts.tokenizer_for("chat()")
         template, inputs = rendering.get("chat_template"), template_inputs(rendering)
-        if rendering.get("tools") and "tools" not in (template or tokenizer.chat_template or "tools"):
-            raise ChatTemplateError("the model's chat template takes no tools; leave them out, or give chat_template")
         continues = rendering.get("continue_final_message", False)
         token_ids = tokenizer.render_chat(
             messages,

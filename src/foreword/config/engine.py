@@ -52,6 +52,8 @@ class ModelConfig:
     """Branch, tag or commit of the tokenizer's repository on the hub. None: `revision`, if it is the model's."""
     chat_template: str | None = None
     """Jinja template of conversations, or a file that holds one. None: the tokenizer's."""
+    chat_control_tokens: bool = False
+    """Whether control tokens, such as `<|im_end|>`, act as such in messages. False: there they are plain text."""
     response_template: str | None = None
     """Form of replies with reasoning and calls: a family's name, or transformers' response template as JSON or a file.
     None: the tokenizer's, or that of the family whose marks the chat template has."""

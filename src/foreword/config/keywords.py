@@ -31,6 +31,7 @@ class ModelKeywords(TypedDict, total=False):
     tokenizer: str | None
     tokenizer_revision: str | None
     chat_template: str | None
+    chat_control_tokens: bool
     response_template: str | None
     generation_config: str
     dtype: Dtype

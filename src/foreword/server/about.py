@@ -72,6 +72,25 @@ async def model(model: str, request: Request, tenant: Authorized) -> Response:
     return json_response(dialect_of(request).model(service_of(request), model))
 
 
+@router.get("/v1/template", tags=["server"])
+async def template(request: Request, tenant: Authorized) -> Response:
+    """What the chat template shows, how messages are rewritten for it, and what it spoils."""
+    service = service_of(request)
+    report, tokenizer = service.template_report, service.llm.tokenizer
+    form = None if tokenizer is None else tokenizer.reply_format
+    return json_response(
+        {
+            "object": "template",
+            "has_template": tokenizer is not None and tokenizer.chat_template is not None,
+            "reply_format": None if form is None else form.name,
+            "changes": report.changes,
+            "shown_by_changes": [str(loss) for loss in report.as_given if loss.kind not in report.lost_kinds()],
+            "not_shown": [str(loss) for loss in report.losses],
+            "spoils_reuse": [str(change) for change in service.template_changes],
+        }
+    )
+
+
 @router.post("/tokenize", tags=["tokens"], openapi_extra=takes(TokenizeRequest))
 async def tokenize(
     body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], request: Request, tenant: Authorized

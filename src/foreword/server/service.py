@@ -51,14 +51,10 @@ from foreword.server.records import Records, RequestRecord
 from foreword.server.resources.folder import open_folder
 from foreword.server.resources.schemas import KeptSchemas
 from foreword.server.resources.store import CachedContents
-from foreword.server.template_check import (
-    check_template,
-    takes_successive_questions,
-    takes_system_anywhere,
-    warn_of,
-)
+from foreword.server.template_check import check_template, log_template
 from foreword.text import Tokenizer
 from foreword.text.places import Place
+from foreword.text.template_probe import TemplateReport
 
 logger = logging.getLogger(__name__)
 
@@ -162,12 +158,9 @@ class Service:
         self.metrics = Metrics(model_name, self.insight, infos_of(llm, now), self.http_requests)
         self.records.on_finished(Listener("metrics", self.metrics.observe))
         self._open_listeners(config)
+        self.template_report = TemplateReport() if llm.tokenizer is None else llm.tokenizer.template_report()
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
-        warn_of(self.template_changes)
-        self.takes_system_anywhere = llm.tokenizer is not None and takes_system_anywhere(llm.tokenizer)
-        """Whether the chat template writes a system message in the middle of a conversation where it stands."""
-        self.takes_successive_questions = llm.tokenizer is None or takes_successive_questions(llm.tokenizer)
-        """Whether the chat template takes two user messages in succession."""
+        log_template(llm.tokenizer, self.template_report, self.template_changes)
         self.shared_prefixes = SharedPrefixes(
             [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
         )

@@ -1,14 +1,17 @@
 """Template check: does a chat template leave earlier turns unchanged when a conversation grows?
 
-Knows conversations and tokens. Some templates write an old turn differently once a new one follows: they drop its
-reasoning, move the system prompt or count turns. Every later turn then misses from that point on. This is the usual
+Knows conversations and their prompts. Some templates write an old turn differently once a new one follows: they drop
+its reasoning, move the system prompt or count turns. Every later turn then misses from that point on. This is the usual
 cause of misses in chats, and the texts that clients send do not show it. Agents' turns count too: calls of tools, their
-results, and reasoning that clients send back as `reasoning_content`.
+results, and reasoning that clients send back as `reasoning_content`. What was computed is a prompt and the reply as the
+model writes it; the next prompt has to begin with both.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,8 @@ from foreword.cache import common_length
 from foreword.errors import ForewordError
 from foreword.server.observe.explanations import NUM_CONTEXT_TOKENS, TokenIds, text_of
 from foreword.text import Tokenizer
+from foreword.text.template_probe import TemplateReport
+from foreword.text.written_calls import written_calls
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ TOOL = {
     },
 }
 SAID, THOUGHT = "The answer to that is {}.", "I count to {}."
+SWITCHES = ("enable_thinking", "thinking")
+"""Inputs by which templates let a model think or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class _Kind:
     needs: tuple[str, ...] = ()
     """Words that a template must have for this kind to mean anything to it."""
     has_tools: bool = False
+    thinks: bool = False
+    """Whether the model thinks before each of its messages."""
 
 
 def _calling(more: Message) -> list[Message]:
@@ -57,11 +66,15 @@ def _calling(more: Message) -> list[Message]:
 
 KINDS = (
     _Kind("plain answers", [{"role": "assistant", "content": SAID}]),
-    _Kind("answers with reasoning", [{"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"}]),
+    _Kind(
+        "answers with reasoning",
+        [{"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"}],
+    ),
     _Kind(
         "answers with separate reasoning",
         [{"role": "assistant", "content": SAID, "reasoning_content": THOUGHT}],
         ("reasoning_content",),
+        thinks=True,
     ),
     _Kind("calls of tools", _calling({}), ("tools",), has_tools=True),
     _Kind(
@@ -69,10 +82,9 @@ KINDS = (
         _calling({"reasoning_content": THOUGHT}),
         ("tools", "reasoning_content"),
         has_tools=True,
+        thinks=True,
     ),
 )
-
-_PROBE = (("system", "one"), ("user", "two"), ("system", "three"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,73 +114,129 @@ class TemplateChange:
 def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
     """The first change in each kind of conversation; none if the template only appends, or if there is no template."""
     changes = []
+    template = tokenizer.chat_template
     for kind in KINDS:
-        if not all(word in (tokenizer.chat_template or word) for word in kind.needs):
+        if template is None or not all(word in template for word in kind.needs):
             continue
-        for system in (True, False):
-            change = _first_change(tokenizer, kind, system=system)
-            if change is not None:
-                changes.append(change)
-                break
+        for name, inputs in _switched(tokenizer, template):
+            found = (_Check(tokenizer, kind, name, inputs, system=system).first_change() for system in (True, False))
+            changes += [change for change in found if change is not None][:1]
     return changes
 
 
-def takes_system_anywhere(tokenizer: Tokenizer) -> bool:
-    """Whether the template writes a system message after a question there; some refuse it, move it or drop it."""
-    system, question, note = ({"role": role, "content": f"{role} {text}"} for role, text in _PROBE)
+def _switched(tokenizer: Tokenizer, template: str) -> list[tuple[str, dict[str, Any]]]:
+    """The template's inputs with its switch of thinking as it is, and the other way; and what to call them."""
+    found: list[tuple[str, dict[str, Any]]] = [("", {})]
+    for switch, value in itertools.product(SWITCHES, (False, True)):
+        if re.search(rf"\b{switch}\b", template):
+            asked = [{"role": "user", "content": "Hi"}]
+            prompts = [_prompt(tokenizer, asked, inputs) for inputs in ({}, {switch: value})]
+            if None not in prompts and prompts[0] != prompts[1]:
+                found.append((f", {switch}={value}", {switch: value}))
+    return found
+
+
+def _prompt(tokenizer: Tokenizer, messages: Sequence[Message], inputs: Mapping[str, Any]) -> str | None:
     try:
-        text = tokenizer.spell(tokenizer.render_chat([system, question, note]).tolist())
-    except ForewordError:
-        return False
-    return text.count(note["content"]) == 1 and text.index(note["content"]) > text.index(question["content"])
+        return tokenizer.render_text(messages, add_generation_prompt=True, template_inputs=inputs)
+    except ForewordError as error:
+        logger.debug("the template takes no %s: %s", inputs, error)
+        return None
 
 
-def takes_successive_questions(tokenizer: Tokenizer) -> bool:
-    """Whether the template takes two user messages in succession; some want an answer between them."""
-    try:
-        tokenizer.render_chat([{"role": "user", "content": "one"}] * 2)
-    except ForewordError:
-        return False
-    return True
-
-
-def warn_of(changes: Sequence[TemplateChange]) -> None:
-    """Log what the check found."""
+def log_template(tokenizer: Tokenizer | None, report: TemplateReport, changes: Sequence[TemplateChange]) -> None:
+    """Log what the probe and the check found."""
+    if tokenizer is not None and tokenizer.chat_template is None:
+        logger.warning(
+            "the model has no chat template: it answers texts (/v1/completions), and conversations are refused; name "
+            "a template with --chat-template if it is made for them"
+        )
+    if report.form.tools == "written":
+        logger.warning("the chat template takes no tools; the system message lists the tools of requests")
+    if report.changes:
+        changed = ", ".join(f"{name}={value!r}" for name, value in report.changes.items())
+        logger.info("the chat template does not show all that agents send; messages are rewritten for it: %s", changed)
+    for loss in report.losses:
+        logger.warning("the chat template does not show %s", loss)
     for change in changes:
         logger.warning("the chat template spoils reuse of conversations: %s", change)
 
 
-def _first_change(tokenizer: Tokenizer, kind: _Kind, *, system: bool) -> TemplateChange | None:
-    """Compare the tokens that the engine has computed (a prompt and its answer) with how later prompts write them."""
-    name = kind.name + ("" if system else ", no system prompt")
-    inputs = {"tools": [TOOL]} if kind.has_tools else {}
-    messages: list[Message] = [{"role": "system", "content": "Answer in one sentence."}] if system else []
-    answered: TokenIds | None = None
-    answered_turn = 0
-    for turn in range(1, NUM_TURNS + 1):
-        messages.append({"role": "user", "content": f"What is {turn} and {turn}?"})
-        for message in kind.messages:
-            said = {key: _numbered(value, 2 * turn) for key, value in message.items()}
-            if said["role"] != "assistant":
-                messages.append(said)
-                continue
-            try:
-                prompt = tokenizer.render_chat(messages, template_inputs=inputs)
-                messages.append(said)
-                written = tokenizer.render_chat(messages, add_generation_prompt=False, template_inputs=inputs)
-            except ForewordError as error:
-                logger.debug("the template takes no %s: %s", name, error)
+class _Check:
+    """Compares what the engine has computed (a prompt and its reply) with how later prompts write it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, kind: _Kind, suffix: str, inputs: Mapping[str, Any], *, system: bool
+    ) -> None:
+        self._tokenizer, self._kind = tokenizer, kind
+        self._name = f"{kind.name}{suffix}" + ("" if system else ", no system prompt")
+        self._inputs = {**inputs, **({"tools": [TOOL]} if kind.has_tools else {})}
+        self._messages: list[Message] = [{"role": "system", "content": "Answer in one sentence."}] if system else []
+
+    def first_change(self) -> TemplateChange | None:
+        """The first earlier turn that a later prompt writes differently."""
+        before, computed_turn = ("", ""), 0
+        for turn in range(1, NUM_TURNS + 1):
+            self._messages.append({"role": "user", "content": f"What is {turn} and {turn}?"})
+            for message in self._kind.messages:
+                said = {key: _numbered(value, 2 * turn) for key, value in message.items()}
+                if said["role"] == "assistant":
+                    prompt = _prompt(self._tokenizer, self._messages, self._inputs)
+                    reply = None if prompt is None else self._reply(prompt, said)
+                    if prompt is None or reply is None:
+                        return None
+                    if not self._begins(prompt, *before):
+                        return self._change(computed_turn, "".join(before), prompt)
+                    before, computed_turn = (prompt, reply), turn
+                self._messages.append(said)
+        return None
+
+    def _reply(self, prompt: str, said: Message) -> str | None:
+        """What the model writes after a prompt; None if it would not write this there."""
+        form, reply = self._tokenizer.reply_format, str(said["content"])
+        marks = None if form is None else form.thinking
+        if marks is not None:
+            after = prompt[prompt.rfind(marks.opens) :] if marks.opens in prompt else ""
+            is_open = bool(after) and not after.removeprefix(marks.opens).strip()
+            is_closed = prompt.rstrip().endswith(marks.closes)
+            if self._kind.thinks or reply.startswith(marks.opens):
+                is_real = not is_closed and not (is_open and reply.startswith(marks.opens))
+            else:
+                is_real = is_closed or not (is_open or marks.is_expected)
+            if not is_real:
                 return None
-            if answered is not None and common_length(answered, prompt) < len(answered):
-                return _change(tokenizer, name, answered_turn, answered, prompt)
-            if kind.needs:  # what the model wrote is not known here; the template writes it
-                if common_length(prompt, written) < len(prompt):
-                    return _change(tokenizer, name, turn, prompt, written)
-            elif not tokenizer.spell(written.tolist()).startswith(tokenizer.spell(prompt.tolist()) + said["content"]):
-                computed = np.concatenate((prompt, tokenizer.encode(said["content"])))
-                return _change(tokenizer, name, turn, computed, written)
-            answered, answered_turn = written, turn
-    return None
+        if said.get("tool_calls"):
+            if form is None or form.call_form is None:
+                return self._as_written(prompt, said)
+            reply += written_calls(said["tool_calls"], form)
+        if not self._kind.thinks:
+            return reply
+        if marks is None:
+            return self._as_written(prompt, said)
+        after_closing = marks.after if not said.get("tool_calls") or marks.after_call is None else marks.after_call
+        opening = "" if is_open else marks.opens + marks.before
+        return f"{opening}{said['reasoning_content']}{marks.before}{marks.closes}{after_closing}{reply}"
+
+    def _begins(self, prompt: str, before: str, reply: str) -> bool:
+        """Whether a prompt begins with another and its reply, whose first white space is the template's.
+
+        So is that around calls and reasoning: families have one form here, and their models write what they learnt.
+        """
+        told = prompt[len(before) :].lstrip()
+        if self._kind.thinks or self._kind.has_tools:
+            told, reply = "".join(told.split()), "".join(reply.split())
+        return prompt.startswith(before) and told.startswith(reply.lstrip())
+
+    def _as_written(self, prompt: str, said: Message) -> str | None:
+        """The reply as the template writes it: nobody knows how the model does."""
+        written = self._tokenizer.render_text(
+            [*self._messages, said], add_generation_prompt=False, template_inputs=self._inputs
+        )
+        return written[len(prompt) :] if written.startswith(prompt) else None
+
+    def _change(self, turn: int, was: str, becomes: str) -> TemplateChange:
+        encode = self._tokenizer.encode_part
+        return _change(self._tokenizer, self._name, turn, np.array(encode(was)), np.array(encode(becomes)))
 
 
 def _numbered(value: Any, number: int) -> Any:

@@ -1,22 +1,23 @@
-"""Conversations: messages from users, in the form that chat templates take, and the keywords of `LLM.chat(...)`.
+"""Conversations: messages from users in one plain form, and the keywords of `LLM.chat(...)`.
 
-Knows roles, text parts and tool calls; knows no templates.
+Knows roles, text parts and tool calls; knows no templates, which may want another form (`template_form.py`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 from foreword.errors import InvalidRequestError
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is one text and whose tool calls have arguments as mappings.
+    """Messages whose content is one text and whose tool calls have arguments as mappings, or as texts that are none.
 
-    A content may be a list of text parts, `[{"type": "text", "text": ...}]`, which are joined; with tool calls it may
-    be missing. Raises InvalidRequestError for anything else.
+    A content may be a list of text parts, `[{"type": "text", "text": ...}]`, which `joined_parts` makes one; with tool
+    calls it may be missing. Raises InvalidRequestError for anything else.
     """
     if isinstance(messages, str | Mapping):
         raise InvalidRequestError(
@@ -33,7 +34,7 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise InvalidRequestError(f"message {index} is a {type(message).__name__}, not a mapping with role and content")
     plain = dict(message)
     if isinstance(plain.get("content"), Sequence) and not isinstance(plain["content"], str):
-        plain["content"] = "".join(_text_of(part, index) for part in plain["content"])
+        plain["content"] = joined_parts([_text_of(part, index) for part in plain["content"]], plain.get("role"))
     if plain.get("tool_calls"):
         plain["content"] = plain.get("content") or ""
         plain["tool_calls"] = [_plain_call(call, index) for call in plain["tool_calls"]]
@@ -61,15 +62,38 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"message {index} has a tool call without a function's name: {call!r:.80}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(
-                f"message {index} calls {function['name']!r} with arguments that are not JSON: {arguments!r:.80}"
-            ) from error
+    arguments = function.get("arguments")
+    if not isinstance(arguments, Mapping):
+        arguments = read_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments or {}))
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def joined_parts(texts: Sequence[str], role: Any) -> str:
+    """The parts of a content as one text: an answer's are pieces of it, those of others stand in lines of their own."""
+    return ("" if role == "assistant" else "\n").join(texts)
+
+
+def read_arguments(text: str) -> Mapping[str, Any] | str:
+    """Arguments of an earlier call; the text itself if it is no JSON object.
+
+    Models write such calls too: cut off at the last token, a list, a number that no float holds.
+    """
+    try:
+        arguments = json.loads(text or "{}", parse_constant=_no_number, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, Mapping) else text
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"no float is as large as {text[:40]}")
+    return number
 
 
 class ChatKeywords(TypedDict, total=False):

@@ -5,17 +5,19 @@ Knows messages, templates and places in conversations; knows nothing of replies.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
+from foreword.text.control_tokens import MARKS, ControlTokens, marked_tokens
 from foreword.text.conversation import plain_messages
 from foreword.text.places import Conversation, Place, common_beginning
+from foreword.text.reply.format import ReplyFormat, choose_format
+from foreword.text.template_probe import Probe, TemplateReport, refuse_lost
 from foreword.text.tokenizer_files import one_line
 
 _NO_INPUTS = frozenset(
@@ -24,8 +26,22 @@ _NO_INPUTS = frozenset(
 )
 """Arguments of transformers' rendering that are not inputs of a template."""
 
+MOST_REPORTS = 16
+"""The number of chat templates whose reports are remembered: requests of an LLM may name their own."""
+
 MOST_MESSAGE_ENDS = 64
 """Recurrent states may be saved at the ends of this many messages of a conversation: its last ones."""
+
+
+class _Marked(NamedTuple):
+    """A text in which a mark hides the texts of control tokens from the tokenizer."""
+
+    text: str
+    mark: str
+
+    @property
+    def plain(self) -> str:
+        return self.text.replace(self.mark, "") if self.mark else self.text
 
 
 class Renderer:
@@ -33,12 +49,50 @@ class Renderer:
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
+        self._reports: dict[str, TemplateReport] = {}
+        special = (str(token) for token in hf_tokenizer.added_tokens_decoder.values() if token.special)
+        self._control = ControlTokens({*special, *hf_tokenizer.all_special_tokens})
+        self._takes_control_tokens = False
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source; None if there is none, or if there are several with names."""
+        """The template's source, of several with names the one that takes tools; None if there is none."""
+        return self._source(has_tools=True)
+
+    def _source(self, *, has_tools: bool) -> str | None:
         template = self._hf.chat_template
-        return template if isinstance(template, str) else None
+        if isinstance(template, Mapping):
+            names = ("tool_use", "default") if has_tools else ("default", "tool_use")
+            return next((template[name] for name in names if name in template), None)
+        return template or None
+
+    def template_report(self, chat_template: str | None = None) -> TemplateReport:
+        """What a chat template shows, and in which form; None: the tokenizer's own. Found once for each template."""
+        source = chat_template or self.chat_template
+        if source is None:
+            return TemplateReport()
+        if source not in self._reports:
+            if len(self._reports) == MOST_REPORTS:
+                self._reports.clear()
+
+            def render(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> str:
+                is_open = messages[-1]["role"] != "assistant"
+                return self._apply(Conversation(messages, inputs, is_open), False, source)
+
+            self._reports[source] = Probe(render, self._family(source)).report()
+        return self._reports[source]
+
+    def _family(self, chat_template: str) -> ReplyFormat | None:
+        """The form in which the model of a chat template writes replies."""
+        return choose_format(None, None, chat_template)
+
+    def take_control_tokens(self) -> None:
+        """Let messages have control tokens, such as `<|im_end|>`, as prompts of texts may; else they are text there."""
+        self._takes_control_tokens = True
+
+    def _spared_tokens(self) -> frozenset[str]:
+        """Control tokens that an answer may have when it comes back: those around its reasoning."""
+        return frozenset()
 
     def set_chat_template(self, template: str) -> None:
         """Use another chat template: its source, or the path of its file.
@@ -79,40 +133,73 @@ class Renderer:
         refuses them.
         """
         conversation = _conversation(messages, template_inputs, add_generation_prompt, continue_final_message)
-        token_ids = self._apply_template(conversation, continue_final_message, chat_template, tokenize=True)
-        return np.array(token_ids, dtype=np.int32)
+        return self._encoded(self._marked(conversation, continue_final_message, chat_template))[0]
 
-    def render_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_inputs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a conversation, of which `render_chat` gives the tokens. Raises as it does."""
-        text: str = self._apply_template(_conversation(messages, None, add_generation_prompt, False), False)
-        return text
+        conversation = _conversation(messages, template_inputs, add_generation_prompt, False)
+        return self._marked(conversation, False).plain
 
-    def _apply_template(
-        self, one: Conversation, continues: bool, chat_template: str | None = None, *, tokenize: bool = False
-    ) -> Any:
+    def _marked(self, one: Conversation, continues: bool, chat_template: str | None = None) -> _Marked:
+        """The text of a conversation, in which a mark hides the control tokens that messages have."""
         wrong = sorted(_NO_INPUTS & set(one.inputs))
         if wrong:
             raise InvalidRequestError(f"{wrong[0]!r} is not an input of a chat template; leave it out")
-        if not chat_template and not self._hf.chat_template:
+        has_tools = bool(one.inputs.get("tools")) or any(message.get("tool_calls") for message in one.messages)
+        source = chat_template or self._source(has_tools=has_tools)
+        if source is None:
             raise ChatTemplateError(
-                "the tokenizer has no chat template; use generate() with a prompt written out in full, or "
-                "add a chat_template.jinja file to the model's folder"
+                "the model has no chat template: it continues texts; send a prompt written out in full (generate(), "
+                "/v1/completions), name a template with chat_template, or add chat_template.jinja to the model's folder"
             )
+        report = self.template_report(source)
+        refuse_lost(report, one.messages, one.inputs)
+        one, mark = self._hidden(one)
+        messages, inputs = report.form.write(one.messages, one.inputs)
+        return _Marked(self._apply(Conversation(messages, inputs, one.is_open), continues, source), mark)
+
+    def _hidden(self, one: Conversation) -> tuple[Conversation, str]:
+        """The conversation with a mark in its control tokens, and the mark; "" if it has none."""
+        if self._takes_control_tokens:
+            return one, ""
+        spared = self._spared_tokens()
+        for mark in MARKS:
+            messages = [
+                self._control.hidden(message, mark, spared if message["role"] == "assistant" else frozenset())
+                for message in one.messages
+            ]
+            inputs = self._control.hidden(one.inputs, mark)
+            if inputs is one.inputs and all(a is b for a, b in zip(messages, one.messages, strict=True)):
+                return one, ""
+            if mark not in repr(one):
+                break
+        return Conversation(messages, inputs, one.is_open), mark
+
+    def _apply(self, one: Conversation, continues: bool, source: str) -> str:
+        return apply_template(source, one, self._hf.special_tokens_map, continues=continues)
+
+    def _encoded(self, marked: _Marked) -> tuple[npt.NDArray[np.int32], Any, npt.NDArray[np.intp]]:
+        """Token ids of a text without its marks; its encoding by a fast tokenizer, and the marks' indices there."""
         try:
-            return self._hf.apply_chat_template(
-                one.messages,
-                chat_template=chat_template,
-                add_generation_prompt=one.is_open and not continues,
-                continue_final_message=continues,
-                tokenize=tokenize,
-                return_dict=False,
-                **one.inputs,
+            encoded = self._hf(marked.text, add_special_tokens=False, verbose=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequestError("the conversation is not valid Unicode: it holds half of a surrogate") from error
+        token_ids = np.array(encoded["input_ids"], dtype=np.int32)
+        if not marked.mark:
+            return token_ids, encoded.encodings[0] if self._hf.is_fast else None, np.empty(0, np.intp)
+        marks = marked_tokens(encoded.encodings[0], marked.text, marked.mark) if self._hf.is_fast else None
+        if marks is None:
+            raise InvalidRequestError(
+                "a message has the text of a control token, which this tokenizer cannot write as text; leave it out, "
+                "or set chat_control_tokens=True if all clients may send control tokens"
             )
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise ChatTemplateError(
-                f"the chat template does not accept these messages (roles: "
-                f"{', '.join(str(message['role']) for message in one.messages)}): {one_line(error)}"
-            ) from error
+        return np.delete(token_ids, marks), encoded.encodings[0], marks
 
     def render_places(
         self,
@@ -129,33 +216,31 @@ class Renderer:
         conversation that would find it. Costs a rendering for each place; only slow tokenizers tokenize it.
         """
         ours = _conversation(messages, template_inputs, add_generation_prompt, continue_final_message)
-        render = functools.partial(self._apply_template, continues=continue_final_message)
         if not self._hf.is_fast:
-            return self._token_places(ours, places, render)
-        text = render(ours)
-        try:
-            encoding = self._hf(text, add_special_tokens=False, verbose=False).encodings[0]
-        except (TypeError, UnicodeError) as error:
-            raise InvalidRequestError("the conversation is not valid Unicode: it holds half of a surrogate") from error
-        token_ids = np.array(encoding.ids, dtype=np.int32)
+            return self._token_places(ours, places, continue_final_message)
+        marked = self._marked(ours, continue_final_message)
+        token_ids, encoding, marks = self._encoded(marked)
+        text = marked.text
         positions = []
         for place in places:
             try:
-                length = common_beginning(text, render(ours.differing_after(place)))
+                other = self._marked(ours.differing_after(place), continue_final_message)
+                length = common_beginning(text, other.text)
             except ChatTemplateError:
                 length = 0
             is_shown = length < len(text) or place.message == len(ours.messages) - 1
-            positions.append(self._token_at(token_ids, encoding, length, text) if is_shown else 0)
+            at = self._token_at(encoding, length, text) if is_shown else 0
+            positions.append(at - int(np.searchsorted(marks, at)))
         return token_ids, positions
 
     def _token_places(
-        self, ours: Conversation, places: Sequence[Place], render: Callable[..., Any]
+        self, ours: Conversation, places: Sequence[Place], continues: bool
     ) -> tuple[npt.NDArray[np.int32], list[int]]:
-        token_ids = np.array(render(ours, tokenize=True), dtype=np.int32)
+        token_ids, *_ = self._encoded(self._marked(ours, continues))
         positions = []
         for place in places:
             try:
-                other = np.array(render(ours.differing_after(place), tokenize=True), dtype=np.int32)
+                other, *_ = self._encoded(self._marked(ours.differing_after(place), continues))
             except ChatTemplateError:
                 other = token_ids[:0]
             length = min(len(other), len(token_ids))
@@ -163,16 +248,16 @@ class Renderer:
             positions.append(int(parts[0]) if len(parts) else length)
         return token_ids, positions
 
-    def _token_at(self, token_ids: npt.NDArray[np.int32], encoding: Any, length: int, text: str) -> int:
+    def _token_at(self, encoding: Any, length: int, text: str) -> int:
         """The number of tokens within the first `length` characters that another continuation leaves as they are.
 
         Between two ordinary tokens the one before may depend on the text after it.
         """
         at = next((token for c in range(length, len(text)) if (token := encoding.char_to_token(c)) is not None), None)
         if at is None:
-            return len(token_ids)
+            return len(encoding.ids)
         special = self._hf.added_tokens_decoder
-        if at and int(token_ids[at]) not in special and int(token_ids[at - 1]) not in special:
+        if at and encoding.ids[at] not in special and encoding.ids[at - 1] not in special:
             at -= 1
         return int(at)
 
@@ -206,6 +291,32 @@ class Renderer:
             parts = np.flatnonzero(beginning[:length] != token_ids[:length])
             ends.add(int(parts[0]) if len(parts) else length)
         return tuple(sorted(ends - {0}))
+
+
+def apply_template(
+    source: str, one: Conversation, special_tokens: Mapping[str, Any], *, continues: bool = False
+) -> str:
+    """The text of messages in the template's own form. Raises ChatTemplateError.
+
+    transformers' `apply_chat_template` leaves out contents that are None, which some templates ask for.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    inputs = {"tools": None, "documents": None, **special_tokens, **one.inputs}
+    try:
+        (text,), _ = render_jinja_template(
+            conversations=[list(one.messages)],
+            chat_template=source,
+            add_generation_prompt=one.is_open and not continues,
+            continue_final_message=continues,
+            **inputs,
+        )
+    except Exception as error:  # a template is a program: it may fail in any way
+        roles = ", ".join(str(message["role"]) for message in one.messages)
+        raise ChatTemplateError(
+            f"the chat template does not accept these messages (roles: {roles}): {one_line(error)}"
+        ) from error
+    return str(text)
 
 
 def _conversation(

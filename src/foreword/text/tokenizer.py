@@ -18,8 +18,9 @@ import numpy.typing as npt
 from foreword.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from foreword.text.detokenizer import REPLACEMENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
 from foreword.text.rendering import Renderer
-from foreword.text.reply.format import ReplyFormat, choose_format
+from foreword.text.reply.format import THINK, ReplyFormat, choose_format
 from foreword.text.stream import TextStream
+from foreword.text.template_form import explained_form
 from foreword.text.token_bytes import TokenBytes
 from foreword.text.tokenizer_files import find_tokenizer_files, one_line
 
@@ -112,7 +113,10 @@ class Tokenizer(Renderer):
     def reply_format(self) -> ReplyFormat | None:
         """The form of the model's replies; None if they are plain text. Raises ModelLoadError for a damaged one."""
         own = getattr(self._hf, "response_template", None)
-        return self._formats(self._response_template, own, self.chat_template)
+        form = self._formats(self._response_template, own, self.chat_template)
+        if self._response_template is None and (form is None or form.name == THINK):
+            return explained_form(self.template_report().form, form)
+        return form
 
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:
@@ -123,6 +127,10 @@ class Tokenizer(Renderer):
     def marker_ids(self) -> frozenset[int]:
         """Special tokens that are markers in replies, such as those around calls; no end tokens."""
         return self._markers_of(self.reply_format)
+
+    def _spared_tokens(self) -> frozenset[str]:
+        marks = self.reply_format.thinking if self.reply_format is not None else None
+        return frozenset() if marks is None else frozenset((marks.opens, marks.closes))
 
     def _find_markers(self, form: ReplyFormat | None) -> frozenset[int]:
         named = {token_id for token, token_id in self.added_tokens.items() if form and form.has_marker(token)}

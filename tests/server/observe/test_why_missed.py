@@ -13,7 +13,9 @@ from foreword.engine import Prompt
 from foreword.server.observe.more_memory import block_keys
 from foreword.server.options import ServerConfig
 from foreword.server.template_check import check_template
+from foreword.text import Tokenizer
 from live_server import FALCON, MODEL, ServerProcess, ServerThread, client, embedded_llm, post, wait_until
+from real_models import real_tokenizer
 
 BLOCK = 16
 KEYS = '[alice]\nkeys = ["sk-alice"]\n\n[bob]\nkeys = ["sk-bob"]\n'
@@ -475,6 +477,23 @@ def test_a_template_that_changes_earlier_turns_is_found_with_the_position():
         assert with_template(llm, CALLING) == []
         llm.tokenizer._hf.chat_template = None
         assert check_template(llm.tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", {"answers with reasoning", "answers with separate reasoning", "calls of tools with reasoning"}),
+        ("llama3", set()),
+        ("gemma3", set()),
+        ("deepseek_v3", set()),
+    ],
+)
+def test_the_check_of_real_templates_finds_what_real_turns_lose(name, expected):
+    tokenizer = Tokenizer.load(str(real_tokenizer(name)))
+    found = {change.conversation for change in check_template(tokenizer)}
+    if name == "qwen3":
+        expected = expected | {f"{kind}, enable_thinking=False" for kind in ("plain answers", "calls of tools")}
+    assert found == expected
 
 
 def test_a_server_warns_of_such_a_template_at_its_start(caplog):

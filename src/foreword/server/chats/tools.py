@@ -33,13 +33,11 @@ class ToolUse:
     """The tools of one request, and which of them may or must be called."""
 
     def __init__(self, tools: Sequence[Tool], choice: ToolChoice, tokenizer: Tokenizer) -> None:
-        """Raises APIError 400 if the template cannot show tools, or if the choice names a tool that is missing."""
+        """Raises APIError 400 if the choice names a tool that is missing."""
         self.choice = choice if tools else ToolChoice("none")
         self._tools = tools
         self._tokenizer = tokenizer
         self._form = tokenizer.reply_format
-        if tools and "tools" not in (tokenizer.chat_template or ""):
-            raise bad_request("The model's chat template takes no tools; leave them out.", param="tools")
         if choice.mode == "required" and not tools:
             raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
         known = {tool["function"]["name"] for tool in tools}

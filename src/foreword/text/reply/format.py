@@ -20,8 +20,14 @@ FAMILIES = (
 ).split()
 """Families in the order in which they are looked for: those whose marks contain another's come first."""
 
+THINK = "think"
+"""The form of replies that think and make no calls."""
+
 BARE = "bare"
 """The form for templates without one: a forced call is the whole reply, as JSON. It is never looked for."""
+
+GENERIC = "generic"
+"""The form of calls for templates that take no tools, which the prompt then explains. It is never looked for."""
 
 _KINDS = {
     "tool_calls": "call",
@@ -107,7 +113,7 @@ def choose_format(option: str | None, own: Mapping[str, Any] | None, chat_templa
 
 
 def _chosen(option: str, found: ReplyFormat | None) -> ReplyFormat:
-    if option in (*FAMILIES, BARE):
+    if option in (*FAMILIES, BARE, GENERIC):
         return family(option)
     text = option
     if "{" not in option:

@@ -1,8 +1,7 @@
 """Reads Anthropic's messages, system prompt and tools into a chat.
 
 Knows Anthropic's fields and the form that chat templates take. Turns of the same role become one, as at Anthropic.
-A system message in the middle stays where it is, so that the prompts before it share a prefix: as a message of its own
-if the chat template writes it there, and otherwise as the end of the user's turn.
+A system message in the middle stays where it is, so that the prompts before it share a prefix.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def chat_of(service: Service, body: Request, num_bytes: int) -> Chat:
         _check_continued(turns[-1], body)
     marks = Marks()
     tools = _tools(body.tools or (), marks)
-    telling = _Telling(_system(body.system, marks), marks, in_place=service.takes_system_anywhere)
+    telling = _Telling(_system(body.system, marks), marks)
     thinking = body.thinking
     return Chat(
         telling.messages(turns),
@@ -106,10 +105,9 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
 class _Telling:
     """Writes turns as messages of a chat template, after those that are there."""
 
-    def __init__(self, told: list[Plain], marks: Marks, *, in_place: bool) -> None:
+    def __init__(self, told: list[Plain], marks: Marks) -> None:
         self._told = told
         self._marks = marks
-        self._in_place = in_place
         self._names: dict[str, str] = {}
         """Names of the functions that were called, by the ids of the calls."""
 
@@ -191,13 +189,7 @@ class _Telling:
             if not isinstance(block, TextBlock):
                 raise _misplaced(where, block, "user" if isinstance(block, ToolResultBlock) else "assistant")
             blocks.append((where, block))
-        last, at = self._told[-1], len(self._told)
-        if self._in_place:
-            self._told.append({"role": "system", "content": _joined(blocks, self._marks, at)})
-        elif last["role"] == "user":  # two turns of a user in succession are too many for some templates
-            last["content"] = _joined(blocks, self._marks, at - 1, f"{last['content']}\n\n")
-        else:
-            self._told.append({"role": "user", "content": _joined(blocks, self._marks, at)})
+        self._told.append({"role": "system", "content": _joined(blocks, self._marks, len(self._told))})
 
 
 def _system(blocks: Sequence[TextBlock] | None, marks: Marks) -> list[Plain]:

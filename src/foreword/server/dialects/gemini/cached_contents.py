@@ -23,7 +23,7 @@ from foreword.server.bodies.json_scan import parse_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
 from foreword.server.chats.chat import read_prompt
-from foreword.server.dialects.gemini.contents import CachedBeginning, Template, read_chat
+from foreword.server.dialects.gemini.contents import CachedBeginning, read_chat, template_of
 from foreword.server.dialects.gemini.fields import (
     CachedSource,
     Content,
@@ -212,7 +212,7 @@ async def _compute(
     service: Service, body: CreateCachedContentRequest, one: CachedContent, request: Request, tenant: Tenant
 ) -> int:
     """Compute a cached content and keep its KV: the number of its tokens."""
-    beginning, template = CachedBeginning(body, _keep(service, one)), Template.of(service)
+    beginning, template = CachedBeginning(body, _keep(service, one)), template_of(service)
     num_bytes = request.state.num_body_bytes
     chat = await with_body(request, lambda: read_chat(_QUESTION, template, num_bytes, beginning))
     prompt = await read_prompt(service, chat)

@@ -29,21 +29,13 @@ from foreword.server.dialects.gemini.fields import (
 )
 from foreword.server.dialects.gemini.schemas import json_schema
 from foreword.server.service import ChatMark, Service
+from foreword.text.conversation import joined_parts
 from foreword.text.places import Place
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
-    """What reading a chat needs to know of the chat template."""
-
-    text: str
-    takes_successive_questions: bool = True
-
-    @classmethod
-    def of(cls, service: Service) -> Template:
-        """The template of the served model."""
-        text = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
-        return cls(text or "", service.takes_successive_questions)
+def template_of(service: Service) -> str:
+    """The chat template of the served model; "" if it has none."""
+    return (service.llm.tokenizer and service.llm.tokenizer.chat_template) or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,7 @@ class CachedBeginning:
 
 
 def read_chat(
-    body: GenerateContentRequest, template: Template, num_bytes: int, cached: CachedBeginning | None = None
+    body: GenerateContentRequest, chat_template: str, num_bytes: int, cached: CachedBeginning | None = None
 ) -> Chat:
     """The chat that a request asks for; it keeps the prompt up to the end of `cached`.
 
@@ -63,11 +55,11 @@ def read_chat(
     """
     thinking = body.generation_config.thinking_config if body.generation_config is not None else None
     first = body if cached is None else cached.source
-    tools, conversation = _tools(first.tools), _Conversation(joins=not template.takes_successive_questions)
+    tools, conversation = _tools(first.tools), _Conversation()
     marks = []
     if first.system_instruction is not None and first.system_instruction.parts:
         texts = _texts(first.system_instruction.parts, "systemInstruction")
-        conversation.messages.append({"role": "system", "content": "".join(texts)})
+        conversation.messages.append({"role": "system", "content": joined_parts(texts, "system")})
     if cached is not None:
         conversation.tell(cached.source.contents or (), "cachedContent.contents")
         before = conversation.size()
@@ -78,7 +70,7 @@ def read_chat(
         conversation.messages,
         tools,
         _tool_choice(first.tool_config, [tool["function"]["name"] for tool in tools]),
-        {} if thinking is None else _thinking_inputs(thinking, template.text),
+        {} if thinking is None else _thinking_inputs(thinking, chat_template),
         num_bytes=num_bytes,
         marks=marks,
         thinking_budget=None if thinking is None or (thinking.thinking_budget or 0) < 1 else thinking.thinking_budget,
@@ -107,8 +99,6 @@ class _Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[dict[str, Any]] = field(default_factory=list)
     num_calls: int = 0
-    joins: bool = False
-    """Whether questions in succession become one message, because the template refuses them."""
 
     def tell(self, contents: Sequence[Content], name: str) -> None:
         """Add contents. Raises APIError 400."""
@@ -169,27 +159,24 @@ class _Conversation:
 
     def ask(self, parts: Sequence[ContentPart], where: str) -> None:
         """Add what the user said, and the results of calls."""
-        text: str | None = None
+        texts: list[str] = []
         for number, part in enumerate(parts):
             place = f"{where}.parts[{number}]"
             match _given(part, place):
                 case str() as more:
-                    text = (text or "") + more
+                    texts.append(more)
                 case GoogleFunctionResponse() as result:
-                    if text is not None:
-                        self._say(text)
-                        text = None
+                    if texts:
+                        self._say(texts)
+                        texts = []
                     self.messages.append(self._result(result, place))
                 case GoogleFunctionCall():
                     raise bad_request(f"{where} is the user's; it has results of calls, not calls", param=place)
-        if text is not None:
-            self._say(text)
+        if texts:
+            self._say(texts)
 
-    def _say(self, text: str) -> None:
-        if self.joins and self.messages and self.messages[-1]["role"] == "user":
-            self.messages[-1]["content"] += f"\n\n{text}"
-        else:
-            self.messages.append({"role": "user", "content": text})
+    def _say(self, texts: Sequence[str]) -> None:
+        self.messages.append({"role": "user", "content": joined_parts(texts, "user")})
 
     def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
         """The result of the call with its id; else of the first one with its name; else of the first one."""

@@ -18,7 +18,7 @@ from foreword.server.calls import caller_of
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
 from foreword.server.dialects.gemini.cached_contents import Use, settle, use_of
-from foreword.server.dialects.gemini.contents import Template, read_chat
+from foreword.server.dialects.gemini.contents import read_chat, template_of
 from foreword.server.dialects.gemini.fields import (
     CountTokensRequest,
     GenerateContentRequest,
@@ -103,7 +103,7 @@ async def _read(
     service.check_model(model)
     if body.model is not None and body.model.removeprefix("models/") != model:
         raise bad_request(f"model is {body.model!r:.100}, and the path names {model!r}; leave it out", param="model")
-    use, template = await use_of(service, tenant, body, model), Template.of(service)
+    use, template = await use_of(service, tenant, body, model), template_of(service)
     if use is None:
         return await with_body(request, lambda: read_chat(body, template, request.state.num_body_bytes)), None
     num_bytes = request.state.num_body_bytes + len(use.content.source)

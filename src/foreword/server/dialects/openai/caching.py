@@ -15,6 +15,7 @@ from foreword.server.api_errors import bad_request
 from foreword.server.dialects.openai.fields import AnyCall, Breakpoint, CacheOptions, TextPart, Unmarkable
 from foreword.server.intake import explain_invalid
 from foreword.server.service import ChatMark
+from foreword.text.conversation import joined_parts
 from foreword.text.places import Place
 
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
@@ -31,17 +32,17 @@ class Breakpoints:
         """Where each is, and its own ttl."""
         self._num_before = num_before
 
-    def text(self, content: str | Sequence[TextPart] | None, where: str, index: int) -> str:
+    def text(self, content: str | Sequence[TextPart] | None, where: str, index: int, role: str) -> str:
         """The text of a message's content, whose breakpoints it takes. Raises APIError 400 for wrong ones."""
         if content is None or isinstance(content, str):
             return content or ""
-        num_characters = 0
+        texts = [part.text for part in content]
         for number, part in enumerate(content):
-            num_characters += len(part.text)
             if part.prompt_cache_breakpoint is not None:
                 found = _breakpoint(part, f"{where}[{number}]")
-                self.seen.append((Place(index + self._num_before, num_characters), found.ttl))
-        return "".join(part.text for part in content)
+                size = len(joined_parts(texts[: number + 1], role))
+                self.seen.append((Place(index + self._num_before, size), found.ttl))
+        return joined_parts(texts, role)
 
 
 def _breakpoint(part: TextPart, where: str) -> Breakpoint:

@@ -14,7 +14,7 @@ from fastapi import Request
 
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
-from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.bodies.json_scan import scan_json
 from foreword.server.dialects.openai.caching import Breakpoints, refuse_breakpoint
 from foreword.server.dialects.openai.fields import (
     ChatMessage,
@@ -25,6 +25,7 @@ from foreword.server.dialects.openai.fields import (
 )
 from foreword.server.intake import with_body
 from foreword.server.service import Ending, Service
+from foreword.text.conversation import read_arguments
 
 
 def check_call(service: Service, body: Any) -> None:
@@ -58,7 +59,7 @@ def plain_messages(messages: Sequence[ChatMessage], breakpoints: Breakpoints) ->
 def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -> dict[str, Any]:
     content, where = message.content, f"messages[{index}]"
     refuse_breakpoint(message, where)
-    text = breakpoints.text(content, f"{where}.content", index)
+    text = breakpoints.text(content, f"{where}.content", index, message.role)
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
     if message.function_call or message.audio:
         raise bad_request("function_call and audio are not supported by this server", param=where)
@@ -80,10 +81,10 @@ def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": arguments_for_template(call.function.arguments, f"{where}.tool_calls[{number}]"),
+                    "arguments": arguments_for_template(call.function.arguments),
                 },
             }
-            for number, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     return plain
 
@@ -116,20 +117,8 @@ def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
 
 
-def arguments_for_template(arguments: str, where: str) -> Mapping[str, Any]:
-    """Arguments of an earlier call, as templates expect them. Raises APIError 400 if they are no JSON object."""
-    data = arguments.encode("utf-8", "replace") or b"{}"
-    depth = scan_json(data).depth
-    if depth > MAX_DEPTH:
-        raise bad_request(
-            f"the arguments of {where} have lists and objects {depth} deep inside each other; at most {MAX_DEPTH} are "
-            "taken, write them flatter",
-            param=where,
-        )
-    try:
-        read = parse_json(arguments or "{}")
-    except ValueError:
-        read = None
-    if not isinstance(read, dict):
-        raise bad_request(f"the arguments of {where} must be a JSON object, written as a string", param=where)
-    return read
+def arguments_for_template(arguments: str) -> Mapping[str, Any] | str:
+    """Arguments of an earlier call, as templates expect them; their text if they are no JSON object, or a deep one."""
+    if scan_json(arguments.encode("utf-8", "replace")).depth > MAX_DEPTH:
+        return arguments
+    return read_arguments(arguments)

@@ -56,18 +56,22 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item], brea
         refuse_breakpoint(item, where)
         match item:
             case InputMessage(role="assistant"):
-                messages.append(_assistant(breakpoints.text(item.content, f"{where}.content", index), reasoning))
+                text = breakpoints.text(item.content, f"{where}.content", index, item.role)
+                if reasoning is None and messages and messages[-1].get("tool_calls"):  # text between calls and outputs
+                    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + text}
+                else:
+                    messages.append(_assistant(text, reasoning))
                 reasoning = None
             case InputMessage():
                 role = "system" if item.role == "developer" else item.role
-                text = breakpoints.text(item.content, f"{where}.content", index)
+                text = breakpoints.text(item.content, f"{where}.content", index, role)
                 messages.append({"role": role, "content": text})
             case FunctionCallItem() | CustomCallItem():
                 if reasoning is not None or not messages or messages[-1]["role"] != "assistant":
                     messages.append(_assistant("", reasoning))
                     reasoning = None
                 last = messages[-1] = {**messages[-1]}  # a kept conversation stays as it is
-                call = _call(item, where)
+                call = _call(item)
                 last["tool_calls"] = [*last.get("tool_calls", ()), call]
                 names[item.call_id] = call["function"]["name"]
             case CallOutputItem():
@@ -75,7 +79,7 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item], brea
                     message = f"No tool call found for the output with call_id {item.call_id[:100]!r}"
                     raise bad_request(f"{message}; send the call before it", param=f"{where}.call_id")
                 result = {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id]}
-                messages.append({**result, "content": breakpoints.text(item.output, f"{where}.output", index)})
+                messages.append({**result, "content": breakpoints.text(item.output, f"{where}.output", index, "tool")})
             case ReasoningItem():
                 reasoning = (reasoning or "") + _reasoning(item, where)
             case _:
@@ -91,12 +95,12 @@ def _assistant(text: str, reasoning: str | None) -> Message:
     return message if reasoning is None else {**message, "reasoning_content": reasoning}
 
 
-def _call(item: FunctionCallItem | CustomCallItem, where: str) -> Message:
-    arguments: Mapping[str, Any]
+def _call(item: FunctionCallItem | CustomCallItem) -> Message:
+    arguments: Mapping[str, Any] | str
     if isinstance(item, CustomCallItem):
         name, arguments = item.name, {"input": item.input}
     else:
-        name, arguments = called_name(item.name, item.namespace), arguments_for_template(item.arguments, where)
+        name, arguments = called_name(item.name, item.namespace), arguments_for_template(item.arguments)
     return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

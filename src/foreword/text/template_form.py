@@ -1,0 +1,272 @@
+"""Template form: how messages have to be written so that a chat template shows all of them.
+
+Knows messages, tools and what templates differ in; `template_probe.py` finds the form of a template. The messages of
+clients stay as they are: a form writes them anew for each rendering, each from what stands before it, so that a
+conversation that grows keeps its beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from foreword.text.reply.format import GENERIC, ReplyFormat, family
+from foreword.text.written_calls import tool_instructions, written_calls
+
+Message = dict[str, Any]
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_NINE = re.compile(r"[a-zA-Z0-9]{9}")
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "required": []}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateForm:
+    """What one template wants. The defaults change nothing."""
+
+    content: Literal["text", "parts"] = "text"
+    """Whether a content is one text, or a list with one part."""
+    system: Literal["kept", "question"] = "kept"
+    """A system message at the beginning stands there, or begins the first question."""
+    systems: Literal["kept", "joined"] = "kept"
+    """Several of them stay apart, or become one."""
+    later_system: Literal["kept", "question"] = "kept"
+    """One after the beginning stays, or becomes a question, or the end of the question before it."""
+    questions: Literal["kept", "joined"] = "kept"
+    answers: Literal["kept", "joined"] = "kept"
+    """Messages of one role in succession stay apart, or become one."""
+    calls: Literal["together", "one by one", "written"] = "together"
+    """Parallel calls share a message; or each has its own, with its result after it; or they are text of the answer."""
+    call_content: Literal["empty", "none", "missing"] = "empty"
+    """Content of an answer that has calls and no text."""
+    beside_call: Literal["kept", "before", "written"] = "kept"
+    """Text beside calls stays; or is a message before them; or it makes all calls of its conversation text."""
+    arguments: Literal["object", "text"] = "object"
+    broken_arguments: Literal["kept", "wrapped"] = "kept"
+    """Arguments that are no JSON object stay a text, or become an object that holds the text."""
+    ids: Literal["kept", "nine", "numbered", "indexed"] = "kept"
+    """Ids of calls are any; or 9 letters and digits (Mistral); or `functions.NAME:NUMBER` (Kimi), the number counting
+    the calls of the conversation or those of the message."""
+    results: Literal["tool", "question"] = "tool"
+    """Results of calls have their own role, or are questions."""
+    reasoning: Literal["reasoning_content", "reasoning", "thinking", "parts"] = "reasoning_content"
+    """The field that has an answer's reasoning, or a part of its content."""
+    no_tools: Literal["missing", "empty"] = "missing"
+    """Without tools the template gets none, or an empty list."""
+    tools: Literal["kept", "filled", "written"] = "kept"
+    """Tools stay; or get the fields that clients may leave out; or are text of the system message."""
+    reply: ReplyFormat | None = None
+    """The form in which calls are written as text."""
+
+    def write(
+        self, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """The messages and the template's inputs in this form."""
+        if self.beside_call == "written" and any(one.get("tool_calls") and one["content"] for one in messages):
+            return replace(self, beside_call="kept", calls="written", results="question").write(messages, inputs)
+        inputs, tools_text = self._tools(dict(inputs))
+        told = self._identified(messages)
+        told = [one for message in self._one_by_one(told) for one in self._answer(message)]
+        told = self._systems(told, tools_text)
+        told = self._joined(told)
+        if self.content == "parts":
+            told = [_in_parts(message) for message in told]
+        return told, inputs
+
+    def _tools(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        tools = inputs.get("tools")
+        if not tools and self.no_tools == "empty":
+            return {**inputs, "tools": []}, ""
+        if not tools or self.tools == "kept":
+            return inputs, ""
+        if self.tools == "filled":
+            return {**inputs, "tools": [_filled(tool) for tool in tools]}, ""
+        del inputs["tools"]
+        return inputs, tool_instructions(tools, self.reply)
+
+    def _identified(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Calls with ids that the template takes; results with these ids and with the names of their functions."""
+        told: list[Message] = []
+        found: dict[Any, tuple[Any, str]] = {}
+        number = 0
+        for given in messages:
+            message = {key: value for key, value in given.items() if value is not None}
+            if message["role"] == "developer":
+                message["role"] = "system"
+            if message.get("tool_calls"):
+                calls = []
+                for index, call in enumerate(message["tool_calls"]):
+                    name, old = call["function"]["name"], call.get("id")
+                    new = self._id(old, name, index if self.ids == "indexed" else number)
+                    number += 1
+                    found[old] = new, name
+                    calls.append(call if new is None else {**call, "id": new})
+                message["tool_calls"] = calls
+            elif message["role"] == "tool" and message.get("tool_call_id") in found:
+                new, name = found[message["tool_call_id"]]
+                message = {"name": name, **message}
+                if new is not None:
+                    message["tool_call_id"] = new
+            told.append(message)
+        return told
+
+    def _id(self, old: Any, name: str, number: int) -> Any:
+        if self.ids == "kept":
+            return old
+        given = old if isinstance(old, str) else ""
+        if self.ids != "nine":
+            return given if re.fullmatch(rf"functions\.{re.escape(name)}:\d+", given) else f"functions.{name}:{number}"
+        if _NINE.fullmatch(given):
+            return given
+        value = int.from_bytes(hashlib.sha256((given or f"{name}:{number}").encode()).digest())
+        return "".join(_DIGITS[value // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
+
+    def _one_by_one(self, messages: list[Message]) -> list[Message]:
+        """Each of several calls with its result after it, if the template wants that."""
+        if self.calls != "one by one":
+            return messages
+        told: list[Message] = []
+        at = 0
+        while at < len(messages):
+            message = messages[at]
+            at += 1
+            calls = message.get("tool_calls") or ()
+            if len(calls) < 2:
+                told.append(message)
+                continue
+            results = []
+            while at < len(messages) and messages[at]["role"] == "tool":
+                results.append(messages[at])
+                at += 1
+            for number, call in enumerate(calls):
+                own = message if not number else {"role": "assistant", "content": ""}
+                told.append({**own, "tool_calls": [call]})
+                mine = [one for one in results if one.get("tool_call_id") == call.get("id")]
+                told += mine
+                results = [one for one in results if one not in mine]
+            told += results
+        return told
+
+    def _answer(self, message: Message) -> list[Message]:
+        """The messages that stand for one, of the assistant or of a tool."""
+        if message["role"] == "tool" and self.results == "question":
+            return [{"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}]
+        if message["role"] != "assistant":
+            return [message]
+        before: list[Message] = []
+        if message.get("tool_calls"):
+            message = {**message, "tool_calls": [self._call(call) for call in message["tool_calls"]]}
+            text = message["content"]
+            if self.calls == "written":
+                calls = written_calls(message.pop("tool_calls"), self.reply)
+                message["content"] = f"{text}\n{calls}" if text else calls
+            elif text and self.beside_call == "before":
+                before, message["content"] = [{"role": "assistant", "content": text}], ""
+            if not message["content"] and self.call_content == "none":
+                message["content"] = None
+            elif not message["content"] and self.call_content == "missing":
+                del message["content"]
+        return [*before, self._with_reasoning(message)]
+
+    def _call(self, call: Mapping[str, Any]) -> Message:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str) and self.broken_arguments == "wrapped" and self.calls != "written":
+            arguments = {"arguments": arguments}
+        if not isinstance(arguments, str) and self.arguments == "text":
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _with_reasoning(self, message: Message) -> Message:
+        thought = message.get("reasoning_content")
+        if thought is None or self.reasoning == "reasoning_content":
+            return message
+        message = {key: value for key, value in message.items() if key != "reasoning_content"}
+        if self.reasoning != "parts":
+            return {**message, self.reasoning: thought}
+        parts = [{"type": "thinking", "thinking": thought}]
+        if message.get("content"):
+            parts.append({"type": "text", "text": message["content"]})
+        return {**message, "content": parts}
+
+    def _systems(self, messages: list[Message], tools_text: str) -> list[Message]:
+        """System messages where the template takes them, with the tools that it does not take."""
+        head = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
+        first, told = messages[:head], []
+        if tools_text:
+            text = "\n\n".join(filter(None, [*(one["content"] for one in first), tools_text]))
+            first = [{"role": "system", "content": text}]
+        elif len(first) > 1 and "joined" in (self.systems, self.system):
+            first = [{"role": "system", "content": "\n\n".join(one["content"] for one in first)}]
+        if self.system == "kept":
+            told, first = list(first), []
+        for message in messages[head:]:
+            if message["role"] == "system" and self.later_system == "question":
+                if told and told[-1]["role"] == "user":
+                    told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{message['content']}"}
+                    continue
+                message = {**message, "role": "user"}
+            if first and message["role"] == "user":
+                text = "\n\n".join([*(one["content"] for one in first), message["content"]])
+                message, first = {**message, "content": text}, []
+            told.append(message)
+        return [*({**one, "role": "user"} for one in first), *told]
+
+    def _joined(self, messages: list[Message]) -> list[Message]:
+        """Messages in succession as one, where the template wants that."""
+        joined = {"user": self.questions == "joined", "assistant": self.answers == "joined"}
+        told: list[Message] = []
+        for message in messages:
+            if told and joined.get(message["role"]) and told[-1]["role"] == message["role"]:
+                told[-1] = _both(told[-1], message)
+            else:
+                told.append(message)
+        return told
+
+
+def explained_form(form: TemplateForm, reply: ReplyFormat | None) -> ReplyFormat | None:
+    """The form of replies of a model that learns from its prompts how to write calls: `reply` has none."""
+    if "written" not in (form.tools, form.calls):
+        return reply
+    return family(GENERIC if reply is None else "hermes")
+
+
+def _both(one: Message, other: Message) -> Message:
+    both = {**one, **other}
+    for key, between in (("content", "\n\n"), ("reasoning_content", "\n\n")):
+        texts = [text for text in (one.get(key), other.get(key)) if isinstance(text, str) and text]
+        if texts:
+            both[key] = between.join(texts)
+    calls = [*(one.get("tool_calls") or ()), *(other.get("tool_calls") or ())]
+    return {**both, "tool_calls": calls} if calls else both
+
+
+def _in_parts(message: Message) -> Message:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool with the fields that templates read without asking whether they are there."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    given = function.get("parameters") or {}
+    properties = {
+        name: {"type": _type_of(one), "description": "", **one} if isinstance(one, Mapping) else one
+        for name, one in (given.get("properties") or {}).items()
+    }
+    parameters = {**NO_PARAMETERS, **given, "properties": properties}
+    return {**tool, "type": "function", "function": {"description": "", **function, "parameters": parameters}}
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    """The type that a schema without `type` says otherwise; text if it says none."""
+    for one in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        if isinstance(one, Mapping) and isinstance(one.get("type"), str) and one["type"] != "null":
+            return str(one["type"])
+    return "object" if "properties" in schema else "string"

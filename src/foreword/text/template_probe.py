@@ -1,0 +1,379 @@
+"""Template probe: renders conversations whose parts are marks, to find the form in which a template shows them all.
+
+Knows forms and marked conversations; renders by a function, so it knows no tokenizer. Templates are programs that
+vendors write for their own messages: they skip what they do not expect, or refuse it. So each of a form's choices is
+tried, in the order in which they change least, until every mark is in the text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foreword.errors import ChatTemplateError
+from foreword.text.reply.format import ReplyFormat
+from foreword.text.template_form import TemplateForm
+
+Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
+"""Renders messages with a template's inputs; raises ChatTemplateError where the template refuses them."""
+
+NAMES = tuple(f"zq{word}zq" for word in "add ask bid buy can cut".split())
+"""Names of functions and fields, and contents: no template changes them, and none is part of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A marked conversation of one kind."""
+
+    kind: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    marks: Sequence[str] = ()
+    """Texts that the prompt must have, besides all contents."""
+    absent: Sequence[str] = ()
+    """Texts that it must not have."""
+
+    def all_marks(self) -> list[str]:
+        """Everything that must be shown."""
+        return [*(one["content"] for one in self.messages if one["content"]), *self.marks]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a template does not show."""
+
+    kind: str
+    lost: tuple[str, ...]
+    """The marks that its text lacks; none if it refuses the conversation."""
+    refusal: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.refusal or 'left out'})"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """What a probe found."""
+
+    form: TemplateForm = field(default_factory=TemplateForm)
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """The form's choices that change messages, by name."""
+    as_given: Sequence[Loss] = ()
+    """Kinds of conversations that the template does not show if messages stay as they are."""
+    losses: Sequence[Loss] = ()
+    """Those that it does not show in this form either."""
+
+    def lost_kinds(self) -> frozenset[str]:
+        """Kinds that cannot be shown."""
+        return frozenset(loss.kind for loss in self.losses)
+
+
+# ---------------------------------------------------------------------- samples
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def _said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def _call(name: str, arguments: Any, number: int = 0) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{number:024x}", "type": "function", "function": function}
+
+
+def _result(text: str, number: int = 0) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call_{number:024x}", "name": f"zqresult{number}", "content": text}
+
+
+def _tool(name: str, key: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {key: {"type": "string", "description": f"zqis{key}"}}, "required": [key]}
+    return {"type": "function", "function": {"name": name, "description": f"zqdoes{name}", "parameters": schema}}
+
+
+_ADD, _ASK, _BID, _BUY, _CAN, _CUT = NAMES
+_TOOLS = (_tool(_ADD, _BID), _tool(_ASK, _BUY))
+_BARE_TOOLS = (
+    {"type": "function", "function": {"name": _ADD}},
+    {"type": "function", "function": {"name": _ASK, "parameters": {}}},
+    {"type": "function", "function": {"name": _CAN, "description": "zqdoes", "parameters": {"type": "object"}}},
+    {
+        "type": "function",
+        "function": {"name": _CUT, "parameters": {"type": "object", "properties": {_BUY: {"enum": ["zqx", "zqy"]}}}},
+    },
+)
+_ONE_CALL = _call("zqcall1", {"zqkey1": "zqvalue1"})
+_OTHER_CALL = _call("zqcall2", {"zqkey2": "zqvalue2"}, 1)
+_SHOWN_CALL = ("zqcall1", "zqkey1", "zqvalue1")
+_SHOWN_CALLS = (*_SHOWN_CALL, "zqcall2", "zqkey2", "zqvalue2")
+_REPR = ("'zqkey1'", "'zqvalue1'}", '\\"zqkey1')
+"""Arguments as Python writes them, or as a text within JSON."""
+_SOON, _BROKEN = _user("zqquestion"), '{"zqkey1": "zqva'
+
+
+def _calling(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_user("zqfirst"), *messages]
+
+
+_PARTS_REPR = ("'zqfirst'", "'zqthought'", '"zqfirst"', '"zqthought"')
+"""Parts of a content as Python or JSON writes them."""
+PLAIN = Sample("questions and answers", [_user("zqfirst"), _said("zqanswer"), _SOON], absent=_PARTS_REPR)
+SYSTEM = Sample("a system message", [_system("zqsystem"), _user("zqfirst"), _said("zqanswer"), _SOON])
+SYSTEMS = Sample("two system messages", [_system("zqsystem"), _system("zqmore"), _SOON])
+LATER_SYSTEM = (
+    Sample("a system message after a question", [_system("zqsystem"), _user("zqfirst"), _system("zqlater")]),
+    Sample(
+        "a system message after an answer",
+        [_system("zqsystem"), _user("zqfirst"), _said("zqanswer"), _system("zqlater"), _SOON],
+    ),
+)
+QUESTIONS = Sample("two questions in succession", [_user("zqfirst"), _SOON])
+ANSWERS = Sample("two answers in succession", [_user("zqfirst"), _said("zqanswer"), _said("zqmore"), _SOON])
+TOOLS = Sample("tools", [_SOON], _TOOLS, (_ADD, f"zqdoes{_ADD}", _BID, f"zqis{_BID}", _ASK, _BUY))
+BARE_TOOLS = Sample("tools with fields left out", [_SOON], _BARE_TOOLS, (_ADD, _ASK, _CAN, _CUT))
+CALLS = (
+    Sample("a call", _calling(_said("", tool_calls=[_ONE_CALL]), _result("zqout1")), _TOOLS, _SHOWN_CALL, _REPR),
+    Sample(
+        "parallel calls",
+        _calling(_said("", tool_calls=[_ONE_CALL, _OTHER_CALL]), _result("zqout1"), _result("zqout2", 1)),
+        _TOOLS,
+        _SHOWN_CALLS,
+        _REPR,
+    ),
+    Sample(
+        "earlier calls",
+        _calling(
+            _said("", tool_calls=[_ONE_CALL]),
+            _result("zqout1"),
+            _said("", tool_calls=[_OTHER_CALL]),
+            _result("zqout2", 1),
+            _said("zqanswer"),
+            _SOON,
+        ),
+        _TOOLS,
+        _SHOWN_CALLS,
+        _REPR,
+    ),
+    Sample(
+        "a call of a conversation without tools",
+        _calling(_said("", tool_calls=[_ONE_CALL]), _result("zqout1"), _said("zqanswer"), _SOON),
+        (),
+        _SHOWN_CALL,
+        _REPR,
+    ),
+    Sample(
+        "text beside a call",
+        _calling(_said("zqtext", tool_calls=[_ONE_CALL]), _result("zqout1")),
+        _TOOLS,
+        _SHOWN_CALL,
+        _REPR,
+    ),
+    Sample(
+        "text beside an earlier call",
+        _calling(_said("zqtext", tool_calls=[_ONE_CALL]), _result("zqout1"), _said("zqanswer"), _SOON),
+        _TOOLS,
+        _SHOWN_CALL,
+        _REPR,
+    ),
+)
+REASONING = Sample(
+    "reasoning before a call",
+    _calling(_said("", reasoning_content="zqthought", tool_calls=[_ONE_CALL]), _result("zqout1")),
+    _TOOLS,
+    ("zqthought", *_SHOWN_CALL),
+    _PARTS_REPR,
+)
+BESIDE = Sample(
+    "reasoning and text beside a call",
+    _calling(_said("zqtext", reasoning_content="zqthought", tool_calls=[_ONE_CALL]), _result("zqout1")),
+    _TOOLS,
+    _SHOWN_CALL,
+)
+BROKEN = Sample(
+    "a call whose arguments are no object",
+    _calling(
+        _said("", tool_calls=[_call("zqcall1", _BROKEN)]),
+        _result("zqout1"),
+        _said("", tool_calls=[_call("zqcall2", "[1, zqlist]", 1)]),
+        _result("zqout2", 1),
+    ),
+    _TOOLS,
+    ("zqcall1", "zqva", "zqcall2", "zqlist"),
+)
+SAMPLES = (
+    *(PLAIN, SYSTEM, SYSTEMS, *LATER_SYSTEM, QUESTIONS, ANSWERS, TOOLS, BARE_TOOLS),
+    *(*CALLS, REASONING, BESIDE, BROKEN),
+)
+
+_REFUSED = 1000
+"""Marks that a refusal counts for."""
+
+_CALL_CHOICES: Mapping[str, Sequence[str]] = {
+    "ids": ("kept", "nine", "numbered"),
+    "arguments": ("object", "text"),
+    "calls": ("together", "one by one"),
+    "call_content": ("empty", "none", "missing"),
+    "beside_call": ("kept", "before", "written"),
+}
+
+
+# ------------------------------------------------------------------------ probe
+
+
+class Probe:
+    """Tries forms on one template."""
+
+    def __init__(self, render: Render, reply: ReplyFormat | None = None) -> None:
+        """`reply`: the form in which the template's model writes calls."""
+        self._render, self._reply = render, reply
+
+    def report(self) -> TemplateReport:
+        """The form that shows most. Some hundred renderings, of short conversations."""
+        form = plain = TemplateForm(reply=self._reply)
+        form = self._best(form, _each("no_tools", "missing", "empty"), [PLAIN])
+        form = self._best(form, _each("content", "text", "parts"), [PLAIN])
+        refusal = self._loss(form, PLAIN)
+        if refusal is not None and refusal.refusal:
+            return TemplateReport(plain, {}, [refusal], [refusal])
+        form = self._best(form, _each("questions", "kept", "joined"), [QUESTIONS])
+        form = self._best(form, _each("answers", "kept", "joined"), [ANSWERS])
+        form = self._best(form, _each("system", "kept", "question"), [SYSTEM])
+        form = self._best(form, _each("systems", "kept", "joined"), [SYSTEMS])
+        form = self._best(form, _each("later_system", "kept", "question"), LATER_SYSTEM)
+        form = self._best(form, _each("tools", "kept", "filled"), [TOOLS, BARE_TOOLS])
+        if self._lost(form, TOOLS):
+            form = replace(form, tools="written")
+        form = self._linked(self._calls(form))
+        fields = _each("reasoning", "reasoning_content", "reasoning", "thinking", "parts")
+        form = self._best(form, fields, [REASONING])
+        if form.calls != "written":
+            order = {"kept": ("kept", "before", "written"), "before": ("before", "written"), "written": ("written",)}
+            form = self._best(form, _each("beside_call", *order[form.beside_call]), [BESIDE])
+        form = self._best(form, _each("broken_arguments", "kept", "wrapped"), [BROKEN])
+        changes = {
+            name: value
+            for name in TemplateForm.__dataclass_fields__
+            if name != "reply" and (value := getattr(form, name)) != getattr(plain, name)
+        }
+        return TemplateReport(form, changes, self._losses(plain), self._losses(form))
+
+    def _calls(self, form: TemplateForm) -> TemplateForm:
+        names = list(_CALL_CHOICES)
+        each = [dict(zip(names, values, strict=True)) for values in itertools.product(*_CALL_CHOICES.values())]
+        each.sort(key=lambda one: sum(_CALL_CHOICES[name].index(value) > 0 for name, value in one.items()))
+        written = [{"calls": "written", "results": results} for results in ("tool", "question")]
+        return self._best(form, [*each, *written], CALLS)
+
+    def _linked(self, form: TemplateForm) -> TemplateForm:
+        """The form with ids that results share with their calls, if the template shows the ids of results alone."""
+        for ids in (form.ids, "numbered", "indexed"):
+            tried = replace(form, ids=ids)
+            if not any(self._lost(tried, sample) or self._has_lone_id(tried, sample) for sample in CALLS[:3]):
+                return tried
+        return form
+
+    def _has_lone_id(self, form: TemplateForm, sample: Sample) -> bool:
+        told, inputs = form.write(sample.messages, {"tools": list(sample.tools)})
+        text = self._render(told, inputs)
+        return any(text.count(one["tool_call_id"]) == 1 for one in told if one.get("tool_call_id"))
+
+    def _best(
+        self, form: TemplateForm, choices: Sequence[Mapping[str, str]], samples: Sequence[Sample]
+    ) -> TemplateForm:
+        """The first of the choices that shows most of the samples."""
+        best, least = form, None
+        for choice in choices:
+            tried = replace(form, **choice)  # type: ignore[arg-type]
+            lost = 0
+            for sample in samples:
+                lost += self._lost(tried, sample)
+                if lost >= (_REFUSED if least is None else least):
+                    lost += _REFUSED  # whatever the others show
+                    break
+            if least is None or lost < least:
+                best, least = tried, lost
+            if not least:
+                break
+        return best
+
+    def _lost(self, form: TemplateForm, sample: Sample) -> int:
+        """The number of marks that are not shown; a refusal is worse than any loss."""
+        loss = self._loss(form, sample)
+        return 0 if loss is None else _REFUSED if loss.refusal else len(loss.lost)
+
+    def _loss(self, form: TemplateForm, sample: Sample) -> Loss | None:
+        inputs = {"tools": list(sample.tools)} if sample.tools else {}
+        try:
+            text = self._render(*form.write(sample.messages, inputs))
+        except ChatTemplateError as error:
+            return Loss(sample.kind, (), re.sub(r"^.*?\): ", "", str(error)))
+        marks = sample.all_marks()
+        lost = [mark for mark in marks if mark not in text] + [mark for mark in sample.absent if mark in text]
+        if not lost and not _in_order(text, sample):
+            lost = ["order"]
+        return Loss(sample.kind, tuple(lost)) if lost else None
+
+    def _losses(self, form: TemplateForm) -> list[Loss]:
+        return [loss for sample in SAMPLES if (loss := self._loss(form, sample)) is not None]
+
+
+def _each(name: str, *values: str) -> list[Mapping[str, str]]:
+    return [{name: value} for value in values]
+
+
+def _in_order(text: str, sample: Sample) -> bool:
+    """Whether the contents stand in the order of the messages; system messages at the beginning may stand anywhere."""
+    rest: Iterator[str] = (one["content"] for one in sample.messages if one["content"])
+    told = [text.rindex(content) for content in rest][1 if sample.messages[0]["role"] == "system" else 0 :]
+    return told == sorted(told)
+
+
+# --------------------------------------------------------------------- refusal
+
+
+def refuse_lost(report: TemplateReport, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> None:
+    """Raises ChatTemplateError if the template leaves out something that a conversation has."""
+    lost = {loss.kind for loss in report.losses if not loss.refusal}  # a template says itself what it refuses
+    found = lost & _kinds(messages, bool(inputs.get("tools"))) if lost else ()
+    for kind in found:
+        raise ChatTemplateError(
+            f"the chat template does not show {kind}, so the model would not see all messages; leave it out, or name "
+            "another template with chat_template"
+        )
+
+
+def _kinds(messages: Sequence[Mapping[str, Any]], has_tools: bool) -> set[str]:
+    """The kinds of samples that a conversation is like. Not showing reasoning is a design, not a fault."""
+    roles = [message["role"] for message in messages]
+    pairs = list(itertools.pairwise(roles))
+    head = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
+    calling = [message for message in messages if message.get("tool_calls")]
+    found = {
+        PLAIN.kind: "assistant" in roles and not calling,
+        SYSTEM.kind: head > 0,
+        SYSTEMS.kind: head > 1,
+        LATER_SYSTEM[0].kind: ("user", "system") in pairs,
+        LATER_SYSTEM[1].kind: ("assistant", "system") in pairs,
+        QUESTIONS.kind: ("user", "user") in pairs,
+        ANSWERS.kind: ("assistant", "assistant") in pairs,
+        TOOLS.kind: has_tools,
+        CALLS[0].kind: bool(calling),
+        CALLS[1].kind: any(len(message["tool_calls"]) > 1 for message in calling),
+        CALLS[2].kind: len(calling) > 1,
+        CALLS[3].kind: bool(calling) and not has_tools,
+        CALLS[4].kind: any(message["content"] for message in calling),
+        CALLS[5].kind: any(message["content"] for message in calling if message is not messages[-1]),
+        BROKEN.kind: any(
+            isinstance(call["function"]["arguments"], str) for message in calling for call in message["tool_calls"]
+        ),
+    }
+    return {kind for kind, has in found.items() if has}
