@@ -293,7 +293,7 @@ def test_stop_strings_need_a_tokenizer(textless: LLM) -> None:
 def test_chat_needs_a_chat_template(tiny_models: TinyModels, tmp_path: Path) -> None:
     folder = save_tokenizer(Path(shutil.copytree(tiny_models.folder("llama"), tmp_path / "model")), chat_template=None)
     with open_llm(folder) as llm:
-        with pytest.raises(ChatTemplateError, match=r"no chat template; use generate\(\)"):
+        with pytest.raises(ChatTemplateError, match=r"no chat template: it continues texts"):
             llm.chat(USER, greedy(3))
         assert llm.generate("plain text is fine", greedy(3))[0].finished
         assert_still_answers(llm)

@@ -229,7 +229,7 @@ class TemplateForm:
 
 def explained_form(form: TemplateForm, reply: ReplyFormat | None) -> ReplyFormat | None:
     """The form of replies of a model that learns from its prompts how to write calls: `reply` has none."""
-    if "written" not in (form.tools, form.calls):
+    if form.tools != "written":
         return reply
     return family(GENERIC if reply is None else "hermes")
 

@@ -271,6 +271,9 @@ class Probe:
         each = [dict(zip(names, values, strict=True)) for values in itertools.product(*_CALL_CHOICES.values())]
         each.sort(key=lambda one: sum(_CALL_CHOICES[name].index(value) > 0 for name, value in one.items()))
         written = [{"calls": "written", "results": results} for results in ("tool", "question")]
+        single = [one for one in each if one["calls"] == "together" and one["beside_call"] == "kept"]
+        if self._lost(self._best(form, single, CALLS[:1]), CALLS[0]):  # it shows no call at all
+            return self._best(form, written, CALLS)
         return self._best(form, [*each, *written], CALLS)
 
     def _linked(self, form: TemplateForm) -> TemplateForm:

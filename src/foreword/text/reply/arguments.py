@@ -7,15 +7,33 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _DECODER = json.JSONDecoder()
+MOST_DIGITS = 4000
+"""Python refuses to read integers that are longer than 4,300."""
+_LARGE = "\0number "
+_LARGE_NUMBER = re.compile(r'"\\u0000number (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"')
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Numbers that Python cannot hold are strings, which `as_json` writes as they were."""
+    return json.loads(text, parse_float=_float, parse_int=_int)
+
+
+def _float(text: str) -> float | str:
+    return number if math.isfinite(number := float(text)) else _LARGE + text
+
+
+def _int(text: str) -> int | str:
+    return int(text) if len(text) < MOST_DIGITS else _LARGE + text
 
 
 def as_json(value: Any) -> str:
     """The JSON text of a value, with letters as they are. Raises ValueError for a number that JSON does not have."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text = _LARGE_NUMBER.sub(r"\1", json.dumps(value, ensure_ascii=False, allow_nan=False))
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which a model wrote as an escape

@@ -18,6 +18,7 @@ from foreword.text.reply.arguments import (
     cast,
     items_of,
     properties_of,
+    read_json,
     required_of,
     schemas_of,
     types_of,
@@ -93,7 +94,7 @@ class _JsonBody:
 
     def _complete(self) -> list[Call] | None:
         try:
-            content = json.loads(self._scanner.text)
+            content = read_json(self._scanner.text)
         except (ValueError, RecursionError):
             return None
         return calls_in(content, self._field, self._captures, needs_arguments=not self._has_marker)

@@ -192,10 +192,11 @@ def test_thinking_is_the_templates_switch(agents, thinking, switch):
 def test_a_system_message_is_written_in_place_whatever_the_template_takes(agents, tmp_path):
     told = [*ASK, {"role": "system", "content": "be brief"}]
     assert [message["role"] for message in prompt_of(agents, messages=told)[0]] == ["user", "system"]
-    assert agents.service.takes_system_anywhere
+    assert "later_system" not in agents.service.template_report.changes
     with tiny_server(tmp_path, ALTERNATING) as other:
         messages, _, prompt = prompt_of(other, messages=told)
-        assert messages == [{"role": "user", "content": "How warm?\n\nbe brief"}]
+        assert [message["role"] for message in messages] == ["user", "system"]
+        assert other.service.template_report.changes["later_system"] == "question"
         assert prompt.index("be brief") > prompt.index("How warm?")
 
 

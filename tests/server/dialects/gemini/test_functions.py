@@ -13,7 +13,7 @@ from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server.api_errors import APIError
 from foreword.server.dialects.gemini.answer import content_part
-from foreword.server.dialects.gemini.contents import Template, read_chat
+from foreword.server.dialects.gemini.contents import read_chat
 from foreword.server.dialects.gemini.fields import Content, GenerateContentRequest
 from foreword.server.dialects.gemini.schemas import json_schema
 from foreword.server.options import ServerConfig
@@ -199,7 +199,7 @@ def result(name: str, value: Any, id: str | None = None) -> dict[str, Any]:
 
 def read(*contents: tuple[str | None, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     told = [Content.model_validate({"role": role, "parts": held}) for role, held in contents]
-    return read_chat(GenerateContentRequest.model_construct(contents=told), Template(""), 0).messages
+    return read_chat(GenerateContentRequest.model_construct(contents=told), "", 0).messages
 
 
 def told(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -276,11 +276,11 @@ def test_contents_that_make_no_sense_are_refused_with_their_place(contents):
 )
 def test_thinking_is_switched_by_the_templates_own_inputs(thinking, template, inputs, budget):
     body = GenerateContentRequest.model_validate({**ASK, "generationConfig": {"thinkingConfig": thinking}})
-    chat = read_chat(body, Template(f"{{{{ {template} }}}}"), 0)
+    chat = read_chat(body, f"{{{{ {template} }}}}", 0)
     assert (chat.template_inputs, chat.thinking_budget) == (inputs, budget)
     both = {"thinkingConfig": {"thinkingBudget": 1, "thinkingLevel": "LOW"}}
     with pytest.raises(ForewordError, match="cannot be combined"):
-        read_chat(GenerateContentRequest.model_validate({**ASK, "generationConfig": both}), Template(""), 0)
+        read_chat(GenerateContentRequest.model_validate({**ASK, "generationConfig": both}), "", 0)
 
 
 # --------------------------------------------------------------------- schemas

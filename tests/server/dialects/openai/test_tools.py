@@ -180,10 +180,6 @@ def test_other_tools_are_named_as_the_cause_of_a_miss(tagged):
 
 
 BAD_NAME = {"type": "function", "function": {"name": "a b"}}
-EARLIER = {
-    "role": "assistant",
-    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
-}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +189,6 @@ EARLIER = {
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [BAD_NAME]}, "tools[0].function.name"),
         ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"messages": [*ASK, EARLIER]}, "messages[1].tool_calls[0]"),
         ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"functions": [{"name": "f"}]}, "functions"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -17,12 +17,14 @@ from pydantic_core import from_json
 
 from foreword.cache import common_length
 from foreword.server.answer_stream import Delta
+from foreword.server.bodies.json_scan import parse_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import ChatAnswer
 from foreword.server.dialect import Event
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.marks import TTL_S
 from foreword.server.service import Service
+from foreword.text.conversation import read_arguments
 from foreword.text.reply import Call, Part, Reasoning, Text
 
 BYTES_PER_TOKEN = 64
@@ -231,8 +233,10 @@ def _input_json(call: Call) -> str:
     """The arguments of a call as JSON text: an object, or the beginning of one."""
     if not call.is_complete:
         return call.arguments
+    if isinstance(read_arguments(call.arguments), Mapping):
+        return call.arguments
     try:
-        value = json.loads(call.arguments)
+        value = parse_json(call.arguments)
     except (ValueError, RecursionError):
         value = call.arguments
-    return call.arguments if isinstance(value, dict) else json.dumps({"arguments": value})
+    return json.dumps({"arguments": value})
