@@ -226,7 +226,7 @@ def test_a_result_finds_its_call_by_id_by_name_or_by_order():
     )
     assert told(again) == [("f", one), ("f", two)]
     assert [message["role"] for message in again] == "user assistant user tool user assistant tool".split()
-    assert again[4]["content"] == "cd"
+    assert again[4]["content"] == "c\nd"
 
 
 def test_an_answer_in_several_contents_is_one_message_with_its_thoughts():
