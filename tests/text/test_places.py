@@ -74,10 +74,15 @@ def test_tokens_before_a_place_are_those_of_a_conversation_that_differs_after_it
     assert exact - 2 <= position <= exact, (place, exact)
 
 
-def test_a_place_that_the_template_does_not_show_has_no_tokens(tokenizers) -> None:
+def test_a_place_in_tools_is_found_where_the_system_message_lists_them(tokenizers) -> None:
     messages = [{"role": "user", "content": "the request"}]
-    _, positions = tokenizers["chat"].render_places(messages, [Place(None, 1)], template_inputs={"tools": TOOLS})
-    assert positions == [0]
+    found = [
+        tokenizers["chat"].render_places(messages, [Place(None, 1)], template_inputs={"tools": tools})
+        for tools in (TOOLS, TOOLS[:1], [TOOLS[0], TOOLS[2]])
+    ]
+    ends = [positions[0] for _, positions in found]
+    assert ends[0] == ends[2] > 0
+    assert {tuple(ids[: ends[0]]) for ids, _ in found} == {tuple(found[0][0][: ends[0]])}
 
 
 def test_a_place_whose_conversation_the_template_refuses_has_no_tokens(tokenizers) -> None:

@@ -74,7 +74,7 @@ def test_a_first_message_of_the_user_brings_what_the_template_writes_before_it(f
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "the tokenizer has no chat template"),
+        (None, "the model has no chat template"),
         (
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
             "does not write the content of each message once",

@@ -119,7 +119,6 @@ def hermes_call(name: str, arguments: str = "{}") -> str:
         ("<tool_call>" + "9" * 5000 + "</tool_call>", [Text("<tool_call>" + "9" * 5000 + "</tool_call>")]),
         (hermes_call("f", '{"a": 1e999}'), [Call("f", '{"a": 1e999}')]),
         (hermes_call("f", '{"a": [-1e999, 1.5]}'), [Call("f", '{"a": [-1e999, 1.5]}')]),
-        (hermes_call("f", f'{{"a": {"9" * 5000}}}'), [Call("f", f'{{"a": {"9" * 5000}}}')]),
         (hermes_call("f", '{"a": "\\u0000number x"}'), [Call("f", '{"a": "\\u0000number x"}')]),
         (hermes_call("\\ud800"), [Text(hermes_call("\\ud800"))]),
         # The end cuts the reply.

@@ -12,23 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _DECODER = json.JSONDecoder()
-MOST_DIGITS = 4000
-"""Python refuses to read integers that are longer than 4,300."""
 _LARGE = "\0number "
 _LARGE_NUMBER = re.compile(r'"\\u0000number (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"')
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Numbers that Python cannot hold are strings, which `as_json` writes as they were."""
-    return json.loads(text, parse_float=_float, parse_int=_int)
+    """The value of a JSON text. Numbers beyond a float are strings, which `as_json` writes as numbers again."""
+    return json.loads(text, parse_float=_float)
 
 
 def _float(text: str) -> float | str:
     return number if math.isfinite(number := float(text)) else _LARGE + text
-
-
-def _int(text: str) -> int | str:
-    return int(text) if len(text) < MOST_DIGITS else _LARGE + text
 
 
 def as_json(value: Any) -> str:
