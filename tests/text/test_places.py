@@ -78,10 +78,10 @@ def test_a_place_in_tools_is_found_where_the_system_message_lists_them(tokenizer
     messages = [{"role": "user", "content": "the request"}]
     found = [
         tokenizers["chat"].render_places(messages, [Place(None, 1)], template_inputs={"tools": tools})
-        for tools in (TOOLS, TOOLS[:1], [TOOLS[0], TOOLS[2]])
+        for tools in (TOOLS, [TOOLS[0], TOOLS[2]])
     ]
     ends = [positions[0] for _, positions in found]
-    assert ends[0] == ends[2] > 0
+    assert ends[0] == ends[1] > 0
     assert {tuple(ids[: ends[0]]) for ids, _ in found} == {tuple(found[0][0][: ends[0]])}
 
 
