@@ -310,7 +310,7 @@ def test_chatting_without_a_template_names_the_remedy(metaspace: Tokenizer) -> N
 def test_a_template_that_refuses_the_conversation_is_quoted(tmp_path: Path) -> None:
     tokenizer = load(save(byte_level_backend(), tmp_path, STRICT_TEMPLATE))
     with pytest.raises(ChatTemplateError, match="start with the user"):
-        tokenizer.render_chat([{"role": "system", "content": "Be brief."}])
+        tokenizer.render_chat([{"role": "assistant", "content": "Hello."}])
 
 
 def test_a_broken_template_is_a_template_error(tmp_path: Path) -> None:

@@ -458,7 +458,7 @@ def test_a_template_that_changes_earlier_turns_is_found_with_the_position():
         counting = with_template(llm, COUNTING)[0]
         assert (counting.turn, counting.position) == (1, 0)
         assert counting.was.startswith("2 messages")
-        assert counting.becomes.startswith("3 messages")
+        assert counting.becomes.startswith("4 messages")
         (forgetful,) = with_template(llm, FORGETFUL)
         assert forgetful.conversation == "answers with reasoning"
         assert forgetful.turn == 1

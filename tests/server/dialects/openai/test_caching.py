@@ -150,7 +150,7 @@ def test_the_latest_four_breakpoints_count_or_three_and_the_end(fresh):
     fresh.chat([user([*parts, text("What is it?")])], EXPLICIT)
     ends = sorted(entry.num_tokens for entry in fresh.entries())
     assert len(ends) == 4
-    assert {later - end for end, later in pairwise(ends)} == {80}, "tokens of a part"
+    assert {later - end for end, later in pairwise(ends)} == {81}, "tokens of a part and of its line break"
     fresh.forget()
     usage = fresh.chat([user([*parts, text(document("the last"))])], IMPLICIT).usage
     again = sorted(entry.num_tokens for entry in fresh.entries())
