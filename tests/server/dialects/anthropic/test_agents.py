@@ -110,11 +110,11 @@ def test_a_streamed_call_is_the_whole_one(ask):
 
 def test_several_calls_come_at_once_unless_that_is_forbidden_and_a_named_tool_is_called(ask):
     several = FORCED | {"tool_choice": {"type": "any"}, "max_tokens": 2000}
-    counts = [
+    counts = (
         len(calls_of(ask.messages.create(**several, messages=ASK, extra_body={"temperature": 2, "seed": seed})))
-        for seed in range(4)
-    ]
-    assert max(counts) > 1
+        for seed in range(20)
+    )
+    assert any(count > 1 for count in counts)
     named = FORCED | {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "tool", "name": "clock"}}
     assert [call.name for call in calls_of(ask.messages.create(**named, messages=ASK))] == ["clock"]
 
