@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,7 +160,15 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     weights = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
     if len({tensor.dtype for tensor in weights.values()}) > 1:
         raise UnwrittenError("weights of several types")
-    spec = find_spec(checkpoint.config.to_dict(), weights)
+    values = checkpoint.config.to_dict()
+    if type(module).__module__.startswith("transformers."):
+        values.pop("auto_map", None)  # names code of the checkpoint's own, which does not run
+    spec = find_spec(values, weights)
+    head, embedding = weights.get("lm_head.weight"), weights["model.embed_tokens.weight"]
+    if spec.tied and head is not None and head.data_ptr() != embedding.data_ptr():
+        spec = replace(
+            spec, tied=False
+        )  # transformers ties no weights that differ in the file, whatever the config says
     beginning = None
     if options.allow_links:
         layouts = {number: LayerLayout(spec.num_kv_heads, spec.head_dim, spec.head_dim) for number in (0, 1)}

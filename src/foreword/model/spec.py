@@ -44,6 +44,8 @@ class RotarySpec:
     """Whether elements 2i and 2i + 1 make a pair, not i and i + turned / 2."""
     in_float32: bool = False
     """Whether heads are turned in float32 and then rounded, not in the model's type."""
+    rounded_tables: bool = False
+    """Whether cosines and sines are rounded to the model's type before that."""
 
 
 @dataclass(frozen=True, slots=True)

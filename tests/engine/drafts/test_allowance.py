@@ -53,6 +53,20 @@ def test_nothing_is_drafted_before_a_step_without_drafts_was_timed_and_guessing_
     assert not allowance.is_open
 
 
+def test_a_step_in_which_the_process_was_stopped_ends_drafts_for_seconds_not_minutes() -> None:
+    allowance = Allowance()
+    for seconds in (1.0, STEP_S):
+        allowance.note_plain(NUM_REQUESTS, seconds, 0.0)
+    assert allowance.plain_s(NUM_REQUESTS) == STEP_S, "the first step waited for cold pages"
+    allowance.note_drafted(NUM_REQUESTS, 2 * NUM_REQUESTS, 10.0, 0.0)
+    assert not allowance.is_open
+    elapsed = 0.0
+    while not allowance.is_open:
+        allowance.note_plain(NUM_REQUESTS, STEP_S, 0.0)
+        elapsed += STEP_S
+    assert elapsed < 10
+
+
 def test_one_wrong_draft_of_a_slow_model_does_not_end_drafts_that_pay() -> None:
     allowance = Allowance()
     for _ in range(3):

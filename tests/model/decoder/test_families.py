@@ -54,6 +54,28 @@ def test_a_written_decoder_has_the_bits_of_transformers_modules(
     assert ShortPrompt(tiny_models.loaded(name, dtype)).digest() == ShortPrompt(foreign).digest()
 
 
+def test_a_head_in_the_file_is_used_though_the_config_says_that_it_is_tied(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_models.folder("gemma2"), tmp_path / "own-head")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    written, foreign = (load(ModelConfig(str(folder))) for load in (load_model, load_foreign_model))
+    assert written.code == {"family": "gemma2"}
+    torch.testing.assert_close(ShortPrompt(written).logits, ShortPrompt(foreign).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"auto_map": {"AutoConfig": "configuration_x.X"}}, {"use_mrope": False}])
+def test_fields_that_say_nothing_do_not_send_a_model_to_transformers_modules(
+    tiny_models: TinyModels, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(tiny_models.folder("qwen2"), tmp_path / "more-fields")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert load_model(ModelConfig(str(folder))).code == {"family": "qwen2"}
+
+
 def layers(change: Callable[[int, LayerSpec], LayerSpec]) -> Change:
     return lambda spec: replace(spec, layers=tuple(change(n, own) for n, own in enumerate(spec.layers)))
 

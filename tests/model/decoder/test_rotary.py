@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -95,3 +96,16 @@ def test_layers_with_windows_turn_by_angles_of_their_own() -> None:
         assert layer.rotary is not None
         expected = plain(x, POSITIONS[None], kind)
         assert all(map(torch.equal, rotaries[layer.rotary].turns(POSITIONS, torch.float32), expected))
+
+
+@pytest.mark.parametrize("family", ["cohere2", "olmo2"])
+def test_heads_of_bfloat16_are_turned_as_transformers_turns_them(family: str) -> None:
+    """One of them rounds its tables first, the other does not."""
+    config = AutoConfig.for_model(family, hidden_size=128, num_attention_heads=4, num_key_value_heads=4)
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    embedding = getattr(module, f"{family.capitalize()}RotaryEmbedding")(config)
+    heads = torch.randn(1, 4, len(POSITIONS), 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected, _ = module.apply_rotary_pos_emb(heads, heads, *embedding(heads, POSITIONS[None]))
+    [rotary] = rotary_of(config)
+    turned = rotary.turn(heads[0].transpose(0, 1), rotary.turns(POSITIONS, torch.bfloat16))
+    assert torch.equal(turned.transpose(0, 1)[None], expected)

@@ -5,12 +5,14 @@ Knows seconds, rows and tokens; knows nothing of requests or of what is drafted.
 
 from __future__ import annotations
 
+from collections import deque
+
 SHARE = 0.01
 """Of the time of steps: what drafts may lose in the long run, with guessing."""
 MOST_S = 0.05
 """Seconds that may be lost at once. With SHARE, at most 2% of any 5 s are lost, and what one step takes too long."""
-NEWEST = 0.125
-"""Weight of the newest step among those without drafts of as many rows."""
+NEWEST = 7
+"""Steps without drafts of one number of rows, of which the fastest counts: others waited for something."""
 
 
 class Allowance:
@@ -21,8 +23,8 @@ class Allowance:
 
     def __init__(self) -> None:
         self.left_s = MOST_S
-        self._plain_s: dict[int, float] = {}
-        """Seconds of steps without drafts, by their number of rows."""
+        self._plain_s: dict[int, deque[float]] = {}
+        """Seconds of the newest steps without drafts, by their number of rows."""
 
     @property
     def is_open(self) -> bool:
@@ -33,12 +35,11 @@ class Allowance:
         """Seconds of a step of `num_rows` rows without drafts, by the nearest number that was timed; None: none was."""
         if not self._plain_s:
             return None
-        return self._plain_s[min(self._plain_s, key=lambda known: abs(known - num_rows))]
+        return min(self._plain_s[min(self._plain_s, key=lambda known: abs(known - num_rows))])
 
     def note_plain(self, num_rows: int, seconds: float, guessing_s: float) -> None:
         """A step without drafts, in which each row gave a token; `guessing_s`: seconds of guessing before it."""
-        before = self._plain_s.get(num_rows, seconds)
-        self._plain_s[num_rows] = before + NEWEST * (seconds - before)
+        self._plain_s.setdefault(num_rows, deque(maxlen=NEWEST)).append(seconds)
         self._add(SHARE * seconds - guessing_s, seconds)
 
     def note_drafted(self, num_requests: int, num_tokens: int, seconds: float, guessing_s: float) -> None:
@@ -48,5 +49,9 @@ class Allowance:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
 
     def _add(self, seconds: float, plain_s: float) -> None:
-        """What was won is kept up to the time of one step, so that one wrong draft of a slow model ends nothing."""
-        self.left_s = min(max(MOST_S, plain_s), self.left_s + seconds)
+        """Keep what was won up to the time of one step, so that one wrong draft of a slow model ends nothing.
+
+        One step costs no more than that either: a process that was stopped for seconds says nothing about drafts.
+        """
+        most = max(MOST_S, plain_s)
+        self.left_s = min(most, self.left_s + max(seconds, -most))

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 TURN_NS = 300_000
 """Nanoseconds after which another program may have a thread's processor; Linux chooses 1.4 ms or more."""
+MOST_IDLE = 64
+"""Processors beyond which no team of idle threads is started: containers bound threads, too."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """Linux' sched_attr: size, policy, flags, nice, priority, runtime (here: the turn), deadline, period."""
 _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machine() if sys.platform == "linux" else "")
@@ -59,8 +61,8 @@ def _rest() -> bool:
     threads than processors they spin for 100. So here is a team that is one larger than that, and sleeps for good.
     """
     openmp = gnu_openmp()
-    if openmp is None:
-        return False
+    if openmp is None or openmp.omp_get_num_procs() > MOST_IDLE:
+        return False  # a system that does not give so many threads would end the process
     begun, never = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -68,7 +68,7 @@ class Decoder:
             return rows.new_empty(0, self._head.out_features)
         keep = step.keep  # padded as all rows are
         _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm)
-        return self._scaled(self._head(normed)[: step.num_kept])
+        return self._scaled(self._head(normed))[: step.num_kept]  # all rows: see `row_padding.py`
 
     def _scaled(self, logits: Tensor) -> Tensor:
         spec = self.spec

@@ -113,6 +113,7 @@ def _plain(c: Fields, **facts: Any) -> DecoderSpec:
     act = c("hidden_activation", c("hidden_act"))
     c.expect("pretraining_tp", 1)
     c.expect("rope_interleaved", False)
+    c.expect("use_mrope", False)
     plain: dict[str, Any] = {
         "family": c("model_type"),
         "hidden_size": hidden,
@@ -293,7 +294,7 @@ def cohere2(c: Fields) -> DecoderSpec:
     return _plain(
         c,
         layers=_layers(c, turns=lambda layer, kind: 0 if kind == "sliding_attention" else None),
-        rotaries=(_rotary(c, c("rope_parameters"), interleaved=True, in_float32=True),),
+        rotaries=(_rotary(c, c("rope_parameters"), interleaved=True, in_float32=True, rounded_tables=True),),
         names=WeightNames(before_network=None),
         norm=NormSpec(c("layer_norm_eps"), "in float32", centred=True),
         parallel=True,

@@ -31,8 +31,9 @@ class Rotary:
         """The tables of positions [rows], in the type in which heads are turned."""
         angles = positions[None, :, None].float() * self._frequencies
         doubled = torch.repeat_interleave(angles, 2, -1) if self.spec.interleaved else torch.cat((angles, angles), -1)
-        wanted = torch.float32 if self.spec.in_float32 else dtype
-        return (doubled.cos() * self.scale).to(wanted), (doubled.sin() * self.scale).to(wanted)
+        first = dtype if self.spec.rounded_tables or not self.spec.in_float32 else torch.float32
+        last = torch.float32 if self.spec.in_float32 else dtype
+        return (doubled.cos() * self.scale).to(first).to(last), (doubled.sin() * self.scale).to(first).to(last)
 
     def table(self, positions: Tensor) -> Turns:
         """Cosines and sines [positions, turned] in float32, for whoever moves keys."""

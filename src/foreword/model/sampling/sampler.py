@@ -206,9 +206,9 @@ class SamplingPlan:
         if self.constrained is not None:
             rows, packed = self.constrained
             bits = torch.arange(256, device=packed.device)[:, None] >> torch.arange(8, device=packed.device)
-            most = torch.where((bits & 1).bool(), torch.inf, -torch.inf)  # for the tokens of each byte: seven times as
-            most = most.index_select(0, packed.flatten().int()).view(len(rows), -1)  # fast as spreading its bits
-            logits[rows] = torch.minimum(logits[rows], most[:, : logits.shape[1]])
+            table = (bits & 1).bool()  # the tokens of each byte: seven times as fast as spreading its bits
+            allowed = table.index_select(0, packed.flatten().int()).view(len(rows), -1)[:, : logits.shape[1]]
+            logits[rows] = torch.where(allowed, logits[rows], -torch.inf)  # whatever was there, NaN too
         if self.forbidden is not None:
             flat.index_fill_(0, self.forbidden, -torch.inf)
 
