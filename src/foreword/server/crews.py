@@ -70,10 +70,10 @@ class Crew:
         loop = asyncio.get_running_loop()
         job = _Job(work, loop.create_future(), loop)
         self._waiting.setdefault(caller, deque()).append(job)
-        self._start()
         try:
+            self._start()
             result: T = await job.done
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RuntimeError):
             self._forget(caller, job)
             raise
         return result
@@ -96,16 +96,22 @@ class Crew:
     def _start(self) -> None:
         """Give waiting work to free threads, one piece of each caller in turn."""
         while self.num_running < self._num_threads and self._waiting:
+            if len(self._threads) <= self.num_running:
+                thread = threading.Thread(target=self._work, name=f"foreword-{self.name}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system gives no thread: the ones that run go on
+                    if not self._threads:
+                        raise
+                    logger.warning("the crew %s has %d threads: %s", self.name, len(self._threads), error)
+                    return
+                self._threads.append(thread)
             caller, own = next(iter(self._waiting.items()))
             del self._waiting[caller]
             job = own.popleft()
             if own:
                 self._waiting[caller] = own  # at the end of the turns
             self.num_running += 1
-            if len(self._threads) < self.num_running:
-                thread = threading.Thread(target=self._work, name=f"foreword-{self.name}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
             self._jobs.put(job)
 
     def _work(self) -> None:
@@ -151,6 +157,12 @@ class Crews:
     """Schemas of prompt modules to lay out."""
     modules: Crew = field(default_factory=lambda: Crew("modules", 2, 16))
     """Prompts of modules and documents to compose."""
+
+    @classmethod
+    def of(cls, most_choices: int) -> Crews:
+        """Crews that refuse no burst that the engine's queue takes: `most_choices` run or wait there."""
+        text, modules = Crew("text", 2, max(64, most_choices)), Crew("modules", 2, max(16, most_choices))
+        return cls(text=text, grammars=Crew("grammars", 1, max(32, most_choices)), modules=modules)
 
     def __iter__(self) -> Iterator[Crew]:
         yield from (self.text, self.grammars, self.schemas, self.modules)

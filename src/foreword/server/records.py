@@ -22,6 +22,8 @@ from foreword.request import LinkReport
 from foreword.server.listeners import Listener, ListenerHealth
 
 MAX_RECORDS = 1000
+PACE_S = 60.0
+"""Requests that ended longer ago say nothing of the pace at which the server answers now."""
 MAX_RECORD_BYTES = 128 * 2**20
 """Most bytes of all finished records; beyond it the oldest are dropped."""
 RECORD_BYTES = 2048
@@ -202,7 +204,7 @@ class Records:
         While none has ended, the age of the oldest request: nothing will be answered sooner than that again.
         """
         now = time.monotonic()
-        ended = [one for one in self.recent(32) if one.finished_time is not None]
+        ended = [one for one in self.recent(32) if one.finished_time and now - one.finished_time < PACE_S]
         since = min((one.arrival_time for one in ended or self.running()), default=now)
         num_ended = sum(one.num_choices for one in ended)
         wait_s = (now - since) * (num_ahead / num_ended if num_ended else 1)

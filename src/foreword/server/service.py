@@ -143,7 +143,8 @@ class Service:
             model_id=llm.cache_identity.model_id,
             max_source_tokens=now.num_blocks * now.block_size,
         )
-        self.crews, self.http_requests = Crews(), HttpRequests(logs_refusals=config.log_requests)
+        self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
+        self.crews, self.http_requests = Crews.of(self._max_choices), HttpRequests(logs_refusals=config.log_requests)
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
         self.quotas = Quotas(self.tenants)
         has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
@@ -179,7 +180,6 @@ class Service:
             lambda: self.clock(), config.max_cached_contents, open_folder(llm.config.tiers, llm.cache_identity.model_id)
         )
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
-        self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
 
     def _open_listeners(self, config: ServerConfig) -> None:
         """What else hears of requests, as the options say."""

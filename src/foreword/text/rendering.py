@@ -72,14 +72,16 @@ class Renderer:
         if source is None:
             return TemplateReport()
         if source not in self._reports:
-            if len(self._reports) == MOST_REPORTS:
-                self._reports.clear()
 
             def render(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> str:
                 is_open = messages[-1]["role"] != "assistant"
                 return self._apply(Conversation(messages, inputs, is_open), False, source)
 
-            self._reports[source] = Probe(render, self._family(source)).report()
+            report = Probe(render, self._family(source)).report()
+            if len(self._reports) >= MOST_REPORTS:
+                self._reports.pop(next(reversed(self._reports)), None)  # the first one is the tokenizer's own
+            self._reports[source] = report
+            return report
         return self._reports[source]
 
     def _family(self, chat_template: str) -> ReplyFormat | None:

@@ -17,6 +17,8 @@ FIRST_GUESS_BYTES_PER_S = 500e6
 LATENCY_S = 0.001
 REMEMBERED_S = 60.0
 """For which a rate below the first guess counts after it was measured."""
+LATE_MIN_S = 0.1
+"""Of loads that their deadline ended and that are measured."""
 
 
 class LoadRate:
@@ -43,7 +45,10 @@ class LoadRate:
             self._measured_at = self._monotonic()
 
     def measure_late(self, num_bytes: int, seconds: float) -> None:
-        """Note a load that its deadline ended after `num_bytes`: the next one is estimated by that alone."""
-        if seconds > 0:
+        """Note a load that its deadline ended after `num_bytes`: the next one is estimated by that alone.
+
+        One that had less than `LATE_MIN_S` waited for others most of its time, and says nothing of the tier.
+        """
+        if seconds >= LATE_MIN_S:
             self.bytes_per_s = max(1, num_bytes) / seconds
             self._measured_at = self._monotonic()

@@ -6,6 +6,7 @@ which ends with them. The KV may be lost before that; then the next use computes
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -121,19 +122,30 @@ async def update_cached_content(
     expires_us = _end(body, now_us)
     if expires_us is None:
         raise bad_request("give ttl or expireTime, which alone can change", param="ttl")
-    changed = await store.set_end(await _find(service, tenant, content_id), expires_us, now_us)
-    if changed is None:
-        raise _gone()
-    await _end_entry(service, changed)
-    return json_response(_shown(changed))
+    found = await _find(service, tenant, content_id)
+
+    async def change() -> CachedContent:
+        changed = await store.set_end(found, expires_us, now_us)
+        if changed is None:
+            raise _gone()
+        await _end_entry(service, changed)
+        return changed
+
+    # Shielded: a client that leaves must not part the end of the content from that of its KV.
+    return json_response(_shown(await asyncio.shield(asyncio.ensure_future(change()))))
 
 
 @served(router, "DELETE", "cachedContents/{content_id}")
 async def delete_cached_content(content_id: str, request: Request, tenant: Authorized) -> Response:
     """End one of them now; its KV is cached on as any other."""
     service = service_of(request)
-    await service.cached_contents.delete(await _find(service, tenant, content_id))
-    await _drop(service, content_id)
+    found = await _find(service, tenant, content_id)
+
+    async def end() -> None:
+        await service.cached_contents.delete(found)
+        await _drop(service, content_id)
+
+    await asyncio.shield(asyncio.ensure_future(end()))
     return json_response({})
 
 
