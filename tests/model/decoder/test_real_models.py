@@ -43,3 +43,11 @@ def test_a_real_model_answers_as_transformers_does(name: str, family: str) -> No
         with torch.inference_mode():
             logits = plain(torch.tensor([[*prompt, *answer[:-1]]]), use_cache=False).logits[0, len(prompt) - 1 :]
         assert logits.argmax(-1).tolist() == list(answer)
+
+
+@pytest.mark.slow
+def test_links_are_allowed_in_float32_with_two_threads() -> None:
+    """A written family knows how its keys turn; nobody has to find it out from rows that are padded otherwise."""
+    folder = real_model("smollm2")
+    with LLM(str(folder), dtype="float32", allow_links=True, self_check=False, kv_cache_memory_bytes=2**26) as llm:
+        assert llm.engine is not None
