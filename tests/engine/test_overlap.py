@@ -391,6 +391,8 @@ def test_drafts_wait_for_known_tokens_and_change_nothing(draft_tokens: Any) -> N
     world, runner = late_engine(num_blocks=96, max_num_batched_tokens=64, prefix_index="radix")
     drafting = Drafting([OwnText(), RecentAnswers(), CachedPaths(world.manager)], VOCAB_SIZE, draft_tokens)
     world.scheduler.drafting = drafting
+    if draft_tokens == "auto":
+        drafting._allowance.note_plain(1, 0.01, 0.0)  # nothing is drafted before a step was timed
     drafting.note_step = lambda entries, seconds: None  # type: ignore[method-assign]  # so that no time decides here
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB_SIZE, 9).tolist() for _ in range(3)]

@@ -75,10 +75,11 @@ def _text(part: Any) -> str:
     return str(part["text"]) if kind in _TEXTS else f"[{kind}]"
 
 
-def _joined(content: Any, between: str = "") -> str:
+def _joined(content: Any, role: str) -> str:
+    """A content's parts as the server joins them: an answer's are pieces, those of others stand in lines."""
     if isinstance(content, str):
         return content
-    return between.join(_text(part) for part in content or ())
+    return ("" if role == "assistant" else "\n").join(_text(part) for part in content or ())
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> Plain:
@@ -104,7 +105,10 @@ def _openai(body: Mapping[str, Any]) -> Conversation:
     messages = []
     for message in body["messages"]:
         role = message["role"]
-        plain: Plain = {"role": "system" if role == "developer" else role, "content": _joined(message.get("content"))}
+        plain: Plain = {
+            "role": "system" if role == "developer" else role,
+            "content": _joined(message.get("content"), role),
+        }
         plain |= {name: message[name] for name in ("name", "tool_call_id", "reasoning_content") if message.get(name)}
         if message.get("tool_calls"):
             plain["tool_calls"] = [
@@ -125,7 +129,10 @@ def _responses(body: Mapping[str, Any]) -> Conversation:
         match item.get("type") or "message":
             case "message":
                 role = item["role"]
-                plain: Plain = {"role": "system" if role == "developer" else role, "content": _joined(item["content"])}
+                plain: Plain = {
+                    "role": "system" if role == "developer" else role,
+                    "content": _joined(item["content"], role),
+                }
                 if role == "assistant":
                     plain |= {"reasoning_content": reasoning} if reasoning else {}
                     reasoning = ""
@@ -140,9 +147,9 @@ def _responses(body: Mapping[str, Any]) -> Conversation:
                 messages[-1].setdefault("tool_calls", []).append(_call(item["call_id"], item["name"], arguments))
             case "function_call_output" | "custom_tool_call_output":
                 result = {"role": "tool", "tool_call_id": item["call_id"], "name": names.get(item["call_id"], "")}
-                messages.append({**result, "content": _joined(item.get("output"))})
+                messages.append({**result, "content": _joined(item.get("output"), "tool")})
             case "reasoning":
-                reasoning += _joined(item.get("content") or item.get("summary"))
+                reasoning += _joined(item.get("content") or item.get("summary"), "assistant")
             case _:
                 pass  # an item of the vendor's own, such as a search
     tools = [tool for tool in body.get("tools") or () if tool.get("name")]
@@ -161,7 +168,7 @@ def _anthropic(body: Mapping[str, Any]) -> Conversation:
     if blocks and _text(blocks[0]).startswith(BILLING_HEADER):
         del blocks[0]
     if blocks:
-        messages.append({"role": "system", "content": _joined(blocks, "\n")})
+        messages.append({"role": "system", "content": _joined(blocks, "system")})
     names: dict[Any, Any] = {}
     for role, same in groupby(body["messages"], lambda message: message["role"]):
         parts = [
@@ -174,7 +181,7 @@ def _anthropic(body: Mapping[str, Any]) -> Conversation:
             names |= {call["id"]: call["name"] for call in calls}
             thoughts = "".join(part["thinking"] for part in parts if part.get("type") == "thinking")
             texts = [part for part in parts if part.get("type", "text") not in _ANTHROPIC_BLOCKS]
-            plain: Plain = {"role": role, "content": _joined(texts)}
+            plain: Plain = {"role": role, "content": _joined(texts, role)}
             plain |= {"reasoning_content": thoughts} if thoughts else {}
             if calls:
                 plain["tool_calls"] = [_call(call["id"], call["name"], call.get("input")) for call in calls]
@@ -182,10 +189,10 @@ def _anthropic(body: Mapping[str, Any]) -> Conversation:
             continue
         for is_result, some in groupby(parts, lambda part: part.get("type") == "tool_result"):
             if not is_result:
-                messages.append({"role": role, "content": _joined(list(some), "\n")})
+                messages.append({"role": role, "content": _joined(list(some), role)})
                 continue
             for part in some:
-                text = ("Error: " if part.get("is_error") else "") + _joined(part.get("content"), "\n")
+                text = ("Error: " if part.get("is_error") else "") + _joined(part.get("content"), "tool")
                 own_id = part["tool_use_id"]
                 messages.append(
                     {"role": "tool", "tool_call_id": own_id, "name": names.get(own_id, ""), "content": text}
@@ -202,7 +209,7 @@ def _google(body: Mapping[str, Any]) -> Conversation:
     messages: list[Plain] = []
     if system:
         parts = [system] if isinstance(system, str) else system["parts"]
-        messages.append({"role": "system", "content": "".join(_google_text(part) for part in parts)})
+        messages.append({"role": "system", "content": "\n".join(_google_text(part) for part in parts)})
     contents, waiting = body["contents"], []
     num_calls = 0
     for content in [{"parts": [{"text": contents}]}] if isinstance(contents, str) else contents:
@@ -225,7 +232,8 @@ def _google(body: Mapping[str, Any]) -> Conversation:
                 messages.append({"role": "tool", "tool_call_id": own_id, "name": result["name"], "content": text})
             else:
                 name = "reasoning_content" if part.get("thought") else "content"
-                plain[name] = plain.get(name, "") + _google_text(part)
+                between = "\n" if role == "user" and plain["content"] else ""
+                plain[name] = plain.get(name, "") + between + _google_text(part)
         if len(plain) > 2 or plain["content"]:
             messages.append(plain)
     declared = [one for tool in body.get("tools") or () for one in _field(tool, "functionDeclarations") or ()]

@@ -106,7 +106,7 @@ class TemplateForm:
                     calls.append(call if new is None else {**call, "id": new})
                 message["tool_calls"] = calls
             elif message["role"] == "tool" and message.get("tool_call_id") in found:
-                new, name = found[message["tool_call_id"]]
+                new, name = found[message.get("tool_call_id")]
                 message = {"name": name, **message}
                 if new is not None:
                     message["tool_call_id"] = new

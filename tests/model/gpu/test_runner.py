@@ -132,7 +132,7 @@ def plain_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingPa
     ("family", "options"),
     [
         ("llama", {}),
-        ("llama", {"num_blocks": 40}),
+        ("llama", {"num_blocks": 32}),
         ("mistral", {"max_num_batched_tokens": 24}),
         ("lfm2", {}),
         pytest.param("llama", {"sizes": (), "pass_rows": 8}, marks=SLOW),

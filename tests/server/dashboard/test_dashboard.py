@@ -292,8 +292,12 @@ def test_without_the_key_neither_page_nor_socket_nor_files_open(locked_server):
     server, _ = locked_server
     socket = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=polling"
     for path in ("/dashboard/", "/dashboard/_nicegui/x/static/nicegui.css", socket):
-        for headers in ({}, {"Authorization": "Bearer sk-all"}, {"Cookie": "foreword_operator=x"}):
-            assert httpx.get(f"{server.url}{path}", headers=headers).status_code == 401
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer sk-all"}, 403),
+            ({"Cookie": "foreword_operator=x"}, 401),
+        ):
+            assert httpx.get(f"{server.url}{path}", headers=headers).status_code == status
     shown = httpx.get(f"{server.url}/dashboard/", headers={"Authorization": "Bearer sk-operator"})
     assert shown.status_code == 200
     stolen = {"Authorization": "Bearer sk-operator", "Origin": "http://evil.example"}
