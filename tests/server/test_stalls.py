@@ -88,12 +88,6 @@ def unions(members: list[str], count: int) -> str:
     return f"<schema name='s'>x{''.join(written)}y</schema>"
 
 
-def scaffolds(count: int) -> str:
-    """Modules that all are computed after the same long one."""
-    written = "".join(module(f"m{number}", f"x{number}", "long") for number in range(count))
-    return f"<schema name='s'>{module('long', 'word and ' * 400)}{written}</schema>"
-
-
 def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
     """Bodies that are read to the end: the most that the counts let through."""
     tokens = [7] * 8000
@@ -114,10 +108,8 @@ def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
         (GEMINI, "parts", {"contents": {"parts": [{"text": "x" * 12}] * 8000}}),
         (SCHEMAS, "unions without text", {"schema": unions(["", ""], 2000)}),
         (SCHEMAS, "unions", {"schema": unions([f"w{number}" for number in range(2000)], 2)}),
-        (SCHEMAS, "scaffolds", {"schema": scaffolds(4000)}),
         (SCHEMAS, "text", {"schema": f"<schema name='s'>{module('m', 'x ' * 2000) * 4}</schema>"}),
         (MODULES, "documents", {"documents": ["x"] * 1000, "question": "x", "max_tokens": 1}),
-        (CONTENTS, "contents", {"model": f"models/{MODEL}", "contents": [{"parts": [{"text": "x"}]}] * 8000}),
         (CONTENTS, "text", {"model": f"models/{MODEL}", "contents": [{"parts": [{"text": "x" * 100_000}]}]}),
         ("/v1/completions", "a grammar", {"prompt": "x", "structured_outputs": {"regex": "(a|b){1000}" * 100}}),
         ("/tokenize", "text", {"prompt": "x" * 100_000, "return_token_strs": True}),
