@@ -62,7 +62,7 @@ def _rest() -> bool:
     """
     openmp = gnu_openmp()
     if openmp is None or openmp.omp_get_num_procs() > MOST_IDLE:
-        return False  # a system that does not give so many threads would end the process
+        return False  # a system that gives fewer threads would end the process
     begun, never = threading.Event(), threading.Event()
 
     def hold() -> None:
