@@ -14,7 +14,6 @@ import pytest
 
 from live_server import ServerProcess
 from real_models import real_model
-from tiers.store_world import shared_server
 
 PARAGRAPH = (
     "Section {0}. The committee met in the {0}th week and heard the report on the harbour, the new tariff of "
@@ -70,14 +69,5 @@ def test_the_first_request_after_a_restart_hits(tmp_path: Path, name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("busy_machine")
-@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-def test_the_first_request_after_a_restart_hits_on_a_busy_machine(tmp_path: Path, name: str) -> None:
-    restart_twice(name, "--cache-dir", str(tmp_path / "cache"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("busy_machine")
-def test_the_first_request_of_another_machine_hits_the_store() -> None:
-    server = shared_server()
-    server.client().flushall()
-    restart_twice("smollm2", "--cache-store", server.url)
+def test_the_first_request_after_a_restart_hits_on_a_busy_machine(tmp_path: Path) -> None:
+    restart_twice("smollm2", "--cache-dir", str(tmp_path / "cache"))
