@@ -1,12 +1,13 @@
-"""Published clients, as their registries serve them today, talk to a real `foreword serve`: one call, and one streamed.
+"""Published clients, as their registries serve them today, talk to a real `foreword serve`.
 
-guidellm and lm-eval are not among them, because they install far more than a client, nor are Codex and opencode, which
-are agents' binaries.
+Libraries make one call, and one streamed. Agents are asked twice in one conversation, without a terminal: the second
+turn begins with 14,000 to 17,000 tokens of instructions and tools that the first one computed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
+from foreword.demo.run import embedded_model
 from live_server import FALCON, MODEL, ServerProcess
 
 INSTALL_TIMEOUT_S = 60
@@ -92,3 +95,77 @@ def test_a_published_client_gets_whole_and_streamed_answers(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == ["4821"] * num_answers
+
+
+@pytest.fixture(scope="module")
+def long_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The embedded model, with room for what an agent sends."""
+    folder = tmp_path_factory.mktemp("model") / MODEL
+    with embedded_model() as weights:
+        shutil.copytree(weights, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 65_536}))
+    with ServerProcess(str(folder), "--served-model-name", MODEL) as server:
+        yield server.url
+
+
+def npm_binary(folder: Path, package: str, name: str) -> Path:
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("there is no npm here")
+    install([npm, "install", "--prefix", folder, "--no-audit", "--no-fund", package])
+    return folder / "node_modules" / ".bin" / name
+
+
+def codex(folder: Path, url: str) -> tuple[list[list[str | Path]], dict[str, str]]:
+    """The commands of two turns, and their environment."""
+    binary = npm_binary(folder, "@openai/codex", "codex")
+    (folder / "config.toml").write_text(
+        f'model = "{MODEL}"\nmodel_provider = "foreword"\n[model_providers.foreword]\nname = "foreword"\n'
+        f'base_url = "{url}/v1"\nwire_api = "responses"\nrequest_max_retries = 0\nstream_max_retries = 0\n'
+    )
+    ask = [binary, "exec", "--skip-git-repo-check", "-s", "read-only", "Say a word."]
+    again = [binary, "exec", "resume", "--last", "--skip-git-repo-check", "Say another word."]
+    return [ask, again], {"CODEX_HOME": str(folder)}
+
+
+def opencode(folder: Path, url: str) -> tuple[list[list[str | Path]], dict[str, str]]:
+    """The commands of two turns, and their environment."""
+    binary = npm_binary(folder, "opencode-ai", "opencode")
+    model = {"name": MODEL, "limit": {"context": 65_536, "output": 50}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+        "models": {MODEL: model},
+    }
+    names = {"model": f"foreword/{MODEL}", "small_model": f"foreword/{MODEL}"}
+    config = {"autoupdate": False, "share": "disabled", "provider": {"foreword": provider}, **names}
+    (folder / "opencode.json").write_text(json.dumps(config))
+    commands = [[binary, "run", "Say a word."], [binary, "run", "--continue", "Say another word."]]
+    return commands, {"HOME": str(folder), "PWD": str(folder), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [codex, opencode])
+def test_the_second_turn_of_a_published_agent_is_found(
+    tmp_path: Path, long_url: str, agent: Callable[[Path, str], tuple[list[list[str | Path]], dict[str, str]]]
+) -> None:
+    commands, environment = agent(tmp_path, long_url)
+    found = []
+    for command in commands:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.strip()
+        metrics = httpx.get(f"{long_url}/metrics").text.splitlines()
+        found.append(sum(float(line.split()[-1]) for line in metrics if "prefix_cache_hits_total{" in line))
+        refused = [line for line in metrics if "http_requests_total{" in line and 'status="200"' not in line]
+        assert not refused
+    assert found[1] - found[0] > 8000
