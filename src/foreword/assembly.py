@@ -37,9 +37,12 @@ from foreword.config import (
     EventsConfig,
     ModelConfig,
     TierConfig,
+    UserFile,
     let_threads_rest,
+    user_cache_folder,
 )
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
+from foreword.engine.drafts.gain import StepTimes
 from foreword.engine.entry_file import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.generation import recommended_sampling
@@ -95,12 +98,42 @@ class Assembled:
     """What requests sample by unless they say otherwise."""
     deviations: LinkDeviations | None = None
     """What tells which linked tokens deviate; None if nothing may be linked."""
+    kept_times: KeptTimes | None = None
+    """Where the next process finds what steps take; None if this one times none."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
         self.engine.close()
+        if self.kept_times is not None:
+            self.kept_times.keep()
         if self.publisher is not None:
             self.publisher.close()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTimes:
+    """What the steps of one model take on this machine, kept in the user's folder from one process to the next."""
+
+    times: StepTimes
+    name: str
+    file: UserFile
+
+    @classmethod
+    def of(cls, engine: Engine, identity: CacheIdentity) -> KeptTimes | None:
+        """Begin with what the last process kept. The identity stands for the model and the processor."""
+        if engine.step_times is None:
+            return None
+        from foreword.model.identity import name_of_speed
+
+        name = name_of_speed(identity.fingerprint)
+        found = cls(engine.step_times, name, UserFile(user_cache_folder() / "foreword" / "step_times.json"))
+        found.times.begin_with(found.file.read().get(name))
+        return found
+
+    def keep(self) -> None:
+        """Keep what was learnt, if anything was."""
+        if learnt := self.times.learnt():
+            self.file.keep({self.name: learnt})
 
 
 def assemble(config: EngineConfig) -> Assembled:
@@ -143,7 +176,8 @@ def assemble(config: EngineConfig) -> Assembled:
     layout = plan_layout(config, model)
     deviations = model.deviations(engine.limits.max_model_len, config.cache.sink_token_ids)
     explain = model.kernel.explain
-    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, explain, sampling, deviations)
+    times = KeptTimes.of(engine, identity)
+    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, explain, sampling, deviations, times)
 
 
 def load(options: ModelConfig) -> LoadedModel:

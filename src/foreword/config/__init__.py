@@ -27,3 +27,4 @@ from foreword.config.engine import (
     user_cache_folder as user_cache_folder,
 )
 from foreword.config.events import EventsConfig as EventsConfig
+from foreword.config.user_file import UserFile as UserFile

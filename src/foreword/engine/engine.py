@@ -39,6 +39,7 @@ from foreword.cache import (
 )
 from foreword.config import DraftTokens, SchedulerConfig
 from foreword.engine.drafts.choose import choose_drafting
+from foreword.engine.drafts.gain import StepTimes
 from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.keeper import Keeper
 from foreword.engine.outputs import Outputs
@@ -410,6 +411,11 @@ class Engine:
         if drafting is None:
             return self.num_computed_tokens
         return self.num_computed_tokens - drafting.counts.num_accepted - drafting.counts.num_rejected
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """What steps take, as drafts learnt it; None if nothing is drafted."""
+        return None if self.scheduler.drafting is None else self.scheduler.drafting.times
 
     @property
     def state_interval(self) -> int | None:

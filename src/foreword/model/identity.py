@@ -83,6 +83,11 @@ def arithmetic_facts(model: LoadedModel, probe: str) -> dict[str, Any]:
     }
 
 
+def name_of_speed(fingerprint: str) -> str:
+    """What the times of steps belong to: a model, a processor, and the threads that compute."""
+    return f"{fingerprint} with {torch.get_num_threads()} threads"
+
+
 def _path(model: LoadedModel) -> dict[str, Any]:
     """The code that computes: attention, products, and how much of the model's own code runs."""
     attention = [type(model.kernel).__name__]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,28 @@ def test_drafts_ride_along_with_steps_that_are_too_long_to_be_timed() -> None:
     assert best_lengths([(0.995, 0.995)], [31], 513, 1, times, 511) == [31]
     assert best_lengths([(0.995, 0.995)], [31], 250, 1, times, 511) == [31]
     assert best_lengths([(0.995, 0.995)] * 300, [31] * 300, 300, 300, times, 4096) == [0] * 300
+
+
+def test_what_a_process_learnt_is_where_the_next_one_begins() -> None:
+    times = timed({1: 0.02, 8: 0.02, 10: 0.5, 32: 0.5})
+    times.note(4, 0.01)  # once: not sure
+    learnt = json.loads(json.dumps(times.learnt()))
+    assert learnt == {"1": 0.02, "8": 0.02, "10": 0.5, "32": 0.5}
+    later = StepTimes()
+    later.begin_with(learnt)
+    sizes = np.array([1, 8, 10, 32])
+    assert later.seconds(sizes).tolist() == timed({1: 0.02, 8: 0.02, 10: 0.5, 32: 0.5}).seconds(sizes).tolist()
+    assert best_lengths([(0.9, 0.9)], [31], 1, 1, later, 100) == [7]
+    for _ in range(FORGOTTEN_AFTER + 2):
+        later.note(1, 0.03)
+    assert "10" not in later.learnt()
+
+
+@pytest.mark.parametrize("harm", [None, [], {"1": "x", "8": -1.0, "10": float("inf"), "x": 1.0, "12": 3}])
+def test_what_is_no_time_is_not_learnt(harm: object) -> None:
+    times = StepTimes()
+    times.begin_with(harm)
+    assert not times.learnt()
 
 
 def test_times_that_other_work_disturbed_do_not_count_and_none_falls_with_more_rows() -> None:

@@ -146,3 +146,17 @@ def test_an_llm_drafts_unless_it_is_told_not_to(chat_model: Path) -> None:
     for value, drafts in ((0, False), ("0", False), ("auto", True), ("AUTO", True), (3, True)):
         with LLM(str(chat_model), kv_cache_memory_bytes=2**22, draft_tokens=value, self_check=False) as llm:
             assert (llm.engine.scheduler.drafting is not None) == drafts
+
+
+def test_the_next_process_begins_with_what_steps_took(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for expects_more in (False, True):
+        with LLM(str(chat_model), kv_cache_memory_bytes=2**23) as llm:
+            assert llm.engine.step_times is not None
+            assert bool(llm.engine.step_times.learnt()) == expects_more
+            llm.generate(["The answer"], SamplingParams(max_tokens=12, ignore_eos=True))
+            assert llm.engine.step_times.learnt()
+    with LLM(str(chat_model), kv_cache_memory_bytes=2**23, draft_tokens=0) as llm:
+        assert llm.engine.step_times is None

@@ -84,7 +84,7 @@ class Drafting:
         self._drafters = tuple(drafters)
         self._vocab_size = vocab_size
         self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
-        self._acceptance, self._times = Acceptance(), StepTimes()
+        self._acceptance, self.times = Acceptance(), StepTimes()
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
         self._allowance = Allowance()
         self._seconds_of_guess = self._guessing_s = 0.0
@@ -113,7 +113,7 @@ class Drafting:
             lengths = self._fixed_lengths(longest, room)
         else:
             chances = [(0.0, 0.0) if guess is None else guess[1] for guess in guesses]
-            lengths = best_lengths(chances, longest, num_rows, len(requests), self._times, room)
+            lengths = best_lengths(chances, longest, num_rows, len(requests), self.times, room)
         drafts = {}
         for request, guess, length in zip(requests, guesses, lengths, strict=True):
             if guess is not None and length:
@@ -147,7 +147,7 @@ class Drafting:
         if not self._allowance.is_open:
             return False
         more = np.arange(1 + min(room, num_requests * MOST_DRAFTED))
-        rates = (num_requests + more) / self._times.seconds(num_rows + more)
+        rates = (num_requests + more) / self.times.seconds(num_rows + more)
         return best_count(rates) > 0
 
     def _fixed_lengths(self, longest: Sequence[int], room: int) -> list[int]:
@@ -175,9 +175,9 @@ class Drafting:
 
     def _guesses_in_step(self, num_rows: int) -> float:
         """The number of guesses that take as long as a step of `num_rows` rows."""
-        if self._fixed is not None or not self._seconds_of_guess or not self._times.is_known:
+        if self._fixed is not None or not self._seconds_of_guess or not self.times.is_known:
             return math.inf
-        return float(self._times.seconds(np.array([num_rows]))[0]) / self._seconds_of_guess
+        return float(self.times.seconds(np.array([num_rows]))[0]) / self._seconds_of_guess
 
     def _guess(self, request: Request) -> _Judged | None:
         """The proposal of which the most tokens are likely to be right."""
@@ -229,7 +229,7 @@ class Drafting:
         """A step was computed in this time, if that is known."""
         if seconds is not None:
             num_rows, num_requests = int((entries.ends - entries.starts).sum()), len(entries)
-            self._times.note(num_rows, seconds)
+            self.times.note(num_rows, seconds)
             num_drafts = sum(map(len, entries.drafts.values()))
             if num_drafts and num_rows - num_drafts == num_requests:  # otherwise it computes prompts, too
                 num_tokens = num_requests + self._num_accepted

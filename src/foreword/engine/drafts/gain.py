@@ -6,6 +6,7 @@ which tokens are answered.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,24 @@ class StepTimes:
         self._times[at].append(seconds)
         self._noted_at[at] = self._num_steps
 
+    def learnt(self) -> dict[str, float]:
+        """The least seconds of each size that was timed TRIES times, for a later process of the same machine."""
+        sure = (at for at in self._fresh() if len(self._times[at]) >= TRIES)
+        return {str(SIZES[at]): min(self._times[at]) for at in sure}
+
+    def begin_with(self, learnt: object) -> None:
+        """Begin with what an earlier process learnt; what is no such thing is ignored.
+
+        It holds as if it were measured now: a time that does not come again is forgotten like any other.
+        """
+        if not isinstance(learnt, dict):
+            return
+        for at, size in enumerate(SIZES):
+            seconds = learnt.get(str(size))
+            if isinstance(seconds, float) and 0.0 < seconds < math.inf:
+                self._times[at].extend([seconds] * TRIES)
+        self._curve = None
+
     def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
         """Seconds of steps with these numbers of rows, in any unit before something was measured; they never fall."""
         if self._curve is None:
@@ -77,11 +96,7 @@ class StepTimes:
         less often is taken for nearly as slow as the next smaller one that was timed often, so that it is tried again.
         While none is known, the last step alone tells how slow the machine is.
         """
-        known = [
-            at
-            for at, times in enumerate(self._times)
-            if times and self._num_steps - self._noted_at[at] <= FORGOTTEN_AFTER
-        ]
+        known = self._fresh()
         assumed = _assumed(SIZES)
         if not known:
             return assumed * self._last_slowness
@@ -93,6 +108,14 @@ class StepTimes:
         ratios = np.interp(np.log(SIZES), np.log(SIZES[known]), slowness)
         curve: Floats = np.maximum.accumulate(assumed * ratios)
         return curve
+
+    def _fresh(self) -> list[int]:
+        """The sizes of which there are times that are not forgotten."""
+        return [
+            at
+            for at, times in enumerate(self._times)
+            if times and self._num_steps - self._noted_at[at] <= FORGOTTEN_AFTER
+        ]
 
 
 def _assumed(num_rows: npt.NDArray[np.int64]) -> Floats:

@@ -15,15 +15,13 @@ import hashlib
 import json
 import logging
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foreword.config import ModelConfig, user_cache_folder
+from foreword.config import ModelConfig, UserFile, user_cache_folder
 from foreword.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -61,18 +59,16 @@ class Stamp(NamedTuple):
 class RememberedDigests:
     """Digests of files by path and stamp, in one file of the user's; where that cannot be written, nothing is kept."""
 
-    MOST_ENTRIES = 512
-
     def __init__(self, path: Path | None = None, *, least_bytes: int = 1 << 24, settled_s: float = 2.0) -> None:
         """`least_bytes`: smaller files are read faster than they are worth a place; `settled_s`: a file younger than
         that may change again within one tick of its file system's clock, so its digest is not kept.
         """
-        self._path = path or user_cache_folder() / "foreword" / "weights.json"
+        self._file = UserFile(path or user_cache_folder() / "foreword" / "weights.json")
         self._least_bytes, self._settled_ns = least_bytes, int(settled_s * 1e9)
 
     def find(self, path: Path, stamp: Stamp) -> bytes | None:
         """The digest of a file that still has the stamp; None if it is not known."""
-        entry = self._read().get(str(path))
+        entry = self._file.read().get(str(path))
         if isinstance(entry, list) and entry[:-1] == list(stamp):
             with contextlib.suppress(TypeError, ValueError):
                 digest = bytes.fromhex(entry[-1])
@@ -89,28 +85,7 @@ class RememberedDigests:
         }
         if not new:
             return
-        entries = {path: entry for path, entry in self._read().items() if path not in new} | new
-        text = json.dumps(dict(list(entries.items())[-self.MOST_ENTRIES :]))
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._path.parent)  # mode 0600 whatever the umask
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(text)
-                os.replace(name, self._path)
-            except BaseException:
-                os.unlink(name)
-                raise
-
-    def _read(self) -> dict[str, Any]:
-        """All entries; none if the file is damaged, or if another user could have written it."""
-        with contextlib.suppress(OSError, ValueError), open(self._path, encoding="utf-8", opener=_open_no_link) as file:
-            found = os.fstat(file.fileno())
-            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-            if is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                entries = json.load(file)
-                return entries if isinstance(entries, dict) else {}
-        return {}
+        self._file.keep(new)
 
 
 class WeightsDigest:
@@ -217,10 +192,6 @@ def _json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _piece(path: Path, start: int, end: int) -> bytes:

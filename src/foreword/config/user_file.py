@@ -1,0 +1,54 @@
+"""A file of what the user's programs learnt and can learn again, such as digests and times.
+
+It is a JSON object. Entries that another user could have written are not believed, and where nothing can be written,
+nothing is kept. If two processes write at once, the entries of one of them may be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class UserFile:
+    """The newest `most_entries` entries by name."""
+
+    path: Path
+    most_entries: int = 512
+
+    def read(self) -> dict[str, Any]:
+        """All entries; none if the file is damaged, or if another user could have written it."""
+        with contextlib.suppress(OSError, ValueError), open(self.path, encoding="utf-8", opener=_open_no_link) as file:
+            found = os.fstat(file.fileno())
+            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+            if is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                entries = json.load(file)
+                return entries if isinstance(entries, dict) else {}
+        return {}
+
+    def keep(self, new: Mapping[str, Any]) -> None:
+        """Write entries beside those that the file has; a new one replaces one of its name."""
+        entries = {name: entry for name, entry in self.read().items() if name not in new} | dict(new)
+        text = json.dumps(dict(list(entries.items())[-self.most_entries :]))
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent)  # mode 0600 whatever the umask
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(text)
+                os.replace(name, self.path)
+            except BaseException:
+                os.unlink(name)
+                raise
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
