@@ -62,11 +62,26 @@ RECIPES: Mapping[str, Recipe] = {
     "qwen2": Recipe("qwen2", {"head_dim": 32}),
     "qwen3": Recipe("qwen3", {"head_dim": 32}),
     "mistral": Recipe("mistral", {"head_dim": 32, "sliding_window": 24}),
-    "phi3": Recipe("phi3"),
+    # Half of each head turns.
+    "phi3": Recipe(
+        "phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    ),
     "olmo2": Recipe("olmo2"),
     "granite": Recipe("granite", {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7}),
     "qwen3_moe": Recipe(
         "qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    ),
+    "mixtral": Recipe("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # One layer without experts between two with them.
+    "qwen2_moe": Recipe(
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [1],
+        },
     ),
     "gemma2": Recipe(
         "gemma2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,12 @@ from foreword.pml.composition import Composition, Part, Source, Span
 from foreword.pml.library import SchemaPrompt
 from foreword.request import Links
 from linking.prompts import documents
-from tiny_models import VOCAB_SIZE, TinyModels
+from tiny_models import MAX_POSITIONS, RECIPES, VOCAB_SIZE, Recipe, TinyModels, save_model
 
 FIRST = SamplingParams(max_tokens=1, temperature=0.0, logprobs=VOCAB_SIZE)
 BLOCK_SIZE = 4
+PAIRS = Recipe("cohere2", {**RECIPES["cohere2"].options, "sliding_window": MAX_POSITIONS, "logit_scale": 1.0})
+"""Heads turned in pairs, with windows that no request can leave."""
 
 
 def open_llm(folder: str) -> LLM:
@@ -96,10 +99,10 @@ def answered(llm: LLM, composed: Composition, link: str) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("model", ["llama", "qwen3", "glm4", "deepseek_v3", "odd_llama"])
-def test_links_are_computed_as_an_oracle_computes_them(tiny_models: TinyModels, model: str) -> None:
-    """Heads turned as halves, in pairs, in part, at their end, and of 20 elements."""
-    folder = str(tiny_models.folder(model))
+@pytest.mark.parametrize("model", ["llama", "qwen3", "pairs", "phi3", "qwen2_moe", "odd_llama"])
+def test_links_are_computed_as_an_oracle_computes_them(tiny_models: TinyModels, tmp_path: Path, model: str) -> None:
+    """Heads turned as halves, in pairs, in part, and of 20 elements."""
+    folder = str(save_model(tmp_path, PAIRS) if model == "pairs" else tiny_models.folder(model))
     with open_llm(folder) as llm:
         for link, gap in (("none", 37), ("first-6", 0), ("first-6", 37), ("all", 37)):
             composed = composition(gap)
@@ -124,7 +127,7 @@ def test_without_rotation_the_oracle_disagrees(tiny_models: TinyModels, monkeypa
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["llama", "glm4", "deepseek_v3", "odd_llama"])
+@pytest.mark.parametrize("model", ["llama", "cohere2", "phi3", "odd_llama"])
 def test_compiled_moves_have_the_bits_of_torch(tiny_models: TinyModels, model: str, dtype: Dtype) -> None:
     loaded = load_model(ModelConfig(str(tiny_models.folder(model)), dtype=dtype, allow_links=True))
     found, generator = [], torch.Generator().manual_seed(0)
@@ -170,7 +173,7 @@ def test_moved_keys_are_those_of_their_new_place(tiny_models: TinyModels, dtype:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_a_moved_key_has_the_same_bits_in_any_company(tiny_models: TinyModels) -> None:
-    loaded = load_model(ModelConfig(str(tiny_models.folder("glm4")), dtype="bfloat16", allow_links=True))
+    loaded = load_model(ModelConfig(str(tiny_models.folder("cohere2")), dtype="bfloat16", allow_links=True))
     storage = KVStorage(loaded.plan_layout(LayoutOptions(BLOCK_SIZE)), 30, torch.device("cpu"))
     mover, generator = KeyMover(storage, _known(loaded.rotation)), torch.Generator().manual_seed(0)
     for layer in storage.keys:

@@ -23,9 +23,9 @@ METHODS = ("none", "first-6", "all")
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-@pytest.fixture(params=["llama", "glm4"])
+@pytest.fixture(params=["llama", "phi3"])
 def llm(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[LLM]:
-    """Heads turned as halves, and in pairs and in part."""
+    """Heads turned as halves, and in part."""
     with open_llm(str(tiny_models.folder(request.param))) as opened:
         yield opened
 

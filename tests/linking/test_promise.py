@@ -16,8 +16,8 @@ from lanes import slow
 from linking.prompts import GREEDY, Answer, ask, documents, report
 from tiny_models import TinyModels
 
-MODELS = [("llama", "float32", "radix"), ("qwen3", "bfloat16", "hash"), ("glm4", "bfloat16", "radix")]
-"""Heads turned as halves, with norms, and a part of each head turned in pairs."""
+MODELS = [("llama", "float32", "radix"), ("qwen3", "bfloat16", "hash"), ("phi3", "bfloat16", "radix")]
+"""Heads turned as halves, with norms, and a part of each head turned."""
 METHODS = ["none", "first-5", "deviation-15"]
 
 

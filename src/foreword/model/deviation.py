@@ -6,8 +6,9 @@ that the token has seen. CacheBlend (Yao et al., EuroSys 2025) computes the toke
 
     |K - R(shift) K'|^2 + |V - V'|^2        K, V in the plain prompt; K', V' in the source
 
-Both come from passes of a model's beginning, whatever is cached: so the numbers depend on tokens and positions alone.
-This is a reference path: each prompt costs a pass of (c + 1) / L of its prefill, with c = 1 of L layers.
+Both come from passes of a model's first layers, whatever is cached: so the numbers depend on tokens and positions
+alone. A pass has KV memory of its own and the reference's attention, so it runs beside the engine's steps. This is a
+reference path: each prompt costs a pass of (c + 1) / L of its prefill, with c = 1 of L layers.
 """
 
 from __future__ import annotations
@@ -21,15 +22,60 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import IntArray
+from foreword.batch import Batch, IntArray
 from foreword.errors import InvalidRequestError, PromptTooLongError
-from foreword.model.beginning import KeysValues, ModelBeginning
+from foreword.kernels.kv_format import KVFormat
+from foreword.kernels.reference import CHUNK_TOKENS
+from foreword.kernels.select import ReferenceAttention
+from foreword.model.decoder.decoder import Decoder
+from foreword.model.layout import LayoutOptions, plan_layout
 from foreword.model.rotation import KeyRotation
+from foreword.model.row_padding import RowPadding
+from foreword.model.step import GroupStep, Step
+from foreword.model.storage import KVStorage
 from foreword.request import LinkedRun, Links
 
 KEPT_BYTES = 64 << 20
 """Bytes of sources' keys and values that are kept, those used last."""
+PASS_TOKENS = 2048
+"""Most tokens of one chunk of a pass, which bounds its memory."""
 FloatArray = npt.NDArray[np.float32]
+KeysValues = tuple[Tensor, Tensor]
+"""Keys [tokens, kv_heads, key_dim] and values [tokens, kv_heads, value_dim] of one layer, in the model's type."""
+
+
+class Beginning:
+    """All that a decoder computes up to the keys and values of its second layer."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder, self._attention = decoder, ReferenceAttention()
+        layers = {number: decoder.layouts[number] for number in (0, 1)}
+        options = LayoutOptions(block_size=CHUNK_TOKENS, keep_all=True)
+        self._layout = plan_layout(layers, {}, KVFormat(decoder.dtype), options)
+        self._pad_rows = RowPadding.for_model(
+            decoder.activation_widths, decoder.dtype, torch.get_num_threads(), packed=decoder.is_packed
+        )
+
+    def compute(self, token_ids: IntArray, positions: IntArray) -> KeysValues:
+        """The second layer's keys and values of a prompt, from its tokens and rotary positions [tokens]."""
+        storage = KVStorage(self._layout, -(-len(token_ids) // CHUNK_TOKENS), self._decoder.device)
+        with torch.inference_mode():
+            for start in range(0, len(token_ids), PASS_TOKENS):
+                end = min(start + PASS_TOKENS, len(token_ids))
+                self._decoder.run(self._step(storage, token_ids[start:end], positions[start:end], start), until=2)
+            return storage.read(1, torch.arange(len(token_ids)))
+
+    def _step(self, storage: KVStorage, token_ids: IntArray, positions: IntArray, start: int) -> Step:
+        """The tokens from index `start` on, after those before."""
+        num_tokens, device = len(token_ids), self._decoder.device
+        table = np.arange(storage.num_blocks, dtype=np.int32)[None]
+        indices = np.arange(start, start + num_tokens, dtype=np.int32)
+        batch = Batch.bare(token_ids, indices, np.array([0, num_tokens], np.int32), (table,))
+        plan = self._attention.plan(batch, storage.scrap_block, CHUNK_TOKENS, device)
+        rows = torch.zeros(2, self._pad_rows(num_tokens), dtype=torch.int64)
+        rows[0, :num_tokens], rows[1, :num_tokens] = torch.from_numpy(token_ids), torch.from_numpy(positions)
+        group = GroupStep(torch.from_numpy(indices.astype(np.int64)), self._attention, plan)
+        return Step(rows[0], rows[1], torch.empty(0, dtype=torch.int64), 0, storage, {0: group})
 
 
 class LinkDeviations:
@@ -37,14 +83,14 @@ class LinkDeviations:
 
     def __init__(
         self,
-        beginning: ModelBeginning | None,
+        beginning: Beginning | None,
         rotation: KeyRotation,
         vocab_size: int,
         max_model_len: int,
         sink_token_ids: Sequence[int] = (),
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        """`beginning`: None if the model has fewer than two attention layers; `max_model_len`: tokens of the longest
+        """`beginning`: None if the model has one layer; `max_model_len`: tokens of the longest
         prompt and its answer; `sink_token_ids`: tokens that stand before every prompt and source.
         """
         self._beginning, self._rotation = beginning, rotation
@@ -94,14 +140,14 @@ class LinkDeviations:
                 self._max_model_len - 1,
             )
 
-    def _compute(self, beginning: ModelBeginning, token_ids: IntArray, positions: IntArray) -> KeysValues:
+    def _compute(self, beginning: Beginning, token_ids: IntArray, positions: IntArray) -> KeysValues:
         """The keys and values of tokens that stand after the sinks."""
         shift = len(self._sinks)
         placed = np.concatenate((np.arange(shift, dtype=np.int32), positions + np.int32(shift)))
         keys, values = beginning.compute(np.concatenate((self._sinks, token_ids)), placed)
         return keys[shift:], values[shift:]
 
-    def _linked(self, beginning: ModelBeginning, run: LinkedRun, shift: int, salt: str | None) -> KeysValues:
+    def _linked(self, beginning: Beginning, run: LinkedRun, shift: int, salt: str | None) -> KeysValues:
         """The keys and values of a run as a link copies them: keys are turned, and rounded once."""
         key = salt, run.source.tobytes()
         kept = self._kept.get(key)
@@ -109,7 +155,7 @@ class LinkDeviations:
             kept = self._compute(beginning, run.source, np.arange(len(run.source), dtype=np.int32))
             self._kept.put(key, kept)
         keys, values = (own[run.first : run.source_end] for own in kept)
-        turn = self._rotation.turns[beginning.last_layer]
+        turn = self._rotation.turns[1]
         if turn.table is None or not shift:
             return keys, values
         turned: Tensor = turn.apply(keys.to(torch.float32, copy=True), *turn.cosines(shift))

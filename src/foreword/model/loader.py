@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from foreword.config import ModelConfig
+from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
-from foreword.model.beginning import ModelBeginning
 from foreword.model.checkpoint.read import Checkpoint, read_checkpoint
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
-from foreword.model.deviation import LinkDeviations
+from foreword.model.decoder.network import experts_apart
+from foreword.model.deviation import Beginning, LinkDeviations
 from foreword.model.foreign.alibi import use_slopes
 from foreword.model.foreign.flat_model import FlatModel
 from foreword.model.foreign.modules import fuse
@@ -30,7 +31,7 @@ from foreword.model.foreign.packed import pack_linears
 from foreword.model.foreign.probe import probe_layers
 from foreword.model.foreign.recurrent import RecurrentForward, StateRun, StepCache, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
-from foreword.model.rotation import KeyRotation, check_linkable, find_rotation, written_rotation
+from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.step import Step
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,6 @@ class LoadedModel:
     kernel: AttentionKernel
     rotation: KeyRotation | None
     """How cached keys are moved to other positions; None: nobody asked."""
-    beginning: ModelBeginning | None
-    """What tells which linked tokens deviate; None: nobody asked, or it has fewer than two attention layers."""
     exact: bool
     """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
 
@@ -122,7 +121,8 @@ class LoadedModel:
         """
         if self.rotation is None:
             return None
-        return LinkDeviations(self.beginning, self.rotation, self.vocab_size, max_model_len, sink_token_ids)
+        beginning = Beginning(self.decoder) if len(self.layers) > 1 else None
+        return LinkDeviations(beginning, self.rotation, self.vocab_size, max_model_len, sink_token_ids)
 
     def activation_widths(self) -> list[int]:
         """The last dimensions of the activations that pass through elementwise functions."""
@@ -136,10 +136,14 @@ def load_model(options: ModelConfig) -> LoadedModel:
     """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
     checkpoint = read_checkpoint(options)
     if checkpoint.device.type != "cpu":
+        if options.allow_links:
+            raise ConfigError(f"allow_links=True needs a CPU, and the model is on {checkpoint.device}; leave it out")
         return _load_plain(checkpoint, options)
     try:
         return _load_written(checkpoint, options)
     except UnwrittenError as reason:
+        if options.allow_links:
+            refuse_links(f"nobody has written down {reason}, so how its keys turn is unknown")
         logger.info("the model runs in transformers' modules: nobody has written down %s", reason)
     return _accelerated(_load_plain(checkpoint, options))
 
@@ -157,7 +161,8 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
 def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     """Run a model of a written family by its spec. Raises UnwrittenError if it is none."""
     module = checkpoint.module
-    weights = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    named = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    weights = experts_apart(named, checkpoint.config.model_type)
     if len({tensor.dtype for tensor in weights.values()}) > 1:
         raise UnwrittenError("weights of several types")
     values = checkpoint.config.to_dict()
@@ -169,11 +174,6 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
         spec = replace(
             spec, tied=False
         )  # transformers ties no weights that differ in the file, whatever the config says
-    beginning = None
-    if options.allow_links:
-        layouts = {number: LayerLayout(spec.num_kv_heads, spec.head_dim, spec.head_dim) for number in (0, 1)}
-        flat = FlatModel(module, cache_argument(module), checkpoint.device)
-        beginning = ModelBeginning.of(flat, layouts if len(spec.layers) > 1 else {})
     for part in module.modules():
         part._parameters.clear()  # each weight is freed when it has been packed
     if spec.tied:
@@ -184,8 +184,7 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
         layers=decoder.layouts,
         states={},
         kernel=choose_kernel(options.attention_kernel, checkpoint.device, KVFormat(checkpoint.dtype), decoder.options),
-        rotation=written_rotation(decoder.spec, decoder.rotaries) if options.allow_links else None,
-        beginning=beginning,
+        rotation=KeyRotation.of(spec, decoder.rotaries) if options.allow_links else None,
         vocab_size=spec.vocab_size,
         **_facts(checkpoint, options),
     )
@@ -203,8 +202,7 @@ def _load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
         layers=found.layers,
         states=found.states,
         kernel=choose_kernel(options.attention_kernel, device, KVFormat(checkpoint.dtype), found.options.values()),
-        rotation=find_rotation(flat, found, checkpoint.max_positions) if options.allow_links else None,
-        beginning=ModelBeginning.of(flat, found.layers) if options.allow_links else None,
+        rotation=None,
         vocab_size=module.get_output_embeddings().weight.shape[0],
         **_facts(checkpoint, options),
     )

@@ -77,9 +77,8 @@ class KeyMover:
         blocks = self._storage.keys[layer]
         if self._is_compiled:
             cosines, sines = (own.numpy() for own in tables)
-            places = turn.places(blocks.shape[-1])
             _BITS[blocks.dtype][2](
-                _bits(blocks).reshape(-1, *blocks.shape[2:]), targets, owners, cosines, sines, places
+                _bits(blocks).reshape(-1, *blocks.shape[2:]), targets, owners, cosines, sines, turn.places
             )
             return
         slots, chosen = torch.from_numpy(targets), torch.from_numpy(owners)

@@ -31,8 +31,8 @@ NUM_GENERATED_TOKENS = 3
 class ShortPrompt:
     """One short prompt of a model, computed at once. Other ways to compute it must give the same bits."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self.num_tokens = num_tokens = min(NUM_TOKENS, model.max_positions)
+    def __init__(self, model: LoadedModel, num_tokens: int = NUM_TOKENS) -> None:
+        self.num_tokens = num_tokens = min(num_tokens, model.max_positions)
         self.check = _Check(model, num_tokens)
         self.tokens: IntArray = RandomInputs().integers(model.vocab_size, num_tokens).numpy().astype(np.int32)
         self.num_hit = min(4, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE

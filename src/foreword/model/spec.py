@@ -5,6 +5,10 @@ Knows sizes, places and numbers; knows neither tensors nor files. `decoder/famil
 
     x = x + residual_scale * after_attention(output(attention(turn(head_norm(project(before_attention(x)))))))
     x = x + residual_scale * after_network(down(gate(before_network(x)) * up(before_network(x))))
+
+In a layer with experts the network is the sum of the experts that a router chooses, each times its weight:
+
+    network(x) = sum of weight(expert) * down(gate(x) * up(x)) + sigmoid(shared_gate(x)) * shared(x)
 """
 
 from __future__ import annotations
@@ -56,6 +60,63 @@ class LayerSpec:
     """A query at position p sees positions p - window + 1 to p; None: all."""
     rotary: int | None = 0
     """Index into `DecoderSpec.rotaries`; None: heads are not turned."""
+    has_experts: bool = False
+    """Whether its network is `DecoderSpec.experts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateClamp:
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(slope * gate), where gate <= limit and -limit <= up <= limit."""
+
+    limit: float
+    slope: float
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkNames:
+    """Where a feed-forward network's weights are."""
+
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        return (*self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Networks of which a router chooses some for each row (arXiv 1701.06538)."""
+
+    count: int
+    chosen: int
+    """The number of experts of a row."""
+    width: int
+    """The intermediate size of one."""
+    softmax: Literal["over all", "over chosen"] = "over all"
+    """Over which experts' scores the weights add up to 1."""
+    normalised: bool = False
+    """Whether the weights of chosen experts are then divided by their sum."""
+    shared_width: int | None = None
+    """The intermediate size of one more network that every row passes; None: there is none."""
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    """Where an expert's weights are, by its number."""
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    shared: NetworkNames | None = None
+    shared_gate: str = "mlp.shared_expert_gate"
+    stack: str | None = None
+    """Where the file has all experts in tensors [experts, in, out], outputs of gate and up in turn; None: nowhere."""
+
+    def network(self, expert: int) -> NetworkNames:
+        """Where the weights of one expert are."""
+        return NetworkNames((self.gate.format(expert), self.up.format(expert)), self.down.format(expert))
+
+    @property
+    def common(self) -> tuple[str, ...]:
+        """Names of products that every row passes."""
+        return (self.router,) if self.shared is None else (self.router, *self.shared.products, self.shared_gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +125,20 @@ class WeightNames:
 
     project: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
+    network: NetworkNames = NetworkNames()
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_network: str | None = "post_attention_layernorm"
     after_network: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
+    sinks: str | None = None
+    """A score for each head that takes its share of the softmax and has no value (arXiv 2309.17453)."""
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Names of weights that multiply rows, each perhaps with a bias beside it."""
-        return (*self.project, self.output, *self.gate_up, self.down)
+        """Names of attention's weights that multiply rows, each perhaps with a bias beside it."""
+        return (*self.project, self.output)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -103,6 +165,9 @@ class DecoderSpec:
     head_norm: Literal["each head", "all heads"] = "each head"
     """What the norms of queries and keys normalise, if the family has such norms."""
     activation: ActivationName = "silu"
+    clamp: GateClamp | None = None
+    """In place of the activation: gate and up are clamped."""
+    experts: ExpertSpec | None = None
     parallel: bool = False
     """Whether the network reads the rows that attention reads: x = x + attention(norm(x)) + network(norm(x))."""
     tied: bool = False

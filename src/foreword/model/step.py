@@ -41,6 +41,11 @@ class Step:
     groups: dict[int, GroupStep]
     """Attention group -> its step."""
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows before padding."""
+        return len(next(iter(self.groups.values())).slots)
+
     def group(self, layer: int) -> GroupStep:
         """The step of an attention layer's group."""
         return self.groups[self.storage.group_of[layer]]

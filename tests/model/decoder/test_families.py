@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from foreword.config import Dtype, ModelConfig
 from foreword.model.decoder import families
 from foreword.model.decoder.families import FAMILIES
+from foreword.model.decoder.linear import Linear
 from foreword.model.loader import LoadedModel, load_foreign_model, load_model
+from foreword.model.row_padding import RowPadding
 from foreword.model.self_check import ShortPrompt, find_inexactness
-from foreword.model.spec import DecoderSpec, LayerSpec
+from foreword.model.spec import DecoderSpec, LayerSpec, NetworkNames
 from tiny_models import RECIPES, TinyModels, build_engine, complete, greedy, random_tokens
 
 WRITTEN = sorted(name for name, recipe in RECIPES.items() if recipe.model_type in FAMILIES)
@@ -95,6 +98,14 @@ def swapped(*places: str) -> Change:
     return change
 
 
+def named(**places: Any) -> Change:
+    return lambda spec: replace(spec, names=replace(spec.names, **places))
+
+
+def experts(**facts: Any) -> Change:
+    return lambda spec: replace(spec, experts=replace(spec.experts, **facts))  # type: ignore[type-var]
+
+
 MUTANTS: list[tuple[str, str, Change]] = [
     ("llama", "epsilon", lambda spec: replace(spec, norm=replace(spec.norm, epsilon=1e-2))),
     ("llama", "scale of scores", lambda spec: replace(spec, score_scale=1.1 * spec.score_scale)),
@@ -103,6 +114,10 @@ MUTANTS: list[tuple[str, str, Change]] = [
     ("llama", "pairs", turned(interleaved=True)),
     ("llama", "place of norms", swapped("before_attention", "before_network")),
     ("llama", "activation", lambda spec: replace(spec, activation="gelu_tanh")),
+    ("llama", "keys and values", named(project=("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj"))),
+    ("llama", "gate and up", named(network=NetworkNames(("mlp.up_proj", "mlp.gate_proj")))),
+    ("phi3", "part of a head", turned(turned=16)),
+    ("phi3", "activation", lambda spec: replace(spec, activation="gelu_tanh")),
     ("mistral", "window", layers(lambda n, own: replace(own, window=None))),
     ("qwen3", "norms of heads", swapped("query_norm", "key_norm")),
     ("smollm3", "layers that turn", layers(lambda n, own: replace(own, rotary=0))),
@@ -119,10 +134,24 @@ MUTANTS: list[tuple[str, str, Change]] = [
     ("gemma3_text", "multiplier of embeddings", lambda spec: replace(spec, embedding_scale=1.0)),
     ("olmo2", "epsilon", lambda spec: replace(spec, norm=replace(spec.norm, epsilon=1e-2))),
     ("olmo2", "place of norms", swapped("after_attention", "before_attention")),
+    ("olmo2", "scales of norms", lambda spec: replace(spec, norm=replace(spec.norm, scales="one more"))),
+    ("cohere2", "side by side", lambda spec: replace(spec, parallel=False)),
     ("cohere2", "pairs", turned(interleaved=False)),
     ("cohere2", "centred norms", lambda spec: replace(spec, norm=replace(spec.norm, centred=False))),
     ("cohere2", "layers that turn", layers(lambda n, own: replace(own, rotary=0))),
     ("cohere2", "multiplier of logits", lambda spec: replace(spec, logit_scale=1.0)),
+    ("mixtral", "sum of weights", experts(normalised=False)),
+    ("mixtral", "gate and up", experts(gate="block_sparse_moe.experts.{}.w3", up="block_sparse_moe.experts.{}.w1")),
+    ("qwen2_moe", "sum of weights", experts(normalised=True)),
+    ("qwen2_moe", "choice before the softmax", experts(softmax="over chosen")),
+    ("qwen2_moe", "number of a row's experts", experts(chosen=2)),
+    ("qwen3_moe", "sum of weights", experts(normalised=True)),
+    ("qwen3_moe", "norms of heads", swapped("query_norm", "key_norm")),
+    ("gpt_oss", "softmax before the choice", experts(softmax="over all")),
+    ("gpt_oss", "gate", lambda spec: replace(spec, clamp=None)),
+    ("gpt_oss", "limit of the gate", lambda spec: replace(spec, clamp=replace(spec.clamp, limit=0.05))),  # type: ignore[type-var]
+    ("gpt_oss", "slope of the gate", lambda spec: replace(spec, clamp=replace(spec.clamp, slope=1.0))),  # type: ignore[type-var]
+    ("gpt_oss", "parity of windows", layers(lambda n, own: replace(own, window=8 if own.window is None else None))),
 ]
 
 
@@ -135,6 +164,83 @@ def test_a_wrong_fact_fails_the_oracle(
     mutant = load_model(ModelConfig(str(tiny_models.folder(name)), dtype="float32"))
     assert mutant.code == {"family": family}
     assert error(tiny_models, name, mutant) > 2e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("gpt_oss", lambda spec: replace(spec, names=replace(spec.names, sinks=None)), "self_attn.sinks"),
+        (
+            "gpt_oss",
+            layers(lambda n, own: replace(own, has_experts=n != 1)),
+            r"no weight 'model.layers.1.mlp.down_proj",
+        ),
+        ("qwen2_moe", experts(shared=None), r"weight 'model.layers.0.mlp.shared_expert"),
+        (
+            "qwen2_moe",
+            layers(lambda n, own: replace(own, has_experts=True)),
+            r"no weight 'model.layers.1.mlp.experts.0",
+        ),
+        ("mixtral", experts(count=3), r"weight 'model.layers.0.block_sparse_moe.experts.3"),
+    ],
+)
+def test_a_spec_that_leaves_out_a_weight_is_not_used(
+    tiny_models: TinyModels,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    change: Change,
+    said: str,
+) -> None:
+    own = FAMILIES[name]
+    monkeypatch.setattr(families, "FAMILIES", {**FAMILIES, name: lambda fields: change(own(fields))})
+    with caplog.at_level(logging.INFO, logger="foreword.model.loader"):
+        assert "class" in load_model(ModelConfig(str(tiny_models.folder(name)), dtype="float32")).code
+    assert re.search(said, caplog.text)
+
+
+def flip(product: Linear) -> None:
+    """Negate a product's weight."""
+    product.__init__([-product.weight], None)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("gpt_oss", lambda layer: setattr(layer, "attention", replace(layer.attention, sinks=None))),
+        ("qwen2_moe", lambda layer: flip(layer._network._shared_gate)),
+    ],
+)
+def test_sinks_and_the_gate_of_a_shared_expert_count(
+    tiny_models: TinyModels, name: str, spoil: Callable[[Any], None]
+) -> None:
+    model = load_model(ModelConfig(str(tiny_models.folder(name)), dtype="float32"))
+    spoil(model.decoder.layers[0])
+    assert error(tiny_models, name, model) > 2e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_experts_rows_have_the_same_bits_however_many_they_are(tiny_models: TinyModels, dtype: Dtype) -> None:
+    """Alone, with rows that chose others, and with more of its own; rows of padding get nothing."""
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen2_moe")), dtype=dtype))
+    network, generator = model.decoder.layers[0]._network, torch.Generator().manual_seed(0)
+    padded = RowPadding.for_model(
+        model.activation_widths(), model.dtype, torch.get_num_threads(), packed=model.is_packed
+    )
+    rows = torch.randn(150, model.decoder.spec.hidden_size, generator=generator).to(model.dtype)
+
+    def run(own: torch.Tensor) -> torch.Tensor:
+        room = own.new_zeros(padded(len(own)), own.shape[1])
+        room[: len(own)] = own
+        return network(room, len(own))[: len(own)]
+
+    with torch.inference_mode():
+        whole = run(rows)
+        for length in (1, 2, 3, 5, 17, 64, 149):
+            assert torch.equal(run(rows[:length]), whole[:length])
+            assert torch.equal(run(rows[-length:]), whole[-length:])
+        flipped = run(rows.flip(0))
+    assert torch.equal(flipped.flip(0), whole)
 
 
 def changed(folder: Path, target: Path, **fields: Any) -> ModelConfig:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ WIRING = record("wires", "num_wires", "numbers", "counters")
 WIRE = record("target", "offset")
 """The address of an argument, and the offset of its number in bytes."""
 
+Own = TypeVar("Own", bound="Operation")
 COUNTERS = 32
 """Number of int64 counters of an operation; three are in use, each in its own cache line."""
 PATIENCE = 256
@@ -77,6 +78,13 @@ class Operation:
             self._call(self.address)
         else:
             _run_in_threads(self._call, self.worker.address, self.address)
+
+
+class OfThread(threading.local, Generic[Own]):
+    """An operation of each thread's own, made when a thread first asks for it."""
+
+    def __init__(self, make: Callable[[], Own]) -> None:
+        self.operation = make()
 
 
 class Program:

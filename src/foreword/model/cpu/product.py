@@ -12,6 +12,7 @@ feed-forward network, gate and up lie side by side in a panel, and the gate is c
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from foreword.kernels.products.pair_worker import PAIR_WORKER
 from foreword.kernels.products.tile_worker import TILE_WORKER
 from foreword.kernels.products.units import PRODUCT, ProductWorker
 from foreword.kernels.runtime.compiled import Record
-from foreword.kernels.runtime.threads import Operation
+from foreword.kernels.runtime.threads import OfThread, Operation
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +75,9 @@ class CompactProduct:
         a["row_bytes"], a["bias"], a["width"] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a["num_steps"], a["num_panels"], a["gated"] = num_steps, self._num_panels, gated
         a["thread_scratch"] = self._worker.thread_scratch(num_steps)
-        self._own = self.operation()
-
-    def operation(self) -> ProductOperation:
-        """The product as a new operation; there may be many."""
-        return ProductOperation(self._worker, self._constants, (self._panels, self._bias))
+        self.operation = functools.partial(ProductOperation, self._worker, a, (self._panels, self._bias))
+        """Makes the product as a new operation; there may be many."""
+        self._of_thread = OfThread(self.operation)
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
@@ -121,7 +120,7 @@ class CompactProduct:
         return flat[self._columns()]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The product of bfloat16 rows, with the bias, for one thread at a time. Raises RuntimeError, as torch does."""
+        """The product of bfloat16 rows, with the bias. Raises RuntimeError, as torch does."""
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"rows are {rows.dtype} of {rows.shape[-1]}, but the weight is torch.bfloat16 for {self.in_features}"
@@ -130,10 +129,9 @@ class CompactProduct:
         output = rows.new_empty(*rows.shape[:-1], self.width)
         num_rows = rows.numel() // self.in_features
         if num_rows:
-            self._own.bind(
-                rows.data_ptr(), num_rows, output.data_ptr(), _scratch(self.thread_scratch * torch.get_num_threads())
-            )
-            self._own.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
+            own, scratch = self._of_thread.operation, _scratch(self.thread_scratch * torch.get_num_threads())
+            own.bind(rows.data_ptr(), num_rows, output.data_ptr(), scratch)
+            own.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
         return output
 
 

@@ -18,7 +18,7 @@ from foreword.kernels.llvm import norms as rows
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.runtime.compiled import Worker, record, worker
-from foreword.kernels.runtime.threads import Operation
+from foreword.kernels.runtime.threads import OfThread, Operation
 from foreword.model.cpu.row_functions import Norm
 
 ALONE_ELEMENTS = 1 << 16
@@ -141,16 +141,13 @@ class RotaryOperation(Operation):
 
 
 class RotaryKernel:
-    """The pass on tensors, for one thread at a time."""
+    """The pass on tensors."""
 
     def __init__(self, shapes: HeadShapes, query_norm: Norm | None, key_norm: Norm | None) -> None:
         self.shapes = shapes
-        self._norms = query_norm, key_norm
-        self._own = self.operation()
-
-    def operation(self) -> RotaryOperation:
-        """The pass as a new operation; there may be many."""
-        return RotaryOperation(self.shapes, self._norms)
+        self.operation = functools.partial(RotaryOperation, shapes, (query_norm, key_norm))
+        """Makes the pass as a new operation; there may be many."""
+        self._of_thread = OfThread(self.operation)
 
     def __call__(
         self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: tuple[Tensor, Tensor]
@@ -162,11 +159,12 @@ class RotaryKernel:
         """
         turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
         output = projected.new_empty(len(projected), self.shapes.query_heads, self.shapes.key_dim)
-        self._own.bind_blocks(*blocks)
-        self._own.bind_rows(projected.data_ptr(), len(projected), output.data_ptr())
+        own = self._of_thread.operation
+        own.bind_blocks(*blocks)
+        own.bind_rows(projected.data_ptr(), len(projected), output.data_ptr())
         for argument, number in zip(STEP_ARGUMENTS, step_numbers(turns, slots), strict=True):
-            self._own.arguments[argument] = number
-        self._own.run(alone=projected.numel() <= ALONE_ELEMENTS)
+            own.arguments[argument] = number
+        own.run(alone=projected.numel() <= ALONE_ELEMENTS)
         return output
 
 

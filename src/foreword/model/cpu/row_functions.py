@@ -21,7 +21,7 @@ from foreword.kernels.llvm import norms as rows
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.runtime.compiled import Worker, record, worker
-from foreword.kernels.runtime.threads import Operation
+from foreword.kernels.runtime.threads import OfThread, Operation
 
 ALONE_ELEMENTS = 1 << 17
 """The calling thread computes up to this many elements alone: waking the others takes longer."""
@@ -119,10 +119,10 @@ class RowOperation(Operation):
 
 
 class RowKernels:
-    """The operations on tensors, for one thread at a time."""
+    """The operations on tensors."""
 
     def __init__(self) -> None:
-        self._operation = RowOperation()
+        self._of_thread = OfThread(RowOperation)
 
     @staticmethod
     def can_take(width: int, dtype: torch.dtype) -> bool:
@@ -133,7 +133,7 @@ class RowKernels:
         """The norm of `x` [..., width], in its shape."""
         x = x.contiguous()
         output = torch.empty_like(x)
-        self._operation.set_norm(norm)
+        self._of_thread.operation.set_norm(norm)
         self._run(x.data_ptr(), 0, 0, output)
         return output
 
@@ -141,7 +141,7 @@ class RowKernels:
         """x + y, rounded to its type, and the norm of the sum; both in the shape of `x`."""
         x, y = x.contiguous(), y.contiguous()
         total, output = torch.empty_like(x), torch.empty_like(x)
-        self._operation.set_norm(norm)
+        self._of_thread.operation.set_norm(norm)
         self._run(x.data_ptr(), y.data_ptr(), total.data_ptr(), output)
         return total, output
 
@@ -150,10 +150,10 @@ class RowKernels:
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], width)
-        self._operation.set_gate(width, gate_up.dtype)
+        self._of_thread.operation.set_gate(width, gate_up.dtype)
         self._run(gate_up.data_ptr(), gate_up.data_ptr() + width * gate_up.element_size(), 0, output)
         return output
 
     def _run(self, x: int, y: int, total: int, output: Tensor) -> None:
-        self._operation.bind(x, y, total, output.data_ptr(), output.numel() // output.shape[-1])
-        self._operation.run(alone=output.numel() <= ALONE_ELEMENTS)
+        self._of_thread.operation.bind(x, y, total, output.data_ptr(), output.numel() // output.shape[-1])
+        self._of_thread.operation.run(alone=output.numel() <= ALONE_ELEMENTS)

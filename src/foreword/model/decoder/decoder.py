@@ -20,6 +20,7 @@ from foreword.model.cpu.layer_program import LayerChain, LayerOperations, Worksp
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import RowKernels
 from foreword.model.decoder.linear import GatedLinear, Linear
+from foreword.model.decoder.network import Experts, Network, unstack
 from foreword.model.decoder.norm import RowNorm
 from foreword.model.decoder.rotary import Rotary, Turns
 from foreword.model.layout import LayerLayout
@@ -28,7 +29,7 @@ from foreword.model.step import Step
 
 
 class Decoder:
-    """A model of a written family. One thread at a time may call it."""
+    """A model of a written family. One thread at a time may call it; `run` may be called by others beside it."""
 
     def __init__(self, spec: DecoderSpec, weights: MutableMapping[str, Tensor]) -> None:
         """Pack `weights`, named as in checkpoints of the family. They are taken out, so that plain copies are freed."""
@@ -61,14 +62,24 @@ class Decoder:
         normed = _normed(rows, self.layers[0].before_attention)
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
             mixed = layer.attend(normed, turns, step)
-            rows, normed = layer.add(rows, normed, mixed, following.before_attention)
+            rows, normed = layer.add(rows, normed, mixed, following.before_attention, step.num_tokens)
         last = self.layers[-1]
         mixed = last.attend(normed, turns, step)
         if not step.num_kept:
             return rows.new_empty(0, self._head.out_features)
         keep = step.keep  # padded as all rows are
-        _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm)
+        _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept)
         return self._scaled(self._head(normed))[: step.num_kept]  # all rows: see `row_padding.py`
+
+    def run(self, step: Step, *, until: int) -> None:
+        """Write the keys and values of the first `until` layers, by any thread."""
+        turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
+        rows = self.embed(step)
+        normed = _normed(rows, self.layers[0].before_attention)
+        for layer, following in zip(self.layers[: until - 1], self.layers[1:until], strict=True):
+            mixed = layer.attend(normed, turns, step)
+            rows, normed = layer.add(rows, normed, mixed, following.before_attention, step.num_tokens)
+        self.layers[until - 1].write(normed, turns, step)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         spec = self.spec
@@ -108,6 +119,8 @@ class Decoder:
         spec = self.spec
         widths = {spec.hidden_size, spec.intermediate_size, *spec.widths, spec.head_dim}
         widths |= {own.turned for own in spec.rotaries}
+        if spec.experts is not None and spec.experts.shared_width is not None:
+            widths.add(spec.experts.shared_width)
         return sorted(widths if spec.logit_cap is None else widths | {spec.vocab_size})
 
     @property
@@ -153,18 +166,30 @@ class DecoderLayer:
         self._before_network, self._after_network = norm(names.before_network), norm(names.after_network)
         self._head_norms = norm(names.query_norm), norm(names.key_norm)
         self._project, self._output = Linear(*take(*names.project)), Linear(*take(names.output))
-        self._gate, self._down = GatedLinear(*take(*names.gate_up), kernels, spec.activation), Linear(*take(names.down))
-        self.attention = AttentionOptions(spec.score_scale, self._own.window, spec.score_cap)
+        self._network: Network | Experts
+        if self._own.has_experts:
+            unstack(spec, weights, place)
+            self._network = Experts(spec, take, kernels)
+        else:
+            self._network = Network(names.network, spec, take, kernels)
+        sinks = None if names.sinks is None else weights.pop(f"{place}{names.sinks}")
+        self.attention = AttentionOptions(spec.score_scale, self._own.window, spec.score_cap, sinks)
         self._rotary = None if self._own.rotary is None else rotaries[self._own.rotary]
         like = weights["model.embed_tokens.weight"]
         self._heads = self._rotary_kernel(like.dtype) if like.device.type == "cpu" else None
 
     @property
     def products(self) -> tuple[Linear | GatedLinear, ...]:
-        return self._project, self._output, self._gate, self._down
+        return self._project, self._output, *self._network.products
 
     def attend(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
         """Write keys and values, and attend: rows [rows, width] to mixed values [rows, heads * head_dim]."""
+        queries, group, storage = self.write(normed, turns, step), step.group(self.number), step.storage
+        blocks = storage.keys[self.number], storage.values[self.number]
+        return group.kernel.attend(queries, *blocks, group.plan, self.attention).flatten(1)
+
+    def write(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
+        """Write keys and values of rows [rows, width]; return queries [rows, heads, head_dim]."""
         group, storage = step.group(self.number), step.storage
         blocks = storage.keys[self.number], storage.values[self.number]
         projected = self._project(normed)
@@ -174,12 +199,11 @@ class DecoderLayer:
             projected = torch.cat((_normed(query, query_norm), _normed(key, key_norm), value), -1)
         if self._heads is not None and blocks[0].is_contiguous() and blocks[1].is_contiguous():
             assert self._own.rotary is not None
-            queries = self._heads(projected, turns[self._own.rotary], group.slots, blocks)
-        else:
-            queries, keys, values = self._split(projected, turns)
-            count = len(group.slots)
-            storage.write(self.number, group.slots, keys[:count], values[:count])
-        return group.kernel.attend(queries, *blocks, group.plan, self.attention).flatten(1)
+            return self._heads(projected, turns[self._own.rotary], group.slots, blocks)
+        queries, keys, values = self._split(projected, turns)
+        count = len(group.slots)
+        storage.write(self.number, group.slots, keys[:count], values[:count])
+        return queries
 
     def _split(self, projected: Tensor, turns: list[Turns]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [rows, heads, head_dim], normalised and turned."""
@@ -193,14 +217,19 @@ class DecoderLayer:
             query, key = self._rotary.turn(query, own), self._rotary.turn(key, own)
         return query.contiguous(), key, value
 
-    def add(self, rows: Tensor, normed: Tensor, mixed: Tensor, following: RowNorm | None) -> tuple[Tensor, Tensor]:
-        """The layer's result from its rows, their norm and mixed values; and the result's norm for the next layer."""
+    def add(
+        self, rows: Tensor, normed: Tensor, mixed: Tensor, following: RowNorm | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's result from its rows, their norm and mixed values; and the result's norm for the next layer.
+
+        `count`: the number of rows before padding.
+        """
         added = self._branch(self._output(mixed), self._after_attention)
         if self._spec.parallel:
             rows = rows + added
         else:
             rows, normed = _sum(rows, added, self._before_network)
-        return _sum(rows, self._branch(self._down(self._gate(normed)), self._after_network), following)
+        return _sum(rows, self._branch(self._network(normed, count), self._after_network), following)
 
     def _branch(self, rows: Tensor, norm: RowNorm | None) -> Tensor:
         normed, scale = _normed(rows, norm), self._spec.residual_scale
@@ -227,7 +256,14 @@ class DecoderLayer:
         spec, before, inner = self._spec, self.before_attention, self._before_network
         others = self._after_attention, self._after_network
         has_own_norms = spec.head_norm == "all heads" and any(self._head_norms)
-        if spec.parallel or spec.residual_scale != 1.0 or any(others) or has_own_norms or self._heads is None:
+        if (
+            self._own.has_experts
+            or spec.parallel
+            or spec.residual_scale != 1.0
+            or any(others)
+            or has_own_norms
+            or self._heads is None
+        ):
             return None
         products = tuple(part.compact for part in self.products)
         if before is None or inner is None or before.norm is None or inner.norm is None or None in products:

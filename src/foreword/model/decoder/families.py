@@ -6,18 +6,28 @@ not known to change nothing, may change what a model computes: then the model ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from foreword.model.spec import DecoderSpec, LayerSpec, NormSpec, RotarySpec, WeightNames
+from foreword.model.spec import (
+    DecoderSpec,
+    ExpertSpec,
+    GateClamp,
+    LayerSpec,
+    NetworkNames,
+    NormSpec,
+    RotarySpec,
+    WeightNames,
+)
 
 _NO_MATTER = frozenset(
     "_name_or_path _model_name_or_path architectures attention_bias attention_dropout bos_token_id "
     "cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id id2label initializer_range "
     "is_encoder_decoder is_llama_config label2id max_window_layers mlp_bias model_type no_rope_layer_interval "
-    "original_max_position_embeddings output_attentions output_hidden_states pad_token_id problem_type "
-    "quantization_config resid_pdrop return_dict sliding_window_pattern _sliding_window_pattern torch_dtype "
+    "original_max_position_embeddings output_attentions output_hidden_states output_router_logits pad_token_id "
+    "problem_type qkv_bias quantization_config resid_pdrop return_dict router_aux_loss_coef router_jitter_noise "
+    "sliding_window_pattern _sliding_window_pattern torch_dtype "
     "transformers.js_config transformers_version unk_token_id use_cache".split()
 )
 """Fields that change no number of a loaded model. Biases are where the file has them, and a quantized file has become
@@ -89,16 +99,35 @@ def find_spec(values: Mapping[str, Any], weights: Collection[str]) -> DecoderSpe
 
 def _places(spec: DecoderSpec) -> set[str]:
     """Names of the weights that a model must have."""
-    own = [f"{name}.weight" for name in (*spec.names.products, *spec.names.norms)]
-    layers = {f"model.layers.{layer}.{name}" for layer in range(len(spec.layers)) for name in own}
-    head = set() if spec.tied else {"lm_head.weight"}
-    return layers | head | {"model.embed_tokens.weight", "model.norm.weight"}
+    found = set() if spec.tied else {"lm_head.weight"}
+    for number, layer in enumerate(spec.layers):
+        own = {f"{name}.weight" for name in (*_products(spec, layer), *spec.names.norms)}
+        own |= set() if spec.names.sinks is None else {spec.names.sinks}
+        if layer.has_experts and spec.experts is not None and spec.experts.stack is not None:
+            own |= {
+                f"{spec.experts.stack}.{name}{end}" for name in ("gate_up_proj", "down_proj") for end in ("", "_bias")
+            }
+        found |= {f"model.layers.{number}.{name}" for name in own}
+    return found | {"model.embed_tokens.weight", "model.norm.weight"}
 
 
 def _optional_places(spec: DecoderSpec) -> set[str]:
     """Names of the weights that a model may have: biases of products, and a tied head."""
-    biases = {f"model.layers.{layer}.{name}.bias" for layer in range(len(spec.layers)) for name in spec.names.products}
+    layers = enumerate(spec.layers)
+    biases = {f"model.layers.{number}.{name}.bias" for number, layer in layers for name in _products(spec, layer)}
     return biases | {"lm_head.weight"}
+
+
+def _products(spec: DecoderSpec, layer: LayerSpec) -> Iterator[str]:
+    """Names of a layer's weights that multiply rows, without experts that are in one tensor."""
+    yield from spec.names.products
+    if not layer.has_experts or spec.experts is None:
+        yield from spec.names.network.products
+        return
+    yield from spec.experts.common
+    if spec.experts.stack is None:
+        for number in range(spec.experts.count):
+            yield from spec.experts.network(number).products
 
 
 # ---------------------------------------------------------------------------------------------- families
@@ -261,7 +290,7 @@ def phi3(c: Fields) -> DecoderSpec:
         c,
         layers=(LayerSpec(window),) * c("num_hidden_layers"),
         rotaries=(_rotary(c, c("rope_parameters"), partial=True),),
-        names=WeightNames(project=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        names=WeightNames(project=("self_attn.qkv_proj",), network=NetworkNames(("mlp.gate_up_proj",))),
     )
 
 
@@ -302,6 +331,76 @@ def cohere2(c: Fields) -> DecoderSpec:
     )
 
 
+def mixtral(c: Fields) -> DecoderSpec:
+    """arXiv 2401.04088: experts, whose weights add up to 1."""
+    place = "block_sparse_moe"
+    experts = ExpertSpec(
+        c("num_local_experts"),
+        c("num_experts_per_tok"),
+        c("intermediate_size"),
+        normalised=True,
+        router=f"{place}.gate",
+        gate=place + ".experts.{}.w1",
+        up=place + ".experts.{}.w3",
+        down=place + ".experts.{}.w2",
+    )
+    layers = (LayerSpec(c("sliding_window"), has_experts=True),) * c("num_hidden_layers")
+    return _plain(c, layers=layers, experts=experts)
+
+
+def _qwen_experts(c: Fields, layers: tuple[LayerSpec, ...], **facts: Any) -> dict[str, Any]:
+    """Experts in every layer of a grid but those that a list names."""
+    step, without = c("decoder_sparse_step", 1), c("mlp_only_layers", [])
+    chosen = [(number + 1) % step == 0 and number not in without for number in range(len(layers))]
+    experts = ExpertSpec(
+        c("num_experts", c("num_local_experts")),  # one of two names
+        c("num_experts_per_tok"),
+        c("moe_intermediate_size"),
+        normalised=c("norm_topk_prob", False),
+        **facts,
+    )
+    own = tuple(replace(layer, has_experts=has) for layer, has in zip(layers, chosen, strict=True))
+    return {"layers": own, "experts": experts}
+
+
+def qwen2_moe(c: Fields) -> DecoderSpec:
+    """arXiv 2407.10671: experts, and one network that all tokens pass, behind a gate."""
+    c("use_sliding_window")
+    parts = ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (f"mlp.shared_expert.{part}" for part in parts)
+    shared = {"shared": NetworkNames((gate, up), down), "shared_width": c("shared_expert_intermediate_size")}
+    return _plain(c, **_qwen_experts(c, _layers(c), **shared))
+
+
+def qwen3_moe(c: Fields) -> DecoderSpec:
+    """arXiv 2505.09388: qwen3 with experts; every layer has the window, if there is one."""
+    window = c("sliding_window") if c("use_sliding_window", False) else None
+    layers = (LayerSpec(window),) * c("num_hidden_layers")
+    return _plain(c, names=_head_norms(WeightNames()), **_qwen_experts(c, layers))
+
+
+def gpt_oss(c: Fields) -> DecoderSpec:
+    """arXiv 2508.10925: sinks, windows in turn, and experts with a clamped gate and biases."""
+    for name in ("experts_per_token", "initial_context_length"):
+        c(name)  # other names of fields that are there
+    experts = ExpertSpec(
+        c("num_local_experts"),
+        c("num_experts_per_tok"),
+        c("intermediate_size"),
+        "over chosen",
+        router="mlp.router",
+        stack="mlp.experts",
+    )
+    return _plain(
+        c,
+        layers=tuple(replace(layer, has_experts=True) for layer in _layers(c)),
+        names=WeightNames(sinks="self_attn.sinks"),
+        norm=NormSpec(c("rms_norm_eps"), "in float32"),
+        clamp=GateClamp(c("swiglu_limit", 7.0), c("swiglu_alpha", 1.702)),
+        experts=experts,
+    )
+
+
 FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "llama": llama,
     "mistral": mistral,
@@ -314,5 +413,9 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "phi3": phi3,
     "olmo2": olmo2,
     "cohere2": cohere2,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
 }
 """`model_type` of configs -> its facts."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from foreword.config import keep_onednn_to_vectors
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import RowKernels
-from foreword.model.spec import ActivationName
+from foreword.model.spec import ActivationName, GateClamp
 
 keep_onednn_to_vectors()
 
@@ -70,13 +70,18 @@ class GatedLinear:
     """activation(gate(rows)) * up(rows) as one product: rows [..., in_features] to [..., out_features / 2]."""
 
     def __init__(
-        self, weights: Sequence[Tensor], bias: Tensor | None, kernels: RowKernels, activation: ActivationName = "silu"
+        self,
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        kernels: RowKernels,
+        activation: ActivationName = "silu",
+        clamp: GateClamp | None = None,
     ) -> None:
         """`weights` and `bias`: all outputs of the gate, then all of up."""
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self._width = self.out_features // 2
-        self._activation, self._kernels = activation, kernels
-        is_silu = activation == "silu"
+        self._activation, self._clamp, self._kernels = activation, clamp, kernels
+        is_silu = activation == "silu" and clamp is None
         self.compact: CompactProduct | None = None
         """Gate, up and the multiplication as one operation, if this processor has instructions for it."""
         self.product: Linear | None = None
@@ -100,6 +105,10 @@ class GatedLinear:
             return self._kernels.silu_gate(both)
         # Contiguous, so that a row's bits do not depend on its place: see `row_padding.py`.
         gate, up = both[..., : self._width].contiguous(), both[..., self._width :]
+        if self._clamp is not None:
+            limit = self._clamp.limit
+            gate = gate.clamp(max=limit)
+            return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * self._clamp.slope))
         return _ACTIVATIONS[self._activation](gate) * up
 
 

@@ -40,11 +40,6 @@ class Remembered:
     options: dict[int, AttentionOptions]
     """Attention layer -> what it asks attention for."""
 
-    @property
-    def has_slopes(self) -> bool:
-        """Whether a layer biases its scores by distance."""
-        return any(own.slopes is not None for own in self.options.values())
-
 
 def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
     """Find out what a plain model's layers remember. Raises UnsupportedModelError if it cannot be served.

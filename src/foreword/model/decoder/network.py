@@ -1,0 +1,131 @@
+"""A layer's feed-forward network: one for all rows, or experts of which a router chooses some for each row.
+
+Knows products and the facts of `spec.py`; knows no layer. An expert multiplies the rows that chose it, however many
+there are, by products in which a row's bits depend on that row alone. A row's experts are added up in the order in
+which it chose them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+
+import torch
+from torch import Tensor
+
+from foreword.model.cpu.row_functions import RowKernels
+from foreword.model.decoder.linear import GatedLinear, Linear
+from foreword.model.row_padding import RowPadding
+from foreword.model.spec import DecoderSpec, NetworkNames
+
+Take = Callable[..., tuple[list[Tensor], Tensor | None]]
+"""Names of products -> their weights, and their joined bias."""
+
+
+class Network:
+    """down(activation(gate(rows)) * up(rows))."""
+
+    def __init__(self, names: NetworkNames, spec: DecoderSpec, take: Take, kernels: RowKernels) -> None:
+        self._gate = GatedLinear(*take(*names.gate_up), kernels, spec.activation, spec.clamp)
+        self._down = Linear(*take(names.down))
+
+    @property
+    def products(self) -> tuple[Linear | GatedLinear, ...]:
+        return self._gate, self._down
+
+    def __call__(self, rows: Tensor, count: int) -> Tensor:
+        """Rows [rows, width] to the same shape; all are computed, though only the first `count` are no padding."""
+        return self._down(self._gate(rows))
+
+
+class Experts:
+    """The sum of the networks that a router chooses for a row, and perhaps of one that all rows pass."""
+
+    def __init__(self, spec: DecoderSpec, take: Take, kernels: RowKernels) -> None:
+        assert spec.experts is not None
+        self._spec, own = spec.experts, spec.experts
+        self._router = Linear(*take(own.router))
+        self._experts = [Network(own.network(number), spec, take, kernels) for number in range(own.count)]
+        self._shared = None if own.shared is None else Network(own.shared, spec, take, kernels)
+        self._shared_gate = None if own.shared is None else Linear(*take(own.shared_gate))
+        dtype, threads = self._router.weight.dtype, torch.get_num_threads()
+        is_packed = all(part.format != "plain" for part in self.products)
+        self._padded = RowPadding.for_model([own.width], dtype, threads, packed=is_packed)
+
+    @property
+    def products(self) -> tuple[Linear | GatedLinear, ...]:
+        networks = self._experts if self._shared is None else [*self._experts, self._shared]
+        gates = [self._router] if self._shared_gate is None else [self._router, self._shared_gate]
+        return (*(part for network in networks for part in network.products), *gates)
+
+    def __call__(self, rows: Tensor, count: int) -> Tensor:
+        """Rows [rows, width] to the same shape; rows from `count` on are padding, and no expert computes them."""
+        weights, chosen = self._route(rows)
+        pairs, choices = chosen[:count].flatten(), self._spec.chosen
+        results = rows.new_zeros(len(pairs), rows.shape[1])
+        for expert in torch.unique(pairs).tolist():
+            places = torch.nonzero(pairs == expert).flatten()
+            own = rows[places // choices]
+            padding = (0, 0, 0, self._padded(len(own)) - len(own))
+            results[places] = self._experts[expert](torch.nn.functional.pad(own, padding), len(own))[: len(own)]
+        weighted = results.view(count, choices, -1) * weights[:count, :, None].to(rows.dtype)
+        mixed = torch.zeros_like(rows)
+        mixed[:count] = _sum_in_order(weighted.float()).to(rows.dtype)
+        if self._shared is None:
+            return mixed
+        assert self._shared_gate is not None
+        # As wide as rows, because a column would not fill vectors: see `row_padding.py`.
+        gate = self._shared_gate(rows).expand(rows.shape).contiguous()
+        return mixed + torch.sigmoid(gate) * self._shared(rows, count)
+
+    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of each row's experts and their numbers, both [rows, chosen], the best first."""
+        own, scores = self._spec, self._router(rows).float()
+        if own.softmax == "over chosen":
+            best = scores.topk(own.chosen)
+            return best.values.softmax(-1), best.indices
+        best = scores.softmax(-1).topk(own.chosen)
+        if own.normalised:
+            return best.values / _sum_in_order(best.values)[:, None], best.indices
+        return best.values, best.indices
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """The sum of parts [rows, n, ...] over n, from the first to the last."""
+    total = parts[:, 0]
+    for number in range(1, parts.shape[1]):
+        total = total + parts[:, number]
+    return total
+
+
+def unstack(spec: DecoderSpec, weights: MutableMapping[str, Tensor], place: str) -> None:
+    """Name the experts of a layer one by one, if they are in one tensor."""
+    own = spec.experts
+    if own is None or own.stack is None:
+        return
+    for suffix, end in (("", "weight"), ("_bias", "bias")):
+        gate_up, down = (weights.pop(f"{place}{own.stack}.{name}{suffix}") for name in ("gate_up_proj", "down_proj"))
+        for number in range(own.count):
+            names = own.network(number)
+            parts = gate_up[number][..., ::2], gate_up[number][..., 1::2], down[number]
+            for name, part in zip(names.products, parts, strict=True):
+                weights[f"{place}{name}.{end}"] = part.T.contiguous() if end == "weight" else part.contiguous()
+
+
+def experts_apart(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Weights of transformers' modules by their names in files: transformers joins the experts of a layer."""
+    if family == "gpt_oss":
+        return dict(weights)  # joined in the file, too
+    mixtral, found = family == "mixtral", dict[str, Tensor]()
+    network, parts = (
+        ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    )
+    for name, tensor in weights.items():
+        layer, _, last = name.partition(".mlp.experts.")
+        if last not in ("gate_up_proj", "down_proj"):
+            found[name.replace(".mlp.", f".{network}.")] = tensor
+            continue
+        own = parts[:2] if last == "gate_up_proj" else parts[2:]
+        for number, expert in enumerate(tensor):
+            for part, weight in zip(own, expert.chunk(len(own)), strict=True):
+                found[f"{layer}.{network}.experts.{number}.{part}.weight"] = weight
+    return found
