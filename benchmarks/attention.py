@@ -42,6 +42,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from foreword.batch import NO_ENTRIES, Batch
 from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
 from foreword.kernels.cpu.layout import TILES
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.llvm import emit
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
@@ -94,7 +95,8 @@ class Case:
         self.num_blocks = free
         shape = (free + 1, BLOCK_SIZE, heads[1], dim)
         part = torch.randn(min(free + 1, 64), *shape[1:]).bfloat16()
-        self.keys, self.values = (part.repeat(math.ceil(shape[0] / len(part)), 1, 1, 1)[: shape[0]] for _ in range(2))
+        own = (part.repeat(math.ceil(shape[0] / len(part)), 1, 1, 1)[: shape[0]] for _ in range(2))
+        self.blocks = KVBlocks.plain(*own)
         num_tokens = sum(end - start for start, end in spans)
         self.query = torch.randn(num_tokens, heads[0], dim).bfloat16()
         self.options = AttentionOptions(dim**-0.5)
@@ -112,7 +114,7 @@ class Case:
         return kernel.plan(self.batch, self.num_blocks, BLOCK_SIZE, self.query.device)
 
     def attend(self, kernel: AttentionKernel, plan: Any) -> Tensor:
-        return kernel.attend(self.query, self.keys, self.values, plan, self.options)
+        return kernel.attend(self.query, self.blocks, plan, self.options)
 
     def gather_and_sdpa(self) -> Tensor:
         """What an engine without a paged kernel does: copy each request's KV together, call torch."""

@@ -42,6 +42,7 @@ from rich.table import Table
 from foreword import LLM, SamplingParams
 from foreword.batch import NO_ENTRIES, Batch
 from foreword.config import ModelConfig
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.select import AttentionKernel, make_kernel
 from foreword.model.checkpoint.random_weights import QWEN2_0_5B, RandomModelShape, save_random_model
@@ -375,11 +376,12 @@ def _attention(bench: Bench, context: int, *, share: bool, copies: bool) -> Call
         copies=np.empty((0, 2), np.int32),
     )
     scrap = torch.zeros(1, *shape[1:], dtype=torch.bfloat16)
-    keys, values = (torch.cat([part, scrap]).to(bench.device) for part in (keys, values))
+    blocks = KVBlocks.plain(*(torch.cat([part, scrap]).to(bench.device) for part in (keys, values)))
+    num_blocks = len(blocks.keys) - 1
     options = AttentionOptions(dim**-0.5)
-    kernel.attend(query, keys, values, kernel.plan(batch, len(keys) - 1, BLOCK_SIZE, bench.device), options)
-    plan = kernel.plan(batch, len(keys) - 1, BLOCK_SIZE, bench.device)  # the kernel knows its sizes now
-    return lambda: kernel.attend(query, keys, values, plan, options)
+    kernel.attend(query, blocks, kernel.plan(batch, num_blocks, BLOCK_SIZE, bench.device), options)
+    plan = kernel.plan(batch, num_blocks, BLOCK_SIZE, bench.device)  # the kernel knows its sizes now
+    return lambda: kernel.attend(query, blocks, plan, options)
 
 
 def _kernel(device: torch.device, share: bool) -> AttentionKernel:

@@ -142,8 +142,8 @@ def shuffled(llm: LLM) -> AbstractContextManager[None]:
         move(moves)
         targets = torch.from_numpy(np.concatenate([one.targets for one in moves]))
         order = torch.randperm(len(targets), generator=generator)
-        for layer in storage.keys:
-            keys, values = storage.read(layer, targets)
+        for layer, blocks in storage.blocks.items():
+            keys, values = blocks.read(targets)
             storage.write(layer, targets, keys, values[order])
 
     return _moving(llm, moved)

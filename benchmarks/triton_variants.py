@@ -28,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.step_plan import FOLD_QUERIES
 from foreword.kernels.triton.arguments import LayerArguments, tile_constants
@@ -69,7 +70,7 @@ class Variant:
     def layer(self) -> LayerArguments:
         blocks = torch.empty(2, BLOCK_SIZE, KV_HEADS, self.dim, dtype=self.dtype, device="meta")
         query = torch.empty(2, KV_HEADS * GROUPS, self.dim, dtype=self.dtype, device="meta")
-        return LayerArguments(query, blocks, blocks, self.options)
+        return LayerArguments(query, KVBlocks.plain(blocks, blocks), self.options)
 
     def source(self) -> tuple[Any, dict[str, Any]]:
         """The kernel's function and its constants, those of the compiler among them."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import NO_ENTRIES, Batch
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.select import AttentionKernel
 
@@ -93,8 +94,11 @@ class Case:
             options = replace(options, sinks=options.sinks.to(device))
         if options.slopes is not None:
             options = replace(options, slopes=options.slopes.to(device))
-        tensors = (tensor.to(device) for tensor in (torch.cat((query, padding)), self.key_blocks, self.value_blocks))
-        return kernel.attend(*tensors, plan, options).cpu()
+        return kernel.attend(torch.cat((query, padding)).to(device), self.blocks(device), plan, options).cpu()
+
+    def blocks(self, device: torch.device = CPU) -> KVBlocks:
+        """The pool on a device."""
+        return KVBlocks.plain(self.key_blocks.to(device), self.value_blocks.to(device))
 
     def _owned(self, row: int) -> np.ndarray:
         """The part of a request's table that means something."""

@@ -18,7 +18,7 @@ from foreword.kernels import reference
 from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
 from foreword.kernels.cpu.layout import PAIRS, TILES, WIDENED
 from foreword.kernels.cpu.leading_chunks import LeadingChunks, join_leading
-from foreword.kernels.kv_format import KVFormat
+from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.reference import AttentionOptions, plan_tiles
 from foreword.kernels.runtime import threads as team
@@ -307,8 +307,8 @@ def test_a_plan_serves_layers_whose_kv_lies_elsewhere(kernel: AttentionKernel, s
     torch.set_num_threads(1)
     case = Case(Shape(4, 2, 32, 32, 16, torch.bfloat16), spans, np.random.default_rng(34))
     plan = kernel.plan(case.batch, len(case.key_blocks) - 1, 16, torch.device("cpu"))
-    layers = [(case.key_blocks.clone(), sign * case.value_blocks) for sign in (1, -1)]
-    first, second = (kernel.attend(case.queries[0], *layer, plan, AttentionOptions(0.2)) for layer in layers)
+    layers = [KVBlocks.plain(case.key_blocks.clone(), sign * case.value_blocks) for sign in (1, -1)]
+    first, second = (kernel.attend(case.queries[0], layer, plan, AttentionOptions(0.2)) for layer in layers)
     assert torch.equal(second, -first)
     assert first.count_nonzero() == first.numel()
 

@@ -135,13 +135,13 @@ def test_compiled_moves_have_the_bits_of_torch(tiny_models: TinyModels, model: s
     contents: dict[tuple[int, int], torch.Tensor] = {}
     for compiled in (False, None):
         storage = KVStorage(loaded.plan_layout(LayoutOptions(BLOCK_SIZE)), 30, torch.device("cpu"))
-        for layer in storage.keys:
-            for at, blocks in enumerate((storage.keys[layer], storage.values[layer])):
-                blocks.copy_(contents.setdefault((layer, at), torch.randn(blocks.shape, generator=generator)))
+        for layer, blocks in storage.blocks.items():
+            for at, own in enumerate((blocks.keys, blocks.values)):
+                own.copy_(contents.setdefault((layer, at), torch.randn(own.shape, generator=generator)))
         KeyMover(storage, _known(loaded.rotation), compiled=compiled).move(
             [*moves, Move(np.arange(3), np.arange(80, 83), 0)]
         )
-        found.append([own.clone() for own in (*storage.keys.values(), *storage.values.values())])
+        found.append([own.clone() for blocks in storage.blocks.values() for own in (blocks.keys, blocks.values)])
     assert all(map(torch.equal, *found))
 
 
@@ -164,11 +164,11 @@ def test_moved_keys_are_those_of_their_new_place(tiny_models: TinyModels, dtype:
         )
         runner.forward(replace(batch, rotary=np.array([position], np.int32)), np.zeros(1, np.int64))
     KeyMover(storage, _known(loaded.rotation)).move([Move(np.array([0]), np.array([2 * BLOCK_SIZE]), 211)])
-    for layer, keys in storage.keys.items():
-        before, there, moved = (keys[block, 0].float() for block in (0, 1, 2))
+    for blocks in storage.blocks.values():
+        before, there, moved = (blocks.keys[block, 0].float() for block in (0, 1, 2))
         scale = there.abs().max()
         assert float((moved - there).abs().max() / scale) < tolerance < float((before - there).abs().max() / scale)
-        assert torch.equal(storage.values[layer][2, 0], storage.values[layer][0, 0])
+        assert torch.equal(blocks.values[2, 0], blocks.values[0, 0])
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -176,19 +176,19 @@ def test_a_moved_key_has_the_same_bits_in_any_company(tiny_models: TinyModels) -
     loaded = load_model(ModelConfig(str(tiny_models.folder("cohere2")), dtype="bfloat16", allow_links=True))
     storage = KVStorage(loaded.plan_layout(LayoutOptions(BLOCK_SIZE)), 30, torch.device("cpu"))
     mover, generator = KeyMover(storage, _known(loaded.rotation)), torch.Generator().manual_seed(0)
-    for layer in storage.keys:
-        for blocks in (storage.keys[layer], storage.values[layer]):
-            blocks.copy_(torch.randn(blocks.shape, generator=generator))
+    for blocks in storage.blocks.values():
+        for own in (blocks.keys, blocks.values):
+            own.copy_(torch.randn(own.shape, generator=generator))
     moves = [Move(np.arange(17), np.arange(40, 57), 5), Move(np.arange(2, 9), np.arange(60, 67), -3)]
     still = Move(np.arange(8), np.arange(70, 78), 0)
     mover.move([*moves, still])
-    together = {layer: keys.clone() for layer, keys in storage.keys.items()}
-    for layer in storage.keys:
+    together = {layer: blocks.keys.clone() for layer, blocks in storage.blocks.items()}
+    for layer in together:
         assert torch.equal(together[layer].flatten(0, 1)[70:78], together[layer].flatten(0, 1)[:8]), "turned by 0"
     for move in moves:
         for source, target in zip(move.sources.tolist(), move.targets.tolist(), strict=True):
             mover.move([Move(np.array([source]), np.array([target]), move.shift)])
-    assert all(torch.equal(keys, together[layer]) for layer, keys in storage.keys.items())
+    assert all(torch.equal(blocks.keys, together[layer]) for layer, blocks in storage.blocks.items())
 
 
 def _known(rotation: KeyRotation | None) -> KeyRotation:

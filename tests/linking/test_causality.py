@@ -42,7 +42,7 @@ def kv_of(llm: LLM, prompt: dict[str, Any], link: str, monkeypatch: pytest.Monke
     table = batches[-1].block_tables[-1]  # sources came in batches before; each computed range has a row
     slots = torch.from_numpy(table[indices // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + indices % BLOCK_SIZE)
     storage = runner._storage
-    return torch.cat([own.flatten(1) for layer in storage.keys for own in storage.read(layer, slots)], dim=1)
+    return torch.cat([own.flatten(1) for blocks in storage.blocks.values() for own in blocks.read(slots)], dim=1)
 
 
 @pytest.mark.parametrize("link", METHODS)

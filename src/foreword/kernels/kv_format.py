@@ -1,11 +1,13 @@
-"""KVFormat: how keys and values are stored, and who reads and writes them.
+"""How keys and values are stored: a format, and one layer's blocks in it.
 
 Knows elements, rows and blocks; knows no layer and no kernel. A row is one token's key, or value, of one head.
 
-    written by    `write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py`, whose rows are elements already
-    read by       `reference.py` through `read`, and by the compiled kernels whose `why_not` accepts it, directly
+    written by    `KVBlocks.write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py` and `model/moves.py`, of
+                  elements
+    read by       `KVBlocks.read` and `read_blocks`, and by the compiled kernels whose `why_not` accepts the format
 
-All blocks of a pool have one format, and it is part of their keys.
+All blocks of a pool have one format, and it is part of their keys. A format whose rows have scales counts them in
+`row_bytes`, and `KVBlocks` is where its readers find them: nobody is handed a bare tensor.
 """
 
 from __future__ import annotations
@@ -23,11 +25,6 @@ class KVFormat:
     dtype: torch.dtype
     """The type of an element in its block."""
 
-    @classmethod
-    def of(cls, blocks: Tensor) -> KVFormat:
-        """The format of blocks as `view` gives them."""
-        return cls(blocks.dtype)
-
     @property
     def name(self) -> str:
         """As `dtype` is written in configurations: "bfloat16"."""
@@ -37,27 +34,84 @@ class KVFormat:
         """The part of blocks' keys that names the format, and the type in which layers compute."""
         return str(computed) if computed == self.dtype else f"{computed} as {self.dtype}"
 
-    def num_bytes(self, num_elements: int) -> int:
-        """Bytes that elements take."""
-        return num_elements * self.dtype.itemsize
-
-    def view(self, pages: Tensor, block_size: int, num_heads: int, dim: int) -> Tensor:
-        """Blocks [blocks, block_size, heads, dim] in pages of bytes [blocks, bytes]; contiguous if they fill them."""
-        used = self.num_bytes(block_size * num_heads * dim)
-        return torch.unflatten(pages[:, :used].view(self.dtype), 1, (block_size, num_heads, dim))
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row of `dim` elements, with all that belongs to it."""
+        return dim * self.dtype.itemsize
 
     def encode(self, rows: Tensor) -> Tensor:
         """Rows of any type as elements."""
         return rows.to(self.dtype)
 
-    def write(self, blocks: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """Store rows [tokens, heads, dim] at slots [tokens]."""
-        if blocks.is_contiguous():
-            blocks.flatten(0, 1).index_copy_(0, slots, self.encode(rows))
-        else:
-            size = blocks.shape[1]
-            blocks[slots // size, slots % size] = self.encode(rows)
+    def view(self, pages: tuple[Tensor, Tensor], block_size: int, num_heads: int, dims: tuple[int, int]) -> KVBlocks:
+        """Blocks in pages of keys and of values, bytes [blocks, bytes] each; `dims`: elements of a key and of a value.
 
-    def read(self, blocks: Tensor, block_ids: Tensor) -> Tensor:
-        """Rows of whole blocks in float32: block ids [requests, n] to [requests, n * block_size, heads, dim]."""
-        return blocks[block_ids].flatten(1, 2).float()
+        They are contiguous if they fill their pages.
+        """
+        keys, values = (
+            torch.unflatten(
+                own[:, : block_size * num_heads * self.row_bytes(dim)].view(self.dtype), 1, (block_size, num_heads, dim)
+            )
+            for own, dim in zip(pages, dims, strict=True)
+        )
+        return KVBlocks(self, keys, values)
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlocks:
+    """One layer's keys and values in the blocks of a pool."""
+
+    format: KVFormat
+    keys: Tensor
+    """[blocks, block_size, kv_heads, key_dim] elements"""
+    values: Tensor
+    """[blocks, block_size, kv_heads, value_dim] elements"""
+
+    @classmethod
+    def plain(cls, keys: Tensor, values: Tensor) -> KVBlocks:
+        """Blocks whose elements are numbers of the tensors' type."""
+        return cls(KVFormat(keys.dtype), keys, values)
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def key_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[3]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self.num_kv_heads * (self.format.row_bytes(self.key_dim) + self.format.row_bytes(self.value_dim))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether there are no gaps between blocks."""
+        return self.keys.is_contiguous() and self.values.is_contiguous()
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows [tokens, kv_heads, dim] of any type at slots [tokens]."""
+        for blocks, rows in ((self.keys, keys), (self.values, values)):
+            if blocks.is_contiguous():
+                blocks.flatten(0, 1).index_copy_(0, slots, self.format.encode(rows))
+            else:
+                blocks[slots // self.block_size, slots % self.block_size] = self.format.encode(rows)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the elements of some slots [tokens]: keys and values, each [tokens, kv_heads, dim]."""
+        if self.is_contiguous:
+            return self.keys.flatten(0, 1).index_select(0, slots), self.values.flatten(0, 1).index_select(0, slots)
+        places = slots // self.block_size, slots % self.block_size
+        return self.keys[places], self.values[places]
+
+    def read_blocks(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole blocks in float32: ids [requests, n] to keys and values [requests, n * block_size, kv_heads, dim]."""
+        return self.keys[block_ids].flatten(1, 2).float(), self.values[block_ids].flatten(1, 2).float()

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, IntArray
-from foreword.kernels.kv_format import KVFormat
+from foreword.kernels.kv_format import KVBlocks
 
 CHUNK_TOKENS = 256
 """Length of a chunk of KV (rounded down to whole blocks, at least one block)."""
@@ -205,27 +205,22 @@ def _tables(batch: Batch, rows: npt.NDArray[np.intp], owned: IntArray, num_block
     return tables
 
 
-def paged_attention(
-    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, tiles: list[Tile], options: AttentionOptions
-) -> Tensor:
+def paged_attention(query: Tensor, blocks: KVBlocks, tiles: list[Tile], options: AttentionOptions) -> Tensor:
     """Causal attention of a flattened batch over paged KV.
 
-    query         [tokens, heads, head_dim]
-    key_blocks    [blocks, block_size, kv_heads, head_dim]; value_blocks the same with its own last size
+    query         [tokens, heads, key_dim]
     Returns       [tokens, heads, value_dim] in query's dtype; rows of no tile are 0.
     """
-    output = query.new_zeros(*query.shape[:2], value_blocks.shape[-1])
+    output = query.new_zeros(*query.shape[:2], blocks.value_dim)
     for tile in tiles:
-        output[tile.query_index] = _attend_tile(query, key_blocks, value_blocks, tile, options).to(query.dtype)
+        output[tile.query_index] = _attend_tile(query, blocks, tile, options).to(query.dtype)
     return output
 
 
-def _attend_tile(
-    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, tile: Tile, options: AttentionOptions
-) -> Tensor:
+def _attend_tile(query: Tensor, kv: KVBlocks, tile: Tile, options: AttentionOptions) -> Tensor:
     """Result of one tile, [requests, queries, heads, value_dim], float32."""
     num_requests, num_queries = tile.query_index.shape
-    block_size, num_kv_heads = key_blocks.shape[1:3]
+    block_size, num_kv_heads = kv.block_size, kv.num_kv_heads
     num_groups = query.shape[1] // num_kv_heads  # query heads per KV head
     num_rows = num_queries * num_groups
 
@@ -239,7 +234,7 @@ def _attend_tile(
 
     peak = rows.new_full((*rows.shape[:2], 1), _LOWEST)  # m of the merge so far
     total = torch.zeros_like(peak)  # n
-    mixed = rows.new_zeros(*rows.shape[:2], value_blocks.shape[-1])  # o
+    mixed = rows.new_zeros(*rows.shape[:2], kv.value_dim)  # o
 
     chunk_blocks = max(1, CHUNK_TOKENS // block_size)
     chunk = chunk_blocks * block_size
@@ -247,8 +242,7 @@ def _attend_tile(
     for start in range(max(0, first_seen) // chunk * chunk, tile.last_position + 1, chunk):
         at = start // block_size
         blocks = tile.block_tables[:, at : at + chunk_blocks]
-        keys = _gather(key_blocks, blocks, chunk)
-        values = _gather(value_blocks, blocks, chunk)
+        keys, values = (_in_chunk(own, chunk) for own in kv.read_blocks(blocks))
         hidden = _hidden(tile, start, chunk, options)
         if start + chunk - 1 > tile.shortest or start < _first_seen(tile.last_position, options):
             _zero_unseen(values, tile, start, options)
@@ -297,10 +291,9 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(halves, right.expand(2, -1, -1)).view(1, -1, right.shape[2])[:, :num_rows]
 
 
-def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:
-    """One chunk of KV, [requests * kv_heads, chunk, dim], float32; zeros where the tables have ended."""
-    taken = KVFormat.of(blocks).read(blocks, block_ids).permute(0, 2, 1, 3)
-    taken = taken.reshape(-1, block_ids.shape[1] * blocks.shape[1], blocks.shape[-1])
+def _in_chunk(rows: Tensor, chunk: int) -> Tensor:
+    """Rows [requests, tokens, kv_heads, dim] as [requests * kv_heads, chunk, dim]; zeros where tables have ended."""
+    taken = rows.permute(0, 2, 1, 3).flatten(0, 1)
     missing = chunk - taken.shape[1]
     return torch.nn.functional.pad(taken, (0, 0, 0, missing)) if missing else taken
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import KernelName
 from foreword.errors import ConfigError
-from foreword.kernels.kv_format import KVFormat
+from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.reference import AttentionOptions, Tile, TilePlan, paged_attention, plan_decoding_tile, plan_tiles
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,7 @@ class AttentionKernel(Protocol):
         """Plan a step; the plan is valid for this step only."""
         ...
 
-    def attend(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: Any, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, query: Tensor, blocks: KVBlocks, plan: Any, options: AttentionOptions) -> Tensor:
         """Causal attention of a flattened batch over paged KV, as `reference.paged_attention` says."""
         ...
 
@@ -64,10 +62,8 @@ class ReferenceAttention:
         """See `DeviceAttention`; every step costs as much as `max_tokens` tokens."""
         return plan_decoding_tile(batch, scrap_block, block_size, num_rows=num_rows, max_tokens=max_tokens)
 
-    def attend(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: list[Tile], options: AttentionOptions
-    ) -> Tensor:
-        return paged_attention(query, key_blocks, value_blocks, plan, options)
+    def attend(self, query: Tensor, blocks: KVBlocks, plan: list[Tile], options: AttentionOptions) -> Tensor:
+        return paged_attention(query, blocks, plan, options)
 
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
         """It takes every option and every format."""
@@ -123,7 +119,7 @@ def choose_kernel(
 class BlockKernels(Protocol):
     """Compiled ways to write KV and copy blocks in one pool's memory."""
 
-    def write(self, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [tokens, kv_heads, dim] at slots [tokens] of one layer's blocks."""
         ...
 

@@ -63,7 +63,7 @@ class Beginning:
             for start in range(0, len(token_ids), PASS_TOKENS):
                 end = min(start + PASS_TOKENS, len(token_ids))
                 self._decoder.run(self._step(storage, token_ids[start:end], positions[start:end], start), until=2)
-            return storage.read(1, torch.arange(len(token_ids)))
+            return storage.blocks[1].read(torch.arange(len(token_ids)))
 
     def _step(self, storage: KVStorage, token_ids: IntArray, positions: IntArray, start: int) -> Step:
         """The tokens from index `start` on, after those before."""

@@ -61,15 +61,11 @@ class LayerLayout:
     local_chunk: int | None = None
     """A query at position p sees positions p // local_chunk * local_chunk to p."""
 
-    @property
-    def key_elements(self) -> int:
-        """Numbers in one token's keys."""
-        return self.num_kv_heads * self.key_dim
-
-    @property
-    def value_elements(self) -> int:
-        """Numbers in one token's values."""
-        return self.num_kv_heads * self.value_dim
+    def token_bytes(self, kv_format: KVFormat) -> tuple[int, int]:
+        """Bytes of one token's keys, and of its values."""
+        return self.num_kv_heads * kv_format.row_bytes(self.key_dim), self.num_kv_heads * kv_format.row_bytes(
+            self.value_dim
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +204,15 @@ def plan_layout(
     options: LayoutOptions,
 ) -> CacheLayout:
     """Put layers into groups and groups into equal blocks. Raises ConfigError for sizes that do not fit."""
-    kinds = _kinds(attention, options)
+    kinds = _kinds(attention, kv_format, options)
     num_slots = _num_slots(kinds) if kinds else 1
     block_size = options.block_size
     state_bytes = max((state.num_bytes for state in states.values()), default=0)
     if states and kinds and options.state_block_size is None:
-        block_size = _fitting_block_size(kinds, num_slots, state_bytes, len(states), kv_format, block_size)
+        block_size = _fitting_block_size(kinds, num_slots, state_bytes, len(states), block_size)
     sizes = {kind: block_size * multiple for kind, multiple in _block_multiples(kinds).items()}
-    key_bytes = kv_format.num_bytes(max((sizes[k] * k[0] for k in kinds), default=0))
-    value_bytes = kv_format.num_bytes(max((sizes[k] * k[1] for k in kinds), default=0))
+    key_bytes = max((sizes[kind] * kind[0] for kind in kinds), default=0)
+    value_bytes = max((sizes[kind] * kind[1] for kind in kinds), default=0)
     groups = [
         GroupLayout(_spec(kind, sizes[kind]), tuple(layers[start : start + num_slots]))
         for kind, layers in kinds.items()
@@ -233,10 +229,10 @@ def plan_layout(
         if state_block is None:
             least = max(MIN_STATE_TOKENS, options.block_size)
             state_block = _round_up(least, math.lcm(*sizes.values(), options.block_size))
-        kv_elements = sum(attention[layer].key_elements + attention[layer].value_elements for layer in attention)
+        kv_bytes = sum(sum(own.token_bytes(kv_format)) for own in attention.values())
         interval = _state_interval(
             options, math.lcm(state_block, *sizes.values()), sum(s.num_bytes for s in states.values()),
-            kv_format.num_bytes(kv_elements),
+            kv_bytes,
         )  # fmt: skip
         layers = list(states)
         groups += [
@@ -249,10 +245,10 @@ def plan_layout(
 
 
 Kind = tuple[int, int, str, int]
-"""Key and value elements per token, attention type and reach; layers of one kind can share a table."""
+"""Key and value bytes per token, attention type and reach; layers of one kind can share a table."""
 
 
-def _kinds(attention: Mapping[int, LayerLayout], options: LayoutOptions) -> dict[Kind, list[int]]:
+def _kinds(attention: Mapping[int, LayerLayout], kv_format: KVFormat, options: LayoutOptions) -> dict[Kind, list[int]]:
     """Sort layers by kind; the kind that needs the most blocks comes first."""
     kinds: dict[Kind, list[int]] = defaultdict(list)
     for layer, layout in attention.items():
@@ -263,7 +259,7 @@ def _kinds(attention: Mapping[int, LayerLayout], options: LayoutOptions) -> dict
             name, reach = "chunk", layout.local_chunk
         if options.keep_all:
             name, reach = "full", 0
-        kinds[layout.key_elements, layout.value_elements, name, reach].append(layer)
+        kinds[*layout.token_bytes(kv_format), name, reach].append(layer)
     return dict(sorted(kinds.items(), key=lambda item: (item[0][2] != "full", item[0][3])))
 
 
@@ -315,10 +311,10 @@ def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
 
 
 def _fitting_block_size(
-    kinds: Mapping[Kind, list[int]], num_slots: int, state_bytes: int, num_states: int, kv_format: KVFormat, least: int
+    kinds: Mapping[Kind, list[int]], num_slots: int, state_bytes: int, num_states: int, least: int
 ) -> int:
     """The smallest multiple of `least` tokens whose block holds the states of one recurrent group."""
-    token_bytes = kv_format.num_bytes(num_slots * max(k[0] + k[1] for k in kinds))
+    token_bytes = num_slots * max(k[0] + k[1] for k in kinds)
     needed = -(-num_states // MAX_STATE_GROUPS) * state_bytes
     return _round_up(max(1, -(-needed // token_bytes)), least)
 

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from foreword.batch import Int64Array, Move
 from foreword.kernels.cpu import moves as kernels
+from foreword.kernels.kv_format import KVFormat
 from foreword.model.rotation import KeyRotation, Turn
 from foreword.model.storage import KVStorage
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines [owners, pairs] float32."""
-_BITS: dict[torch.dtype, tuple[torch.dtype, Any, Callable[..., None]]] = {
-    torch.bfloat16: (torch.int16, np.uint16, kernels.turn_rows_bf16),
-    torch.float32: (torch.float32, np.float32, kernels.turn_rows_f32),
+_BITS: dict[KVFormat, tuple[torch.dtype, Any, Callable[..., None]]] = {
+    KVFormat(torch.bfloat16): (torch.int16, np.uint16, kernels.turn_rows_bf16),
+    KVFormat(torch.float32): (torch.float32, np.float32, kernels.turn_rows_f32),
 }
-"""Types that a kernel turns: how torch and numpy see their bits, and the kernel."""
+"""Formats that a kernel turns: how torch and numpy see their bits, and the kernel."""
 
 
 class KeyMover:
@@ -35,8 +36,8 @@ class KeyMover:
         """`compiled`: whether to move with compiled kernels; None: if they take this storage. Bits are the same."""
         self._storage, self._rotation = storage, rotation
         self._turns_of = functools.lru_cache(maxsize=1024)(Turn.cosines)
-        blocks = [*storage.keys.values(), *storage.values.values()]
-        takes = all(one.is_contiguous() and one.dtype in _BITS and one.device.type == "cpu" for one in blocks)
+        layers = storage.blocks.values()
+        takes = all(own.is_contiguous and own.format in _BITS and own.keys.device.type == "cpu" for own in layers)
         self._is_compiled = takes if compiled is None else compiled
         if self._is_compiled:
             nothing = np.empty(0, np.int64)
@@ -66,28 +67,28 @@ class KeyMover:
 
     def _copy(self, layer: int, sources: Int64Array, targets: Int64Array) -> None:
         if not self._is_compiled:
-            rows = self._storage.read(layer, torch.from_numpy(sources))
+            rows = self._storage.blocks[layer].read(torch.from_numpy(sources))
             self._storage.write(layer, torch.from_numpy(targets), *rows)
             return
-        for blocks in (self._storage.keys[layer], self._storage.values[layer]):
-            kernels.copy_rows(_bits(blocks).reshape(-1, blocks.shape[2] * blocks.shape[3]), sources, targets)
+        blocks = self._storage.blocks[layer]
+        for own in (blocks.keys, blocks.values):
+            kernels.copy_rows(_bits(blocks.format, own).reshape(-1, own.shape[2] * own.shape[3]), sources, targets)
 
     def _turn(self, layer: int, turn: Turn, targets: Int64Array, owners: Int64Array, tables: Tables) -> None:
         """Turn keys where they are, each by its owner's angles."""
-        blocks = self._storage.keys[layer]
+        blocks = self._storage.blocks[layer]
         if self._is_compiled:
             cosines, sines = (own.numpy() for own in tables)
-            _BITS[blocks.dtype][2](
-                _bits(blocks).reshape(-1, *blocks.shape[2:]), targets, owners, cosines, sines, turn.places
-            )
+            rows = _bits(blocks.format, blocks.keys).reshape(-1, *blocks.keys.shape[2:])
+            _BITS[blocks.format][2](rows, targets, owners, cosines, sines, turn.places)
             return
         slots, chosen = torch.from_numpy(targets), torch.from_numpy(owners)
-        keys, values = self._storage.read(layer, slots)
+        keys, values = blocks.read(slots)
         cosines_of, sines_of = (own[chosen][:, None] for own in tables)
         self._storage.write(layer, slots, turn.apply(keys.float(), cosines_of, sines_of), values)
 
 
-def _bits(blocks: Tensor) -> Any:
-    """The elements of blocks as an array that kernels take; they share memory."""
-    torch_type, numpy_type, _ = _BITS[blocks.dtype]
-    return blocks.view(torch_type).numpy().view(numpy_type)
+def _bits(kv_format: KVFormat, elements: Tensor) -> Any:
+    """Elements as an array that kernels take; they share memory."""
+    torch_type, numpy_type, _ = _BITS[kv_format]
+    return elements.view(torch_type).numpy().view(numpy_type)

@@ -47,7 +47,8 @@ class ShortPrompt:
         found = hashlib.sha256(_bytes(self.logits))
         storage = self.check.storage
         for layer, group_id in sorted(storage.group_of.items()):
-            for blocks in (storage.keys[layer], storage.values[layer]):
+            own = storage.blocks[layer]
+            for blocks in (own.keys, own.values):
                 rows = blocks[torch.from_numpy(self.check.tables[group_id][0]).long()].flatten(0, 1)
                 found.update(_bytes(rows[: self.num_tokens]))
         return found.hexdigest()

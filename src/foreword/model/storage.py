@@ -14,6 +14,7 @@ from torch import Tensor
 from foreword.batch import Batch, IntArray
 from foreword.cache import MambaSpec
 from foreword.errors import ConfigError
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.runtime import huge_pages
 from foreword.kernels.select import BlockKernels, make_block_kernels, writes_with_triton
 from foreword.model.layout import CacheLayout, GroupLayout
@@ -54,10 +55,8 @@ class KVStorage:
         """None: plain torch."""
         if writes_with_triton(device) if compiled is None else compiled:
             self._kernels = make_block_kernels(self._pages)
-        self.keys: dict[int, Tensor] = {}
-        """Attention layer -> [num_blocks + 1, block_size, kv_heads, key_dim]."""
-        self.values: dict[int, Tensor] = {}
-        """Attention layer -> [num_blocks + 1, block_size, kv_heads, value_dim]."""
+        self.blocks: dict[int, KVBlocks] = {}
+        """Attention layer -> its keys and values in `num_blocks` + 1 blocks."""
         self.group_of: dict[int, int] = {}
         """Attention layer -> its group."""
         self.state_group_of: dict[int, int] = {}
@@ -85,11 +84,10 @@ class KVStorage:
 
     def _place_attention(self, group_id: int, group: GroupLayout) -> None:
         size, kv_format = group.spec.block_size, self.layout.kv_format
-        for layer, (key_pages, value_pages) in zip(group.layers, self._slots, strict=False):
-            shape = self.layout.attention[layer]
+        for layer, pages in zip(group.layers, self._slots, strict=False):
+            own = self.layout.attention[layer]
             self.group_of[layer] = group_id
-            self.keys[layer] = kv_format.view(key_pages, size, shape.num_kv_heads, shape.key_dim)
-            self.values[layer] = kv_format.view(value_pages, size, shape.num_kv_heads, shape.value_dim)
+            self.blocks[layer] = kv_format.view(pages, size, own.num_kv_heads, (own.key_dim, own.value_dim))
 
     def _place_states(self, group_id: int, group: GroupLayout) -> None:
         """Lay states one after the other over the pages of all slots, keys before values, and the extra page."""
@@ -117,7 +115,7 @@ class KVStorage:
     def is_contiguous(self, group_id: int) -> bool:
         """Whether an attention group's blocks fill their pages, so that there are no gaps between them."""
         layer = self.layout.groups[group_id].layers[0]
-        return self.keys[layer].is_contiguous() and self.values[layer].is_contiguous()
+        return self.blocks[layer].is_contiguous
 
     def slot_mapping(self, batch: Batch, group_id: int) -> IntArray:
         """The slot of each token of a batch, [tokens]; a scrap slot where a shared block already holds the KV."""
@@ -132,18 +130,9 @@ class KVStorage:
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store the KV of some tokens: keys and values [tokens, kv_heads, dim], slots [tokens]."""
         if self._kernels is not None:
-            self._kernels.write(self.keys[layer], self.values[layer], slots, keys, values)
-            return
-        for blocks, rows in ((self.keys[layer], keys), (self.values[layer], values)):
-            self.layout.kv_format.write(blocks, slots, rows)
-
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the stored keys and values of some slots [tokens], each [tokens, kv_heads, dim]."""
-        keys, values = self.keys[layer], self.values[layer]
-        size = keys.shape[1]
-        if keys.is_contiguous() and values.is_contiguous():
-            return keys.flatten(0, 1).index_select(0, slots), values.flatten(0, 1).index_select(0, slots)
-        return keys[slots // size, slots % size], values[slots // size, slots % size]
+            self._kernels.write(self.blocks[layer], slots, keys, values)
+        else:
+            self.blocks[layer].write(slots, keys, values)
 
     def copy_blocks(self, copies: Tensor) -> None:
         """Copy whole blocks, [copies, (source, target)]. All sources are read before any target is written."""

@@ -177,5 +177,5 @@ def is_resident(memory: Bytes, start: int, stop: int) -> set[bool]:
 def test_kv_begins_at_huge_pages(tiny_models: TinyModels) -> None:
     layout = tiny_models.loaded("llama").plan_layout(LayoutOptions(16))
     storage = KVStorage(layout, 3, torch.device("cpu"))
-    for memory in (*storage.keys.values(), *storage.values.values()):
-        assert memory.data_ptr() % HUGE_PAGE == 0
+    for blocks in storage.blocks.values():
+        assert blocks.keys.data_ptr() % HUGE_PAGE == blocks.values.data_ptr() % HUGE_PAGE == 0

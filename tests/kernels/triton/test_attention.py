@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from foreword.errors import ConfigError
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.select import make_kernel
 from foreword.kernels.step_plan import FEW_QUERIES, plan_step
@@ -146,7 +147,9 @@ def test_blocks_may_have_gaps_between_them(device: torch.device) -> None:
         pages[:, :used] = blocks.flatten(1).to(device)
         gapped.append(pages[:, :used].unflatten(1, blocks.shape[1:]))
     plan = kernel.plan(case.batch, len(case.key_blocks) - 1, 4, device)
-    assert torch.equal(kernel.attend(torch.cat(case.queries).to(device), *gapped, plan, options).cpu(), expected)
+    assert torch.equal(
+        kernel.attend(torch.cat(case.queries).to(device), KVBlocks.plain(*gapped), plan, options).cpu(), expected
+    )
 
 
 # ------------------------------------------------------------------------------------------------- equal bits
@@ -297,10 +300,7 @@ def test_steps_take_each_others_place_in_one_shape(dtype: torch.dtype, device: t
         assert host.shape == plan.shape
         assert len(host.data) < host.most, "what is not in use is not copied"
         metadata[: len(host.data)].copy_(torch.from_numpy(host.data))
-        query, keys, values = (
-            tensor.to(device) for tensor in (padded_queries(case, 4), case.key_blocks, case.value_blocks)
-        )
-        result = kernel.attend(query, keys, values, plan, options).cpu()
+        result = kernel.attend(padded_queries(case, 4).to(device), case.blocks(device), plan, options).cpu()
         assert torch.equal(result[: len(ends)], case.run(TritonAttention(), options, device=device))
         assert torch.equal(result[len(ends) :], torch.zeros_like(result[len(ends) :]))
 

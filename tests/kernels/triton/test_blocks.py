@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.triton.blocks import BlockCopier, write_slots
 
 LENIENT = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -71,7 +72,7 @@ def test_each_token_goes_to_its_slot_and_nothing_else_changes(
     expected = [tensor.clone() for tensor in blocks]
     for tensor, rows in zip(expected, new, strict=True):
         tensor[slots // block_size, slots % block_size] = rows
-    write_slots(*blocks, slots, *new)
+    write_slots(KVBlocks.plain(*blocks), slots, *new)
     assert all(torch.equal(tensor, other) for tensor, other in zip(blocks, expected, strict=True))
 
 
@@ -80,6 +81,6 @@ def test_keys_and_values_of_another_type_or_order_are_converted(device: torch.de
     keys = torch.randn(2, 8, 3, device=device).permute(2, 0, 1)  # dimensions apart from each other
     values = torch.randn(3, 2, 8, device=device)
     slots = torch.tensor([7, 0, 5], device=device)
-    write_slots(*blocks, slots, keys, values)
+    write_slots(KVBlocks.plain(*blocks), slots, keys, values)
     for tensor, rows in zip(blocks, (keys, values), strict=True):
         assert torch.equal(tensor.flatten(0, 1)[slots], rows.bfloat16())

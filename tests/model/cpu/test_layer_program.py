@@ -143,8 +143,8 @@ def test_an_interrupt_between_engines_leaves_no_layer_with_the_others_blocks(
         if next(at) == 2:
             raise KeyboardInterrupt
         set_storage(self, storage, kernel)
-        for blocks in (storage.keys[self.layer], storage.values[self.layer]):
-            blocks.fill_(torch.nan)
+        for elements in (storage.blocks[self.layer].keys, storage.blocks[self.layer].values):
+            elements.fill_(torch.nan)
 
     monkeypatch.setattr(LayerOperations, "set_storage", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.llvm.norms import ROUND_NORM
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import Norm
@@ -58,7 +59,7 @@ def test_heads_are_normalised_turned_and_stored(
     blocks = [
         torch.full((20, 16, shapes.kv_heads, dim), 7.0, dtype=dtype) for dim in (shapes.key_dim, shapes.value_dim)
     ]
-    found = RotaryKernel(shapes, *norms)(projected, turns, slots, (blocks[0], blocks[1]))
+    found = RotaryKernel(shapes, *norms)(projected, turns, slots, KVBlocks.plain(*blocks))
 
     parts = [
         part.unflatten(1, (-1, dim))
@@ -85,7 +86,12 @@ def test_the_number_of_threads_changes_nothing() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             blocks = torch.zeros(20, 16, 4, 64, dtype=torch.bfloat16), torch.zeros(20, 16, 4, 64, dtype=torch.bfloat16)
-            results.append((RotaryKernel(shapes, None, None)(projected, turns, torch.arange(300), blocks), *blocks))
+            results.append(
+                (
+                    RotaryKernel(shapes, None, None)(projected, turns, torch.arange(300), KVBlocks.plain(*blocks)),
+                    *blocks,
+                )
+            )
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for other in results[1:] for one, two in zip(results[0], other, strict=True))

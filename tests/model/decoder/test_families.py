@@ -324,10 +324,10 @@ def test_blocks_that_do_not_fill_their_pages_are_served_too(
         engine = build_engine(model, max_num_batched_tokens=8)
         storage = engine._runner._storage  # type: ignore[attr-defined]
         if apart:
-            for tensors in (storage.keys, storage.values):
-                for layer, blocks in list(tensors.items()):
-                    tensors[layer] = torch.stack((blocks, blocks), 1)[:, 0]
-                    assert not tensors[layer].is_contiguous()
+            for layer, blocks in list(storage.blocks.items()):
+                keys, values = (torch.stack((own, own), 1)[:, 0] for own in (blocks.keys, blocks.values))
+                storage.blocks[layer] = replace(blocks, keys=keys, values=values)
+                assert not storage.blocks[layer].is_contiguous
         outputs = complete(engine, prompts, greedy(1, prompt_logprobs=0))
         reports = [report for output in outputs for report in output.prompt_logprobs or [] if report]
         found.append([entry.logprob for report in reports for entry in report.values()])

@@ -122,7 +122,7 @@ def test_padding_writes_to_the_scrap_block_alone(plain_model: Callable[[str], Lo
     add(setup.engine, "one", random_tokens(np.random.default_rng(5), 6), params)
     setup.engine.step()
     setup.engine.step()
-    tensors = (*storage.keys.values(), *storage.values.values())
+    tensors = [own for blocks in storage.blocks.values() for own in (blocks.keys, blocks.values)]
     for tensor in tensors:  # what earlier steps wrote would hide what this one writes
         tensor.fill_(7.0)
     num_replays = setup.num_replays
@@ -143,8 +143,9 @@ def test_other_storage_is_recorded_anew(plain_model: Callable[[str], LoadedModel
     old = setup.storage
     setup.engine.manager.reset_prefix_cache()
     setup.runner.use_storage(KVStorage(old.layout, old.num_blocks, torch.device("cpu")))
-    for tensor in (*old.keys.values(), *old.values.values()):
-        tensor.fill_(torch.nan)  # whoever still reads it shows
+    for blocks in old.blocks.values():  # whoever still reads them shows
+        blocks.keys.fill_(torch.nan)
+        blocks.values.fill_(torch.nan)
     assert setup.device.num_captures == 2 * before
     assert answers(setup.engine, work) == expected
 

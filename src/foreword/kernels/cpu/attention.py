@@ -16,7 +16,7 @@ from foreword.kernels.cpu import layout
 from foreword.kernels.cpu.chunk import compile_chunk
 from foreword.kernels.cpu.leading_chunks import JoinedItems, LeadingChunks
 from foreword.kernels.cpu.worker import compile_worker
-from foreword.kernels.kv_format import KVFormat
+from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.llvm.tile_softmax import HAS_FLOAT16
 from foreword.kernels.llvm.tiles import has_tiles
@@ -76,22 +76,20 @@ class AttentionOperations:
         self.shape = 0, 0, 0, 0, 0
         """Mode, query heads of a KV head, KV heads, key dim, value dim."""
 
-    def set_layer(
-        self, blocks: tuple[Tensor, Tensor], num_heads: int, options: AttentionOptions, bfloat16: int
-    ) -> None:
-        """Attend to keys and values [blocks, block_size, kv_heads, dim] without gaps, which the caller keeps.
+    def set_layer(self, blocks: KVBlocks, num_heads: int, options: AttentionOptions, bfloat16: int) -> None:
+        """Attend to keys and values in blocks without gaps, which the caller keeps.
 
         `bfloat16`: the mode in which bfloat16 is multiplied.
         """
-        problem = why_not(KVFormat.of(blocks[0]), options)
+        problem = why_not(blocks.format, options)
         assert problem is None, f"compiled attention {problem}"
-        keys, values = blocks
+        keys, values = blocks.keys, blocks.values
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self._sinks = sinks
-        num_kv_heads, key_dim, value_dim = keys.shape[2], keys.shape[3], values.shape[3]
+        num_kv_heads, key_dim, value_dim = blocks.num_kv_heads, blocks.key_dim, blocks.value_dim
         mode = layout.FLOATS if keys.dtype == torch.float32 else bfloat16
         self.shape = mode, num_heads // num_kv_heads, num_kv_heads, key_dim, value_dim
-        self.token_bytes = num_kv_heads * (key_dim + value_dim) * keys.element_size()
+        self.token_bytes = blocks.token_bytes
         for a in (self.items.arguments, self.merges.arguments):
             a["keys"], a["values"] = keys.data_ptr(), values.data_ptr()
             a["mode"], a["num_groups"], a["num_kv_heads"], a["key_dim"], a["value_dim"] = self.shape
@@ -154,26 +152,24 @@ class CpuAttention:
         """What requests shared since the kernel was made."""
         return self._sharing.explain()
 
-    def attend(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: CpuPlan, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, query: Tensor, blocks: KVBlocks, plan: CpuPlan, options: AttentionOptions) -> Tensor:
         """`reference.paged_attention` with a plan in place of tiles; the scale must be positive."""
-        step, dtype, operations = plan.step, key_blocks.dtype, self._operations
+        step, dtype, operations = plan.step, blocks.keys.dtype, self._operations
         rows = query.to(dtype)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
         num_rows, num_heads, _ = rows.shape
-        output = rows.new_empty(num_rows, num_heads, value_blocks.shape[3])
+        output = rows.new_empty(num_rows, num_heads, blocks.value_dim)
         if num_rows > step.num_tokens:
             output[step.num_tokens :] = 0
-        operations.set_layer((key_blocks, value_blocks), num_heads, options, self.bfloat16)
+        operations.set_layer(blocks, num_heads, options, self.bfloat16)
         place = rows.data_ptr(), rows.stride(0) * dtype.itemsize, rows.stride(1) * dtype.itemsize
         operations.bind_rows(place, output.data_ptr())
         numbers = self.step_numbers(operations.shape, operations.token_bytes, plan).tolist()
         for one in (operations.items, operations.merges):
             for argument, number in zip(STEP_ARGUMENTS, numbers, strict=True):
                 one.arguments[argument] = number
-        items_alone = step.num_folds == 0 and len(step.items) * key_blocks.shape[2] <= ALONE_UNITS
+        items_alone = step.num_folds == 0 and len(step.items) * blocks.num_kv_heads <= ALONE_UNITS
         if items_alone or not len(plan.joined.merges):
             operations.items.run(alone=items_alone)
             if len(plan.joined.merges):

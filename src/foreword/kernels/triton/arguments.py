@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.triton.tile import LAUNCH, LOG2_E
 from foreword.kernels.triton.tuning import TileSizes
@@ -21,15 +22,13 @@ class LayerArguments:
 
     query: Tensor
     """[tokens, heads, key_dim]; the last dimension without gaps, and so below."""
-    keys: Tensor
-    """[blocks, block_size, kv_heads, key_dim], of the query's dtype."""
-    values: Tensor
-    """[blocks, block_size, kv_heads, value_dim]"""
+    blocks: KVBlocks
+    """Of the query's dtype."""
     options: AttentionOptions
 
     @property
     def num_kv_heads(self) -> int:
-        return self.keys.shape[2]
+        return self.blocks.num_kv_heads
 
     @property
     def num_groups(self) -> int:
@@ -38,11 +37,11 @@ class LayerArguments:
 
     @property
     def key_dim(self) -> int:
-        return self.keys.shape[3]
+        return self.blocks.key_dim
 
     @property
     def value_dim(self) -> int:
-        return self.values.shape[3]
+        return self.blocks.value_dim
 
     @property
     def has_sinks(self) -> bool:
@@ -52,7 +51,8 @@ class LayerArguments:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Positional: query, keys, values, and slopes in units of log 2; without slopes any tensor in their place."""
         slopes = self.options.score.slopes
-        return self.query, self.keys, self.values, self.query if slopes is None else slopes.float() * LOG2_E
+        own = self.query if slopes is None else slopes.float() * LOG2_E
+        return self.query, self.blocks.keys, self.blocks.values, own
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
@@ -63,7 +63,8 @@ class LayerArguments:
         """
         scale, cap = self.options.score.scale, self.options.score.cap
         factors = (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)
-        return (*self.query.stride()[:2], *self.keys.stride()[:3], *self.values.stride()[:3], *factors)
+        strides = self.blocks.keys.stride()[:3], self.blocks.values.stride()[:3]
+        return (*self.query.stride()[:2], *strides[0], *strides[1], *factors)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -73,7 +74,7 @@ class LayerArguments:
             "GROUPS": self.num_groups,
             "KEY_DIM": self.key_dim,
             "VALUE_DIM": self.value_dim,
-            "BLOCK_SIZE": self.keys.shape[1],
+            "BLOCK_SIZE": self.blocks.block_size,
             "HAS_CAP": self.options.score.cap is not None,
             "HAS_SLOPES": self.options.score.slopes is not None,
             **self.merge_constants,

@@ -6,14 +6,12 @@ interpreter (TRITON_INTERPRET=1 before triton is imported), which is for tests.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 from torch import Tensor
 
 from foreword.batch import Batch
-from foreword.kernels.kv_format import KVFormat
+from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.sharing import Sharing
 from foreword.kernels.step_plan import FOLD_QUERIES
@@ -84,23 +82,20 @@ class TritonAttention:
         """What was shared since the kernel was made."""
         return self._sharing.explain()
 
-    def attend(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: TritonPlan, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, query: Tensor, blocks: KVBlocks, plan: TritonPlan, options: AttentionOptions) -> Tensor:
         """As `reference.paged_attention`, with a plan in place of tiles. Blocks may have gaps between them."""
-        kv_format = KVFormat.of(key_blocks)
-        of_token = math.prod(key_blocks.shape[2:]) + math.prod(value_blocks.shape[2:])
-        self._sharing.note_layer(kv_format.num_bytes(of_token))
-        rows = query.to(kv_format.dtype)
+        dtype = blocks.format.dtype
+        self._sharing.note_layer(blocks.token_bytes)
+        rows = query.to(dtype)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
-        num_heads, value_dim = rows.shape[1], value_blocks.shape[3]
+        num_heads, value_dim = rows.shape[1], blocks.value_dim
         output = rows.new_empty(len(rows), num_heads, value_dim)
         if len(rows) > plan.shape.num_tokens:
             output[plan.shape.num_tokens :] = 0
         sinks = output if options.sinks is None else options.sinks.float() * LOG2_E
-        layer = LayerArguments(rows, key_blocks, value_blocks, options)
-        self._tile_queries = max(1, decode_sizes(kv_format.dtype, layer.key_dim, value_dim).rows // layer.num_groups)
+        layer = LayerArguments(rows, blocks, options)
+        self._tile_queries = max(1, decode_sizes(dtype, layer.key_dim, value_dim).rows // layer.num_groups)
         with on_device(rows.device):
             if plan.shape.num_folds:
                 self._prefill(layer, plan, output, sinks)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.kv_format import KVFormat
+from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.triton.launch import on_device
 
 _SEGMENT_WORDS = 2048
@@ -80,31 +80,30 @@ def stage_pages(
         tl.store(staged + at, tl.load(page + at, mask=at < length), mask=at < length)
 
 
-def write_slots(key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+def write_slots(blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -> None:
     """Store the KV of some tokens, by one launch.
 
-    key_blocks    [blocks, block_size, kv_heads, key_dim], changed in place; value_blocks the same with its own last
-                  size. Gaps between blocks are allowed
+    blocks        changed in place; gaps between them are allowed
     slots         [tokens], any integers; distinct, except in a block that nobody reads
     keys, values  [tokens, kv_heads, dim]; gaps between tokens and heads are allowed
     """
     if not len(slots):
         return
-    keys, values = KVFormat.of(key_blocks).encode(keys), KVFormat.of(value_blocks).encode(values)
+    keys, values = blocks.format.encode(keys), blocks.format.encode(values)
     keys, values = (new if new.stride(2) == 1 else new.contiguous() for new in (keys, values))
-    block_size, num_heads, key_dim, value_dim = *key_blocks.shape[1:], value_blocks.shape[3]
+    num_heads, key_dim, value_dim = blocks.num_kv_heads, blocks.key_dim, blocks.value_dim
     with on_device(slots.device):
         write_rows[(len(slots),)](
-            key_blocks,
-            value_blocks,
+            blocks.keys,
+            blocks.values,
             keys,
             values,
             slots,
-            key_blocks.stride(0),
-            value_blocks.stride(0),
+            blocks.keys.stride(0),
+            blocks.values.stride(0),
             *keys.stride()[:2],
             *values.stride()[:2],
-            BLOCK_SIZE=block_size,
+            BLOCK_SIZE=blocks.block_size,
             HEADS=num_heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
@@ -159,9 +158,9 @@ class TritonBlocks:
         """As `BlockCopier`."""
         self._copier = BlockCopier(pages)
 
-    def write(self, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `write_slots`."""
-        write_slots(key_blocks, value_blocks, slots, keys, values)
+        write_slots(blocks, slots, keys, values)
 
     def copy(self, copies: Tensor) -> None:
         """See `BlockCopier.copy`."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from foreword.kernels.cpu import attention as cpu_attention
 from foreword.kernels.cpu.attention import AttentionOperations, CpuAttention
 from foreword.kernels.cpu.layout import padded
+from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
@@ -150,8 +151,8 @@ class LayerOperations:
 
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
         """Use the keys and values of `storage` from now on, in blocks without gaps."""
-        blocks = storage.keys[self.layer], storage.values[self.layer]
-        self._rotary.bind_blocks(*blocks)
+        blocks = storage.blocks[self.layer]
+        self._rotary.bind_blocks(blocks)
         self.attention.set_layer(blocks, self._shapes.query_heads, self._options, kernel.bfloat16)
 
     def wires(self, first: int) -> Iterator[tuple[Operation, str, int]]:
@@ -244,8 +245,9 @@ class LayerChain:
         if storage is not self._storage() or kernel is not self._kernel:
             self._storage = lambda: None  # an interrupt must not leave layers bound to unknown blocks
             kernels = [step.group(layer.layer).kernel for layer in self.layers]
-            blocks = [blocks[layer.layer] for layer in self.layers for blocks in (storage.keys, storage.values)]
-            self._is_for_storage = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)
+            blocks = [storage.blocks[layer.layer] for layer in self.layers]
+            wanted = KVFormat(torch.bfloat16)
+            self._is_for_storage = all(own.is_contiguous and own.format == wanted for own in blocks)
             self._is_for_storage &= all(type(kernel) is CpuAttention for kernel in kernels)
             if self._is_for_storage:
                 for layer, kernel in zip(self.layers, kernels, strict=True):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray
 from torch import Tensor
 
+from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.llvm import norms as rows
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
@@ -129,10 +131,11 @@ class RotaryOperation(Operation):
                 a[f"{name}_norm"], a[f"{name}_epsilon"] = norm.weight.data_ptr(), norm.epsilon
                 a[f"{name}_form"] = norm.form
 
-    def bind_blocks(self, keys: Tensor, values: Tensor) -> None:
-        """Write to blocks [blocks, block_size, kv_heads, dim] without gaps, which the caller keeps."""
+    def bind_blocks(self, blocks: KVBlocks) -> None:
+        """Write to blocks without gaps, of the rows' type, which the caller keeps."""
         a = self.arguments
-        a["keys"], a["values"], a["item_bytes"] = keys.data_ptr(), values.data_ptr(), keys.element_size()
+        a["keys"], a["values"] = blocks.keys.data_ptr(), blocks.values.data_ptr()
+        a["item_bytes"] = blocks.keys.element_size()
 
     def bind_rows(self, projected: int, num_rows: int, queries: int) -> None:
         """Set the addresses of the rows' projections and of their queries."""
@@ -149,18 +152,21 @@ class RotaryKernel:
         """Makes the pass as a new operation; there may be many."""
         self._of_thread = OfThread(self.operation)
 
-    def __call__(
-        self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    @staticmethod
+    def can_write(blocks: KVBlocks, dtype: torch.dtype) -> bool:
+        """Whether rows of this type are the blocks' elements, and lie without gaps."""
+        return blocks.is_contiguous and blocks.format == KVFormat(dtype)
+
+    def __call__(self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: KVBlocks) -> Tensor:
         """Queries [rows, heads, key_dim]; keys and values of the first len(slots) rows are written.
 
         `projected` [rows, width] without gaps; `turns`: cosines and sines [1, rows, turned]; `slots` [tokens] int64;
-        `blocks`: keys and values [blocks, block_size, kv_heads, dim] without gaps. All of one type but the slots.
+        `blocks`: without gaps. All of one type but the slots.
         """
         turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
         output = projected.new_empty(len(projected), self.shapes.query_heads, self.shapes.key_dim)
         own = self._of_thread.operation
-        own.bind_blocks(*blocks)
+        own.bind_blocks(blocks)
         own.bind_rows(projected.data_ptr(), len(projected), output.data_ptr())
         for argument, number in zip(STEP_ARGUMENTS, step_numbers(turns, slots), strict=True):
             own.arguments[argument] = number

@@ -184,25 +184,23 @@ class DecoderLayer:
 
     def attend(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
         """Write keys and values, and attend: rows [rows, width] to mixed values [rows, heads * head_dim]."""
-        queries, group, storage = self.write(normed, turns, step), step.group(self.number), step.storage
-        blocks = storage.keys[self.number], storage.values[self.number]
-        return group.kernel.attend(queries, *blocks, group.plan, self.attention).flatten(1)
+        queries, group = self.write(normed, turns, step), step.group(self.number)
+        return group.kernel.attend(queries, step.storage.blocks[self.number], group.plan, self.attention).flatten(1)
 
     def write(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
         """Write keys and values of rows [rows, width]; return queries [rows, heads, head_dim]."""
-        group, storage = step.group(self.number), step.storage
-        blocks = storage.keys[self.number], storage.values[self.number]
+        group, blocks = step.group(self.number), step.storage.blocks[self.number]
         projected = self._project(normed)
         if self._spec.head_norm == "all heads":
             query, key, value = torch.split(projected, list(self._spec.widths), -1)
             query_norm, key_norm = self._head_norms
             projected = torch.cat((_normed(query, query_norm), _normed(key, key_norm), value), -1)
-        if self._heads is not None and blocks[0].is_contiguous() and blocks[1].is_contiguous():
+        if self._heads is not None and self._heads.can_write(blocks, projected.dtype):
             assert self._own.rotary is not None
             return self._heads(projected, turns[self._own.rotary], group.slots, blocks)
         queries, keys, values = self._split(projected, turns)
         count = len(group.slots)
-        storage.write(self.number, group.slots, keys[:count], values[:count])
+        step.storage.write(self.number, group.slots, keys[:count], values[:count])
         return queries
 
     def _split(self, projected: Tensor, turns: list[Turns]) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,9 +82,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
         alibi_slopes=alibi_slopes,
         local_chunk=storage.layout.attention[layer].local_chunk,
     )
-    output = step.kernel.attend(
-        query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], step.plan, options
-    )
+    output = step.kernel.attend(query[0].transpose(0, 1), storage.blocks[layer], step.plan, options)
     return output[None], None
 
 
