@@ -32,9 +32,9 @@ from foreword.cache import (
     GroupSpec,
     HashFunction,
     HashIndex,
+    KeyedSpan,
     KVCacheManager,
     MambaSpec,
-    MediaItem,
     PinnedPolicy,
     PrefixHit,
     PrefixMirror,
@@ -62,9 +62,12 @@ IDENTITIES = (
     ExtraKeys(adapter="x"),
     ExtraKeys(embeddings_hash="x"),
     ExtraKeys(salt="x", adapter="x"),
-    ExtraKeys(media=(MediaItem("x", 1, 3),)),
-    ExtraKeys(media=(MediaItem("y", 1, 3),)),
-    ExtraKeys(salt="y", media=(MediaItem("x", 1, 3), MediaItem("y", 6, 2))),
+    ExtraKeys(adapter="x", adapter_offset=3),
+    ExtraKeys(adapter="x", adapter_offset=5),
+    ExtraKeys(adapter="y", adapter_offset=3, spans=(KeyedSpan("link", "x", 1, 3),)),
+    ExtraKeys(spans=(KeyedSpan("media", "x", 1, 3),)),
+    ExtraKeys(spans=(KeyedSpan("media", "y", 1, 3),)),
+    ExtraKeys(salt="y", spans=(KeyedSpan("media", "x", 1, 3), KeyedSpan("media", "y", 6, 2))),
 )
 
 
@@ -250,9 +253,9 @@ class World:
         fresh = [bits >> number & 1 for number in range(length % 12)] if length % 3 else []
         tokens = ([min(token, 1) for token in earlier[:cut]] + fresh)[: MAX_TOKENS - 4] or [1]
         keys = IDENTITIES[identity % len(IDENTITIES)] if identity % 2 else NO_EXTRA_KEYS
-        if any(item.offset + item.num_tokens > len(tokens) for item in keys.media):
+        if any(item.offset + item.num_tokens > len(tokens) for item in keys.spans):
             keys = NO_EXTRA_KEYS
-        for item in keys.media:
+        for item in keys.spans:
             tokens[item.offset : item.offset + item.num_tokens] = [PLACEHOLDER] * item.num_tokens
         self._num_admitted += 1
         hash_fn = COLLIDING if self.kind == "verified" else sha256
@@ -555,11 +558,13 @@ def _mark(before: int, content: object) -> int:
 def _marks(sequence: TokenSequence) -> list[int]:
     keys = sequence.extra_keys
     contents: list[object] = sequence.token_ids.tolist()
-    for item in keys.media:
+    for item in keys.spans:
         for at in range(item.num_tokens):
-            contents[item.offset + at] = (item.content_hash, at)
-    marks, mark = [], hash((keys.adapter, keys.salt, keys.embeddings_hash))
-    for content in contents:
+            contents[item.offset + at] = (item.kind, item.digest, at)
+    marks, mark = [], hash((keys.salt, keys.embeddings_hash))
+    for at, content in enumerate(contents):
+        if at == keys.adapter_offset and keys.adapter is not None:
+            mark = _mark(mark, ("adapter", keys.adapter))
         mark = _mark(mark, content)
         marks.append(mark)
     return marks

@@ -14,9 +14,9 @@ from foreword.cache import (
     FullAttentionSpec,
     HashFunction,
     HashIndex,
+    KeyedSpan,
     KVCacheManager,
     MambaSpec,
-    MediaItem,
     MissReason,
     SlidingWindowSpec,
     TokenSequence,
@@ -127,7 +127,11 @@ def test_a_failed_step_leaves_its_cause(index):
         ({"salt": "red"}, {"salt": "blue"}, MissReason.SALT_DIFFERS),
         ({"adapter": "sql"}, {"adapter": "chat"}, MissReason.ADAPTER_DIFFERS),
         ({"adapter": "sql"}, {}, MissReason.ADAPTER_DIFFERS),
-        ({"media": (MediaItem("cat", 0, 3),)}, {"media": (MediaItem("dog", 0, 3),)}, MissReason.MEDIA_DIFFERS),
+        (
+            {"spans": (KeyedSpan("media", "cat", 0, 3),)},
+            {"spans": (KeyedSpan("media", "dog", 0, 3),)},
+            MissReason.MEDIA_DIFFERS,
+        ),
         ({"embeddings_hash": "x"}, {"embeddings_hash": "y"}, MissReason.MEDIA_DIFFERS),
         ({"salt": "red", "adapter": "sql"}, {"salt": "red"}, MissReason.ADAPTER_DIFFERS),
     ],
@@ -146,8 +150,8 @@ def test_equal_tokens_under_other_keys_say_in_what_they_differ(index, cached, as
 @both_indexes
 def test_images_that_differ_in_the_second_block_are_found_up_to_it(index):
     manager = manager_with_ledger(index)
-    run(manager, sequence("a", range(8), media=(MediaItem("cat", 5, 2),)))
-    explanation = manager.explain(sequence("b", range(8), media=(MediaItem("dog", 5, 2),)))
+    run(manager, sequence("a", range(8), spans=(KeyedSpan("media", "cat", 5, 2),)))
+    explanation = manager.explain(sequence("b", range(8), spans=(KeyedSpan("media", "dog", 5, 2),)))
     assert explanation.num_hit_tokens == (4 if index == "hash" else 5)
     assert explanation.reason is MissReason.MEDIA_DIFFERS
 

@@ -80,10 +80,11 @@ from foreword.cache.index.radix import RadixIndex as RadixIndex, make_index as m
 from foreword.cache.index.tree_view import PrefixNode as PrefixNode
 from foreword.cache.keys.hashing import (
     NO_EXTRA_KEYS as NO_EXTRA_KEYS,
+    SPAN_KINDS as SPAN_KINDS,
     BlockHash as BlockHash,
     ExtraKeys as ExtraKeys,
     HashFunction as HashFunction,
-    MediaItem as MediaItem,
+    KeyedSpan as KeyedSpan,
     chain_root as chain_root,
     hash_block_tokens as hash_block_tokens,
     hash_blocks as hash_blocks,
@@ -91,7 +92,7 @@ from foreword.cache.keys.hashing import (
     sha256 as sha256,
     sha256_cbor as sha256_cbor,
 )
-from foreword.cache.keys.links import jump_item as jump_item, linked_item as linked_item
+from foreword.cache.keys.links import jump_span as jump_span, linked_span as linked_span
 from foreword.cache.keys.sequence import TokenSequence as TokenSequence, common_length as common_length
 from foreword.cache.manager import KVCacheManager as KVCacheManager
 from foreword.cache.tiered import elsewhere as elsewhere, in_pool as in_pool

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreword.cache import KVCacheManager, MediaItem, TokenSequence, jump_item, linked_item
+from foreword.cache import KeyedSpan, KVCacheManager, TokenSequence, jump_span, linked_span
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.errors import InvalidRequestError, PromptTooLongError, RequestTooLargeError
 from foreword.request import LinkedRun, Links, Request, SamplingParams, TokenLimits
@@ -149,7 +149,7 @@ class Intake:
         links, keys = self._links(prompt), prompt.extra_keys
         if links is not None:
             sources = self._sources(links, prompt) if sources is None else sources
-            keys = replace(keys, media=self._items(links, sources, prompt))
+            keys = replace(keys, spans=self._spans(links, sources, prompt))
         return TokenSequence(
             request_id,
             prompt.token_ids,
@@ -177,21 +177,21 @@ class Intake:
             key = tokens.tobytes()
             if key not in made:
                 # All of a source lies under the salt: what all tenants share of a prompt is no part of it.
-                source = Prompt(tokens, extra_keys=replace(prompt.extra_keys, salt_offset=0))
+                source = Prompt(tokens, extra_keys=replace(prompt.extra_keys, salt_offset=0, spans=()))
                 made[key] = self.sequence("", source)
             of_array[id(tokens)] = made[key]
         return tuple(of_array[id(run.source)] for run in links.runs)
 
-    def _items(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[MediaItem, ...]:
-        """The names of a prompt's linked tokens and gaps in block keys."""
-        size, items = self._manager.block_size, []
+    def _spans(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[KeyedSpan, ...]:
+        """A prompt's own spans, and the names of its linked tokens and gaps in block keys."""
+        size, spans = self._manager.block_size, [*prompt.extra_keys.spans]
         for run, source in zip(links.runs, sources, strict=True):
             key = source.block_hashes()[(run.source_end - 1) // size]
             position = int(links.positions[run.begin])
-            items.append(linked_item(key, run.first, run.end - run.begin, index=run.begin, position=position))
+            spans.append(linked_span(key, run.first, run.end - run.begin, index=run.begin, position=position))
         for at in links.jumps():
-            items.append(jump_item(int(prompt.token_ids[at]), index=at, position=int(links.positions[at])))
-        return tuple(sorted(items, key=lambda item: item.offset))
+            spans.append(jump_span(int(prompt.token_ids[at]), index=at, position=int(links.positions[at])))
+        return tuple(sorted(spans, key=lambda span: span.offset))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Most tokens to generate, all limits considered. Raises InvalidRequestError."""
@@ -261,11 +261,19 @@ class Intake:
             "prompt_logprobs": params.prompt_logprobs is not None,
             "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
             "marks of what to keep": bool(prompt.marks),
-            "media or embeddings": bool(prompt.extra_keys.media or prompt.extra_keys.embeddings_hash),
+            "embeddings": bool(prompt.extra_keys.embeddings_hash),
+            "adapter that begins inside it": bool(prompt.extra_keys.adapter and prompt.extra_keys.adapter_offset),
         }
         for what, is_given in unable.items():
             if is_given:
                 raise InvalidRequestError(f"a linked prompt takes no {what}; leave them out, or link nothing")
+        for span in prompt.extra_keys.spans:
+            run = next((run for run in links.runs if run.begin < span.end and span.offset < run.end), None)
+            if run is not None or any(span.offset <= at < span.end for at in links.jumps()):
+                raise InvalidRequestError(
+                    f"the {span.kind} span at positions {span.offset} to {span.end} (exclusive) touches tokens that a "
+                    "link copies or moves; link the documents before and after it"
+                )
         lengths = [len(tokens) for tokens in links.sources]
         last, most = int(links.positions[-1]), self._limits.max_model_len - 1
         if max([last + 1, *lengths]) > most:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import msgpack
 
-from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.cache import SPAN_KINDS, AllBlocksCleared, BlockRemoved, BlockStored
 
 WireHash = int | bytes
 Encoding = Literal["map", "array"]
@@ -148,10 +148,10 @@ def _extra_keys(keys: Sequence[str]) -> tuple[Any, ...] | None:
     found: list[Any] = []
     for key in keys:
         name, _, value = key.partition("=")
-        if name == "media":
-            offset, _, content = value.split(":", 2)
-            found.append((content, int(offset)))
-        elif name != "adapter":
+        if name in SPAN_KINDS:
+            offset, _, digest = value.split(":", 2)
+            found.append((digest, int(offset)))
+        elif name not in ("adapter", "adapter_at"):
             found.append(value)
     return tuple(found) or None
 

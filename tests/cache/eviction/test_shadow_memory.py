@@ -21,14 +21,15 @@ import pytest
 
 from foreword.cache import (
     NULL_BLOCK,
+    SPAN_KINDS,
     CacheLedger,
     ChunkedLocalSpec,
     ExtraKeys,
     FullAttentionSpec,
     HashIndex,
+    KeyedSpan,
     KVCacheManager,
     MambaSpec,
-    MediaItem,
     RadixIndex,
     SlidingWindowSpec,
     TokenSequence,
@@ -70,11 +71,13 @@ def number_of(prefix: object) -> int:
 def held_by(sequence: TokenSequence) -> list[Held]:
     """What the KV of each of a sequence's tokens is."""
     keys, contents = sequence.extra_keys, list[object](sequence.token_ids.tolist())
-    for item in keys.media:
+    for item in keys.spans:
         for at in range(item.num_tokens):
-            contents[item.offset + at] = (item.content_hash, item.num_tokens, at)  # whatever token stands there
-    held, before = [], number_of((keys.adapter, keys.embeddings_hash))
+            contents[item.offset + at] = (item.kind, item.digest, item.num_tokens, at)  # whatever token stands there
+    held, before = [], number_of(keys.embeddings_hash)
     for at, content in enumerate(contents):
+        if at == keys.adapter_offset and keys.adapter is not None:
+            before = number_of((before, "adapter", keys.adapter))
         before = number_of((before, content))
         held.append(Held(before, keys.salt if at >= keys.salt_offset else None))
     return held
@@ -123,22 +126,23 @@ class Shadow:
     # ---------------------------------------------------------------- requests
 
     def keys(self, length: int) -> ExtraKeys:
-        """Adapter, salt and media: from so few that they meet, at places that are anywhere."""
+        """Adapter, salt and spans: from so few that they meet, at places that are anywhere."""
         rng, media, free_from = self.rng, [], 0
         while rng.random() < 0.6:
             offset = free_from + rng.choice([0, 0, 1, 2, 3])
             num_tokens = rng.choice([1, 1, 2, 3, 5])
             if offset + num_tokens > length:
                 break
-            media.append(MediaItem(rng.choice(["cat", "dog"]), offset, num_tokens))
+            media.append(KeyedSpan(rng.choice(SPAN_KINDS[:2]), rng.choice(["cat", "dog"]), offset, num_tokens))
             free_from = offset + num_tokens
         places = [0, 0, rng.randrange(length + 3), *(item.offset for item in media)]
         return ExtraKeys(
-            adapter=rng.choice([None, None, None, "sql"]),
+            adapter=rng.choice([None, None, "sql", "code"]),
+            adapter_offset=rng.choice(places),
             embeddings_hash=rng.choice([None] * 9 + ["e"]),
             salt=rng.choice([None, "alice", "bob"]),
             salt_offset=rng.choice(places),
-            media=tuple(media),
+            spans=tuple(media),
         )
 
     def admit(self) -> None:
@@ -148,9 +152,9 @@ class Shadow:
         text = text[: MAX_TOKENS - 6]
         earlier = [request.sequence.extra_keys for request in self.running]
         keys = rng.choice([*earlier, self.keys(len(text))])
-        if any(item.offset + item.num_tokens > len(text) for item in keys.media):
-            keys = replace(keys, media=())
-        for item in keys.media:
+        if any(item.offset + item.num_tokens > len(text) for item in keys.spans):
+            keys = replace(keys, spans=())
+        for item in keys.spans:
             text[item.offset : item.offset + item.num_tokens] = [rng.choice([0, 2])] * item.num_tokens
         self.texts = [*self.texts[-5:], text]
         self.num_requests += 1

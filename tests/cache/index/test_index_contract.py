@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from foreword.cache import ExtraKeys, HashIndex, MediaItem, RadixIndex, TokenSequence
+from foreword.cache import ExtraKeys, HashIndex, KeyedSpan, RadixIndex, TokenSequence
 
 NUM_BLOCKS = 64
 INDEXES = {
@@ -324,7 +324,7 @@ def test_equal_tokens_of_two_tenants_are_kept_and_forgotten_apart(index, kind):
 
 
 def image(name, offset=2, num_tokens=4):
-    return {"media": (MediaItem(name, offset, num_tokens),)}
+    return {"spans": (KeyedSpan("media", name, offset, num_tokens),)}
 
 
 def test_placeholders_of_different_images_are_different_tokens(index):
@@ -341,16 +341,16 @@ def test_what_precedes_an_image_is_shared_and_what_follows_it_is_not(index):
 
 
 def test_an_image_at_another_place_is_another_prefix(index):
-    insert(index, "Axxxxxxx", 0, 1, media=(MediaItem("one", 1, 4),))
-    assert found(index, "Axxxxxxx", media=(MediaItem("one", 2, 4),)) == []
+    insert(index, "Axxxxxxx", 0, 1, spans=(KeyedSpan("media", "one", 1, 4),))
+    assert found(index, "Axxxxxxx", spans=(KeyedSpan("media", "one", 2, 4),)) == []
 
 
 def test_the_order_of_images_matters(index):
-    first, second = MediaItem("one", 0, 4), MediaItem("two", 4, 4)
-    insert(index, "xxxxxxxx", 0, 1, media=(first, second))
-    swapped = (MediaItem("two", 0, 4), MediaItem("one", 4, 4))
-    assert found(index, "xxxxxxxx", media=swapped) == []
-    assert found(index, "xxxxxxxx", media=(first, MediaItem("three", 4, 4))) == [0]
+    first, second = KeyedSpan("media", "one", 0, 4), KeyedSpan("media", "two", 4, 4)
+    insert(index, "xxxxxxxx", 0, 1, spans=(first, second))
+    swapped = (KeyedSpan("media", "two", 0, 4), KeyedSpan("media", "one", 4, 4))
+    assert found(index, "xxxxxxxx", spans=swapped) == []
+    assert found(index, "xxxxxxxx", spans=(first, KeyedSpan("media", "three", 4, 4))) == [0]
 
 
 # ------------------------------------------------------------------------------------------------ oracle
@@ -362,8 +362,8 @@ IDENTITIES = [
     {"adapter": "x"},
     {"salt": "x", "adapter": "x"},
     {"embeddings_hash": "x"},
-    {"media": (MediaItem("x", 0, 2),)},
-    {"media": (MediaItem("y", 0, 2),)},
+    {"spans": (KeyedSpan("media", "x", 0, 2),)},
+    {"spans": (KeyedSpan("media", "y", 0, 2),)},
 ]
 
 
@@ -475,18 +475,18 @@ def test_all_indexes_agree_on_whole_blocks_while_tails_go_before_heads():
 
 
 def test_one_picture_in_two_resolutions_is_two_pictures(index):
-    small, large = MediaItem("cat", 0, 4), MediaItem("cat", 0, 8)
-    insert(index, "xxxxxxxx", 0, 1, media=(small, MediaItem("dog", 4, 4)))
-    assert found(index, "xxxxxxxx", media=(large,)) == []
-    insert(index, "xxxxxxxx", 2, 3, media=(large,))
-    assert found(index, "xxxxxxxx", media=(large,)) == [2, 3]
-    assert found(index, "xxxxxxxx", media=(small, MediaItem("dog", 4, 4))) == [0, 1]
+    small, large = KeyedSpan("media", "cat", 0, 4), KeyedSpan("media", "cat", 0, 8)
+    insert(index, "xxxxxxxx", 0, 1, spans=(small, KeyedSpan("media", "dog", 4, 4)))
+    assert found(index, "xxxxxxxx", spans=(large,)) == []
+    insert(index, "xxxxxxxx", 2, 3, spans=(large,))
+    assert found(index, "xxxxxxxx", spans=(large,)) == [2, 3]
+    assert found(index, "xxxxxxxx", spans=(small, KeyedSpan("media", "dog", 4, 4))) == [0, 1]
 
 
 @pytest.mark.parametrize("salt_offset", [4, 5])
 def test_a_salt_that_begins_at_a_placeholder_hides_no_picture(index, salt_offset):
     def salted(name):
-        return {"salt": "x", "salt_offset": salt_offset, "media": (MediaItem(name, 4, 2),)}
+        return {"salt": "x", "salt_offset": salt_offset, "spans": (KeyedSpan("media", name, 4, 2),)}
 
     insert(index, "ABCDyyEF", 0, 1, **salted("cat"))
     match = index.match(sequence("ABCDyyEF", **salted("dog")))
@@ -498,6 +498,6 @@ def test_a_salt_that_begins_at_a_placeholder_hides_no_picture(index, salt_offset
 def test_a_picture_named_like_a_salt_is_a_picture(index):
     """A client chooses the hash, so no text may stand for something else."""
     insert(index, "ABCDEFGH", 0, 1, salt="x", salt_offset=5)
-    match = index.match(sequence("ABCDEFGH", media=(MediaItem("salted token 70 x", 5, 1),)))
+    match = index.match(sequence("ABCDEFGH", spans=(KeyedSpan("media", "salted token 70 x", 5, 1),)))
     assert match.block_ids.tolist() == [0]
     assert match.partial is None or match.partial.num_tokens == 1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from foreword.cache import ExtraKeys, KVCacheManager, MediaItem, RadixIndex, TokenSequence
+from foreword.cache import ExtraKeys, KeyedSpan, KVCacheManager, RadixIndex, TokenSequence
 
 
 def sequence(tokens, name="r", block_size=4, **extra):
@@ -69,8 +69,8 @@ def test_forgetting_a_block_forgets_what_follows_it_and_nothing_else():
 
 
 def test_placeholders_of_different_images_do_not_match():
-    image = {"media": (MediaItem("one", 2, 4),)}
-    other = {"media": (MediaItem("two", 2, 4),)}
+    image = {"spans": (KeyedSpan("media", "one", 2, 4),)}
+    other = {"spans": (KeyedSpan("media", "two", 2, 4),)}
     index = RadixIndex(32, 4)
     index.insert(sequence("ABxxxxCD", **image), 0, np.array([0, 1], np.int32))
     index.check_integrity()
@@ -80,7 +80,7 @@ def test_placeholders_of_different_images_do_not_match():
 
 
 def picture(name, offset=1, num_tokens=3):
-    return {"media": (MediaItem(name, offset, num_tokens),)}
+    return {"spans": (KeyedSpan("media", name, offset, num_tokens),)}
 
 
 def test_media_that_are_only_looked_up_are_not_remembered():

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from foreword.cache import (
+    SPAN_KINDS,
     ExtraKeys,
     HashFunction,
-    MediaItem,
+    KeyedSpan,
     TokenSequence,
     chain_root,
     hash_block_tokens,
@@ -48,7 +49,7 @@ def test_keys_do_not_depend_on_the_process(name):
         pytest.importorskip("xxhash")
     code = (
         "import numpy as np; from foreword.cache import *;"
-        "extra = ExtraKeys(adapter='a', salt='s', media=(MediaItem('x', 5, 9),), embeddings_hash='e');"
+        "extra = ExtraKeys(adapter='a', salt='s', spans=(KeyedSpan('media', 'x', 5, 9),), embeddings_hash='e');"
         f"options = dict(block_size=16, hash_fn=make_hash_function('{name}'), root=chain_root('m'));"
         "chains = [TokenSequence('r', np.arange(100, 164), extra_keys=extra_keys, **options).block_hashes()"
         " for extra_keys in (NO_EXTRA_KEYS, extra)];"
@@ -64,7 +65,7 @@ def test_keys_do_not_depend_on_the_process(name):
         ).stdout.strip()
         for seed in ("0", "random")
     }
-    extra = ExtraKeys(adapter="a", salt="s", media=(MediaItem("x", 5, 9),), embeddings_hash="e")
+    extra = ExtraKeys(adapter="a", salt="s", spans=(KeyedSpan("media", "x", 5, 9),), embeddings_hash="e")
     own = [
         key.hex()
         for keys_of_own in (ExtraKeys(), extra)
@@ -105,6 +106,33 @@ def test_growing_hashes_only_the_new_blocks():
     assert sequence.block_hashes() == chain()
 
 
+def test_an_adapter_counts_from_its_first_token_on():
+    """Tokens before it have the model's own KV. Where it begins inside a block counts, too."""
+    tokens = list(range(16))
+
+    def hashes(**keys):
+        return TokenSequence("r", tokens, block_size=4, extra_keys=ExtraKeys(**keys)).block_hashes()
+
+    plain, whole = hashes(), hashes(adapter="d1")
+    assert not {*plain} & {*whole}
+    at = {place: hashes(adapter="d1", adapter_offset=place) for place in (3, 4, 5, 6, 8)}
+    for place, found in at.items():
+        assert found[: place // 4] == plain[: place // 4]
+        others = [key for other in at if other != place for key in at[other]]
+        assert not {*found[place // 4 :]} & {*plain, *whole, *others}
+    assert ExtraKeys(adapter="1:x").of_block(0, 4) != ExtraKeys(adapter="x", adapter_offset=1).of_block(0, 4)
+    assert hashes(adapter="d2", adapter_offset=5)[1] != at[5][1]
+    keys = ExtraKeys(adapter="d1", adapter_offset=5)
+    assert keys.of_blocks(0, 4, 4) == [keys.of_block(start, start + 4) for start in range(0, 16, 4)]
+    with pytest.raises(InvalidRequestError, match="adapter_offset=-1"):
+        ExtraKeys(adapter="d1", adapter_offset=-1).check(3)
+
+
+def test_spans_of_unlike_kinds_differ():
+    kinds = {ExtraKeys(spans=(KeyedSpan(kind, "x", 1, 2),)).of_block(0, 4) for kind in SPAN_KINDS}
+    assert kinds == {("media=1:2:x",), ("link=1:2:x",), ("jump=1:2:x",)}
+
+
 @pytest.mark.parametrize(
     "extra",
     [ExtraKeys(salt="tenant"), ExtraKeys(adapter="tenant"), ExtraKeys(embeddings_hash="tenant")],
@@ -125,9 +153,9 @@ def test_extra_keys_cannot_be_forged_by_concatenation():
 
 def test_every_block_that_holds_a_placeholder_carries_the_image():
     # 10 text tokens, an image of 41 placeholders, block size 16: the image touches blocks 0 to 3.
-    image = ExtraKeys(media=(MediaItem("sha-of-image", offset=10, num_tokens=41),))
+    image = ExtraKeys(spans=(KeyedSpan("media", "sha-of-image", offset=10, num_tokens=41),))
     assert [bool(image.of_block(start, start + 16)) for start in range(0, 80, 16)] == [True] * 4 + [False]
-    other = ExtraKeys(media=(MediaItem("sha-of-another", offset=10, num_tokens=41),))
+    other = ExtraKeys(spans=(KeyedSpan("media", "sha-of-another", offset=10, num_tokens=41),))
     assert not set(chain(extra=image)) & set(chain(extra=other))
 
 
@@ -143,8 +171,8 @@ def test_every_block_that_holds_a_placeholder_carries_the_image():
     ids=["behind the prompt", "before it", "empty", "overlapping", "out of order"],
 )
 def test_media_that_are_not_side_by_side_in_the_prompt_are_refused(items):
-    extra = ExtraKeys(media=tuple(MediaItem(*item) for item in items))
-    with pytest.raises(InvalidRequestError, match=r"media item '[xy]' occupies positions .* inside the prompt"):
+    extra = ExtraKeys(spans=tuple(KeyedSpan("media", *item) for item in items))
+    with pytest.raises(InvalidRequestError, match=r"media span '[xy]' occupies positions .* inside the prompt"):
         TokenSequence("r", TOKENS, block_size=16, extra_keys=extra)
 
 
@@ -155,7 +183,8 @@ def test_the_salt_enters_only_the_first_block():
 
 
 def test_keys_of_many_blocks_are_those_of_each_block():
-    extra = ExtraKeys(adapter="a", salt="s", media=(MediaItem("x", 5, 9), MediaItem("y", 30, 1)), embeddings_hash="e")
+    spans = (KeyedSpan("media", "x", 5, 9), KeyedSpan("media", "y", 30, 1))
+    extra = ExtraKeys(adapter="a", salt="s", spans=spans, embeddings_hash="e")
     tokens = np.arange(60_000, 60_048, dtype=np.int32)
     for hash_fn in (sha256, sha256_cbor):
         for first in (0, 4, 16):
@@ -177,7 +206,7 @@ def test_the_fingerprint_separates_models_that_share_a_cache():
 
 # The vectors of docs/concepts/keys.md. Whoever changes one of them invalidates every stored cache.
 PROMPT = [100, 200, 300, 400, 70000, 5, 6, 7]
-ALL_KEYS = ExtraKeys(adapter="sql", salt="tenant-a", media=(MediaItem("c0ffee", 3, 2),))
+ALL_KEYS = ExtraKeys(adapter="sql", salt="tenant-a", spans=(KeyedSpan("media", "c0ffee", 3, 2),))
 VECTORS = [
     (
         "sha256",
@@ -363,18 +392,18 @@ def test_a_block_has_the_items_that_reach_into_it_whatever_their_number():
     rng = np.random.default_rng(0)
     edges = np.unique(rng.integers(0, 4000, 600)).tolist()
     items = tuple(
-        MediaItem(str(number), begin, int(rng.integers(1, end - begin + 1)))
+        KeyedSpan("media", str(number), begin, int(rng.integers(1, end - begin + 1)))
         for number, (begin, end) in enumerate(itertools.pairwise(edges))
     )
-    extra = ExtraKeys(media=items)
+    extra = ExtraKeys(spans=items)
     for start in range(0, 4096, 16):
         inside = [item for item in items if item.offset < start + 16 and start < item.offset + item.num_tokens]
-        expected = [f"media={item.offset - start}:{item.num_tokens}:{item.content_hash}" for item in inside]
+        expected = [f"media={item.offset - start}:{item.num_tokens}:{item.digest}" for item in inside]
         assert list(extra.of_block(start, start + 16)) == expected
-    twin, other = ExtraKeys(media=(*items,)), ExtraKeys(media=(MediaItem("other", 0, 1), *items[1:]))
+    twin, other = ExtraKeys(spans=(*items,)), ExtraKeys(spans=(KeyedSpan("media", "other", 0, 1), *items[1:]))
     assert len({extra, twin, other}) == 2
 
 
 def test_the_key_of_a_block_tells_how_many_placeholders_its_item_has():
-    of_sizes = [ExtraKeys(media=(MediaItem("cat", 3, size),)).of_block(0, 16) for size in (64, 256)]
+    of_sizes = [ExtraKeys(spans=(KeyedSpan("media", "cat", 3, size),)).of_block(0, 16) for size in (64, 256)]
     assert of_sizes == [("media=3:64:cat",), ("media=3:256:cat",)]

@@ -38,8 +38,8 @@ from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIn
 from foreword.cache.index.radix_tree import NO_TAIL, NOT_INDEXED, Namespace, RadixNode, RadixTree
 from foreword.cache.index.tree_view import PrefixNode, top_nodes
 from foreword.cache.keys.hashing import ExtraKeys, TokenArray
-from foreword.cache.keys.media_numbers import MediaNumbers, Placed, placed_media, placed_stretches
 from foreword.cache.keys.sequence import TokenSequence, common_length
+from foreword.cache.keys.span_numbers import Placed, SpanNumbers, placed_spans, placed_stretches
 
 
 class RadixIndex(RadixTree):
@@ -66,7 +66,7 @@ class RadixIndex(RadixTree):
         """The node in which a sequence's last insertion ended, the node's `num_cuts` at that time, and the position."""
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
-        self._media = MediaNumbers(self._num_blocks)
+        self._spans = SpanNumbers(self._num_blocks)
         self._num_indexed = 0
         self._tails: dict[int, RadixNode] = {}
         """The node that ends with the tail in each block."""
@@ -97,7 +97,7 @@ class RadixIndex(RadixTree):
         node, position, _ = self._walk(_namespace(sequence.extra_keys), tokens)
         if position == len(tokens):
             return None
-        own = self._media.replace(sequence.token_ids, placed_media(sequence.extra_keys))
+        own = self._spans.replace(sequence.token_ids, placed_spans(sequence.extra_keys))
         ours = tuple(own[position : position + num_tokens].tolist())
         theirs: list[int] = []
         start = position
@@ -106,7 +106,7 @@ class RadixIndex(RadixTree):
             start = node.end
             node = next(iter(node.children.values()), None)
         theirs = list(
-            takewhile(lambda token: self._media.salted_token(token) is None, theirs)
+            takewhile(lambda token: self._spans.first_token(token) is None, theirs)
         )  # the rest is under another salt
         return Divergence(position, ours, tuple(theirs))
 
@@ -354,19 +354,19 @@ class RadixIndex(RadixTree):
     # -------------------------------------------------------------------- keys
 
     def _tokens(self, sequence: TokenSequence) -> TokenArray:
-        """The sequence's tokens, with numbers below 0 for media and for the token at which its salt begins."""
+        """The sequence's tokens, with numbers below 0 for spans and for the tokens at which salt and adapter begin."""
         placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
-        return self._media.replace(sequence.token_ids, placed) if placed else sequence.token_ids
+        return self._spans.replace(sequence.token_ids, placed) if placed else sequence.token_ids
 
     def _know(self, placed: Sequence[Placed]) -> None:
         """Give these stretches numbers. If there are too many, first forget those that are in no node any more."""
-        if self._media.is_full(placed):
+        if self._spans.is_full(placed):
             nodes = list(self._nodes.values())
-            for node, tokens in zip(nodes, self._media.keep(node.tokens.copy() for node in nodes), strict=True):
+            for node, tokens in zip(nodes, self._spans.keep(node.tokens.copy() for node in nodes), strict=True):
                 node.tokens = tokens
             for node in nodes:
                 node.children = {int(child.tokens[0]): child for child in node.children.values()}
-        self._media.add(placed)
+        self._spans.add(placed)
 
     # -------------------------------------------------------------------- view
 
@@ -374,10 +374,10 @@ class RadixIndex(RadixTree):
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
         def meaning(number: int) -> tuple[int, str | None]:
-            salted = self._media.salted_token(number)
+            salted = self._spans.first_token(number)
             if salted is None:
                 return number, None
-            return (salted.token_id if salted.media is None else number), salted.salt
+            return (salted.token_id if salted.content is None else number), salted.salt
 
         roots = ((salt, root) for (_, salt, _), root in self._roots.items())
         return top_nodes(
@@ -420,4 +420,5 @@ def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int)
 
 
 def _namespace(keys: ExtraKeys) -> Namespace:
-    return (keys.adapter, None if keys.salt_offset else keys.salt, keys.embeddings_hash)
+    adapter, salt = None if keys.adapter_offset else keys.adapter, None if keys.salt_offset else keys.salt
+    return (adapter, salt, keys.embeddings_hash)

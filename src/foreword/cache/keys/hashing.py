@@ -16,10 +16,10 @@ import logging
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from numbers import Integral
-from typing import Literal, NewType, Protocol
+from typing import Literal, NewType, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -110,15 +110,25 @@ ROOT_HASH = chain_root()
 """The parent of every first block when there is no fingerprint."""
 
 
-@dataclass(frozen=True, slots=True)
-class MediaItem:
-    """An image, sound or video inside a prompt: its content hash and the placeholders it occupies."""
+SpanKind = Literal["media", "link", "jump"]
+SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
-    content_hash: str
+
+@dataclass(frozen=True, slots=True)
+class KeyedSpan:
+    """Tokens of a prompt whose KV depends on more than the token ids up to them."""
+
+    kind: SpanKind
+    """Placeholders of an image, sound or video; tokens that are copied (`keys/links.py`); one whose position jumps."""
+    digest: str
+    """Whatever their KV depends on besides: of a picture, its content and how it was prepared."""
     offset: int
-    """Position of the first placeholder token."""
+    """Position of the first token."""
     num_tokens: int
-    """Number of placeholder tokens."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,50 +139,55 @@ class ExtraKeys:
     """
 
     adapter: str | None = None
-    """Name of the LoRA adapter; part of every block's keys."""
+    """A digest of the adapter's content (LoRA, say), not its name: a retrained adapter has other KV. Part of the keys
+    of all blocks from `adapter_offset` on."""
+    adapter_offset: int = 0
+    """The position of the first token that the adapter computes; all requests share the tokens before it."""
     salt: str | None = None
     """The tenant's salt; part of one block's keys, and so of all keys after it in the chain."""
     salt_offset: int = 0
     """The position of the first token under the salt; all requests share the tokens before it."""
-    media: tuple[MediaItem, ...] = ()
-    """In order of position, without overlaps; an item is part of the keys of all blocks that hold its placeholders."""
+    spans: tuple[KeyedSpan, ...] = ()
+    """In order of position, without overlaps; a span is part of the keys of all blocks that hold its tokens."""
     embeddings_hash: str | None = None
     """Hash of prompt embeddings that replace token ids; part of every block's keys."""
 
     def __hash__(self) -> int:
-        """The last item stands for all: a prompt with links may have hundreds, and the ledger asks for each block."""
-        return hash((self.adapter, self.salt, self.salt_offset, self.media[-1:], self.embeddings_hash))
+        """The last span stands for all: a prompt with links may have hundreds, and the ledger asks for each block."""
+        places = self.adapter_offset, self.salt_offset
+        return hash((self.adapter, self.salt, places, self.spans[-1:], self.embeddings_hash))
 
     def check(self, num_tokens: int) -> None:
         """Raise InvalidRequestError unless these fit a prompt of `num_tokens` tokens.
 
-        Media items must lie inside the prompt, one after the other, and the salt must not begin before it.
+        Spans must lie inside the prompt, one after the other; neither adapter nor salt may begin before it.
         """
-        if self.salt_offset < 0:
-            raise InvalidRequestError(
-                f"salt_offset={self.salt_offset} is before the first token, so the salt would separate nothing; "
-                "give 0 or more"
-            )
-        free_from = 0
-        for item in self.media:
-            end = item.offset + item.num_tokens
-            if not free_from <= item.offset < end <= num_tokens:
+        for name in ("adapter_offset", "salt_offset"):
+            if getattr(self, name) < 0:
                 raise InvalidRequestError(
-                    f"media item {item.content_hash!r} occupies positions {item.offset} to {end} (exclusive), but "
-                    f"only {free_from} to {num_tokens} are left for it; give items in order, inside the prompt, apart"
+                    f"{name}={getattr(self, name)} is before the first token, and keeps nothing apart; give 0 or more"
                 )
-            free_from = end
+        free_from = 0
+        for span in self.spans:
+            if not free_from <= span.offset < span.end <= num_tokens:
+                raise InvalidRequestError(
+                    f"{span.kind} span {span.digest!r} occupies positions {span.offset} to {span.end} (exclusive), but "
+                    f"only {free_from} to {num_tokens} are left for it; give spans in order, inside the prompt, apart"
+                )
+            free_from = span.end
 
     def of_block(self, start: int, end: int) -> tuple[str, ...]:
         """The extra keys of the block that holds positions `start` to `end` (exclusive), in a fixed order."""
         keys: list[str] = []
-        if self.adapter is not None:
+        if self.adapter is not None and self.adapter_offset <= start:
             keys.append(f"adapter={self.adapter}")
+        elif self.adapter is not None and self.adapter_offset < end:  # tokens before it have the model's own KV
+            keys.append(f"adapter_at={self.adapter_offset - start}:{self.adapter}")
         if self.embeddings_hash is not None:
             keys.append(f"embeddings={self.embeddings_hash}")
-        first = bisect_right(self.media, start, key=lambda item: item.offset + item.num_tokens)
-        for item in takewhile(lambda item: item.offset < end, self.media[first:]):
-            keys.append(f"media={item.offset - start}:{item.num_tokens}:{item.content_hash}")
+        first = bisect_right(self.spans, start, key=lambda span: span.end)
+        for span in takewhile(lambda span: span.offset < end, self.spans[first:]):
+            keys.append(f"{span.kind}={span.offset - start}:{span.num_tokens}:{span.digest}")
         if self.salt is not None and start <= self.salt_offset < end:
             keys.append(f"salt={self.salt}")
         return tuple(keys)
@@ -180,10 +195,14 @@ class ExtraKeys:
     def of_blocks(self, first_position: int, block_size: int, num_blocks: int) -> list[tuple[str, ...]]:
         """`of_block` for consecutive blocks; computes it only for blocks that differ from their neighbours."""
         everywhere = ExtraKeys(adapter=self.adapter, embeddings_hash=self.embeddings_hash)
-        keys = [everywhere.of_block(1, 2)] * num_blocks
-        special = {(self.salt_offset - first_position) // block_size} & set(range(num_blocks))
-        for item in self.media:
-            start, end = item.offset - first_position, item.offset + item.num_tokens - first_position
+        adapted = (self.adapter_offset - first_position) // block_size
+        adapted = num_blocks if self.adapter is None else min(max(adapted, 0), num_blocks)
+        plain = replace(everywhere, adapter=None).of_block(1, 2)
+        keys = [plain] * adapted + [everywhere.of_block(1, 2)] * (num_blocks - adapted)
+        special = {(at - first_position) // block_size for at in (self.adapter_offset, self.salt_offset)}
+        special &= set(range(num_blocks))
+        for span in self.spans:
+            start, end = span.offset - first_position, span.end - first_position
             special.update(range(max(0, start // block_size), min(num_blocks, -(-end // block_size))))
         for block in special:
             start = first_position + block * block_size

@@ -6,7 +6,7 @@ A block that holds linked tokens has keys of its own, like a block that holds an
 and all keys after it in the chain differ too. So what is approximate cannot mix with what is exact. A run's name says
 everything on which its KV depends besides the model, the salt and the tokens before it:
 
-    link1: SHA-256( key of the source's block in which the run ends | first, number of tokens, position )
+    SHA-256( key of the source's block in which the run ends | first, number of tokens, position )
 
 The source's key stands for all of the source up to there, and for its salt. Tokens that are computed in the prompt need
 no name: their KV depends on the tokens before them, which the chain knows, and on their own positions. Where positions
@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import hashlib
 
-from foreword.cache.keys.hashing import BlockHash, MediaItem
+from foreword.cache.keys.hashing import BlockHash, KeyedSpan
 
 
-def linked_item(source_key: BlockHash, first: int, num_tokens: int, *, index: int, position: int) -> MediaItem:
+def linked_span(source_key: BlockHash, first: int, num_tokens: int, *, index: int, position: int) -> KeyedSpan:
     """The name of a run of `num_tokens` tokens at `index`, from the source's token number `first` on."""
     told = b"%b|%d|%d|%d" % (source_key, first, num_tokens, position)
-    return MediaItem(f"link1:{hashlib.sha256(told).hexdigest()}", index, num_tokens)
+    return KeyedSpan("link", hashlib.sha256(told).hexdigest(), index, num_tokens)
 
 
-def jump_item(token_id: int, *, index: int, position: int) -> MediaItem:
+def jump_span(token_id: int, *, index: int, position: int) -> KeyedSpan:
     """The name of a computed token that stands at another position than the one after the token before it.
 
-    It names the token too: an index of tokens has a number for the item in the token's place.
+    It names the token too: an index of tokens has a number for the span in the token's place.
     """
-    return MediaItem(f"jump:{position}:{token_id}", index, 1)
+    return KeyedSpan("jump", f"{position}:{token_id}", index, 1)

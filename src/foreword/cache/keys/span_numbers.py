@@ -1,4 +1,4 @@
-"""Numbers that represent, in an index of tokens, media placeholders and the tokens at which salts begin.
+"""Numbers that represent, in an index of tokens, spans and the tokens at which salts and adapters begin.
 
 Knows what each number represents; knows nothing of trees or blocks.
 """
@@ -11,68 +11,74 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.keys.hashing import ExtraKeys, TokenArray
+from foreword.cache.keys.hashing import ExtraKeys, SpanKind, TokenArray
 
 UNKNOWN = -1
-"""Represents placeholders of unknown items; no index ever contains it."""
+"""Represents tokens of unknown spans; no index ever contains it."""
 LOWEST = int(np.iinfo(np.int32).min)
 
 
 @dataclass(frozen=True, slots=True)
-class Media:
-    """A media item, identified by its content and its number of placeholders, at any position."""
+class Content:
+    """What a span holds, at any position."""
 
-    content_hash: str
+    kind: SpanKind
+    digest: str
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class SaltedToken:
-    """The first token that a salt keeps apart, inside a prompt."""
+class FirstToken:
+    """The first token that a salt keeps apart, or that an adapter computes, inside a prompt."""
 
-    salt: str
+    salt: str | None
+    adapter: str | None
     token_id: int
-    media: Media | None
-    """The item whose placeholder this is; None for an ordinary token."""
+    content: Content | None
+    """The content of the span that the token lies in; None for an ordinary token."""
     at: int
-    """The index of that placeholder within its item."""
+    """The index of the token within its span."""
 
     @property
     def num_tokens(self) -> int:
         return 1
 
 
-Stretch = Media | SaltedToken
+Stretch = Content | FirstToken
 Placed = tuple[int, Stretch]
 """The position of a stretch's first token in a sequence, and the stretch."""
 
 
-def placed_media(keys: ExtraKeys) -> list[Placed]:
-    """The media of a sequence."""
-    return [(item.offset, Media(item.content_hash, item.num_tokens)) for item in keys.media]
+def placed_spans(keys: ExtraKeys) -> list[Placed]:
+    """The spans of a sequence."""
+    return [(span.offset, Content(span.kind, span.digest, span.num_tokens)) for span in keys.spans]
 
 
 def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]:
-    """The stretches of a sequence that numbers replace: its media, and the token at which its salt begins.
+    """The stretches of a sequence that numbers replace: its spans, and the tokens at which salt and adapter begin.
 
-    A salt that begins at the first token needs no number. The salted token comes last, because it may replace the
-    number of one of an item's placeholders. It names that placeholder, so equal salts at different items differ.
+    What begins at the first token needs no number. First tokens come last, because they may replace the number of a
+    span's token. They name that token, so equal salts at different spans differ.
     """
-    if not keys.media and (keys.salt is None or not keys.salt_offset):
+    salted = keys.salt_offset if keys.salt is not None else 0
+    adapted = keys.adapter_offset if keys.adapter is not None else 0
+    if not keys.spans and not salted and not adapted:
         return ()
-    placed = placed_media(keys)
-    if keys.salt is None or not 0 < keys.salt_offset < len(token_ids):
-        return placed
-    place = keys.salt_offset
-    salted = SaltedToken(keys.salt, int(token_ids[place]), None, 0)
-    for offset, item in placed:
-        if offset <= place < offset + item.num_tokens:
-            assert isinstance(item, Media)
-            salted = SaltedToken(keys.salt, 0, item, place - offset)
-    return [*placed, (place, salted)]
+    placed = placed_spans(keys)
+    firsts: list[Placed] = []
+    for place in sorted({salted, adapted}):
+        if 0 < place < len(token_ids):
+            own = keys.salt if place == salted else None, keys.adapter if place == adapted else None
+            first = FirstToken(*own, int(token_ids[place]), None, 0)
+            for offset, content in placed:
+                if offset <= place < offset + content.num_tokens:
+                    assert isinstance(content, Content)
+                    first = FirstToken(*own, 0, content, place - offset)
+            firsts.append((place, first))
+    return [*placed, *firsts]
 
 
-class MediaNumbers:
+class SpanNumbers:
     """Gives each token of a stretch a number below UNKNOWN, from the top down.
 
         cat, 3 placeholders   -2 -3 -4      dog, 2 placeholders   -5 -6
@@ -101,7 +107,7 @@ class MediaNumbers:
         for _, stretch in placed:
             if stretch not in self._first_of:
                 self._give_numbers(stretch)
-        assert self._next >= LOWEST, "the index holds more placeholders than there are numbers"
+        assert self._next >= LOWEST, "the index holds more tokens of spans than there are numbers"
 
     def _give_numbers(self, stretch: Stretch) -> None:
         self._first_of[stretch] = self._next
@@ -117,10 +123,10 @@ class MediaNumbers:
             places[:] = UNKNOWN if first is None else first - np.arange(len(places))
         return tokens
 
-    def salted_token(self, number: int) -> SaltedToken | None:
-        """The token that this number represents, if a salt begins there."""
+    def first_token(self, number: int) -> FirstToken | None:
+        """The token that this number represents, if a salt or an adapter begins there."""
         stretch = self._stretch_of.get(number) if number < 0 else None
-        return stretch if isinstance(stretch, SaltedToken) else None
+        return stretch if isinstance(stretch, FirstToken) else None
 
     def keep(self, used: Iterable[TokenArray]) -> list[TokenArray]:
         """Forget the stretches that have no number in these tokens; returns the tokens, renumbered."""
