@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KeyedSpan
 from foreword.engine import Prompt
+from foreword.errors import InvalidRequestError
 from foreword.request import LinkedRun, Links, SamplingParams
 from hash_runner import HashEngine
 
@@ -22,7 +24,12 @@ def engine_of(**options: Any) -> HashEngine:
 
 
 def add_linked(
-    parts: HashEngine, request_id: str, *text: Sequence[int] | LinkedRun, priority: int = 0, tenant: str | None = None
+    parts: HashEngine,
+    request_id: str,
+    *text: Sequence[int] | LinkedRun,
+    priority: int = 0,
+    tenant: str | None = None,
+    keys: ExtraKeys = NO_EXTRA_KEYS,
 ) -> None:
     """Queue a prompt of texts and runs; `begin` and `end` of a run are told from where it stands."""
     tokens: list[int] = []
@@ -35,7 +42,7 @@ def add_linked(
         else:
             tokens += part
     links = Links("first-k", tuple(runs), np.arange(len(tokens), dtype=np.int32))
-    prompt = Prompt(np.array(tokens, np.int32), priority=priority, links=links, owner=tenant)
+    prompt = Prompt(np.array(tokens, np.int32), priority=priority, links=links, owner=tenant, extra_keys=keys)
     parts.engine.add_request(request_id, prompt, ONE_TOKEN)
 
 
@@ -125,3 +132,27 @@ def test_a_tenant_s_evicted_source_is_computed_when_its_turn_comes() -> None:
     while parts.engine.has_unfinished_requests():
         order += parts.step()
     assert order.index("bob") < order.index("ada 4") < order.index("ada 7")
+
+
+def test_a_picture_and_a_link_stand_in_one_prompt() -> None:
+    """Whoever has another picture shares the link's source, and nothing of the prompt."""
+    parts, computed = engine_of(), []
+    for number, picture in enumerate(("cat", "cat", "dog")):
+        before = parts.engine.num_computed_tokens
+        keys = ExtraKeys(spans=(KeyedSpan("media", picture, 0, 2),))
+        add_linked(parts, str(number), OTHER, run_of(COMMON), [9], keys=keys)
+        parts.drain()
+        computed.append(parts.engine.num_computed_tokens - before)
+    assert computed == [len(COMMON) + 3, 1, 3]
+    for offset, length in ((2, 1), (1, 2), (9, 2)):
+        with pytest.raises(
+            InvalidRequestError, match=rf"span at positions {offset} to {offset + length} .*a link copies"
+        ):
+            add_linked(
+                parts,
+                "x",
+                OTHER,
+                run_of(COMMON),
+                [9],
+                keys=ExtraKeys(spans=(KeyedSpan("media", "cat", offset, length),)),
+            )

@@ -87,7 +87,7 @@ def test_media_that_are_only_looked_up_are_not_remembered():
     index = index_of(("Axxx", [0]))
     for number in range(100):
         assert found(index, "Axxx", **picture(f"image {number}")) == ([], (0, 1))
-    assert len(index._media) == 0
+    assert len(index._spans) == 0
 
 
 def test_media_whose_blocks_are_gone_are_forgotten_and_the_others_are_still_found():
@@ -97,7 +97,7 @@ def test_media_whose_blocks_are_gone_are_forgotten_and_the_others_are_still_foun
             index.remove(np.array([number % 10], np.int32))
         name = f"image {number}"
         index.insert(sequence("Axxx", **picture(name)), 0, np.array([number % 10], np.int32))
-        assert len(index._media) <= 32
+        assert len(index._spans) <= 32
         index.check_integrity()
         for other in range(max(0, number - 9), number + 1):
             assert found(index, "Axxx", **picture(f"image {other}")) == ([other % 10], None)
@@ -108,12 +108,12 @@ def test_numbers_for_media_do_not_run_out():
     """Near the end of int32 they are given anew, and mean what they meant before."""
     index = RadixIndex(1000, 4)
     index.insert(sequence("xxxxxxxA", **picture("a", 0, 7)), 0, np.array([0, 1], np.int32))
-    index._media._next = -(2**31) + 20
+    index._spans._next = -(2**31) + 20
     index.insert(sequence("xxxxxxxB", **picture("b", 0, 7)), 0, np.array([2, 3], np.int32))
     index.insert(sequence("Axxxxxxx", **picture("c", 1, 7)), 0, np.array([4, 5], np.int32))
     index.insert(sequence("Bxxxxxxx", **picture("d", 1, 7)), 0, np.array([6, 7], np.int32))
     index.check_integrity()
-    assert index._media._next > -100
+    assert index._spans._next > -100
     assert found(index, "xxxxxxxA", **picture("a", 0, 7)) == ([0, 1], None)
     assert found(index, "xxxxxxxB", **picture("b", 0, 7)) == ([2, 3], None)
     assert found(index, "Axxxxxxx", **picture("c", 1, 7)) == ([4, 5], None)
