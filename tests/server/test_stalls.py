@@ -22,6 +22,8 @@ ENDLESS_STREAM = {"input": "x", "stream": True, "top_logprobs": 20, "max_output_
 """Its last events repeat all of the answer."""
 GEMINI = "/v1/models/foreword-demo:generateContent"
 SCHEMAS, MODULES, CONTENTS = "/v1/pml/schemas", "/v1/pml/completions", "/v1beta/cachedContents"
+NUM_LINKED = 450
+"""Documents of one block and two tokens: as many as the context holds."""
 AT_ONCE = ("/v1/completions", '{"prompt": "x", "max_tokens": 1}')
 
 
@@ -88,11 +90,18 @@ def unions(members: list[str], count: int) -> str:
     return f"<schema name='s'>x{''.join(written)}y</schema>"
 
 
+def scaffolds(count: int) -> str:
+    """Modules that all are computed after the same long one."""
+    written = "".join(module(f"m{number}", f"x{number}", "long") for number in range(count))
+    return f"<schema name='s'>{module('long', 'word and ' * 400)}{written}</schema>"
+
+
 def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
     """Bodies that are read to the end: the most that the counts let through."""
     tokens = [7] * 8000
     message = {"role": "user", "content": "x"}
     parts = [{"type": "text", "text": "x" * 12}] * 8000
+    linked = {"documents": [f"{at:04}{' y z x' * 4}" for at in range(NUM_LINKED)], "question": "x", "max_tokens": 1}
     for path, name, body in (
         ("/v1/completions", "token prompts", {"prompt": [tokens] * 128, "max_tokens": 1}),
         ("/v1/completions", "wrong tokens", {"prompt": [[-1] * 8000] * 128}),
@@ -108,8 +117,12 @@ def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
         (GEMINI, "parts", {"contents": {"parts": [{"text": "x" * 12}] * 8000}}),
         (SCHEMAS, "unions without text", {"schema": unions(["", ""], 2000)}),
         (SCHEMAS, "unions", {"schema": unions([f"w{number}" for number in range(2000)], 2)}),
+        (SCHEMAS, "scaffolds", {"schema": scaffolds(4000)}),
         (SCHEMAS, "text", {"schema": f"<schema name='s'>{module('m', 'x ' * 2000) * 4}</schema>"}),
         (MODULES, "documents", {"documents": ["x"] * 1000, "question": "x", "max_tokens": 1}),
+        (MODULES, "link", {**linked, "link": "none"}),
+        (MODULES, "a choice of what is linked", {**linked, "link": "deviation-15"}),
+        (CONTENTS, "contents", {"model": f"models/{MODEL}", "contents": [{"parts": [{"text": "x"}]}] * 8000}),
         (CONTENTS, "text", {"model": f"models/{MODEL}", "contents": [{"parts": [{"text": "x" * 100_000}]}]}),
         ("/v1/completions", "a grammar", {"prompt": "x", "structured_outputs": {"regex": "(a|b){1000}" * 100}}),
         ("/tokenize", "text", {"prompt": "x" * 100_000, "return_token_strs": True}),
@@ -171,7 +184,7 @@ def excess(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[f
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[ServerProcess]:
-    with ServerProcess("--api-key", "sk-a", "--operator-key", "sk-o") as server:
+    with ServerProcess("--api-key", "sk-a", "--operator-key", "sk-o", "--allow-links", "--link-gate", "0") as server:
         httpx.post(f"{server.url}{AT_ONCE[0]}", content=AT_ONCE[1], headers=KEY, timeout=60)
         yield server
 

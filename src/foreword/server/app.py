@@ -31,6 +31,7 @@ from foreword.server.cache_entries import EntryChange, PinRequest
 from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from foreword.server.dialects.registry import DIALECTS, choose
 from foreword.server.engine_thread import in_a_thread
+from foreword.server.full_passes import FullPasses
 from foreword.server.http import error_response
 from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
@@ -55,14 +56,17 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     Raises ConfigError for wrong options.
     """
     service = Service(llm, config, model_name, open_door)
+    passes = FullPasses(lambda: service.http_requests.num_running)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.thread.start()
         service.traffic_log.start()
+        passes.start()
         try:
             yield
         finally:
+            await passes.stop()
             await service.traffic_log.stop()
             for crew in service.crews:
                 crew.close()

@@ -43,9 +43,11 @@ class Arrival:
             await self._app(scope, receive, send)
             return
         call = _Call(scope, receive, send, self._max_bytes, self._timeout_s)
+        self._counts.num_running += 1
         try:
             await call.run(self._app)
         finally:
+            self._counts.num_running -= 1
             self._counts.note(scope, call.status if call.status is not None else LEFT if call.has_left else 500)
 
 

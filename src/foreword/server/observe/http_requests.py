@@ -24,6 +24,8 @@ class HttpRequests:
     def __init__(self, *, logs_refusals: bool) -> None:
         self.counts = Counter[tuple[str, str]]()
         """By endpoint and status."""
+        self.num_running = 0
+        """Calls that have come and not ended."""
         self._logs_refusals = logs_refusals
 
     def note(self, scope: MutableMapping[str, Any], status: int) -> None:
