@@ -182,7 +182,7 @@ def post(url: str, path: str, body: Any, **options: Any) -> httpx.Response:
 
 
 @contextmanager
-def tiny_server(folder: Path, chat_template: str) -> Iterator[ServerThread]:
+def tiny_server(folder: Path, chat_template: str | None) -> Iterator[ServerThread]:
     """A tiny model with random weights and this chat template, served in this process."""
     from tiny_models import RECIPES, save_model, save_tokenizer
 

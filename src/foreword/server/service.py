@@ -282,7 +282,8 @@ class Service:
         ending: Ending = Ending(),
         template_inputs: Mapping[str, Any] | None = None,
     ) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation."""
+        """Token ids of a conversation. Raises ChatTemplateError."""
+        self._check_template()
 
         def render() -> npt.NDArray[np.int32]:
             return self.tokenizer.render_chat(messages, template_inputs=template_inputs, **ending.keywords)
@@ -298,8 +299,9 @@ class Service:
     ) -> Prompt:
         """The prompt of a conversation. It finds the ends of messages only for models with recurrent layers.
 
-        Marks whose place the template does not show are left out.
+        Marks whose place the template does not show are left out. Raises ChatTemplateError.
         """
+        self._check_template()
         if marks:
             places = [mark.place for mark in marks]
             token_ids, ends = await self.crews.text.run(
@@ -319,6 +321,14 @@ class Service:
         )  # each beginning is rendered separately
         all_ends = {*message_ends, *(mark.end for mark in found)}
         return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found, begins_reply=begins_reply)
+
+    def _check_template(self) -> None:
+        """Say what a client of this server can do, where the library's error speaks of Python."""
+        if self.tokenizer.chat_template is None:
+            raise ChatTemplateError(
+                "the model has no chat template, so this server answers no conversations; send the whole prompt as a "
+                "text to /v1/completions, or have the server started with --chat-template FILE"
+            )
 
     async def spell(self, words: Sequence[str]) -> None:
         """Have the tokenizer remember the spelling of these words, so that the engine need not wait for it."""
