@@ -12,10 +12,11 @@ import pytest
 from foreword import SamplingParams
 from foreword.server.options import ServerConfig
 from foreword.server.startup import log_model
-from live_server import ServerThread, embedded_llm, post
+from live_server import MODEL, ServerThread, embedded_llm, post
 
 RECOMMENDED = {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.3}
 QUESTION = "What is the home of the silver violin?"
+GEMINI_NAMES = {"top_k": "topK", "top_p": "topP"}
 COMMON = {"seed": 7, "max_tokens": 24}
 MESSAGES = {"messages": [{"role": "user", "content": QUESTION}]}
 
@@ -57,6 +58,35 @@ def test_a_response_says_what_it_was_sampled_by(server: ServerThread) -> None:
     body = {"input": QUESTION, "max_output_tokens": 4}
     assert answer(server, "/v1/responses", body)["temperature"] == 0.7
     assert answer(server, "/v1/responses", {**body, "temperature": 0, "top_p": 0.5})["temperature"] == 0
+
+
+def said(server: ServerThread, dialect: str, **sampling: Any) -> str:
+    """The text of an answer to `QUESTION` in a dialect; `sampling` by OpenAI's names."""
+    if dialect == "chat":
+        told = answer(server, "/v1/chat/completions", {**MESSAGES, "max_tokens": 24, **sampling})
+        return str(told["choices"][0]["message"]["content"])
+    if dialect == "responses":
+        told = answer(server, "/v1/responses", {"input": QUESTION, "max_output_tokens": 24, **sampling})
+        return str(told["output"][0]["content"][0]["text"])
+    if dialect == "anthropic":
+        told = answer(server, "/v1/messages", {**MESSAGES, "model": MODEL, "max_tokens": 24, **sampling})
+        return str(told["content"][0]["text"])
+    config = {"maxOutputTokens": 24, **{GEMINI_NAMES.get(name, name): value for name, value in sampling.items()}}
+    contents = [{"role": "user", "parts": [{"text": QUESTION}]}]
+    path = f"/v1beta/models/{MODEL}:generateContent"
+    told = answer(server, path, {"contents": contents, "generationConfig": config})
+    return str(told["candidates"][0]["content"]["parts"][0]["text"])
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "anthropic", "gemini"])
+def test_every_dialect_follows_and_a_request_that_says_otherwise_wins(server: ServerThread, dialect: str) -> None:
+    """Only the likeliest token can be drawn with top_k=1, so what the recommended penalty changes shows."""
+    penalized, plain = said(server, "chat", top_k=1), said(server, "chat", top_k=1, repetition_penalty=1)
+    assert penalized != plain, "the penalty shows"
+    own = {"temperature": 0} if dialect == "responses" else {"top_k": 1}
+    assert said(server, dialect, **own) == penalized, "what the dialect cannot say is as recommended"
+    if dialect != "responses":  # it has no seed
+        assert said(server, dialect, seed=7) == said(server, "chat", seed=7, **RECOMMENDED)
 
 
 def test_python_follows_too_and_the_start_says_so(server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
