@@ -64,6 +64,12 @@ class Grammars:
             return self._open("grammar", wanted.grammar)
         return self._open("json", '{"type": "object"}')
 
+    @staticmethod
+    def can_follow(pattern: str) -> bool:
+        """Whether a grammar may have this regular expression: there is no look-around, and no reference back."""
+        complaint: str = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
+        return not complaint
+
     def _open(self, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
         matcher = self.kept.get(kind, source)
         if matcher is None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from foreword.errors import InvalidRequestError
 from foreword.text.reply.arguments import cast
 from foreword.text.reply.forced import Function, forced_calls
+from foreword.text.reply.unenforced import without_patterns
 from text.reply.replies import FORMATS, SAMPLES, read
 from text.reply.test_forced import grammars, tokenizer, walk
 
@@ -164,3 +166,53 @@ def test_what_may_be_a_text_stays_one_unless_the_value_is_written_like_it(schema
     got = cast({"v": text}, parameters(schema))["v"]
     assert got == value
     assert type(got) is type(value)
+
+
+UNFOLLOWED = [r"^(?=.*\d)[a-z\d]+$", r"^(?!x).*$", r"(?<=a)b", r"\bword\b", r"(a)\1", "(", "(?:^|x)y"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "hermes"])
+def test_patterns_that_no_grammar_can_follow_are_found_and_left_out(tokenizer, grammars, family):
+    """All else of the schema still holds."""
+    followed = {"type": "string", "pattern": "^[a-c]{1,3}$"}
+    texts = [{"type": "string", "maxLength": 3, "pattern": pattern} for pattern in UNFOLLOWED]
+    schema = {
+        "type": "object",
+        "properties": {"v": followed, "pattern": texts[0], "more": {"anyOf": texts[1:]}},
+        "required": ["v", "pattern", "more"],
+        "additionalProperties": False,
+    }
+    left, found = without_patterns(schema, grammars.can_follow)
+    assert [one.pattern for one in found] == UNFOLLOWED
+    assert found[0].place == "$.properties.pattern.pattern"
+    assert found[1].place == "$.properties.more.anyOf[0].pattern"
+    assert left["properties"]["v"] == followed
+
+    def grammar(one):
+        return forced_calls(FORMATS[family], [Function("f", one)], tokenizer.added_tokens, may_repeat=False)
+
+    with pytest.raises(InvalidRequestError):
+        grammars.lark(grammar(schema))
+    open_constraint, (eos,) = grammars.lark(grammar(left)), tokenizer.eos_token_ids
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    prompt_end = SAMPLES[family].prompt_end.removesuffix("<think>\n").removesuffix("<think>")
+    text = tokenizer.spell(walk(open_constraint(), eos, random.Random(0), most=3000))
+    [call] = read(family, text, 1000, prompt_end=prompt_end, tools=tools)
+    assert re.fullmatch("[a-c]{1,3}", json.loads(call.arguments)["v"])
+
+
+def test_what_is_left_of_a_schema_never_takes_less(grammars):
+    schema = {
+        "patternProperties": {"^(?!q)": {"type": "string"}, "^a": {"const": {"pattern": "(?!x)"}}},
+        "additionalProperties": False,
+        "enum": [{"pattern": "(?!x)"}],
+        "items": [{"pattern": "(?!x)"}, True],
+        "minProperties": 1,
+    }
+    assert without_patterns(schema, grammars.can_follow)[0] == {
+        "patternProperties": {"^a": {"const": {"pattern": "(?!x)"}}},
+        "additionalProperties": True,
+        "enum": [{"pattern": "(?!x)"}],
+        "items": [{}, True],
+        "minProperties": 1,
+    }

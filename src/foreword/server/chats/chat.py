@@ -6,12 +6,14 @@ Knows messages and tools as chat templates take them, and the service; knows no 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreword.engine import Prompt
-from foreword.request import SamplingParams
+from foreword.errors import InvalidRequestError
+from foreword.request import SamplingParams, TokenConstraint
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
@@ -22,6 +24,10 @@ from foreword.text import Tokenizer
 from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 
+logger = logging.getLogger(__name__)
+
+MOST_TOLD = 3
+"""Patterns that a log line names."""
 AUTO, WHOLE = ToolChoice(), Ending()
 
 
@@ -133,8 +139,7 @@ async def start_chat(
     if use.is_forced:
         if params.open_constraint is not None:
             raise bad_request("structured outputs cannot be combined with a forced tool_choice", param="tool_choice")
-        grammar = await off_loop(chat.num_bytes, use.grammar)
-        params = replace(params, open_constraint=await service.compile_grammar(grammar))
+        params = replace(params, open_constraint=await _forced(service, chat, use))
     messages = chat.messages
     if chat.shortens:
 
@@ -180,6 +185,19 @@ async def read_prompt(service: Service, chat: Chat) -> Prompt:
     """A conversation's prompt with its marks. Raises what `start_chat` raises."""
     await _tool_use(service, chat)
     return await service.conversation(chat.messages, chat.inputs, chat.ending, chat.marks)
+
+
+async def _forced(service: Service, chat: Chat, use: ToolUse) -> Callable[[], TokenConstraint]:
+    """Constraints to calls. Patterns that no grammar can follow are not enforced, as in calls that are not forced."""
+    try:
+        return await service.compile_grammar(await off_loop(chat.num_bytes, use.grammar))
+    except InvalidRequestError:
+        grammars = service.llm.grammars
+        left_out = await service.crews.grammars.run(lambda: use.relax(grammars.can_follow))
+        if not left_out:
+            raise
+        logger.warning("forced calls do not enforce the pattern %s", "; ".join(left_out[:MOST_TOLD]))
+    return await service.compile_grammar(await off_loop(chat.num_bytes, use.grammar))
 
 
 async def _tool_use(service: Service, chat: Chat) -> ToolUse:

@@ -5,7 +5,7 @@ Knows tools in the form that chat templates take; `foreword.text.reply` knows th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +14,12 @@ from foreword.text import Tokenizer
 from foreword.text.reply import ReplyReader
 from foreword.text.reply.forced import Function, forced_calls
 from foreword.text.reply.turn import Turn
+from foreword.text.reply.unenforced import without_patterns
 
 Tool = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take it."""
+
+MOST_PATTERNS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class ToolUse:
         self._tools = tools
         self._tokenizer = tokenizer
         self._form = tokenizer.reply_format
+        self._relaxed: dict[str, Any] = {}
+        """By function: its parameters without the patterns that no grammar can follow."""
         if choice.mode == "required" and not tools:
             raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
         known = {tool["function"]["name"] for tool in tools}
@@ -61,11 +66,29 @@ class ToolUse:
         """Lark grammar of a forced call, or of several."""
         names, functions = self.choice.names, [tool["function"] for tool in self._tools]
         forced = [
-            Function(function["name"], function.get("parameters") or {})
+            Function(function["name"], self._relaxed.get(function["name"], function.get("parameters") or {}))
             for function in functions
             if names is None or function["name"] in names
         ]
         return forced_calls(self._form, forced, self._tokenizer.added_tokens, may_repeat=not self.choice.at_most_one)
+
+    def relax(self, can_follow: Callable[[str], bool]) -> list[str]:
+        """Leave the patterns that no grammar can follow out of the next `grammar`; a description of each.
+
+        Looks at MOST_PATTERNS different ones: each takes a millisecond.
+        """
+        known: dict[str, bool] = {}
+
+        def follows(pattern: str) -> bool:
+            if pattern not in known and len(known) < MOST_PATTERNS:
+                known[pattern] = can_follow(pattern)
+            return known.get(pattern, True)
+
+        told = []
+        for function in (tool["function"] for tool in self._tools):
+            self._relaxed[function["name"]], left_out = without_patterns(function.get("parameters") or {}, follows)
+            told += [f"{one.pattern!r:.200} at {one.place:.200} of {function['name']}" for one in left_out]
+        return told
 
     def reader(self, turn: Turn) -> ReplyReader | None:
         """Reads one choice; None if its text is left as it is."""

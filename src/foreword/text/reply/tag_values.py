@@ -67,7 +67,7 @@ class _Frozen(dict[str, Any]):
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
     """Regular expressions for what a schema says of a text. As in JSON schema, unknown formats say nothing."""
     if isinstance(schema.get("pattern"), str):
-        yield _whole(schema["pattern"])
+        yield whole_pattern(schema["pattern"])
     least, most = (schema.get(key) for key in ("minLength", "maxLength"))
     if isinstance(least, int) or isinstance(most, int):
         yield f"(?s:.{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}})"
@@ -75,7 +75,7 @@ def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
         yield FORMATS[schema["format"]]
 
 
-def _whole(pattern: str) -> str:
+def whole_pattern(pattern: str) -> str:
     """A pattern of JSON schema, which may match anywhere in a text, as one for the whole text."""
     branches = []
     for branch in _branches(pattern):

@@ -207,6 +207,24 @@ def test_images_stay_refused(tagged):
     assert answer.status_code == 400
 
 
+@pytest.mark.parametrize("kind", ["tagged", "untagged"])
+def test_a_pattern_that_no_grammar_can_follow_is_left_out_with_a_log_line(request, kind, caplog):
+    server = request.getfixturevalue(kind)
+    sent = tool("sent", to={"type": "string", "pattern": r"^(?!\\.)[a-z]{1,3}$", "maxLength": 3}, days={"const": 3})
+    body = {"messages": ASK, "tools": [sent], "tool_choice": "required", "max_tokens": 200}
+    with caplog.at_level("WARNING", logger="foreword"):
+        answer = post(server.url, "/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["days"] == 3
+    [line] = [record.getMessage() for record in caplog.records if "do not enforce" in record.getMessage()]
+    assert "$.properties.to.pattern of sent" in line
+    wrong = post(
+        server.url, "/v1/chat/completions", {**body, "tools": [tool("sent", to={"minLength": 5, "maxLength": 2})]}
+    )
+    assert wrong.status_code == 400, "what else is wrong is still refused"
+
+
 # -------------------------------------------------------------- reading calls
 
 
