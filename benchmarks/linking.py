@@ -1,7 +1,8 @@
 """What linking saves, and what it costs in answers.
 
-Quality: a small model answers questions about documents in parts, exact match, greedy. The same questions go to every
-method and to `all`, the plain prompt; blocks hold one token, so that nothing but the method decides what is linked.
+Quality: a model answers questions about documents in parts, greedy; an answer is right if it contains the right one.
+The same questions go to every method and to `all`, the plain prompt; blocks hold one token, so that nothing but the
+method decides what is linked.
 
 - `independent`              T1: facts alone; nothing that a question needs lies in two parts: a check, not a result
 - `cut-16`, `-64`, `-256`    T2: the same text cut every 16 tokens (64, 256), in the middle of facts
@@ -27,7 +28,8 @@ The limit beside a time is what the machine's arithmetic and memory rates, measu
 computed once, weights and KV read once, copied KV read and written once. That of `deviation-15` leaves out its choice.
 
     PYTHONPATH=src:benchmarks python benchmarks/linking.py [--quick] [--only quality|speed] [--model FOLDER]
-        [--tasks order,scope] [--sizes 512x4,2048x16] [--methods none,first-16] [--questions 500] [--seed 0]
+        [--dtype float32] [--pool-tokens 8000] [--controlled first-16] [--tasks order,scope]
+        [--sizes 512x4,2048x16] [--methods none,first-16] [--questions 500] [--seed 0]
 
 One task at one size takes minutes: run it in pieces. The last line is JSON.
 """
@@ -41,7 +43,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import permutations
 from pathlib import Path
 from random import Random
@@ -65,51 +67,61 @@ FIRST, DEVIATIONS = (1, 2, 4, 8, 16, 32), (5, 15, 30)
 METHODS = ("none", *(f"first-{k}" for k in FIRST), *(f"deviation-{share}" for share in DEVIATIONS), "all")
 SIZES = ((512, 2), (512, 4), (1024, 8), (2048, 16))
 """Tokens of the documents, and the number of parts."""
-TOKENS_AT_ONCE = 10_000
-"""Prompts of this many tokens, about, run together, so that documents are computed once for all methods."""
-NUM_BLOCKS = 40_000
+POOL_TOKENS = 40_000
+"""Prompts of a quarter of these tokens, about, run together, so that documents are computed once for all methods."""
 SHELF = 4
 """Documents on the shelf, for each document of a timed prompt."""
 LINKED = ("none", "first-16", "deviation-15", "all")
 TIMED: tuple[tuple[str, str | None], ...] = (("full", None), ("prefix", None), *((name, name) for name in LINKED))
 """Arms of the speed part, and their methods."""
-ANSWER = SamplingParams(max_tokens=12, temperature=0.0)
+ANSWER = SamplingParams(max_tokens=16, temperature=0.0)
 FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 # ------------------------------------------------------------------- quality
 
 
-def quality(
-    model: Path | None,
-    tasks: Sequence[str],
-    sizes: Sequence[tuple[int, int]],
-    methods: Sequence[str],
-    num_questions: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Exact match, agreement with `all` and computed share, by task and method over all sizes, and of each size."""
+@dataclass(frozen=True)
+class Quality:
+    """What is asked, of which model."""
+
+    model: Path | None
+    options: dict[str, Any]
+    """Of the LLM."""
+    tasks: Sequence[str]
+    sizes: Sequence[tuple[int, int]]
+    methods: Sequence[str]
+    controlled: str
+    """The method of the negative controls."""
+    num_questions: int
+    pool_tokens: int
+    seed: int
+
+
+def quality(asked: Quality) -> dict[str, Any]:
+    """Right answers, agreement with `all` and computed share, by task and method over all sizes, and of each size."""
     cells: list[dict[str, Any]] = []
     total: dict[str, dict[str, Tally]] = {}
-    longest = max(tokens for tokens, _ in sizes)
+    longest = max(tokens for tokens, _ in asked.sizes)
     with (
-        embedded_model() if model is None else nullcontext(model) as folder,
+        embedded_model() if asked.model is None else nullcontext(asked.model) as folder,
         LLM(
             str(folder),
             allow_links=True,
             block_size=1,
-            num_gpu_blocks_override=NUM_BLOCKS,
+            num_gpu_blocks_override=asked.pool_tokens,
             max_model_len=longest * 5 // 4 + 256,
+            **asked.options,
         ) as llm,
     ):
         assert llm.tokenizer is not None
         questions = Questions(llm.tokenizer)
-        for task in tasks:
-            for tokens, parts in sizes:
-                rng = Random(f"{seed} {task} {tokens} {parts}")
-                prompts = (questions.draw(rng, task, tokens, parts) for _ in range(num_questions))
-                at_once = max(1, TOKENS_AT_ONCE // tokens)
-                found = tally(llm, prompts, arms(task, methods), ANSWER, at_once=at_once)
+        for task in asked.tasks:
+            for tokens, parts in asked.sizes:
+                rng = Random(f"{asked.seed} {task} {tokens} {parts}")
+                prompts = (questions.draw(rng, task, tokens, parts) for _ in range(asked.num_questions))
+                at_once = max(1, asked.pool_tokens // 4 // tokens)
+                found = tally(llm, prompts, arms(task, asked.methods, asked.controlled), ANSWER, at_once=at_once)
                 cells.append({"task": task, "size": f"{tokens}x{parts}", "methods": shown(found)})
                 show(f"{task} {tokens}x{parts}", cells[-1]["methods"])
                 known = total.setdefault(task, {})
@@ -118,11 +130,11 @@ def quality(
     return {"quality": tables, "curve": curves(tables), "cells": cells}
 
 
-def arms(task: str, methods: Sequence[str]) -> list[Arm]:
+def arms(task: str, methods: Sequence[str], controlled: str) -> list[Arm]:
     """The methods, and the controls, in namespaces of their own: what they cache is not what its keys say."""
     controls = [
-        Arm("no-rotation", Method.parse("none"), "no-rotation", unrotated),
-        Arm("shuffled-values", Method.parse("none"), "shuffled-values", shuffled),
+        Arm("no-rotation", Method.parse(controlled), "no-rotation", unrotated),
+        Arm("shuffled-values", Method.parse(controlled), "shuffled-values", shuffled),
     ]
     if task == "parameters":
         controls.append(Arm("not-behind", Method("none", 0, after_arguments=False)))
@@ -174,10 +186,10 @@ def shown(found: dict[str, Tally]) -> dict[str, dict[str, Any]]:
 
 
 def curves(tables: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
-    """By task: method, share of tokens computed and exact match, in ascending order of the share."""
+    """By task: method, share of tokens computed and right answers, in ascending order of the share."""
     return {
         task: sorted(
-            ((name, own["computed_share"], own["exact_match"]) for name, own in table.items()), key=lambda row: row[1:]
+            ((name, own["computed_share"], own["right"]) for name, own in table.items()), key=lambda row: row[1:]
         )
         for task, table in tables.items()
     }
@@ -185,10 +197,11 @@ def curves(tables: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
 
 def show(title: str, methods: dict[str, Any]) -> None:
     for name, own in methods.items():
-        low, high = own["interval"]
+        low, high = own["difference_interval"]
+        beside = f"beside all {own['difference']:+6.1f} ({low:+.1f}..{high:+.1f}), p {own['p']:.3f}"
         print(
-            f"{title:20} {name:16} {own['exact_match']:6.1f}%  {low:5.1f}-{high:5.1f}  "
-            f"as all {own['agreement']:6.1f}%  computed {own['computed_share']:.3f}",
+            f"{title:20} {name:16} {own['right']:6.1f}%  {beside}  as all {own['agreement']:6.1f}%  "
+            f"computed {own['computed_share']:.3f}",
             flush=True,
         )
 
@@ -294,6 +307,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller random model, fewer questions and rounds")
     parser.add_argument("--only", choices=("quality", "speed"))
     parser.add_argument("--model", type=Path, help="folder of the model that answers (default: the embedded one)")
+    parser.add_argument("--dtype", help="the model's dtype (default: its checkpoint's)")
+    parser.add_argument("--pool-tokens", type=int, default=POOL_TOKENS, help="tokens of the pool (default: 40000)")
+    parser.add_argument("--controlled", default="none", help="method of the negative controls (default: none)")
     parser.add_argument("--tasks", type=listed, default=list(TASK_NAMES), help=f"of {', '.join(TASK_NAMES)}")
     parser.add_argument("--sizes", type=sizes_of, help="tokens x parts (default: 512x2,512x4,1024x8,2048x16)")
     parser.add_argument("--methods", type=listed, default=list(METHODS))
@@ -306,7 +322,9 @@ def main() -> None:
     if args.only != "speed":
         sizes = args.sizes or (((256, 4),) if args.quick else SIZES)
         report["questions"] = min(args.questions, 10) if args.quick else args.questions
-        report |= quality(args.model, args.tasks, sizes, args.methods, report["questions"], args.seed)
+        options = {} if args.dtype is None else {"dtype": args.dtype}
+        asked = (args.model, options, args.tasks, sizes, args.methods, args.controlled)
+        report |= quality(Quality(*asked, report["questions"], args.pool_tokens, args.seed))
     if args.only != "quality":
         shape, rounds = (DEMO_SHAPE, 3) if args.quick else (QWEN2_0_5B, 7)
         sizes = ((4, 256),) if args.quick else ((2, 512), (4, 256), (16, 64), (16, 256))

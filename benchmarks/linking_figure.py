@@ -1,4 +1,4 @@
-"""Draws what linking costs in answers: exact match over the share of tokens computed, a curve for each method.
+"""Draws what linking costs in answers: right answers over the share of tokens computed, a curve for each method.
 
     python benchmarks/linking_figure.py benchmarks/results/linking.json docs/images/linking.svg [--size 512x4]
 
@@ -17,12 +17,18 @@ CURVES = {"first": "first-K", "deviation": "deviation-R"}
 COLUMNS = 4
 
 
+def share_right(found: dict[str, Any]) -> float | None:
+    """Older results have exact matches: answers that are nothing but the right one."""
+    share: float | None = found.get("right", found.get("exact_match"))
+    return share
+
+
 def panels(reports: dict[str, Any], size: str) -> dict[str, dict[str, Any]]:
     """The cells of a size by title, except those where `none` is as good as `all`, or where one was not asked."""
     found = {}
     for name, report in reports.items():
         for cell in report["cells"]:
-            least, most = (cell["methods"].get(method, {}).get("exact_match") for method in ("none", "all"))
+            least, most = (share_right(cell["methods"].get(method, {})) for method in ("none", "all"))
             if cell["size"] == size and None not in (least, most) and least != most:
                 found[f"{cell['task']} ({name})"] = cell["methods"]
     return found
@@ -52,7 +58,7 @@ def draw(cells: dict[str, dict[str, Any]], file: Path) -> None:
             if len(points) < 3:
                 continue
             shares = [100 * found["computed_share"] for found in points]
-            right = [found["exact_match"] for found in points]
+            right = [share_right(found) for found in points]
             low, high = zip(*(found["interval"] for found in points), strict=True)
             below = [max(0.0, one - other) for one, other in zip(right, low, strict=True)]
             above = [max(0.0, other - one) for one, other in zip(right, high, strict=True)]
@@ -65,7 +71,7 @@ def draw(cells: dict[str, dict[str, Any]], file: Path) -> None:
     for axis in flat[max(0, len(cells) - columns) : len(cells)]:  # the lowest of each column
         axis.tick_params(labelbottom=True)
     figure.supxlabel("tokens of the prompt that are computed, %")
-    figure.supylabel("exact match, %")
+    figure.supylabel("right, %")
     flat[0].legend(loc="lower right", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})

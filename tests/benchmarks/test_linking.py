@@ -42,10 +42,10 @@ def test_controls_fail_and_methods_make_a_curve() -> None:
         "none,first-8,all",
     )
     table = found["quality"]["parameters"]
-    assert table["none"]["exact_match"] == table["all"]["exact_match"] == 100
-    assert table["not-behind"]["exact_match"] < 60
-    assert found["quality"]["cut-16"]["shuffled-values"]["exact_match"] < 20
-    assert found["quality"]["cut-16"]["first-8"]["exact_match"] == 100
+    assert table["none"]["right"] == table["all"]["exact_match"] == 100
+    assert table["not-behind"]["right"] < 60
+    assert found["quality"]["cut-16"]["shuffled-values"]["right"] < 20
+    assert found["quality"]["cut-16"]["first-8"]["right"] == 100
     shares = [share for _, share, _ in found["curve"]["cut-16"]]
     assert shares == sorted(shares)
     assert {name for name, _, _ in found["curve"]["cut-16"]} == set(found["quality"]["cut-16"])

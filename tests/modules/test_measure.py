@@ -24,6 +24,7 @@ from tiny_models import TinyModels
 WEIGHTS = Path(foreword.__file__).parent / "demo" / "weights"
 OPTIONS = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "16MiB", "--no-self-check"]
 MODEL = ["--model", str(WEIGHTS), *OPTIONS]
+FACT, QUESTION = "The code of the amber falcon is 4821.\n", "What is the code of the amber falcon?"
 
 
 def measured(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def test_it_reports_each_task_and_method(capsys: pytest.CaptureFixture[str]) -> 
         none, plain = cell["methods"].values()
         assert plain["agreement"] == 100
         assert none["computed_share"] < plain["computed_share"] < 1
-        assert none["exact_match"] == (100 if cell["task"] == "parameters" else 0)
+        assert none["right"] == (100 if cell["task"] == "parameters" else 0)
         assert none["prompts"] == 4
         assert none["ttft_ms"] > 0
     assert found == {**measured(capsys, *MODEL, *args, "--methods", "none,all"), "cells": found["cells"]}
@@ -56,15 +57,16 @@ def test_it_reports_each_task_and_method(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
     documents = [f"The code of the amber falcon is {number}.\n" * 5 for number in (12, 34, 56)]
-    lines = [{"documents": documents, "question": f"What is {number}?"} for number in range(100)]
+    asked = {"documents": documents, "question": QUESTION}
+    lines = [{**asked, "answer": answer} for answer in ["12"] * 30 + ["34"] * 30 + ["56"] * 40]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    args = ["--prompts", str(prompts), "--methods", "none,first-16,all", "--max-tokens", "2", "--save", str(file)]
+    args = ["--prompts", str(prompts), "--methods", "none,first-16,all", "--max-tokens", "4", "--save", str(file)]
     assert main(["pml", "measure", *MODEL, *args]) == 0
     shown = capsys.readouterr().out
     assert "first-16" in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
     found = MeasuredLinks.read(file)
-    assert {name: one.num_prompts for name, one in found.agreements.items()} == {"none": 100, "first-16": 100}
+    assert {name: one.num_prompts for name, one in found.methods.items()} == {"none": 100, "first-16": 100}
     with LLM(str(WEIGHTS), allow_links=True, max_model_len=1024, kv_cache_memory_bytes="16MiB") as llm:
         gate = Gate(0.01, found)
         gate.check_model(llm.cache_identity.model_id)
@@ -73,9 +75,9 @@ def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys
 
 def test_gaps_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
-    lines = [
-        {"documents": ["The amber falcon. " * 9, "A lamp. " * 9], "question": f"{number}?"} for number in range(100)
-    ]
+    known = {"documents": ["A lamp. " * 9, FACT * 3], "question": QUESTION, "answer": "4821"}
+    unknown = {"documents": ["The amber falcon. " * 9, "A lamp. " * 9], "answer": "none"}
+    lines = [known if number % 2 else {**unknown, "question": f"{number}?"} for number in range(100)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     args = ["--prompts", str(prompts), "--methods", "first-4,all", "--max-tokens", "3", "--save", str(file)]
     found = measured(capsys, *MODEL, "--gaps", *args)
@@ -86,9 +88,10 @@ def test_gaps_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert spread["all"]["linked_prompts"] == 100, "a prompt with gaps says something of `all`"
     assert spread["all"]["computed_share"] > dense["all"]["computed_share"], "the first document is moved, too"
     told = MeasuredLinks.read(file)
-    assert list(told.agreements) == ["first-4"]
-    shares = {name: 100 * one.share for name, one in told.with_gaps.items()}
-    assert shares == {name: spread[name]["agreement"] for name in ("first-4", "all")}
+    assert list(told.methods) == ["first-4"]
+    losses = {name: -100 * one.loss for name, one in told.with_gaps.items()}
+    assert losses == {name: spread[name]["difference"] for name in ("first-4", "all")}
+    assert (dense["all"]["right"], dense["all"]["difference"], dense["all"]["p"]) == (50, 0, 1)
 
 
 def test_gaps_are_those_of_a_schema_of_which_a_prompt_leaves_out_half() -> None:
@@ -113,24 +116,38 @@ def test_gaps_are_those_of_a_schema_of_which_a_prompt_leaves_out_half() -> None:
 
 def test_prompts_of_which_nothing_is_linked_are_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
-    lines = [{"documents": ["One short text."], "question": f"What is {number}?"} for number in range(100)]
+    lines = [{"documents": [FACT], "question": QUESTION, "answer": "4821"}] * 100
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    args = ["--prompts", str(prompts), "--methods", "none", "--max-tokens", "1", "--save", str(file)]
+    args = ["--prompts", str(prompts), "--methods", "none", "--max-tokens", "4", "--save", str(file)]
     assert main(["pml", "measure", *MODEL, *args]) == 2
     told = capsys.readouterr()
     assert "'none' linked in 0 of 100" in told.err
-    assert "100.0%" in told.out
+    assert "100%" in told.out
     assert not file.exists()
 
 
-def test_a_model_without_a_template_is_asked_in_plain_text(
-    tiny_models: TinyModels, capsys: pytest.CaptureFixture[str]
+def test_a_table_in_which_all_itself_fails_is_not_printed(
+    tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tiny_models.folder_with_tokenizer("llama"))
-    args = ["--plain", "--questions", "2", "--tasks", "order", "--contexts", "60", "--parts", "2"]
-    found = measured(capsys, "--model", folder, "--no-self-check", "--num-gpu-blocks-override", "400", *args)
-    assert found["plain"] is True
-    assert found["cells"][0]["methods"]["all"]["agreement"] == 100
+    args = ["--plain", "--questions", "100", "--tasks", "order", "--contexts", "60", "--parts", "2"]
+    args += ["--max-tokens", "1", "--save", str(tmp_path / "links.json")]
+    model = ["--model", folder, "--no-self-check", "--num-gpu-blocks-override", "400"]
+    assert main(["pml", "measure", *model, *args]) == 2
+    told = capsys.readouterr()
+    assert not told.out
+    assert "is right in 0 of 100 prompts of order 60x2, less than 20%" in told.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_all_can_answer_is_told_and_the_rest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--questions", "4", "--tasks", "parameters,hops,leak", "--contexts", "256", "--parts", "2"]
+    assert main(["pml", "measure", *MODEL, *args, "--methods", "none"]) == 2
+    told = capsys.readouterr()
+    assert "parameters" in told.out
+    assert "leak" in told.out, "it has nothing to answer"
+    assert "hops" not in told.out
+    assert " of 4 prompts of hops 256x2, less than 20%" in told.err
 
 
 @pytest.mark.parametrize(
@@ -161,6 +178,14 @@ def test_what_cannot_be_measured_is_refused_with_its_value(
     assert main(["pml", "measure", *MODEL, *args.split()]) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_prompts_without_answers_are_not_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"documents": [FACT], "question": QUESTION}] * 100
+    prompts.write_text("\n".join(map(json.dumps, [*lines, {**lines[0], "answer": "4821"}])))
+    assert main(["pml", "measure", *MODEL, "--prompts", str(prompts), "--save", str(tmp_path / "x")]) == 2
+    assert 'with an "answer" in a file of yours, and there are 1' in capsys.readouterr().err
 
 
 def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

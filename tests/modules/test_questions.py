@@ -59,11 +59,28 @@ def test_without_a_template_a_prompt_is_a_plain_text(tiny_models: TinyModels) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "is_right"),
-    [("4821", True), (" 4821.\nThe", True), ("48210", False), ("", False), ("\n", False), ("The code is 4821", False)],
+    ("answer", "text", "is_right"),
+    [
+        ("4821", "4821", True),
+        ("4821", " 4821.\nThe", True),
+        ("4821", "The code of the amber falcon is 4821.", True),
+        ("4821", "**4821**", True),
+        ("4821", "48210", False),
+        ("4821", "14821", False),
+        ("4821", "4821.5", False),
+        ("4821", "3.4821", False),
+        ("4821", "1,4821,000", False),
+        ("4821", "", False),
+        ("3.5", "It is 3.5, not 13.5.", True),
+        ("3.5", "It is 13.5.", False),
+        ("San Jose.", "in SAN\n jose!", True),
+        ("Ana", "Anabel", False),
+        ("a+", "a+", True),
+        ("a+", "aa", False),
+    ],
 )
-def test_an_answer_is_right_if_its_first_line_is(text: str, is_right: bool) -> None:
-    assert Asked(Composition(()), "4821").is_right(text) == is_right
+def test_an_answer_is_right_if_it_contains_the_right_words(answer: str, text: str, is_right: bool) -> None:
+    assert Asked(Composition(()), answer).is_right(text) == is_right
     assert not Asked(Composition(()), None).is_right(text)
 
 
@@ -100,6 +117,7 @@ def test_a_text_may_have_the_ends_of_lines_that_json_has_not(tokenizer: Tokenize
         ('{"documents": [{}], "question": "b"}', "document 0 must be a text"),
         ('{"documents": ["a"], "question": 7}', "question must be a text"),
         ('{"documents": ["a"], "question": "b", "answer": 7}', "answer must be a text"),
+        ('{"documents": ["a"], "question": "b", "answer": " . "}', "has no word"),
         ('{"documents": ["a"], "question": "b", "link": "none"}', "a line must have"),
     ],
 )

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.linking import Agreement, LinkExplanation, MeasuredLinks
+from foreword.linking import LinkExplanation, MeasuredLinks, Rightness
 from foreword.server.options import ServerConfig
 from linking.prompts import documents
 from live_server import ServerThread, embedded_llm, post, wait_until
@@ -220,7 +220,7 @@ def test_a_method_that_is_not_served_is_not_explained(python: LLM, tmp_path: Pat
         answer = post(server.url, EXPLAIN, {**body, "link": "none"})
         assert (answer.status_code, "--allow-links" in answer.json()["error"]["message"]) == (400, True)
     file = tmp_path / "links.json"
-    MeasuredLinks(python.cache_identity.model_id, {"first-16": Agreement(200, 199)}).write(file)
+    MeasuredLinks(python.cache_identity.model_id, {"first-16": Rightness(200, 1, 0)}).write(file)
     with embedded_llm(**OPTIONS) as llm, ServerThread(llm, ServerConfig(link_measurements=file)) as server:
         assert explained(server, body, "first-16")["missing"]
         answer = post(server.url, EXPLAIN, {**body, "link": "none"})

@@ -2,12 +2,11 @@
 
 from foreword.linking.compare import METHODS, LinkedAnswer, compare_methods
 from foreword.linking.explain import LinkExplanation, PartLinks, explain_parts
-from foreword.linking.measured import Agreement, Gate, MeasuredLinks
+from foreword.linking.measured import Gate, MeasuredLinks, Rightness
 from foreword.linking.methods import Deviations, Method, composition_of, link_parts, with_links
 
 __all__ = [
     "METHODS",
-    "Agreement",
     "Deviations",
     "Gate",
     "LinkExplanation",
@@ -15,6 +14,7 @@ __all__ = [
     "MeasuredLinks",
     "Method",
     "PartLinks",
+    "Rightness",
     "compare_methods",
     "composition_of",
     "explain_parts",

@@ -1,4 +1,4 @@
-"""Agreement: the same prompts with every method, and how often the answers are right, or those of the plain prompt.
+"""Agreement: the same prompts with every method, and how often their answers are right.
 
 Knows an LLM, prompts and methods; knows neither tasks nor tables. Sources are computed before a prompt is asked, so
 times are those of prompts whose documents are cached, and a method pays for what it computes in the prompt.
@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from foreword.linking import Method
-from foreword.linking.measured import EXACT
+from foreword.linking.measured import EXACT, Rightness, Z
 from foreword.llm import LLM
 from foreword.modules.questions import Asked
 from foreword.pml.composition import Composition
@@ -59,12 +59,16 @@ class Tally:
 
     num_asked: int = 0
     num_with_answer: int = 0
+    """Prompts whose right answer is known."""
     num_right: int = 0
+    num_plain_right: int = 0
+    """Of the same prompts, those that `all` without gaps answers rightly."""
+    num_lost: int = 0
+    num_gained: int = 0
     num_agreeing: int = 0
     num_linked: int = 0
-    """Prompts of which something was linked, and for `all` those with gaps between positions: the others tell nothing
-    about the method."""
-    num_linked_agreeing: int = 0
+    """Prompts with an answer of which something was linked, and for `all` those with gaps between positions: the others
+    tell nothing about the method, and are neither lost nor gained."""
     shares: list[float] = field(default_factory=list)
     """Of each prompt: the share of its tokens that were neither linked nor part of its exact beginning."""
     times_ms: list[float] = field(default_factory=list)
@@ -79,25 +83,41 @@ class Tally:
         assert output.link is not None
         own, wanted = output.outputs[0], plain.output.outputs[0]
         num_tokens = len(output.prompt_token_ids)
+        is_right, was_right = asked.is_right(own.text), asked.is_right(wanted.text)
         self.num_asked += 1
         self.num_with_answer += asked.answer is not None
-        self.num_right += asked.is_right(own.text)
-        agrees = list(own.token_ids) == list(wanted.token_ids)
+        self.num_right += is_right
+        self.num_plain_right += was_right
+        self.num_lost += was_right and not is_right
+        self.num_gained += is_right and not was_right
+        self.num_agreeing += list(own.token_ids) == list(wanted.token_ids)
         is_linked = output.link.linked_tokens > 0 or (output.link.method == EXACT and output.link.has_gaps)
-        self.num_agreeing += agrees
-        self.num_linked += is_linked
-        self.num_linked_agreeing += agrees and is_linked
+        self.num_linked += is_linked and asked.answer is not None
         self.shares.append((num_tokens - num_exact - output.link.linked_tokens) / num_tokens)
         self.times_ms.append(answer.first_token_ms)
 
+    def beside_all(self, num_prompts: int) -> Rightness:
+        """Lost and gained right answers among `num_prompts` prompts."""
+        return Rightness(num_prompts, self.num_lost, self.num_gained)
+
     def as_json(self) -> dict[str, Any]:
         """Percentages with 95% intervals, the mean share, and the median time."""
-        right = self.num_with_answer
+        asked = self.num_with_answer
+        found: dict[str, Any] = {"prompts": self.num_asked, "linked_prompts": self.num_linked, "right": None}
+        if asked:
+            beside = self.beside_all(asked)
+            low, high = (round(-100 * bound, 1) for bound in reversed(beside.loss_interval))
+            found |= {
+                "right": round(100 * self.num_right / asked, 1),
+                "interval": wilson(self.num_right, asked),
+                "lost": self.num_lost,
+                "gained": self.num_gained,
+                "difference": round(-100 * beside.loss, 1) + 0.0,  # never -0.0
+                "difference_interval": (low, high),
+                "p": round(beside.p_value, 4),
+            }
         return {
-            "prompts": self.num_asked,
-            "linked_prompts": self.num_linked,
-            "exact_match": round(100 * self.num_right / right, 1) if right else None,
-            "interval": wilson(self.num_right, right) if right else None,
+            **found,
             "agreement": round(100 * self.num_agreeing / self.num_asked, 1),
             "agreement_interval": wilson(self.num_agreeing, self.num_asked),
             "computed_share": round(statistics.fmean(self.shares), 3),
@@ -107,7 +127,7 @@ class Tally:
 
 def wilson(right: int, asked: int) -> Interval:
     """The 95% interval of a share, in percent (Wilson, 1927)."""
-    z, share = 1.96, right / asked
+    z, share = Z, right / asked
     middle = share + z * z / (2 * asked)
     half = z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
     low, high = (100 * (middle + sign * half) / (1 + z * z / asked) for sign in (-1, 1))

@@ -1,4 +1,4 @@
-"""`foreword pml measure --model M`: what linking costs in answers with one model.
+"""`foreword pml measure --model M`: what linking costs in right answers with one model.
 
 Knows the terminal, tasks and files; `agreement.py` asks. Each question goes to `all`, which is the plain prompt bit for
 bit, and to each method, greedy. With `--gaps` all are asked again with gaps between positions.
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from foreword import __version__
 from foreword.errors import ConfigError, InvalidRequestError
-from foreword.linking.measured import EXACT, Agreement, MeasuredLinks
+from foreword.linking.measured import EXACT, MeasuredLinks, Rightness
 from foreword.llm import LLM
 from foreword.modules.agreement import Arm, Tally, tally
 from foreword.modules.options import add_engine_flags, check_model
@@ -32,7 +32,9 @@ MEANT_FOR = ("independent", "parameters", "order")
 """The tasks that linking is meant for: no line of a part needs another part to be read. A saved file counts these."""
 MEASURED_METHODS = ("none", "first-16", "all")
 LEAST_PROMPTS = 100
-"""Fewest prompts of a saved file. If all of them agree, the true share is 96.3% or more (95% interval)."""
+"""Fewest prompts of a saved file. If none of them is lost or gained, a loss of 2.7% or less cannot be told apart."""
+LEAST_RIGHT = 0.2
+"""Share of the prompts that `all` must answer rightly: a method cannot lose what `all` does not have."""
 TASK_TOKENS, USERS_TOKENS = 16, 64
 USERS = "prompts"
 """The name of the cell of a user's own prompts."""
@@ -53,6 +55,11 @@ class Cell:
     def title(self) -> str:
         size = "" if self.num_tokens is None else f" {self.num_tokens}x{self.num_parts}"
         return f"{self.task}{size}{' gaps' if self.has_gaps else ''}"
+
+    def fails(self, tallies: Mapping[str, Tally]) -> bool:
+        """Whether `all` itself has too few right answers to compare with; `leak` has none to have."""
+        own = next(iter(tallies.values()))
+        return self.task != "leak" and own.num_plain_right < LEAST_RIGHT * own.num_with_answer
 
     @property
     def counts(self) -> bool:
@@ -111,22 +118,34 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         found: Found = {}
         users = None if args.prompts is None else questions.read_file(args.prompts)
         if users is not None and args.save is not None:
-            _check_number(len(users))
+            _check_number(sum(one.answer is not None for one in users), 'with an "answer" in a file of yours')
         for cell in cells:
             with console.status(cell.title):
                 prompts = users or _drawn(questions, cell, args.questions, seed)
                 placed = (one.with_gaps() for one in prompts) if cell.has_gaps else prompts
                 found[cell] = tally(llm, placed, arms, _params(args, questions))
         model_id = llm.cache_identity.model_id
+    failed = [_failure(cell, found.pop(cell)) for cell in cells if cell.fails(found[cell])]
     report = {"model_name": options["model"], "foreword": __version__, "seed": seed, "plain": args.plain}
     report["cells"] = [_as_json(cell, tallies) for cell, tallies in found.items()]
-    if args.json:
+    if args.json and found:
         print(json.dumps({"model_id": model_id, **report}))
-    else:
+    elif found:
         print_table(found, Console())
+    if failed:
+        raise ConfigError(
+            f"`all`, the plain prompt, is right in {'; '.join(failed)}, less than {LEAST_RIGHT:.0%}: nothing shows "
+            "what a method loses; ask what the model can answer: other --tasks, shorter --contexts, fewer --parts, "
+            "more --max-tokens, or your own --prompts"
+        )
     if args.save is not None:
         _saved(found, model_id, report).write(args.save.expanduser())
     return 0
+
+
+def _failure(cell: Cell, tallies: Mapping[str, Tally]) -> str:
+    own = next(iter(tallies.values()))
+    return f"{own.num_plain_right} of {own.num_with_answer} prompts of {cell.title}"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -179,14 +198,15 @@ def _check_save(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
             "first-16"
         )
     if args.prompts is None:
-        _check_number(args.questions * sum(cell.counts and not cell.has_gaps for cell in cells))
+        counted = sum(cell.counts and not cell.has_gaps for cell in cells)
+        _check_number(args.questions * counted, f"of {', '.join(MEANT_FOR)}")
 
 
-def _check_number(num_prompts: int) -> None:
+def _check_number(num_prompts: int, which: str) -> None:
     if num_prompts < LEAST_PROMPTS:
         raise ConfigError(
-            f"--save needs {LEAST_PROMPTS} prompts or more of {', '.join(MEANT_FOR)}, or of a file of yours, and there "
-            f"are {num_prompts}; ask for more --questions, give more --prompts, or leave --save out"
+            f"--save needs {LEAST_PROMPTS} prompts or more {which}, and there are {num_prompts}; ask for more "
+            "--questions, give more --prompts, or leave --save out"
         )
 
 
@@ -215,15 +235,13 @@ def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
 
 
 def _saved(found: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
-    """The agreements over the prompts of the cells that count, with gaps and without. Raises ConfigError."""
-    dense = _agreements({cell: own for cell, own in found.items() if not cell.has_gaps})
-    return MeasuredLinks(
-        model_id, dense, _agreements({cell: own for cell, own in found.items() if cell.has_gaps}), report
-    )
+    """Right answers over the prompts of the cells that count, with gaps and without. Raises ConfigError."""
+    dense = _totals({cell: own for cell, own in found.items() if not cell.has_gaps})
+    return MeasuredLinks(model_id, dense, _totals({cell: own for cell, own in found.items() if cell.has_gaps}), report)
 
 
-def _agreements(found: Found) -> dict[str, Agreement]:
-    """The agreements over the prompts of the cells that count, together, of which a method linked anything.
+def _totals(found: Found) -> dict[str, Rightness]:
+    """Right answers over the prompts of the cells that count, together, of which a method linked anything.
 
     Raises ConfigError if there are too few: that says nothing about linking.
     """
@@ -238,7 +256,7 @@ def _agreements(found: Found) -> dict[str, Agreement]:
                 f"--save needs {LEAST_PROMPTS} prompts of which a method links anything, and {name!r} linked in "
                 f"{own.num_linked} of {own.num_asked}; leave it out of --methods, or give more or longer documents"
             )
-    return {name: Agreement(own.num_linked, own.num_linked_agreeing) for name, own in totals.items()}
+    return {name: own.beside_all(own.num_linked) for name, own in totals.items()}
 
 
 def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> None:
@@ -246,21 +264,24 @@ def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> 
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("task", no_wrap=True)
     table.add_column("method", no_wrap=True)
-    for name in ("asked", "exact\nmatch", "\n95%", "same\nas all", "com-\nputed", "first\nms"):
+    for name in ("asked", "right\n%", "beside all:\npoints, 95%", "same\ntext", "com-\nputed", "first\nms"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell, tallies in found.items():
         for number, (name, own) in enumerate(tallies.items()):
             told = own.as_json()
-            right, interval = told["exact_match"], told["interval"]
+            right, beside = told["right"], "-"
+            if right is not None:
+                low, high = told["difference_interval"]
+                beside = f"{told['difference']:+.0f} ({low:+.0f}..{high:+.0f})"
             table.add_row(
                 "" if number else cell.title,
                 name,
                 f"{told['prompts']:,}",
-                "-" if right is None else f"{right:.1f}%",
-                "" if interval is None else f"{interval[0]:g}-{interval[1]:g}",
-                f"{told['agreement']:.1f}%",
-                f"{told['computed_share']:.1%}",
-                f"{told['ttft_ms']:,.1f}",
+                "-" if right is None else f"{right:.0f}",
+                beside,
+                f"{told['agreement']:.0f}%",
+                f"{told['computed_share']:.0%}",
+                f"{told['ttft_ms']:,.0f}",
             )
         table.add_section()
     console.print(table)

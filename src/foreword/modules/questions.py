@@ -9,6 +9,7 @@ message of a user:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,9 +58,18 @@ class Asked:
         return replace(self, composition=Composition(tuple(parts)), dense=self.composition)
 
     def is_right(self, text: str) -> bool:
-        """Whether the first line of an answer is the right one, but for a period at its end."""
-        lines = text.strip().splitlines()
-        return self.answer is not None and bool(lines) and lines[0].strip().rstrip(".") == self.answer.rstrip(".")
+        """Whether a text contains the right answer as whole words and numbers; case, and how words part, do not count.
+
+        A model that says "The code is 4821." is as right as one that says "4821".
+        """
+        if self.answer is None:
+            return False
+        words = r"\s+".join(map(re.escape, _words(self.answer)))
+        return re.search(rf"(?<!\w)(?<!\d[.,]){words}(?!\w|[.,]\d)", text.casefold()) is not None
+
+
+def _words(answer: str) -> list[str]:
+    return answer.casefold().strip().rstrip(".").split()
 
 
 class Questions:
@@ -103,6 +113,8 @@ class Questions:
         for name in USERS_FIELDS - {"documents"}:
             if not isinstance(given.get(name, ""), str):
                 raise ConfigError(f"{name} must be a text, not {given[name]!r:.60}")
+        if not _words(given.get("answer", "x")):
+            raise ConfigError(f"answer={given['answer']!r} has no word; leave it out, or give the right answer")
         instructions = given.get("instructions")
         head = self._before + ("" if instructions is None else instructions + SEPARATOR)
         question = self._encode(given["question"] + self._after)

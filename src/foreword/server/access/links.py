@@ -1,6 +1,6 @@
-"""Which methods of linking a server offers: those that the operator allows, and that agree often enough.
+"""Which methods of linking a server offers: those that the operator allows, and that keep enough right answers.
 
-Knows the server's options, the file of measured agreement, and counts; knows no requests.
+Knows the server's options, the file of `foreword pml measure`, and counts; knows no requests.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEAST_SHARE = 0.99
-"""`link_gate`, unless it is given."""
+LEAST_SHARE = 0.95
+"""`link_gate`, unless it is given: a loss of more than 5 right answers in 100 prompts is unlikely."""
 MOST_SOURCES = 1024
 """Most sources of a prompt: the engine looks for each in every step until all are there."""
 
@@ -148,7 +148,7 @@ def _in_words(gate: Gate) -> str:
         return "every method is served, measured or not (link_gate=0)"
     if gate.measured is None:
         return f"served are all, of link_gate={gate.least:g}; without link_measurements nothing else is"
-    served = [name for name in gate.measured.agreements if gate.serves(name)]
+    served = [name for name in gate.measured.methods if gate.serves(name)]
     with_gaps = [name for name in gate.measured.with_gaps if gate.serves(name, has_gaps=True)]
     return (
         f"served are {', '.join(dict.fromkeys([EXACT, *served]))}, of link_gate={gate.least:g}; with gaps between "
