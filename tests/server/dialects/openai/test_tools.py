@@ -220,7 +220,9 @@ def test_a_pattern_that_no_grammar_can_follow_is_left_out_with_a_log_line(reques
     [line] = [record.getMessage() for record in caplog.records if "do not enforce" in record.getMessage()]
     assert "$.properties.to.pattern of sent" in line
     wrong = post(
-        server.url, "/v1/chat/completions", {**body, "tools": [tool("sent", to={"minLength": 5, "maxLength": 2})]}
+        server.url,
+        "/v1/chat/completions",
+        {**body, "tools": [tool("sent", to={"type": "string", "minLength": 5, "maxLength": 2})]},
     )
     assert wrong.status_code == 400, "what else is wrong is still refused"
 
