@@ -38,6 +38,8 @@ class LocalLink:
         self.members: Members | None = None
         self.requests: Counter[str] = Counter()
         """Submissions by replica."""
+        self.questions: Counter[str] = Counter()
+        """Whether each goes on."""
         self.deaths: list[int] = []
         """After each of these numbers of pieces with tokens, the replica that answers is lost."""
         self.running = 0
@@ -47,6 +49,10 @@ class LocalLink:
         """Whether requests that are not a client's never begin."""
         self.mute: set[str] = set()
         """Replicas that never answer a call."""
+        self.stopped: set[str] = set()
+        """Replicas of which nothing comes, as if their processes were stopped."""
+        self.stops_after: int | None = None
+        """After this number of pieces with tokens, the replica that answers is stopped; once."""
 
     def hold(self) -> None:
         """Let submissions wait before they reach a replica."""
@@ -80,6 +86,10 @@ class LocalLink:
                 async for messages in told:
                     if num_pieces == dies_after:
                         raise ReplicaLostError(f"{replica} was killed", died=True)
+                    if num_pieces == self.stops_after:
+                        self.stops_after = None
+                        self.stopped.add(replica)
+                    await self._while_stopped(replica)
                     num_pieces += any(isinstance(one, Delta) for one in messages)
                     yield messages
         finally:
@@ -88,7 +98,17 @@ class LocalLink:
     async def call(self, replica: str, data: bytes) -> bytes:
         if replica in self.mute:
             await asyncio.Event().wait()
+        await self._while_stopped(replica)
         return await self.replicas[replica].call(data)
+
+    async def complaint(self, replica: str) -> str | None:
+        self.questions[replica] += 1
+        await self._while_stopped(replica)
+        return self.replicas[replica].complaint()
+
+    async def _while_stopped(self, replica: str) -> None:
+        while replica in self.stopped:
+            await asyncio.sleep(0.01)
 
 
 class Fleet:

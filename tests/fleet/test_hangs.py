@@ -6,12 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
-from fleet.test_routed import complete, long_prompt
+from fleet.test_routed import SAMPLINGS, complete, long_prompt, streamed
+from foreword.fleet.pulse import Pulse
 from live_server import post, wait_until
 
 
@@ -114,3 +116,105 @@ def test_an_engine_that_stands_still_is_complained_of_until_it_goes_on(
     go_on.set()
     assert waiting.result(60) == 5
     wait_until(lambda: replica.complaint() is None)
+
+
+@pytest.mark.parametrize("what", ["process", "engine"])
+def test_streams_of_a_replica_that_stands_still_go_on_elsewhere_and_it_is_taken_back(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is stopped, or its engine makes no step; later it goes on where it was, and nobody hears of that."""
+    monkeypatch.setattr("foreword.fleet.pulse.LOOK_S", 0.05)
+    monkeypatch.setattr("foreword.fleet.pulse.ANSWER_S", 0.5)
+    monkeypatch.setattr("foreword.fleet.replica.LEAST_STILL_S", 0.5)
+    monkeypatch.setattr("foreword.fleet.replica.STEPS_STILL", 0.0)
+    sampling = {**SAMPLINGS["seeded"], "max_tokens": 60}
+    with fleet(2) as two, ThreadPoolExecutor(6) as pool:
+        for name in "ab":  # an engine without a step may be compiling
+            two.on_loop(lambda name=name: two.door.core.retire(name))
+            expected = streamed(two.url, long_prompt(1), **sampling)
+            two.on_loop(lambda name=name: two.door._ready(name))
+        if what == "process":
+            two.link.stops_after = 5
+            running = [pool.submit(streamed, two.url, long_prompt(1), **sampling) for _ in range(6)]
+            wait_until(lambda: two.link.stopped)
+            [still] = two.link.stopped
+            go_on = two.link.stopped.clear
+        else:
+            still, holding = "a", threading.Event()
+            held = two.link.replicas[still]._thread.call(lambda _: holding.wait(60))
+            assert two.server._loop is not None
+            asyncio.run_coroutine_threadsafe(held, two.server._loop)
+            two.on_loop(lambda: two.door.core.retire("b"))  # so that all begin at the one that is held
+            running = [pool.submit(streamed, two.url, long_prompt(1), **sampling) for _ in range(6)]
+            wait_until(lambda: two.link.requests[still] >= 6)
+            two.on_loop(lambda: two.door._ready("b"))
+            go_on = holding.set
+        assert all(one.result(60) == expected for one in running)
+        [told] = [one for one in httpx.get(f"{two.url}/v1/cluster").json()["replicas"] if one["complaint"]]
+        assert told["name"] == still
+        assert f'foreword_replica_still{{model_name="foreword-demo",replica="{still}"}} 1.0' in metrics(two.url)
+        before = two.link.requests[still]
+        complete(two.url, long_prompt(2))
+        assert two.link.requests[still] == before
+        go_on()
+        wait_until(lambda: two.on_loop(lambda: two.door.core._usable.bit_count()) == 2)
+        assert two.door.counts.deaths == 0
+        assert_nothing_is_left(two)
+
+
+def metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics", timeout=60).text
+
+
+def test_the_only_replica_that_was_stopped_goes_on_with_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where several prompts of one call wait for each other, and one is asked only while it keeps some waiting."""
+    monkeypatch.setattr("foreword.fleet.pulse.LOOK_S", 0.05)
+    monkeypatch.setattr("foreword.fleet.pulse.ANSWER_S", 0.3)
+    prompts, sampling = [long_prompt(topic) for topic in range(4)], {**SAMPLINGS["several"], "max_tokens": 40}
+    with fleet(1) as one, ThreadPoolExecutor(2) as pool:
+        expected = streamed(one.url, prompts, **sampling)
+        wait_until(lambda: not one.on_loop(lambda: one.door.pulse._waiting))
+        asked = one.link.questions["a"]
+        time.sleep(0.5)
+        assert one.link.questions["a"] <= asked + 1
+        for stops_after in (0, 3):
+            one.link.stops_after = stops_after
+            running = pool.submit(streamed, one.url, prompts, **sampling)
+            wait_until(lambda: one.on_loop(lambda: bool(one.door.pulse.still)))
+            new = pool.submit(complete, one.url, long_prompt(9))
+            one.link.stopped.clear()
+            assert running.result(60) == expected
+            assert new.result(60)["choices"]
+        assert_nothing_is_left(one)
+
+
+class HeldUp:
+    """A link on an event loop that is held up while the first question is under way, so that its time is over."""
+
+    def __init__(self) -> None:
+        self.num_questions = 0
+
+    async def complaint(self, replica: str) -> str | None:
+        self.num_questions += 1
+        if self.num_questions == 1:
+            time.sleep(0.6)
+            await asyncio.Event().wait()
+        return None
+
+
+def test_a_front_that_was_held_up_itself_says_nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.fleet.pulse.LOOK_S", 0.01)
+    monkeypatch.setattr("foreword.fleet.pulse.ANSWER_S", 0.1)
+    monkeypatch.setattr("foreword.fleet.pulse.LATE_S", 0.2)
+    link, told = HeldUp(), list[str]()
+
+    async def run() -> None:
+        pulse = Pulse(link, told.append, told.append)  # type: ignore[arg-type]
+        pulse.follow("a")
+        async with pulse.wait_for("a"):
+            while link.num_questions < 3:
+                await asyncio.sleep(0.01)
+        pulse.stop()
+
+    asyncio.run(run())
+    assert not told

@@ -14,7 +14,9 @@ from foreword.fleet.replica import ReplicaFacts
 
 pytest.importorskip("ray", reason="needs foreword[cluster]")
 
-from foreword.fleet.ray_serve import RayLink
+from ray.exceptions import ActorDiedError
+
+from foreword.fleet.ray_serve import RayLink, note_dead
 
 FACTS: dict[str, Any] = {"spec": asdict(ReplicaSpec(10, 100.0)), "events": {}, "process_id": 1}
 
@@ -33,11 +35,12 @@ class Fleet:
 
 
 class Unanswered:
-    """A handle of Serve whose calls wait for a replica for ever."""
+    """A handle of Serve whose calls wait for a replica for ever, or until they fail."""
 
     def __init__(self) -> None:
-        self.generate = self.call = self
+        self.generate = self.call = self.complaint = self
         self.num_cancelled = 0
+        self.failed = asyncio.get_running_loop().create_future()
 
     def options(self, **_: object) -> Unanswered:
         return self
@@ -49,10 +52,10 @@ class Unanswered:
         self.num_cancelled += 1
 
     def __await__(self) -> Any:
-        return asyncio.Event().wait().__await__()
+        return asyncio.shield(self.failed).__await__()
 
     async def __anext__(self) -> Any:
-        await asyncio.Event().wait()
+        await self
 
 
 async def linked(handle: Any = None) -> tuple[RayLink, Fleet]:
@@ -79,20 +82,34 @@ def test_a_replica_of_another_version_keeps_no_other_from_joining() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_nobody_waits_for_a_replica_that_leaves_before_it_answers(is_stream: bool) -> None:
+@pytest.mark.parametrize("asks", ["generate", "call", "complaint"])
+@pytest.mark.parametrize("leaves", ["found dead", "in order", "in order, and is found dead"])
+def test_nobody_waits_for_a_replica_that_leaves_before_it_answers(
+    asks: str, leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was found dead has died with what it had, whether that had begun or not, and however Serve learns it."""
+    monkeypatch.setattr("foreword.fleet.ray_serve.FAREWELL_S", 60.0 if "and" in leaves else 0.1)
+
     async def run() -> None:
         handle = Unanswered()
         link, _ = await linked(handle)
-        await told(link, {"a": FACTS})
-        answer = anext(link.generate("a", b"")) if is_stream else link.call("a", b"")
-        waiting = asyncio.ensure_future(answer)
+        await told(link, {"a": FACTS, "b": FACTS})
+        stream = link.generate("a", b"")
+        calls = {"generate": lambda: anext(stream), "call": lambda: link.call("a", b"")}
+        waiting = asyncio.ensure_future(calls.get(asks, lambda: link.complaint("a"))())
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        await told(link, {})
-        with pytest.raises(ReplicaLostError, match="replica a left before it"):
+        if leaves == "found dead":
+            note_dead("an app", "a")
+        else:
+            await told(link, {"b": FACTS})
+        if "and" in leaves:
+            await asyncio.sleep(0.01)
+            handle.failed.set_exception(ActorDiedError())
+        with pytest.raises(ReplicaLostError, match=r"replica a (left before it|ended)") as lost:
             await asyncio.wait_for(waiting, 60)
-        assert handle.num_cancelled == is_stream
+        assert lost.value.died == ("dead" in leaves)
+        assert handle.num_cancelled == 1
         with pytest.raises(ReplicaLostError, match="replica a is gone"):
             await link.call("a", b"")
         await link.stop()

@@ -327,7 +327,7 @@ def test_the_cache_api_asks_all_replicas(three: Fleet) -> None:
 
 
 def test_without_replicas_requests_are_refused_and_health_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.fleet.routed.GAP_S", 0.2)
+    monkeypatch.setattr("foreword.fleet.routed.READY_S", 0.2)
     with fleet(2) as two:
         for name in ("a", "b"):
             two.on_loop(lambda name=name: two.door.leave(name))
@@ -337,8 +337,7 @@ def test_without_replicas_requests_are_refused_and_health_says_why(monkeypatch: 
         assert (health.status_code, health.json()["status"]) == (503, "waiting")
 
 
-def test_a_request_in_the_gap_between_two_replicas_waits_for_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.fleet.routed.GAP_S", 60.0)
+def test_a_request_that_comes_while_there_is_no_replica_waits_for_one() -> None:
     with fleet(2) as two, ThreadPoolExecutor() as pool:
         facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))
         for name in ("a", "b"):

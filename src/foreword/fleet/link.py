@@ -13,8 +13,10 @@ from foreword.fleet.replica import ReplicaFacts
 class ReplicaLostError(ForewordError):
     """A replica cannot be reached, or went away before its answer was complete."""
 
-    def __init__(self, message: str, *, died: bool) -> None:
+    def __init__(self, message: str, *, died: bool, comes_back: bool = False) -> None:
         super().__init__(message)
+        self.comes_back = comes_back
+        """Whether it may be chosen again as soon as it takes requests."""
         self.died = died
         """Whether it ended while it worked for the request, so that the request may be the reason."""
 
@@ -43,3 +45,6 @@ class Link(Protocol):
 
     async def call(self, replica: str, data: bytes) -> bytes:
         """`Replica.call` there. Raises ReplicaLostError."""
+
+    async def complaint(self, replica: str) -> str | None:
+        """`Replica.complaint` there. Waits for a process that is stopped. Raises ReplicaLostError."""

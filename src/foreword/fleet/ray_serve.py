@@ -51,6 +51,8 @@ MAX_ONGOING = 100_000
 """Calls that Serve lets one replica have: so many that it never rejects a choice. The server has limits of its own."""
 FRONT_SILENCE_S = 10.0
 """Time after which a front that says nothing is no longer named to others."""
+FAREWELL_S = 2.0
+"""Longest time for an answer of a replica that Serve no longer names: it may stop in order, or Ray may find it dead."""
 DRAIN_S = 600.0
 """Longest time that a replica which Serve stops may take for its answers."""
 RAY_SETTINGS = {
@@ -104,6 +106,10 @@ class EngineReplica:
         """Run a function on the engine's thread; None from another replica than the one that is meant."""
         return await self._start().call(data) if target == self._id else None
 
+    async def complaint(self, target: str) -> str | None:
+        """Why this replica is to get no requests; "" for no reason, None from another replica."""
+        return self._replica.complaint() or "" if target == self._id else None
+
     async def facts_of_engine(self, target: str) -> bytes:
         """What a front needs to check requests; the same for all replicas."""
         return pickle.dumps(self._replica.facts_of_engine())
@@ -145,16 +151,16 @@ _running: dict[str, dict[str, dict[str, Any]]] = {}
 """The running replicas of each application, with their metadata, as Serve says."""
 
 
-def note_replicas(app_name: str, replicas: dict[str, dict[str, Any]]) -> None:
-    """Serve's list of running replicas; any thread may call it."""
+def note_replicas(app_name: str, replicas: dict[str, dict[str, Any]], dead: str = "") -> None:
+    """Serve's list of running replicas, without one that was found dead; any thread may call it."""
     _running[app_name] = replicas
     for link in list(_links.get(app_name, ())):
-        link.note_replicas(replicas)
+        link.note_replicas(replicas, dead)
 
 
 def note_dead(app_name: str, name: str) -> None:
     """A replica was found dead; any thread may call it."""
-    note_replicas(app_name, {each: facts for each, facts in _running.get(app_name, {}).items() if each != name})
+    note_replicas(app_name, {each: facts for each, facts in _running.get(app_name, {}).items() if each != name}, name)
 
 
 class RayLink:
@@ -166,8 +172,8 @@ class RayLink:
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app_name) if handle is None else handle
         self._members: Members | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._gone: dict[str, asyncio.Event] = {}
-        """One event for each replica that is there; it is set when the replica leaves."""
+        self._gone: dict[str, asyncio.Future[bool]] = {}
+        """For each replica that is there, what is done when it leaves: whether it was found dead."""
 
     def start(self, members: Members) -> None:
         self._members, self._loop = members, asyncio.get_running_loop()
@@ -177,17 +183,17 @@ class RayLink:
     async def stop(self) -> None:
         _links[self._app_name].discard(self)
 
-    def note_replicas(self, replicas: dict[str, dict[str, Any]]) -> None:
+    def note_replicas(self, replicas: dict[str, dict[str, Any]], dead: str = "") -> None:
         """Serve's list; any thread may call it."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended before Serve
-                self._loop.call_soon_threadsafe(self._take, replicas)
+                self._loop.call_soon_threadsafe(self._take, replicas, dead)
 
-    def _take(self, replicas: Mapping[str, dict[str, Any]]) -> None:
+    def _take(self, replicas: Mapping[str, dict[str, Any]], dead: str = "") -> None:
         assert self._members is not None
         for name in self._gone.keys() - replicas.keys():
             self._members.leave(name)
-            self._gone.pop(name).set()
+            self._gone.pop(name).set_result(name == dead)
         for name, found in replicas.items():
             if name in self._gone or not found:  # without metadata it is not ready yet
                 continue
@@ -196,7 +202,7 @@ class RayLink:
             except (TypeError, KeyError) as error:
                 logger.warning("replica %s is of another version and gets no requests: %s", name, error)
                 continue
-            self._gone[name] = asyncio.Event()
+            self._gone[name] = asyncio.get_running_loop().create_future()
             self._members.join(name, facts)
 
     async def facts_of_engine(self) -> EngineFacts:
@@ -222,9 +228,7 @@ class RayLink:
         return found
 
     async def generate(self, replica: str, data: bytes) -> AsyncGenerator[list[Told]]:
-        gone = self._gone.get(replica)
-        if gone is None:
-            raise ReplicaLostError(f"replica {replica} is gone", died=False)
+        gone = self._leaving(replica)
         response: Any = self._handle.options(stream=True, method_name="generate").remote(replica, data)
         try:
             first = await _unless(gone, anext(response), f"replica {replica} left before it began")
@@ -233,39 +237,57 @@ class RayLink:
             yield first
             async for told in response:
                 yield told
-        except RayActorError as error:
-            raise ReplicaLostError(f"replica {replica} ended: {_brief(error)}", died=True) from error
         except (RayError, RayServeException, StopAsyncIteration) as error:
-            raise ReplicaLostError(f"replica {replica} cannot be reached: {_brief(error)}", died=False) from error
+            raise _lost(replica, error) from error
         finally:
             response.cancel()
 
     async def call(self, replica: str, data: bytes) -> bytes:
-        gone = self._gone.get(replica)
-        if gone is None:
-            raise ReplicaLostError(f"replica {replica} is gone", died=False)
+        result: bytes = await self._ask(replica, self._handle.call, data)
+        return result
+
+    async def complaint(self, replica: str) -> str | None:
+        complaint: str = await self._ask(replica, self._handle.complaint)
+        return complaint or None
+
+    async def _ask(self, replica: str, method: Any, *args: Any) -> Any:
+        """What a method returns there. Raises ReplicaLostError."""
+        gone = self._leaving(replica)
+        response = method.remote(replica, *args)
         try:
-            response = self._handle.call.remote(replica, data)
-            result: bytes | None = await _unless(gone, response, f"replica {replica} left before it answered")
+            result = await _unless(gone, response, f"replica {replica} left before it answered")
         except (RayError, RayServeException) as error:
-            raise ReplicaLostError(f"replica {replica} cannot be reached: {_brief(error)}", died=False) from error
-        if result is None:
+            raise _lost(replica, error) from error
+        finally:
+            response.cancel()
+        if result is None:  # another one has answered
             raise ReplicaLostError(f"replica {replica} is gone", died=False)
         return result
 
+    def _leaving(self, replica: str) -> asyncio.Future[bool]:
+        if (gone := self._gone.get(replica)) is None:
+            raise ReplicaLostError(f"replica {replica} is gone", died=False)
+        return gone
 
-async def _unless(gone: asyncio.Event, answer: Awaitable[T], lost: str) -> T:
+
+def _lost(replica: str, error: Exception) -> ReplicaLostError:
+    died = isinstance(error, RayActorError)
+    return ReplicaLostError(f"replica {replica} {'ended' if died else 'cannot be reached'}: {_brief(error)}", died=died)
+
+
+async def _unless(gone: asyncio.Future[bool], answer: Awaitable[T], lost: str) -> T:
     """A replica's answer, unless the replica leaves before it. Serve itself would wait forever."""
-    coming, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(gone.wait())
+    coming = asyncio.ensure_future(answer)
     try:
-        await asyncio.wait((coming, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done() and not gone.result():
+            await asyncio.wait((coming,), timeout=FAREWELL_S)
         if coming.done():
             return coming.result()
-        raise ReplicaLostError(lost, died=False)
+        raise ReplicaLostError(lost, died=gone.result())
     finally:
-        for task in (coming, leaving):
-            task.cancel()
-        await asyncio.gather(coming, leaving, return_exceptions=True)
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
 
 
 class _Board:

@@ -46,7 +46,8 @@ def replicas(door: RoutedEngines) -> list[dict[str, Any]]:
             "open_requests": load.num_open,
             "waiting_tokens": load.waiting_tokens,
             "tokens_per_s": load.tokens_per_s,
-            "process_id": door.process_ids.get(name),
+            "process_id": door.facts[name].process_id,
+            "complaint": door.pulse.still.get(name),
         }
         for name, load in loads.items()
     ]
@@ -57,12 +58,14 @@ def numbers(door: RoutedEngines) -> list[Number]:
     shown, counts = replicas(door), door.core.counts
     of = {key: {one["name"]: float(one[key]) for one in shown} for key in (*_GAUGES, "is_synced")}
     gauges = [Number(f"replica_{key}", meaning, of[key], "replica") for key, meaning in _GAUGES.items()]
+    still = {one["name"]: float(one["complaint"] is not None) for one in shown}
     reasons = {reason.value: float(one.decisions) for reason, one in door.log.counts.items()}
     tokens = {name: float(getattr(counts, f"{name}_tokens")) for name in ("predicted", "delivered", "overcredited")}
     failed = {name: float(value) for name, value in asdict(door.counts).items()}
     return [
         *gauges,
         Number("replica_synced", "1 where the replica's cache is known.", of["is_synced"], "replica"),
+        Number("replica_still", "1 where the replica does not answer, or its engine makes no step.", still, "replica"),
         Number("routing_decisions", "Choices of a replica, by what decided.", reasons, "reason", True),
         Number("routing_tokens", "Prompt tokens that choices counted on, and got.", tokens, "what", True),
         Number("failover", "Requests whose replica died, and what followed.", failed, "what", True),

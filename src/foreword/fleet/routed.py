@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from foreword.events.peer_link import PeerLink
 from foreword.fleet.answering import Answering
 from foreword.fleet.link import Link, ReplicaLostError
 from foreword.fleet.messages import Codec, Complete, Queued, Refused, Submission
+from foreword.fleet.pulse import Pulse
 from foreword.fleet.replica import ReplicaFacts, read_result
 from foreword.fleet.report import decisions, numbers, report
 from foreword.fleet.warmth import Warmth
@@ -57,10 +57,9 @@ CALL_S = 60.0
 """Longest time that one replica may take for a function; the others' results count without it."""
 ENGINE_FAILED = "engine_failed"
 """Code of what a replica refuses because its engine takes no requests any more."""
-JOIN_S = 30.0
-"""Longest time that an answer which has begun waits for a replica to go on with."""
-GAP_S = 5.0
-"""Longest time after the last replica has left in which new requests wait for another: replicas are often replaced."""
+READY_S = 300.0
+"""Longest time that a request waits for a replica if none takes requests: replicas are replaced, on a busy machine in
+minutes. A request's own time limit may end it earlier."""
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class FleetCounts:
     """Sums since the start."""
 
     deaths: int = 0
-    """Replicas that ended while they worked for a request, counted by request."""
+    """Replicas that ended while they had a request, begun or not; counted by request."""
     resumed: int = 0
     """Attempts that went on with an answer that another replica had begun."""
     given_up: int = 0
@@ -82,6 +81,7 @@ class _Request:
     job: Job
     routing: RoutingRequest
     answering: Answering
+    num_attempts: int = 0
     num_deaths: int = 0
     avoided: set[str] = field(default_factory=set)
     """Replicas that were lost."""
@@ -117,14 +117,13 @@ class RoutedEngines:
         self._outcomes: dict[AnswerStream, str] = {}
         """Why streams were aborted."""
         self._joined = asyncio.Event()
-        self._emptied = -math.inf
-        """When the last replica that took requests left."""
         self._shrinking: set[asyncio.Task[None]] = set()
-        self.process_ids: dict[str, int] = {}
-        """The process of each replica on its machine."""
+        self.facts: dict[str, ReplicaFacts] = {}
+        """What each replica has said of itself."""
         self._open_peers = open_peers
         self._peers: PeerLink | None = None
         self._warmth = Warmth(core, link, self._codec)
+        self.pulse = Pulse(link, self._retire, self._ready)
         self._has_tiers = any(
             getattr(front.config.tiers, name) is not None for name in ("cache_dir", "cache_store", "cache_host_bytes")
         )
@@ -146,20 +145,23 @@ class RoutedEngines:
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
         """Send requests to a replica, once it has what requests use most; at once if there is no other replica."""
-        self.process_ids[name] = facts.process_id
+        self.facts[name] = facts
         hot = self._warmth.for_new_replica(facts.spec)
         self.core.join(name, facts.spec)
         if facts.events:
             self._feed.follow(name, facts.events["kv_events"], facts.events["kv_events_snapshot"])
+        self.pulse.follow(name)
         if hot:
             self.core.retire(name)
-            self._warmth.warm_up(name, hot, lambda: self._ready(name, facts))
+            self._warmth.warm_up(name, hot, lambda: self._ready(name))
         else:
-            self._ready(name, facts)
+            self._ready(name)
 
-    def _ready(self, name: str, facts: ReplicaFacts) -> None:
-        if name not in self.core.replicas:
-            return  # it left before it was ready
+    def _ready(self, name: str) -> None:
+        """A replica takes requests from now on, or again: unless it has left, stands still, or is not warm yet."""
+        if name not in self.core.replicas or name in self.pulse.still or self._warmth.is_warming(name):
+            return
+        facts = self.facts[name]
         self.core.join(name, facts.spec)
         logger.info("replica %s takes requests: %d blocks", name, facts.spec.num_blocks)
         self._joined.set()
@@ -172,13 +174,21 @@ class RoutedEngines:
             alone = [] if self._has_tiers else self._warmth.only_at(name)
             self._feed.leave(name)
             self._warmth.leave(name)
-            self.process_ids.pop(name, None)
+            self.pulse.leave(name)
+            del self.facts[name]
             self.core.leave(name, time.monotonic())
-            if not self.core.is_any_usable:
-                self._emptied = time.monotonic()
-                self._warmth.hurry()
+            self._note_fewer()
             if alone and self.failure is None:
                 self._warmth.hand_over(alone)
+
+    def _retire(self, name: str) -> None:
+        """A replica stands still."""
+        self.core.retire(name)
+        self._note_fewer()
+
+    def _note_fewer(self) -> None:
+        if not self.core.is_any_usable:
+            self._warmth.hurry()
 
     # ------------------------------------------------------------------ the server's side
 
@@ -197,6 +207,7 @@ class RoutedEngines:
             stream.put([engine_failed(self.failure)])
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._warmth.stop()
+        self.pulse.stop()
         if self._peers is not None:
             await self._peers.close()
         await self._link.stop()
@@ -233,9 +244,10 @@ class RoutedEngines:
             await self.call(lambda engine: engine.shrink_namespace(namespace, max_blocks), first)
 
     async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
-        """Run a function on the engine of every replica. Raises APIError 503 if none can be reached."""
+        """Run a function on the engine of every replica that goes on. Raises APIError 503 if none can be reached."""
         data = cloudpickle.dumps(function)
-        asked = await asyncio.gather(*(self._call(name, data) for name in self.core.replicas), return_exceptions=True)
+        names = [name for name in self.core.replicas if name not in self.pulse.still]
+        asked = await asyncio.gather(*(self._call(name, data) for name in names), return_exceptions=True)
         found: list[T] = []
         for one in asked:
             if not isinstance(one, BaseException):
@@ -311,13 +323,15 @@ class RoutedEngines:
         while True:
             decision = await self._choose(request)
             has_begun = False
+            sent = self._link.generate(decision.replica, self._submission(stream, request))
             try:
-                async with aclosing(self._link.generate(decision.replica, self._submission(stream, request))) as told:
+                async with self.pulse.wait_for(decision.replica), aclosing(sent) as told:
                     async for messages in told:
                         has_begun = has_begun or isinstance(messages[0], Queued)
                         if has_begun and not is_accepted:
+                            place = await accepted.wait()
                             is_accepted = True
-                            if await accepted.wait() == accepted.parties - 1:  # the last one, which need not wait
+                            if place == accepted.parties - 1:  # the last one, which need not wait
                                 stream.put([Accepted()])
                         if self._take(request, decision, messages, has_begun):
                             self._close_one(request, str(request.answering.output.outputs[-1].finish_reason))
@@ -346,43 +360,38 @@ class RoutedEngines:
     def _submission(self, stream: AnswerStream, request: _Request) -> bytes:
         job, shown = request.job, request.answering.shown
         answered = tuple(shown) if any(one.token_ids for one in shown) else ()
-        # A replica may still have the last attempt of this name.
-        name = f"{job.record.request_id}.{request.num_deaths}.{len(request.avoided)}"
+        request.num_attempts += 1  # a replica may still have the last one
+        name = f"{job.record.request_id}.{request.num_attempts}"
         self.counts.resumed += bool(answered)
         return self._codec.encode(Submission(name, job.prompt, job.params, answered, is_streamed=not stream.whole))
 
     async def _choose(self, request: _Request) -> Decision:
-        """Choose and reserve. Waits for a replica to join, if the request has begun or the last one has just left.
-
-        Raises APIError 503.
-        """
+        """Choose and reserve. Waits for a replica if none takes requests. Raises APIError 503."""
         if wait_s := self.core.wait_s(request.routing, time.time()):
             await asyncio.sleep(wait_s)  # other fronts decide first
-        deadline = time.monotonic() + JOIN_S
+        try:
+            async with asyncio.timeout(READY_S):
+                decision = await self._chosen(request)
+        except TimeoutError:
+            raise _none_ready() from None
+        if self._peers is not None:
+            self._peers.flush()
+        self.log.add(decision)
+        request.job.record.route = Explanation.of_decision(decision).text()
+        return decision
+
+    async def _chosen(self, request: _Request) -> Decision:
         while True:
             gone = request.avoided.intersection(self.core.replicas)
-            try:
-                decision = self.core.choose(request.routing, time.monotonic(), gone)
-            except NoReplicaError:
-                left_s = (deadline if request.avoided else self._emptied + GAP_S) - time.monotonic()
-                if left_s <= 0:
-                    raise _none_ready() from None
-                try:
-                    async with asyncio.timeout(left_s):
-                        await self._joined.wait()
-                except TimeoutError:
-                    continue
-            else:
-                if self._peers is not None:
-                    self._peers.flush()
-                self.log.add(decision)
-                request.job.record.route = Explanation.of_decision(decision).text()
-                return decision
+            with suppress(NoReplicaError):
+                return self.core.choose(request.routing, time.monotonic(), gone)
+            await self._joined.wait()
 
     def _note_lost(self, request: _Request, decision: Decision, lost: ReplicaLostError) -> None:
         """A replica was lost under a request. Raises APIError 500 if the request may be the reason."""
         logger.warning("request %s: %s", request.job.record.request_id, lost)
-        request.avoided.add(decision.replica)
+        if not lost.comes_back:
+            request.avoided.add(decision.replica)
         if lost.died:
             request.num_deaths += 1
             self.counts.deaths += 1

@@ -69,6 +69,10 @@ class Warmth:
         """Have a new replica compute these prefixes, for a while, and then call `then`, unless it has left."""
         self._warming[name] = self._begin(self._warm_up(name, hot, then))
 
+    def is_warming(self, name: str) -> bool:
+        """Whether it computes prefixes, and is not to take requests yet."""
+        return name in self._warming
+
     def leave(self, name: str) -> None:
         """A replica has left; if it comes again, it has another life."""
         if (task := self._warming.pop(name, None)) is not None:
