@@ -78,6 +78,23 @@ def test_a_compiled_module_is_the_prefix_of_a_plain_prompt(llm: LLM, schema: Loa
     assert answer(warm) == answer(cold)
 
 
+def test_texts_shorter_than_a_block_are_named_with_the_remedy(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    size = llm.layout.block_size
+    long = " ".join(f"word{number}" for number in range(4 * size))
+    short = llm.pml.load(
+        f'<schema name="s"><module name="no"> Go.</module><module name="yes"> {long}</module></schema>'
+    )
+    lengths = {one.name: len(one.token_ids) for one in short.sources}
+    assert lengths["no"] < size <= lengths["yes"]
+    short.compile()
+    [warned] = [one.getMessage() for one in caplog.records if one.name == "foreword.pml.library"]
+    assert f"shorter than a block ({size} tokens)" in warned
+    assert f"never linked: no ({lengths['no']}); load the model with a block_size of at most {lengths['no']}" in warned
+    caplog.clear()
+    llm.pml.load(f'<schema name="s"><module name="yes"> {long}</module></schema>').compile()
+    assert not caplog.records
+
+
 def test_a_plain_prompt_computes_a_module(llm: LLM, schema: LoadedSchema) -> None:
     prompt = schema.prompt({"notes": {}}, text=" So")
     run(llm, {"prompt": NOTES})

@@ -274,20 +274,24 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         check_address(config.host, config.port)
         read_gate(config, allows_links=bool(options.get("allow_links")))  # mistakes there are told before loading
         if fleet.replicas:
-            _serve_replicas(model, options, config, fleet)
+            ends_in_order = _serve_replicas(model, options, config, fleet)
         else:
-            serve(stack.enter_context(_load(model, options)), config)
+            ends_in_order = serve(stack.enter_context(_load(model, options)), config)
+    if not ends_in_order:  # everything is closed and written
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
     return 0
 
 
-def _serve_replicas(model: str, options: dict[str, Any], config: ServerConfig, fleet: FleetConfig) -> None:
+def _serve_replicas(model: str, options: dict[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
     try:
         from foreword.fleet.run import serve_replicas
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"replicas={fleet.replicas} needs the package {error.name}; run `pip install foreword[cluster]`"
         ) from error
-    serve_replicas(model, options, config, fleet)
+    return serve_replicas(model, options, config, fleet)
 
 
 def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:

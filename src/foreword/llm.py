@@ -330,7 +330,8 @@ class LLM:
         Raises InvalidRequestError if the model has no tokenizer.
         """
         bounds = Bounds(self.engine.limits.max_model_len - 1)
-        return Library(schema_text(self._prompts.tokenizer_for("a schema")), self._keep, bounds)
+        text = schema_text(self._prompts.tokenizer_for("a schema"))
+        return Library(text, self._keep, bounds, self.layout.block_size)
 
     def _keep(self, token_ids: Sequence[int], ttl_s: float, salt: str | None) -> int:
         return self.pin_prefix({"prompt_token_ids": token_ids, "cache_salt": salt}, ttl_s=ttl_s)
@@ -363,7 +364,7 @@ class LLM:
         Raises InvalidRequestError for an impossible prompt, or one without parts.
         """
         linked, composition = self._prompts.read_parts(prompt, method := Method.parse(link))
-        return explain_parts(composition, method, self.engine.explain_links(linked))
+        return explain_parts(composition, method, self.engine.explain_links(linked), self.layout.block_size)
 
     def take_cache_events(self) -> list[NumberedEvent]:
         """The cache's events since the last call. Raises ConfigError without `cache_events`."""

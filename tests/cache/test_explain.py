@@ -307,6 +307,23 @@ def test_a_reset_forgets_the_ghosts_too(index):
     assert manager.stats.misses == {}
 
 
+@pytest.mark.parametrize("num_shared", [0, 2, 6])
+def test_less_than_a_block_is_shared_from_the_next_step_on_and_the_explanation_says_so(num_shared):
+    manager = manager_with_ledger()
+    manager.begin_step()
+    first, second = sequence("a", range(8)), sequence("b", [*range(num_shared), *range(100, 108)])
+    for one in (first, second):
+        assert manager.allocate_slots(one, len(one), manager.get_computed_blocks(one)) is not None
+    told = manager.explanation_of("b")
+    assert (told.num_hit_tokens, told.num_filling_tokens) == (num_shared // 4 * 4, num_shared % 4)
+    assert (f"; {num_shared % 4} more are in a block that is computed in the same step" in str(told)) == bool(
+        num_shared
+    )
+    manager.begin_step()
+    assert manager.explain(third := sequence("c", [*range(num_shared), *range(200, 208)])).num_filling_tokens == 0
+    assert manager.get_computed_blocks(third).num_tokens == num_shared
+
+
 def test_explaining_changes_nothing():
     manager = manager_with_ledger()
     run(manager, sequence("a", range(16)))

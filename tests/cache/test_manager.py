@@ -1,11 +1,14 @@
 """KVCacheManager: the worked examples of vLLM's design, and what they leave open."""
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from foreword.cache import ExtraKeys, HashIndex, KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache import ExtraKeys, FreeKVCacheBlockQueue, HashIndex, KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache.eviction.policies import LruPolicy
 from foreword.errors import AllocationError, CacheBusyError, ConfigError
 
 
@@ -30,6 +33,33 @@ def generate(manager, seq, *tokens):
         seq.append(token)
         assert manager.allocate_slots(seq, len(seq)) is not None
     manager.check_integrity()
+
+
+class AsFreed(LruPolicy):
+    """The queue of vLLM until 2025: blocks that nobody can find join its tail, too."""
+
+    def append(self, block_ids):
+        FreeKVCacheBlockQueue.append(self, block_ids)
+
+
+def test_the_page_tells_both_orders_of_the_worked_example():
+    page = (Path(__file__).parents[2] / "docs/concepts/cache.md").read_text()
+    ours, older = (order.split() for order in re.findall(r"`(0 1 2 [\d ]+)`", page))
+    for policy, expected in ((LruPolicy(10), ours), (AsFreed(10), older)):
+        manager = KVCacheManager(10, block_size=4, eviction_policy=policy)
+        zero, one = sequence("0", range(15)), sequence("1", [*range(10), 50, 51, 52, 53])
+        assert manager.allocate_slots(zero, 15, manager.get_computed_blocks(zero)) is not None
+        for token in (100, 101):
+            zero.append(token)
+            assert manager.allocate_slots(zero, len(zero)) is not None
+        assert manager.allocate_slots(one, 14, manager.get_computed_blocks(one)) is not None
+        manager.free("0")
+        manager.free("1")
+        two = sequence("2", [*range(12), *range(200, 217)])
+        hit = manager.get_computed_blocks(two)
+        assert hit.num_tokens == 12
+        assert manager.allocate_slots(two, 29, hit) is not None
+        assert [str(block_id) for block_id in table(manager, "2")] == expected
 
 
 def test_worked_example_of_three_requests_and_ten_blocks():

@@ -120,6 +120,13 @@ def test_keywords_of_llm_take_sizes_and_vllms_names() -> None:
     assert (config.cache.hash_function, config.seed) == ("sha256_cbor", 7)
 
 
+@pytest.mark.parametrize(
+    "limits", [None, {}, "", "{}", {"image": 0}, '{"image": 0, "video": {"count": 0}}', "image=0, audio=0"]
+)
+def test_limits_that_allow_no_images_are_accepted(limits: object) -> None:
+    assert EngineConfig.from_options("m", limit_mm_per_prompt=limits, mm_processor_kwargs={}).model.model == "m"
+
+
 def test_torchs_own_types_name_a_precision_and_a_device() -> None:
     torch = pytest.importorskip("torch")
     config = EngineConfig.from_options("m", dtype=torch.bfloat16, device=torch.device("cpu"))
@@ -132,6 +139,14 @@ def test_torchs_own_types_name_a_precision_and_a_device() -> None:
         ({"max_modl_len": 5}, "did you mean 'max_model_len'"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2, an option of vLLM, is not .*only 1: .*a server each"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
+        (
+            {"limit_mm_per_prompt": {"image": 2}},
+            "limit_mm_per_prompt=.*images, sounds or videos are refused.*each limit to 0",
+        ),
+        ({"limit_mm_per_prompt": '{"image": 0, "audio": {"count": 1}}'}, "limit_mm_per_prompt="),
+        ({"limit_mm_per_prompt": "image=1,video=0"}, "limit_mm_per_prompt="),
+        ({"limit_mm_per_prompt": 4}, "limit_mm_per_prompt=4"),
+        ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs=.*images"),
         ({"quantization": "awq"}, "quantization='awq'.*leave it out"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'.*choose both with dtype"),
         ({"speculative_config": {"model": "x"}}, "speculative_config="),
@@ -181,7 +196,8 @@ def test_every_option_of_vllm_has_a_flag_that_takes_its_harmless_values() -> Non
     options = {**ENGINE_OPTIONS, **SERVER_OPTIONS}
     arguments = []
     for name, option in options.items():
-        flag, values = "--" + name.replace("_", "-"), (1,) if option.harmless is None else option.harmless
+        flag = "--" + name.replace("_", "-")
+        values = option.harmless if isinstance(option.harmless, tuple) else ("{}",) if option.harmless else (1,)
         if not option.takes_value:
             arguments.append(flag if True in values or 1 in values else flag.replace("--", "--no-", 1))
         else:

@@ -1,4 +1,4 @@
-"""A real local Ray: processes that are killed, replicas that come and go, a machine that dies, two fronts.
+"""A real local Ray: processes that are killed or stopped, replicas that come and go, a machine that dies, two fronts.
 
 Counts and bits are compared, never times.
 """
@@ -125,12 +125,14 @@ def answers_of(url: str, topics: int = 5) -> dict[int, Any]:
     return {topic: streamed(url, long_prompt(topic), **SAMPLINGS["seeded"]) for topic in range(topics)}
 
 
-def test_a_served_replica_is_killed_and_replaced(alone: ServerThread) -> None:
-    """The whole command in processes of its own; kill -9 in the middle of streams of each kind."""
-    options = ("--replicas", "3", "--replica-cpus", "0.5", "--num-gpu-blocks-override", "256")
+def test_served_replicas_are_killed_and_replaced(alone: ServerThread) -> None:
+    """The whole command in processes of its own; kill -9 in the middle of streams of each kind, then of all that are
+    left: requests wait until Serve has replaced them.
+    """
+    options = ("--replicas", "2", "--replica-cpus", "0.5", "--num-gpu-blocks-override", "256")
     with ServerProcess(*options, start_timeout_s=300.0) as server:
         url = server.url
-        patiently(lambda: ready(url) == 3)
+        patiently(lambda: ready(url) == 2)
         for name, sampling in SAMPLINGS.items():
             expected = complete(alone.url, long_prompt(1), **sampling)["choices"]
             assert complete(url, long_prompt(1), **sampling)["choices"] == expected, name
@@ -139,12 +141,17 @@ def test_a_served_replica_is_killed_and_replaced(alone: ServerThread) -> None:
         with ThreadPoolExecutor(6) as pool:
             running = [pool.submit(streamed, url, long_prompt(2), **sampling) for _ in range(6)]
             patiently(lambda: any(is_generating(one) for one in cluster_of(url)["replicas"]))
-            kill_a_replica(url)
+            os.kill(busiest(url), signal.SIGKILL)
             assert all(one.result(timeout=300) == expected for one in running)
-        assert cluster_of(url)["failover"]["deaths"] >= 1
+            failover = cluster_of(url)["failover"]
+            assert failover["deaths"] >= 1
+            for one in cluster_of(url)["replicas"]:
+                os.kill(one["process_id"], signal.SIGKILL)
+            waiting = [pool.submit(streamed, url, long_prompt(2), **sampling) for _ in range(6)]
+            assert all(one.result(timeout=300) == expected for one in waiting)
         assert cluster_of(url)["failover"]["given_up"] == 0
         assert_nothing_is_reserved(url)
-        patiently(lambda: ready(url) == 3)
+        patiently(lambda: ready(url) == 2)
         server.terminate()
         assert server.wait() == 0
 
@@ -154,62 +161,102 @@ def is_generating(replica: dict[str, Any]) -> bool:
     return bool(replica["open_requests"]) and not replica["waiting_tokens"]
 
 
-def kill_a_replica(url: str) -> None:
-    """Kill the process of the replica that has most to do."""
-    busiest = max(cluster_of(url)["replicas"], key=lambda one: one["open_requests"])
-    os.kill(busiest["process_id"], signal.SIGKILL)
+def busiest(url: str) -> int:
+    """The process of the replica that has most to do."""
+    found: int = max(cluster_of(url)["replicas"], key=lambda one: one["open_requests"])["process_id"]
+    return found
 
 
-def test_hits_and_work_are_those_of_one_pool(alone: ServerThread) -> None:
-    prompts = [long_prompt(topic, question) for question in range(6) for topic in range(12)]
-    with local_ray(4), served(3) as (server, _):
+class TestOneFleet:
+    """What one Ray and its replicas show, one after the other, in any order."""
+
+    @pytest.fixture(scope="class")
+    def started(self) -> Iterator[tuple[ServerThread, Callable[[int], None]]]:
+        with local_ray(8), served(3) as found:
+            yield found
+
+    @pytest.fixture
+    def scale(self, started: tuple[ServerThread, Callable[[int], None]]) -> Callable[[int], None]:
+        def scale(number: int) -> None:
+            if ready(started[0].url) != number:
+                started[1](number)
+                patiently(lambda: ready(started[0].url) == number)
+
+        return scale
+
+    @pytest.fixture
+    def three(self, started: tuple[ServerThread, Any], scale: Callable[[int], None]) -> ServerThread:
+        scale(3)
+        return started[0]
+
+    def test_hits_and_work_are_those_of_one_pool(self, three: ServerThread, alone: ServerThread) -> None:
+        prompts = [long_prompt(topic, question) for question in range(6) for topic in range(12)]
         found = Counter[str]()
-        for url in (alone.url, server.url):
+        for url in (alone.url, three.url):
             httpx.post(f"{url}/reset_prefix_cache")
             with ThreadPoolExecutor(4) as pool:
                 for answer in pool.map(lambda prompt, url=url: complete(url, prompt), prompts):
                     found[url] += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert found[server.url] >= 0.95 * found[alone.url], found
-        assert_nothing_is_reserved(server.url)
+        assert found[three.url] >= 0.95 * found[alone.url], found
+        assert_nothing_is_reserved(three.url)
 
+    def test_clients_that_leave_stop_the_replicas_work_for_them(self, three: ServerThread) -> None:
+        clients, max_tokens = 8, 3000
+        body = {"model": MODEL, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
-def test_clients_that_leave_stop_the_replicas_work_for_them() -> None:
-    clients, max_tokens = 8, 3000
-    body = {"model": MODEL, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        def leave_after(num_lines: int) -> None:
+            asked = {**body, "prompt": long_prompt(num_lines)}
+            with httpx.stream("POST", f"{three.url}/v1/completions", json=asked, timeout=300) as answer:
+                assert answer.status_code == 200
+                next(each for at, each in enumerate(answer.iter_lines()) if at >= num_lines)
 
-    def leave_after(num_lines: int) -> None:
-        asked = {**body, "prompt": long_prompt(num_lines)}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=300) as answer:
-            assert answer.status_code == 200
-            next(each for at, each in enumerate(answer.iter_lines()) if at >= num_lines)
+        def on_engines(function: Callable[[Engine], Any], merge: Callable[[list[Any]], Any]) -> Any:
+            assert three._loop is not None
+            door = three.service.thread
+            return asyncio.run_coroutine_threadsafe(door.call(function, merge), three._loop).result(300)
 
-    def on_engines(function: Callable[[Engine], Any], merge: Callable[[list[Any]], Any]) -> Any:
-        assert server._loop is not None
-        return asyncio.run_coroutine_threadsafe(server.service.thread.call(function, merge), server._loop).result(300)
-
-    with local_ray(4), served(2) as (server, _):
+        before = on_engines(lambda engine: engine.snapshot().num_computed_tokens, sum)
         with ThreadPoolExecutor(clients) as pool:
             list(pool.map(leave_after, range(clients)))
-        assert_nothing_is_reserved(server.url)
+        assert_nothing_is_reserved(three.url)
         patiently(lambda: not on_engines(lambda engine: engine.has_unfinished_requests(), any))
-        computed = on_engines(lambda engine: engine.snapshot().num_computed_tokens, sum)
+        computed = on_engines(lambda engine: engine.snapshot().num_computed_tokens, sum) - before
         assert computed < clients * max_tokens / 2, "somebody computed on for clients that had left"
 
+    def test_streams_of_a_stopped_replica_go_on_and_it_is_taken_back(
+        self, three: ServerThread, alone: ServerThread
+    ) -> None:
+        """SIGSTOP long before Serve notices; after SIGCONT nobody hears what it had in hand."""
+        url, sampling = three.url, {**SAMPLINGS["seeded"], "max_tokens": 800}
+        expected = streamed(alone.url, long_prompt(2), **sampling)
+        deaths = cluster_of(url)["failover"]["deaths"]
+        with ThreadPoolExecutor(7) as pool:
+            running = [pool.submit(streamed, url, long_prompt(2), **sampling) for _ in range(6)]
+            patiently(lambda: any(is_generating(one) for one in cluster_of(url)["replicas"]))
+            stopped = busiest(url)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                assert all(one.result(timeout=300) == expected for one in running)
+                patiently(lambda: [one["process_id"] for one in cluster_of(url)["replicas"] if one["complaint"]])
+                assert complete(url, long_prompt(3))["choices"]
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+        patiently(lambda: not any(one["complaint"] for one in cluster_of(url)["replicas"]))
+        patiently(lambda: ready(url) == 3)
+        assert stopped in {one["process_id"] for one in cluster_of(url)["replicas"]}, "Serve has replaced it"
+        assert cluster_of(url)["failover"]["deaths"] == deaths
+        assert_nothing_is_reserved(url)
 
-def test_replicas_come_and_go_under_load_without_a_failed_request(alone: ServerThread) -> None:
-    expected = answers_of(alone.url)
-    with local_ray(8), served(2) as (server, scale):
-        load = Load(server.url, expected)
-        scale(4)
-        patiently(lambda: ready(server.url) == 4)
-        before = load.answers["right"]
-        patiently(lambda: load.answers["right"] > before + 20)
-        scale(2)
-        patiently(lambda: ready(server.url) == 2)
-        before = load.answers["right"]
-        patiently(lambda: load.answers["right"] > before + 20)
+    def test_replicas_come_and_go_under_load_without_a_failed_request(
+        self, three: ServerThread, alone: ServerThread, scale: Callable[[int], None]
+    ) -> None:
+        load = Load(three.url, answers_of(alone.url))
+        for number in (4, 2):
+            scale(number)
+            before = load.answers["right"]
+            patiently(lambda before=before: load.answers["right"] > before + 20)
         load.stop()
-        assert_nothing_is_reserved(server.url)
+        assert_nothing_is_reserved(three.url)
 
 
 def test_a_machine_dies_and_its_streams_go_on(alone: ServerThread) -> None:
@@ -226,9 +273,9 @@ def test_a_machine_dies_and_its_streams_go_on(alone: ServerThread) -> None:
 
 def test_a_server_that_is_killed_leaves_no_process() -> None:
     """The local Ray, its replicas and whatever Ray starts beside them; two agents take a minute."""
-    options = ("--replicas", "2", "--replica-cpus", "0.5", "--num-gpu-blocks-override", "256")
+    options = ("--replicas", "1", "--replica-cpus", "0.5", "--num-gpu-blocks-override", "256")
     with ServerProcess(*options, start_timeout_s=300.0) as server:
-        patiently(lambda: ready(server.url) == 2)
+        patiently(lambda: ready(server.url) == 1)
         started = descendants(server.pid)
         of_replicas = {one["process_id"] for one in cluster_of(server.url)["replicas"]}
         assert of_replicas <= {one.pid for one in started}

@@ -47,6 +47,14 @@ def test_it_names_the_documents_that_are_missing(llm: LLM) -> None:
     assert str(after) == f"none: {told.linked_tokens} of {HEAD + 40 + 50 + 33 + 9} tokens would be linked"
 
 
+def test_documents_shorter_than_a_block_are_named(llm: LLM) -> None:
+    found = llm.explain_links(documents((40, 50, 5, 33, 8 - HEAD), seed=54), "none")
+    assert found.too_short == tuple(one for one, size in (("2", 5), ("4", 8 - HEAD)) if HEAD + size < 16)
+    assert [part.num_linked_tokens > 0 for part in found.parts] == [False, True, False, True, False]
+    assert f"shorter than a block of 16 tokens, so never linked: {', '.join(found.too_short)} (a sm" in str(found)
+    assert llm.explain_links(documents((40, 50, 33), seed=54), "none").too_short == ()
+
+
 def test_what_a_method_computes_is_not_linked(llm: LLM) -> None:
     prompt = documents((40, 50, 33), seed=52)
     linked = {link: llm.explain_links(prompt, link).num_linked_tokens for link in ("none", "first-5", "all")}

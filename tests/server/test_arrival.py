@@ -10,13 +10,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
 
+from foreword.errors import EngineError
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
+from foreword.server.run import AnnouncingServer
 from live_server import ENDLESS, ServerProcess, ServerThread, embedded_llm, post, wait_until
 
 MB = 2**20
@@ -192,6 +197,25 @@ def test_a_process_that_cannot_end_is_ended() -> None:
         "run.end_within(0.1)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 1
+
+
+@pytest.mark.parametrize("fails", ["startup", "shutdown", None])
+def test_a_server_that_does_not_start_or_stop_in_order_is_an_error(fails: str | None) -> None:
+    """uvicorn only logs some of it; the exit code would be 0."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for phase in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{phase}.{'failed' if phase == fails else 'complete'}"})
+
+    def end(_: str = "") -> None:
+        server.should_exit = True
+
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+    server = AnnouncingServer(config, end, lambda: None)
+    with pytest.raises((EngineError, SystemExit)) if fails else nullcontext() as ended:
+        server.run()
+    assert ended is None or isinstance(ended.value, EngineError) or ended.value.code != 0
 
 
 def test_the_server_is_not_ready_from_the_signal_on_and_still_takes_calls(served: ServerThread) -> None:

@@ -71,6 +71,7 @@ def as_json(found: LinkExplanation) -> dict[str, Any]:
         "prompt_tokens": found.num_tokens,
         "linked_tokens": found.num_linked_tokens,
         "missing": list(found.missing),
+        "too_short": list(found.too_short),
         "parts": parts,
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -84,6 +86,25 @@ def test_a_request_that_takes_too_long_is_ended(llm):
         wait_until(lambda: not server.service.records.running())
         assert {record.outcome for record in server.service.records.recent(2)} == {"timeout"}
         assert server.ask(lambda engine: engine.manager.get_usage()) == 0.0
+
+
+def test_a_request_that_waits_too_long_for_a_thread_is_ended(llm):
+    """Whatever it waits for: here all threads that tokenize long texts are busy with others'."""
+    may_go = threading.Event()
+    with ServerThread(llm, ServerConfig(request_timeout_s=0.5)) as server:
+        crew = server.service.crews.text
+
+        async def occupy():
+            await asyncio.gather(*(crew.run(lambda: may_go.wait(60)) for _ in range(2)))
+
+        busy = asyncio.run_coroutine_threadsafe(occupy(), server._loop)
+        wait_until(lambda: crew.num_running == 2)
+        for body in ({"stream": False}, {"stream": True}):
+            answer = post(server.url, "/v1/completions", {"prompt": "word " * 2000, "max_tokens": 1, **body})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+        assert crew.num_waiting == 0
+        may_go.set()
+        busy.result(60)
 
 
 @pytest.mark.slow

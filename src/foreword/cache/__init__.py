@@ -4,6 +4,8 @@ Needs the standard library and numpy only, so that any engine can adopt it alone
 text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else.
 """
 
+from types import ModuleType
+
 from foreword.cache.account.events import (
     AllBlocksCleared as AllBlocksCleared,
     BlockRemoved as BlockRemoved,
@@ -26,9 +28,14 @@ from foreword.cache.blocks.block_allocator import (
     PrefixCachingBlock as PrefixCachingBlock,
     PrefixCachingBlockAllocator as PrefixCachingBlockAllocator,
 )
-from foreword.cache.blocks.block_pool import BlockPool as BlockPool, KVCacheBlock as KVCacheBlock
+from foreword.cache.blocks.block_pool import (
+    BlockPool as BlockPool,
+    KVCacheBlock as KVCacheBlock,
+    KVCacheBlocks as KVCacheBlocks,
+)
 from foreword.cache.blocks.block_table import BlockTable as BlockTable, MultiGroupBlockTable as MultiGroupBlockTable
 from foreword.cache.blocks.group_index import (
+    BlockHashToBlockMap as BlockHashToBlockMap,
     BlockHashWithGroupId as BlockHashWithGroupId,
     GroupedHashIndex as GroupedHashIndex,
     get_block_hash as get_block_hash,
@@ -65,6 +72,7 @@ from foreword.cache.groups.managers import (
     ChunkedLocalAttentionManager as ChunkedLocalAttentionManager,
     FullAttentionManager as FullAttentionManager,
     MambaManager as MambaManager,
+    SingleTypeKVCacheManager as SingleTypeKVCacheManager,
     SinkFullAttentionManager as SinkFullAttentionManager,
     SlidingWindowManager as SlidingWindowManager,
 )
@@ -80,6 +88,7 @@ from foreword.cache.index.radix import RadixIndex as RadixIndex, make_index as m
 from foreword.cache.index.tree_view import PrefixNode as PrefixNode
 from foreword.cache.keys.hashing import (
     NO_EXTRA_KEYS as NO_EXTRA_KEYS,
+    NONE_HASH as NONE_HASH,
     SPAN_KINDS as SPAN_KINDS,
     BlockHash as BlockHash,
     ExtraKeys as ExtraKeys,
@@ -97,3 +106,6 @@ from foreword.cache.keys.sequence import TokenSequence as TokenSequence, common_
 from foreword.cache.manager import KVCacheManager as KVCacheManager
 from foreword.cache.tiered import elsewhere as elsewhere, in_pool as in_pool
 from foreword.cache.view import BlockState as BlockState
+
+__all__ = sorted(name for name, one in vars().items() if not (name.startswith("_") or isinstance(one, ModuleType)))
+__all__.remove("ModuleType")

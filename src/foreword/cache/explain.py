@@ -68,6 +68,8 @@ class LookupExplanation:
     """Where the tokens differ from all cached ones. None if they do not differ, or if the index cannot tell."""
     num_ghost_tokens: int = 0
     """Tokens right after the hit that a pool with twice the blocks would still have held."""
+    num_filling_tokens: int = 0
+    """Tokens right after the hit in a block that the same step computes: within a step whole blocks are shared."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the hit that were loaded while the request waited, by tier."""
     load_failure: LoadFailure | None = None
@@ -88,6 +90,11 @@ class LookupExplanation:
             parts[-1] += f" ({self.eviction.cause}, with {self.eviction.pool_usage:.0%} of the blocks in use)"
         if self.num_ghost_tokens:
             parts.append(f"twice the blocks would have found {self.num_ghost_tokens} more")
+        if self.num_filling_tokens:
+            parts.append(
+                f"{self.num_filling_tokens} more are in a block that is computed in the same step, which shares whole "
+                "blocks only"
+            )
         if self.divergence is not None and self.divergence.theirs:
             parts.append(f"differs from what is cached at token {self.divergence.position}")
         return "; ".join(parts)
@@ -113,14 +120,19 @@ def explain_lookup(
     elif below is not None and reason in MAY_LIE_BELOW:
         was_here = reason is MissReason.EVICTED
         reason = below.why_missed(sequence, hit.num_shared_tokens, was_here=was_here) or reason
+    divergence = coordinator.diverges(sequence, MAX_CONTINUATION_TOKENS)
+    num_filling = 0
+    if divergence is not None and divergence.position > hit.num_tokens:
+        num_filling = coordinator.find_hit_of_next_step(sequence).num_tokens - hit.num_tokens
     ghosts_end = hit.num_shared_tokens + coordinator.num_ghost_tokens(sequence, hit)
     return LookupExplanation(
         length,
         hit.num_tokens,
         reason,
         eviction,
-        coordinator.diverges(sequence, MAX_CONTINUATION_TOKENS),
+        divergence,
         max(0, min(ghosts_end, length - 1) - hit.num_tokens),  # a hit that ends inside a block includes some of them
+        max(0, num_filling),
     )
 
 

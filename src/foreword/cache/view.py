@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from foreword.cache.account.stats import PrefixCacheStats
 from foreword.cache.block_ids import BlockIds, Int64Array
+from foreword.cache.blocks.block_pool import KVCacheBlock, KVCacheBlocks
 from foreword.cache.eviction.pins import PinnedPolicy
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.choose import is_one_full_group
@@ -72,6 +73,11 @@ class CacheView:
     def block_ids(self, request_id: str, group_id: int = 0) -> BlockIds:
         """Block table of one request in one group (a copy)."""
         return self._coordinator.tables.groups[group_id].row(self._row_of[request_id]).copy()
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The blocks of one request in all groups, as objects."""
+        rows = (tables.row(self._row_of[request_id]) for tables in self._coordinator.tables.groups)
+        return KVCacheBlocks(tuple([KVCacheBlock(self._pool, block_id) for block_id in row.tolist()] for row in rows))
 
     def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
         """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).

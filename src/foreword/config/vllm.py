@@ -6,6 +6,7 @@ instead. An option of the same name in `foreword.config.engine` or `foreword.ser
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ RENAMED: Mapping[str, Renamed] = {
 class VllmOption:
     """An option that foreword does not have."""
 
-    harmless: tuple[Any, ...] | None
-    """Values that change nothing; None: all values."""
+    harmless: tuple[Any, ...] | Callable[[Any], bool] | None
+    """Values that change nothing, or whether one does; None: all values."""
     remedy: str = ""
     """What the user can do instead of giving another value."""
     takes_value: bool = True
@@ -65,8 +66,22 @@ def _only(*harmless: Any, remedy: str) -> VllmOption:
     return VllmOption(harmless, remedy, takes_value=not any(isinstance(one, bool) for one in harmless))
 
 
+def _allows_none(limits: Any) -> bool:
+    """Whether limits by kind are none or 0: {"image": 0}, {"image": {"count": 0}}, as JSON, or image=0,video=0."""
+    if isinstance(limits, str):
+        try:
+            limits = json.loads(limits or "{}")
+        except ValueError:
+            limits = dict(part.partition("=")[::2] for part in limits.split(","))
+    if not isinstance(limits, Mapping):
+        return False
+    counts = (one.get("count") if isinstance(one, Mapping) else one for one in limits.values())
+    return all(str(count).strip() == "0" for count in counts)
+
+
 _ONE_DEVICE = "a model runs in one process on one device; for several, start a server each behind a proxy"
 _TLS = "the server speaks plain HTTP; put a proxy before it for TLS"
+_MEDIA = "requests with images, sounds or videos are refused in this version"
 _LATER = "this version has no such thing; leave it out"
 
 ENGINE_OPTIONS: Mapping[str, VllmOption] = {
@@ -117,10 +132,10 @@ ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "kv_transfer_config": _only({}, remedy=_LATER),
     "kv_events_config": _only({}, remedy="use kv_events, kv_events_replay and others"),
     "compilation_config": _only(0, {}, remedy="nothing is compiled by torch; see cuda_graphs"),
-    "limit_mm_per_prompt": _any(),  # images and audio are refused in any number
-    "mm_processor_kwargs": _any(),
+    "limit_mm_per_prompt": VllmOption(_allows_none, remedy=f"{_MEDIA}; leave it out, or set each limit to 0"),
+    "mm_processor_kwargs": _only({}, remedy=f"{_MEDIA}; leave it out"),
     "disable_mm_preprocessor_cache": _switch(),
-    "allowed_local_media_path": _only("", remedy="images and audio are for a later version"),
+    "allowed_local_media_path": _only("", remedy=_MEDIA),
     "max_logprobs": _any(),
     "disable_log_stats": _switch(),
     "worker_cls": _only("auto", remedy=_LATER),
@@ -156,8 +171,11 @@ SERVER_OPTIONS: Mapping[str, VllmOption] = {
 
 def check_vllm_option(name: str, value: Any, option: VllmOption) -> None:
     """Accept a value that changes nothing. Raises ConfigError for any other."""
-    if value is not None and option.harmless is not None and not any(_same(value, one) for one in option.harmless):
-        accepted = ", ".join(str(one) for one in option.harmless if one not in ("", {}, [], ()))
+    harmless = option.harmless
+    listed = harmless if isinstance(harmless, tuple) else ()
+    is_harmless = harmless(value) if callable(harmless) else any(_same(value, one) for one in listed)
+    if value is not None and harmless is not None and not is_harmless:
+        accepted = ", ".join(str(one) for one in listed if one not in ("", {}, [], ()))
         only = f", only {accepted}" if accepted else ""
         raise ConfigError(f"{name}={value!r}, an option of vLLM, is not supported here{only}: {option.remedy}")
     logger.debug("%s=%r changes nothing here", name, value)

@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 APPLICATION = "foreword"
 
 
-def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig, fleet: FleetConfig) -> None:
-    """Serve with several engines until a signal comes. `options`: of each engine. Raises ConfigError."""
+def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
+    """`serve` with several engines. `options`: of each engine. Raises ConfigError."""
     engine = EngineConfig.from_options(model, **options)
     logger.info("starting %d replicas", fleet.replicas)
     with replicas_of(model, options, fleet, APPLICATION) as link:
         front = open_front(engine, asyncio.run(link.facts_of_engine()))
-        serve(front, config, door_to(link))
+        return serve(front, config, door_to(link))
 
 
 def door_to(link: RayLink) -> OpenDoor:

@@ -6,6 +6,7 @@ through one function.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,13 @@ from foreword.pml.markup import MAX_BYTES, Place
 from foreword.pml.prompt import ModulePrompt, looks_like_xml, prompt_of, read_prompt
 from foreword.pml.schema import Schema
 
+logger = logging.getLogger(__name__)
+
 TEXT_NAME = "<schema>"
 """The name in errors of a schema that has no file."""
 
+NAMED = 10
+"""Most texts that a warning names."""
 Keep = Callable[[TokenIds, float, str | None], int]
 """Compute tokens as an ordinary request and keep them for a number of seconds, under a salt; gives the tokens kept."""
 
@@ -49,11 +54,11 @@ class SchemaPrompt:
 class LoadedSchema:
     """A schema laid out for one model."""
 
-    def __init__(self, layout: Layout, keep: Keep | None = None) -> None:
+    def __init__(self, layout: Layout, keep: Keep | None = None, block_size: int = 1) -> None:
         self.layout = layout
         self.num_tokens = sum(len(box.own_ids) for box in layout.boxes.values())
         """Tokens of its modules, with the places of parameters."""
-        self._keep = keep
+        self._keep, self._block_size = keep, block_size
 
     @property
     def name(self) -> str:
@@ -101,9 +106,21 @@ class LoadedSchema:
         """Compute all sources now and keep them for `pin_ttl_s` seconds; returns the number of tokens kept.
 
         Each is an ordinary request with ordinary keys, so this changes no answer: without it, sources are computed when
-        the first prompt needs them. Raises what `LLM.pin_prefix` raises.
+        the first prompt needs them. Only whole blocks are kept and linked: a warning names the sources that have none.
+        Raises what `LLM.pin_prefix` raises.
         """
         assert self._keep is not None
+        if short := [one for one in self.sources if len(one.token_ids) < self._block_size]:
+            logger.warning(
+                "%d of %d texts of schema %r are shorter than a block (%d tokens), so they are not kept and never "
+                "linked: %s; load the model with a block_size of at most %d, or join short modules",
+                len(short),
+                len(self.sources),
+                self.name,
+                self._block_size,
+                ", ".join(f"{one.name or '(schema)'} ({len(one.token_ids)})" for one in short[:NAMED]),
+                min(len(one.token_ids) for one in short),
+            )
         return sum(self._keep(source.token_ids, pin_ttl_s, cache_salt) for source in self.sources)
 
 
@@ -115,6 +132,8 @@ class Library:
     keep: Keep | None = field(default=None, repr=False)
     bounds: Bounds = field(default_factory=Bounds)
     """What a schema may take."""
+    block_size: int = 1
+    """Tokens of the engine's blocks: of a text, whole ones are kept."""
 
     def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
         """The schema of a file, or of a text that begins with `<`.
@@ -129,7 +148,7 @@ class Library:
         return self._laid_out(read_schema(text, TEXT_NAME, _Included(None, 0).read))
 
     def _laid_out(self, schema: Schema) -> LoadedSchema:
-        return LoadedSchema(Layout(schema, self.text, self.bounds), self.keep)
+        return LoadedSchema(Layout(schema, self.text, self.bounds), self.keep, self.block_size)
 
 
 def load_schema(source: str | Path, include: str | Path | None = None) -> Schema:

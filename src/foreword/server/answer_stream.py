@@ -7,8 +7,10 @@ once, joined. A slow reader therefore costs memory for the rest of its own answe
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +75,12 @@ class Job:
     params: SamplingParams
     answered: Sequence[Shown] = ()
     """What another engine has generated and handed over, for each choice; the answer goes on from there."""
+
+
+DEADLINE: ContextVar[float] = ContextVar("foreword_deadline", default=math.inf)
+"""When the call that the running task answers must have ended, in the event loop's time."""
+CLOCK_S = 0.01
+"""Timers of an event loop may be early by less."""
 
 
 class Home(Protocol):
@@ -163,8 +171,9 @@ class AnswerStream:
                 known = max(known, kept[ttl_s])
         return written
 
-    def close(self, outcome: str = "disconnected") -> None:
+    def close(self) -> None:
         """Abort the unfinished jobs; the engine frees their blocks at its next step."""
         if not self._done:
             self._done = True
-            self._home.abort(self, outcome)
+            is_late = asyncio.get_running_loop().time() >= DEADLINE.get() - CLOCK_S
+            self._home.abort(self, "timeout" if is_late else "disconnected")

@@ -32,7 +32,7 @@ from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainReq
 from foreword.server.dialects.registry import DIALECTS, choose
 from foreword.server.engine_thread import in_a_thread
 from foreword.server.full_passes import FullPasses
-from foreword.server.http import error_response
+from foreword.server.http import TimeLimit, error_response
 from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
 from foreword.server.schemas_api import SchemaRequest
@@ -89,6 +89,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     app.include_router(schemas_api.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
+    app.add_middleware(TimeLimit, limit_s=config.request_timeout_s)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.server.access.tenants import Tenant
-from foreword.server.answer_stream import AnswerStream, Delta
+from foreword.server.answer_stream import DEADLINE, AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
 from foreword.server.bodies.json_pieces import to_json, to_long_json
 from foreword.server.bodies.off_loop import off_loop
@@ -93,9 +93,8 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
     `frames` is the form of a stream: server-sent events, unless something else is given.
     """
     if not writer.answer.whole:
-        limit_s = service_of(request).config.request_timeout_s
-        return _EventStream(request, writer, limit_s, frames or ServerSent(dialect_of(request)))
-    deltas = await finished(request, writer.answer)
+        return _EventStream(request, writer, frames or ServerSent(dialect_of(request)))
+    deltas = await finished(writer.answer)
 
     def write() -> Response:
         body = to_long_json(writer.whole(deltas), writer.piece_depth)
@@ -110,17 +109,45 @@ def _route(answer: AnswerStream) -> dict[str, str]:
     return {} if route is None else {"x-foreword-route": route}
 
 
-async def finished(request: Request, answer: AnswerStream) -> list[Delta]:
-    """Wait for the end of an answer: its deltas. Raises APIError. A client that leaves cancels this, and its answer."""
-    limit_s = service_of(request).config.request_timeout_s
+async def finished(answer: AnswerStream) -> list[Delta]:
+    """Wait for the end of an answer: its deltas. Raises APIError. A client that leaves cancels this, and its answer, as
+    the time limit does.
+    """
     try:
-        async with asyncio.timeout(limit_s):
-            return [delta async for deltas in answer.deltas() for delta in deltas]
-    except TimeoutError:
-        answer.close("timeout")
-        raise timed_out(limit_s) from None
+        return [delta async for deltas in answer.deltas() for delta in deltas]
     finally:
         answer.close()
+
+
+class TimeLimit:
+    """Ends calls whose answer has not begun in time, whatever they wait for: threads, the queue, their last token.
+
+    A stream that has begun ends by itself at `DEADLINE`.
+    """
+
+    def __init__(self, app: ASGIApp, *, limit_s: float) -> None:
+        self._app, self._limit_s = app, limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        deadline = asyncio.get_running_loop().time() + self._limit_s
+        DEADLINE.set(deadline)
+        limit = asyncio.timeout_at(deadline)
+
+        async def begin(message: Message) -> None:
+            if message["type"] == "http.response.start" and not limit.expired():
+                limit.reschedule(None)
+            await send(message)
+
+        try:
+            async with limit:
+                await self._app(scope, receive, begin)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await error_response(Request(scope), timed_out(self._limit_s))(scope, receive, send)
 
 
 class Frames(Protocol):
@@ -201,21 +228,21 @@ async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> Asy
 class _EventStream(StreamingResponse):
     """A stream within a time limit; the answer is closed however it ends."""
 
-    def __init__(self, request: Request, writer: AnswerWriter, limit_s: float, frames: Frames) -> None:
+    def __init__(self, request: Request, writer: AnswerWriter, frames: Frames) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_route(writer.answer)}
         super().__init__(_streamed(request, writer, frames), media_type=frames.media_type, headers=headers)
         self._frames = frames
         self._request = request
         self._answer = writer.answer
-        self._limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout_at(DEADLINE.get()):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
-            self._answer.close("timeout")
-            event = dialect_of(self._request).error_event(timed_out(self._limit_s), request_id_of(self._request))
+            self._answer.close()
+            error = timed_out(service_of(self._request).config.request_timeout_s)
+            event = dialect_of(self._request).error_event(error, request_id_of(self._request))
             last = self._frames.frame(event).encode() + self._frames.end()
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:

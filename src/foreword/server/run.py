@@ -8,7 +8,6 @@ ENDING_S after that ends with the process.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from pathlib import PurePath
 
 import uvicorn
 
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, EngineError
 from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
@@ -65,8 +64,12 @@ def check_address(host: str, port: int) -> None:
     ) from failure
 
 
-def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> None:
-    """Serve until a signal comes. Prints the address to standard output once it is ready."""
+def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> bool:
+    """Serve until a signal comes. Prints the address to standard output once it is ready.
+
+    Returns whether Python may end in order: a thread of a crew that still runs compiled code would crash in an
+    interpreter that ends around it. Raises EngineError if the server did not start, or not stop, in order.
+    """
     name = next(iter(config.served_model_name), PurePath(llm.config.model.model).name)
     app = make_app(llm, config, name, open_door)
     if config.dashboard:
@@ -100,9 +103,7 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
 
     AnnouncingServer(options, started, stopping, config.shutdown_delay_s).run()
     logger.info("the server has stopped", extra={"fields": {"event": "stopped"}})
-    if any(crew.num_running for crew in service.crews):
-        # Compiled code that a thread of a crew still runs would crash in an interpreter that ends around it.
-        atexit.register(os._exit, 0)
+    return not any(crew.num_running for crew in service.crews)
 
 
 def end_within(seconds: float) -> None:
@@ -129,6 +130,12 @@ class AnnouncingServer(uvicorn.Server):
         self._on_start = on_start
         self._on_stop = on_stop
         self._delay_s = delay_s
+
+    def run(self, sockets: object = None) -> None:
+        """Serve until a signal comes. Raises EngineError for what uvicorn only logs."""
+        super().run(sockets)  # type: ignore[arg-type]
+        if not self.started or self.lifespan.should_exit:
+            raise EngineError(f"the server did not {'stop' if self.started else 'start'} in order; the log says why")
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]

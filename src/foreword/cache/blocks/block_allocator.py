@@ -85,6 +85,20 @@ class PrefixCachingBlockAllocator:
         block.block_id, block.content_hash, block.token_ids = found[0].block_id, key, list(token_ids)
         return block
 
+    def allocate_immutable_blocks(
+        self, prev_block: PrefixCachingBlock | None, block_token_ids: Iterable[Sequence[int]]
+    ) -> list[PrefixCachingBlock]:
+        """`allocate_immutable_block` for blocks that follow each other: all or none. Raises AllocationError."""
+        blocks: list[PrefixCachingBlock] = []
+        try:
+            for token_ids in block_token_ids:
+                blocks.append(self.allocate_immutable_block(blocks[-1] if blocks else prev_block, token_ids))
+        except AllocationError:
+            for block in reversed(blocks):
+                self.free(block)
+            raise
+        return blocks
+
     def allocate_mutable_block(self, prev_block: PrefixCachingBlock | None) -> PrefixCachingBlock:
         """An empty block after `prev_block`. Raises AllocationError if no block is free."""
         [block_id] = self._pool.get_new_blocks(1).tolist()

@@ -321,3 +321,17 @@ class KVCacheBlock:
     def is_null(self) -> bool:
         """Whether it stands for no block: a table entry that the group does not need."""
         return self.block_id < 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheBlocks:
+    """Blocks by group of layers, as objects: vLLM's form of what a request holds (`KVCacheManager.get_blocks`)."""
+
+    blocks: tuple[Sequence[KVCacheBlock], ...]
+
+    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
+        return KVCacheBlocks(tuple([*ours, *more] for ours, more in zip(self.blocks, other.blocks, strict=True)))
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Their ids, by group; -1 (NULL_BLOCK) where the group needs no block."""
+        return tuple([block.block_id for block in group] for group in self.blocks)

@@ -108,6 +108,8 @@ def chain_root(fingerprint: str = "") -> BlockHash:
 
 ROOT_HASH = chain_root()
 """The parent of every first block when there is no fingerprint."""
+NONE_HASH = ROOT_HASH
+"""vLLM's name for it. Its bytes are ours, and the same in every process: no seed decides them."""
 
 
 SpanKind = Literal["media", "link", "jump"]

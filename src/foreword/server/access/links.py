@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,7 +15,6 @@ from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import Gate, MeasuredLinks, Method
 from foreword.linking.measured import EXACT
 from foreword.pml.composition import Composition
-from foreword.server.api_errors import timed_out
 from foreword.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ class ServedLinks:
     """None: none."""
     max_source_tokens: int
     """Most tokens of one prompt's sources: more cannot lie in the pool together."""
-    _choosing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
+    choosing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
     """Held while a method chooses by a pass through the model's first layers: one at a time, beside the engine."""
 
     @classmethod
@@ -63,19 +61,6 @@ class ServedLinks:
             gate.check_model(model_id)
             logger.info("links: %s", _in_words(gate), extra={"fields": {"event": "links", "gate": gate.least}})
         return cls(gate, max_source_tokens)
-
-    @asynccontextmanager
-    async def turn(self, limit_s: float) -> AsyncIterator[None]:
-        """Wait for the turn to choose what is linked. Raises APIError 408 after `limit_s` seconds."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._choosing.acquire()
-        except TimeoutError:
-            raise timed_out(limit_s) from None
-        try:
-            yield
-        finally:
-            self._choosing.release()
 
     def method(self, name: str) -> Method:
         """The method of a request. Raises InvalidRequestError for one that is unknown, or that no prompt is served by.

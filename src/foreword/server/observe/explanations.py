@@ -91,6 +91,7 @@ def cache_report(
         **({"loaded_tokens": loaded} if loaded else {}),
         **({"load_failure": str(failure)} if failure is not None else {}),
         "computed_tokens": explanation.num_missed_tokens,
+        **({"filling_tokens": explanation.num_filling_tokens} if explanation.num_filling_tokens else {}),
         "reason": None if reason is None else str(reason),
         "in_words": in_words(explanation),
         "evicted": None

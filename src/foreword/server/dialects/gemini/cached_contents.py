@@ -237,7 +237,7 @@ async def _compute(
     caller = caller_of(body, request, tenant, "cached_contents")
     params = SamplingParams(max_tokens=1, temperature=0.0)
     answer = await service.start(caller, new_id("cache-"), [prompt], params, stream=False)
-    await finished(request, answer)
+    await finished(answer)
     return end
 
 

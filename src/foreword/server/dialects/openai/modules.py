@@ -71,7 +71,8 @@ async def explain_links(
     prompt, composition = await call.prompt()
     assert composition is not None
     found = await service.thread.call(
-        lambda engine: explain_parts(composition, method, engine.explain_links(prompt)), fewest_missing
+        lambda engine: explain_parts(composition, method, engine.explain_links(prompt), service.llm.layout.block_size),
+        fewest_missing,
     )
     return json_response({"object": "pml.explanation", "model": service.model_name, **_report(found)})
 
@@ -91,6 +92,7 @@ def _report(found: LinkExplanation) -> dict[str, Any]:
         "prompt_tokens": found.num_tokens,
         "linked_tokens": found.num_linked_tokens,
         "missing": list(found.missing),
+        "too_short": list(found.too_short),
         "parts": parts,
     }
 
@@ -122,7 +124,7 @@ class _Call:
             return await service.crews.modules.run(self._prompt)
         num_choices = self.body.n or 1
         service.check_room(num_choices)  # a choice of links is a pass of the model
-        async with service.links.turn(service.config.request_timeout_s):
+        async with service.links.choosing:
             service.check_room(num_choices)  # others may have come meanwhile
             return await to_its_end(self._prompt)  # which keeps the turn as long as it takes
 
