@@ -65,14 +65,14 @@ def test_weights_kv_and_logits_are_float16(tiny_models: TinyModels) -> None:
 
 def test_auto_widens_a_float16_checkpoint_on_cpu_where_that_is_faster(tiny_models: TinyModels, tmp_path: Path) -> None:
     """Without losing a bit; other devices take it as it is."""
-    from foreword.model.checkpoint.read import choose_dtype
+    from foreword.model.checkpoint.facts import choose_dtype
 
     folder = copy_of(tiny_models.folder("llama"), tmp_path / "half", dtype="float16")
     options = ModelConfig(str(folder))
     model = load_model(options)
     assert model.dtype == torch.float32
-    assert choose_dtype(options, model.config, torch.device("cpu")) == torch.float32
-    assert choose_dtype(options, model.config, torch.device("cuda")) == torch.float16
+    assert choose_dtype(options, "float16", torch.device("cpu")) == torch.float32
+    assert choose_dtype(options, "float16", torch.device("cuda")) == torch.float16
 
 
 @pytest.mark.parametrize("said", ["bfloat16", "float16"])

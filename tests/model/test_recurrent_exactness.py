@@ -15,9 +15,9 @@ from foreword.cache import TokenSequence
 from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
 from foreword.config import Dtype
 from foreword.engine import Engine, Prompt
-from foreword.model.foreign.recurrent import StateRun
 from foreword.model.loader import LoadedModel
 from foreword.model.self_check import find_inexactness
+from foreword.model.state_runs import StateRun
 from foreword.request import RequestOutput, SamplingParams
 from lanes import SLOW
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, random_tokens

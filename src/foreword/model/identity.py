@@ -42,7 +42,7 @@ def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int])
 
     Where a model lies, what it is called, and its tokenizer are no part of it.
     """
-    described = model.config.to_dict()
+    described = dict(model.config)
     for name in ("_name_or_path", "transformers_version"):  # they differ for the same model on another machine
         described.pop(name, None)
     return {

@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
-from foreword.model.checkpoint.read import Checkpoint, read_checkpoint
+from foreword.model.checkpoint.stored import check_shapes, read_stored
+from foreword.model.checkpoint.tensors import UnreadableError
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
 from foreword.model.decoder.network import experts_apart
 from foreword.model.deviation import Beginning, LinkDeviations
-from foreword.model.foreign.alibi import use_slopes
-from foreword.model.foreign.flat_model import FlatModel
-from foreword.model.foreign.modules import fuse
-from foreword.model.foreign.packed import pack_linears
-from foreword.model.foreign.probe import probe_layers
-from foreword.model.foreign.recurrent import RecurrentForward, StateRun, StepCache, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
+from foreword.model.spec import DecoderSpec
+from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
+
+if TYPE_CHECKING:
+    from foreword.model.checkpoint.read import Checkpoint
+    from foreword.model.foreign.flat_model import FlatModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class LoadedModel:
     network: Decoder | FlatModel
     """What computes: a written decoder, or a model of transformers."""
     device: torch.device
-    config: PretrainedConfig
+    config: Mapping[str, Any]
+    """The facts that decide what it computes: a decoder's spec, or the fields of transformers' config."""
     layers: dict[int, LayerLayout]
     """Attention layers."""
     states: dict[int, StateLayout]
@@ -67,8 +68,7 @@ class LoadedModel:
         """
         if isinstance(self.network, Decoder):
             return self.network(step)
-        cache = StepCache(step.storage, runs, offsets)
-        return self.network(step.token_ids[None], step.positions[None], step.keep, step, cache)[: step.num_kept]
+        return self.network.compute(step, runs, offsets)
 
     @property
     def decoder(self) -> Decoder:
@@ -79,7 +79,7 @@ class LoadedModel:
     @property
     def flat(self) -> FlatModel:
         """The model of transformers; only for models that run in its modules."""
-        assert isinstance(self.network, FlatModel), "a written decoder"
+        assert not isinstance(self.network, Decoder), "a written decoder"
         return self.network
 
     @property
@@ -134,32 +134,41 @@ class LoadedModel:
 
 def load_model(options: ModelConfig) -> LoadedModel:
     """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
+    try:
+        stored = read_stored(options)
+        spec = find_spec(stored.values, stored.weights)
+        check_shapes(spec, stored.weights)
+    except (UnreadableError, UnwrittenError) as reason:
+        return _load_with_transformers(options, reason)
+    if spec.tied and "lm_head.weight" in stored.weights:
+        same = torch.equal(stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"])
+        spec = replace(spec, tied=same)
+    return _written(spec, stored.weights, stored, options)
+
+
+def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedModel:
+    """Have transformers read a checkpoint. `reason`: why it is not read here."""
+    from foreword.model.checkpoint.read import read_checkpoint
+    from foreword.model.foreign.loading import accelerated, load_plain
+
     checkpoint = read_checkpoint(options)
     if checkpoint.device.type != "cpu":
         if options.allow_links:
             raise ConfigError(f"allow_links=True needs a CPU, and the model is on {checkpoint.device}; leave it out")
-        return _load_plain(checkpoint, options)
+        return load_plain(checkpoint, options)
     try:
-        return _load_written(checkpoint, options)
-    except UnwrittenError as reason:
+        model = _load_written(checkpoint, options)
+        logger.info("transformers reads the model's files, because of %s", reason)
+        return model
+    except UnwrittenError as unknown:
         if options.allow_links:
-            refuse_links(f"nobody has written down {reason}, so how its keys turn is unknown")
-        logger.info("the model runs in transformers' modules: nobody has written down %s", reason)
-    return _accelerated(_load_plain(checkpoint, options))
-
-
-def load_foreign_model(options: ModelConfig) -> LoadedModel:
-    """A model in transformers' modules, made fast where a trial shows equal bits, though its family may be written."""
-    return _accelerated(_load_plain(read_checkpoint(options), options))
-
-
-def load_plain_model(options: ModelConfig) -> LoadedModel:
-    """Read and probe a model. Its layers run transformers' own code, as they do on a GPU."""
-    return _load_plain(read_checkpoint(options), options)
+            refuse_links(f"nobody has written down {unknown}, so how its keys turn is unknown")
+        logger.info("the model runs in transformers' modules: nobody has written down %s", unknown)
+    return accelerated(load_plain(checkpoint, options))
 
 
 def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
-    """Run a model of a written family by its spec. Raises UnwrittenError if it is none."""
+    """Run a model that transformers has read by its spec. Raises UnwrittenError if nobody has written it."""
     module = checkpoint.module
     named = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
     weights = experts_apart(named, checkpoint.config.model_type)
@@ -176,52 +185,45 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
         )  # transformers ties no weights that differ in the file, whatever the config says
     for part in module.modules():
         part._parameters.clear()  # each weight is freed when it has been packed
+    return _written(spec, weights, checkpoint, options)
+
+
+def _written(
+    spec: DecoderSpec,
+    weights: MutableMapping[str, Tensor],
+    read: ReadFacts,
+    options: ModelConfig,
+) -> LoadedModel:
+    """Build the decoder of a spec, which takes its weights out of the mapping."""
     if spec.tied:
         weights.pop("lm_head.weight", None)
     decoder = Decoder(spec, weights)
     return LoadedModel(
         network=decoder,
+        config=asdict(spec),
         layers=decoder.layouts,
         states={},
-        kernel=choose_kernel(options.attention_kernel, checkpoint.device, KVFormat(checkpoint.dtype), decoder.options),
+        kernel=choose_kernel(options.attention_kernel, read.device, KVFormat(read.dtype), decoder.options),
         rotation=KeyRotation.of(spec, decoder.rotaries) if options.allow_links else None,
         vocab_size=spec.vocab_size,
-        **_facts(checkpoint, options),
+        **facts_of(read, options),
     )
 
 
-def _load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
-    module, device = checkpoint.module, checkpoint.device
-    flat = FlatModel(module, cache_argument(module), device)
-    use_slopes(module)
-    found = probe_layers(flat, checkpoint.config)
-    for layer, part in found.recurrent.items():
-        part.forward = RecurrentForward(part, layer, found.states[layer])
-    return LoadedModel(
-        network=flat,
-        layers=found.layers,
-        states=found.states,
-        kernel=choose_kernel(options.attention_kernel, device, KVFormat(checkpoint.dtype), found.options.values()),
-        rotation=None,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
-        **_facts(checkpoint, options),
-    )
+class ReadFacts(Protocol):
+    """The facts of a checkpoint that do not hang on who computes."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
 
 
-def _facts(checkpoint: Checkpoint, options: ModelConfig) -> dict[str, Any]:
-    """The facts that do not hang on who computes."""
-    return {
-        "device": checkpoint.device,
-        "config": checkpoint.config,
-        "dtype": checkpoint.dtype,
-        "max_positions": checkpoint.max_positions,
-        "eos_token_ids": checkpoint.eos_token_ids,
-        "exact": options.exact,
-    }
-
-
-def _accelerated(model: LoadedModel) -> LoadedModel:
-    """Fuse modules while their weights are plain, and pack weights; what a trial refuses stays transformers' own."""
-    fuse(model.flat.module)
-    pack_linears(model.flat.module)
-    return model
+def facts_of(read: ReadFacts, options: ModelConfig) -> dict[str, Any]:
+    """The same facts, as a loaded model's fields."""
+    names = ("device", "dtype", "max_positions", "eos_token_ids")
+    return {"exact": options.exact, **{name: getattr(read, name) for name in names}}

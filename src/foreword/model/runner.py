@@ -18,12 +18,12 @@ from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.sampling.draw import compile_draws
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
-from foreword.model.foreign.recurrent import StateRun, plan_state_runs
 from foreword.model.loader import LoadedModel
 from foreword.model.moves import KeyMover
 from foreword.model.passes import split_batch
 from foreword.model.row_padding import RowPadding
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
+from foreword.model.state_runs import StateRun, plan_state_runs
 from foreword.model.step import GroupStep, Step
 from foreword.model.storage import KVStorage
 

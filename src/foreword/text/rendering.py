@@ -17,6 +17,7 @@ from foreword.text.control_tokens import MARKS, ControlTokens, marked_tokens
 from foreword.text.conversation import plain_messages
 from foreword.text.places import Conversation, Place, common_beginning
 from foreword.text.reply.format import ReplyFormat, choose_format
+from foreword.text.template_engine import render
 from foreword.text.template_probe import Probe, TemplateReport, refuse_lost
 from foreword.text.tokenizer_files import one_line
 
@@ -298,27 +299,15 @@ class Renderer:
 def apply_template(
     source: str, one: Conversation, special_tokens: Mapping[str, Any], *, continues: bool = False
 ) -> str:
-    """The text of messages in the template's own form. Raises ChatTemplateError.
-
-    transformers' `apply_chat_template` leaves out contents that are None, which some templates ask for.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    """The text of messages in the template's own form. Raises ChatTemplateError."""
     inputs = {"tools": None, "documents": None, **special_tokens, **one.inputs}
     try:
-        (text,), _ = render_jinja_template(
-            conversations=[list(one.messages)],
-            chat_template=source,
-            add_generation_prompt=one.is_open and not continues,
-            continue_final_message=continues,
-            **inputs,
-        )
+        return render(source, one.messages, is_open=one.is_open and not continues, continues=continues, **inputs)
     except Exception as error:  # a template is a program: it may fail in any way
         roles = ", ".join(str(message["role"]) for message in one.messages)
         raise ChatTemplateError(
             f"the chat template does not accept these messages (roles: {roles}): {one_line(error)}"
         ) from error
-    return str(text)
 
 
 def _conversation(

@@ -35,9 +35,7 @@ _CONTEXTS: dict[tuple[Role | None, Role], tuple[tuple[Role, ...], int]] = {
 
 def schema_text(tokenizer: Tokenizer) -> SchemaText:
     """The functions of a model's tokenizer and chat template that lay out schemas."""
-    hf = tokenizer.hf_tokenizer
     opening = _opening(tokenizer)
-    placeholder_id = next((one for one in (hf.unk_token_id, hf.pad_token_id, hf.eos_token_id) if one is not None), 0)
     messages = _Messages(tokenizer, tokenizer.spell(opening) if opening else "")
     numbers: dict[int, int] = {}
     """One object for each id: as objects of their own, a schema's tokens would take three times the memory."""
@@ -48,7 +46,7 @@ def schema_text(tokenizer: Tokenizer) -> SchemaText:
     return SchemaText(
         encode=encode,
         opening=opening,
-        placeholder_id=placeholder_id,
+        placeholder_id=tokenizer.placeholder_id,
         around=messages.around,
         answer=messages.answer,
         max_token_characters=tokenizer.max_token_characters,

@@ -1,12 +1,13 @@
 """Tokenizers and chat templates: text to tokens and back.
 
 Knows strings, token ids and a model's tokenizer. Knows nothing of tensors, of steps or of the cache.
-transformers is imported when a tokenizer is loaded.
+transformers is imported for a tokenizer that `json_tokenizer.py` does not read, and when somebody asks for its own.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,12 +18,15 @@ import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from foreword.text.detokenizer import REPLACEMENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from foreword.text.json_tokenizer import JsonTokenizer, NotPlainError
 from foreword.text.rendering import Renderer
 from foreword.text.reply.format import THINK, ReplyFormat, choose_format
 from foreword.text.stream import TextStream
 from foreword.text.template_form import explained_form
 from foreword.text.token_bytes import TokenBytes
 from foreword.text.tokenizer_files import find_tokenizer_files, one_line
+
+logger = logging.getLogger(__name__)
 
 _MIN_TOKEN_CHARACTERS = 16
 """Least value of `max_token_characters`: some tokenizers drop characters, or have one token for all unknown words."""
@@ -42,8 +46,9 @@ class Tokenizer(Renderer):
     """
 
     def __init__(self, hf_tokenizer: Any) -> None:
-        """Wraps a loaded `transformers.PreTrainedTokenizerBase`; see also `load`."""
+        """Wraps a `JsonTokenizer` or a loaded `transformers.PreTrainedTokenizerBase`; see also `load`."""
         super().__init__(hf_tokenizer)
+        self._load_own: Callable[[], Any] = lambda: hf_tokenizer
         eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos_token_id is None else frozenset({eos_token_id})
         """End token of the tokenizer alone; a model's generation config may name more."""
@@ -71,25 +76,20 @@ class Tokenizer(Renderer):
         source = find_tokenizer_files(model, revision)
         if source is None:
             return None
-        from transformers import AutoTokenizer
-
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(
-                source, revision=revision or "main", trust_remote_code=trust_remote_code
-            )
-        except Exception as error:  # tokenizers raises bare Exception for damaged files
-            _check_config(model, source, revision, trust_remote_code=trust_remote_code)
-            raise ModelLoadError(
-                f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}; check its tokenizer files, "
-                "or delete them to work with token ids alone"
-            ) from error
+            hf_tokenizer: Any = JsonTokenizer.load(_folder(source), trust_remote_code=trust_remote_code)
+        except NotPlainError as reason:
+            logger.info("transformers reads the tokenizer of %s, because of %s", model, reason)
+            hf_tokenizer = _load_with_transformers(model, source, revision, trust_remote_code)
         # transformers makes an empty tokenizer if the vocabulary file is missing.
         if len(hf_tokenizer) <= len(hf_tokenizer.added_tokens_decoder):
             raise ModelLoadError(
                 f"the tokenizer of {model!r} has no vocabulary; add its vocabulary (usually tokenizer.json), "
                 "or delete its other tokenizer files to work with token ids alone"
             )
-        return cls(hf_tokenizer)
+        made = cls(hf_tokenizer)
+        made._load_own = functools.partial(_load_with_transformers, model, source, revision, trust_remote_code)
+        return made
 
     @functools.cached_property
     def max_token_characters(self) -> int:
@@ -98,8 +98,17 @@ class Tokenizer(Renderer):
 
     @property
     def hf_tokenizer(self) -> Any:
-        """The `transformers.PreTrainedTokenizerBase` that does the work."""
+        """The `transformers.PreTrainedTokenizerBase` of the model. From now on it does the work, and may be changed."""
+        if isinstance(self._hf, JsonTokenizer):
+            template, self._hf = self._hf.chat_template, self._load_own()
+            self._hf.chat_template = template
         return self._hf
+
+    @property
+    def placeholder_id(self) -> int:
+        """A token that stands where none is: the unknown token, else padding, else the end."""
+        ids = self._hf.unk_token_id, self._hf.pad_token_id, self._hf.eos_token_id
+        return next((int(one) for one in ids if one is not None), 0)
 
     def set_response_template(self, template: str | None) -> None:
         """Read replies by another form: a family's name, a file, or a response template's JSON text; None: its own.
@@ -284,6 +293,26 @@ class Tokenizer(Renderer):
         return text
 
 
+def _folder(source: str) -> Path:
+    """The folder of a tokenizer. Raises NotPlainError for the hub's."""
+    if not Path(source).is_dir():
+        raise NotPlainError("the hub, where it lies")
+    return Path(source)
+
+
+def _load_with_transformers(model: str, source: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises bare Exception for damaged files
+        _check_config(model, source, revision, trust_remote_code=trust_remote_code)
+        raise ModelLoadError(
+            f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}; check its tokenizer files, "
+            "or delete them to work with token ids alone"
+        ) from error
+
+
 def _check_config(model: str, source: str, revision: str | None, *, trust_remote_code: bool) -> None:
     """Raise ModelLoadError or UnsupportedModelError if config.json, which tokenizers read too, is at fault."""
     from transformers import AutoConfig
@@ -312,6 +341,8 @@ def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
 
 def _decodes_plainly(hf_tokenizer: Any) -> bool:
     """Whether a tokenizer decodes as its backend in Rust does."""
+    if isinstance(hf_tokenizer, JsonTokenizer):
+        return True
     from transformers import PreTrainedTokenizerFast
 
     own: Any = type(hf_tokenizer)

@@ -12,8 +12,8 @@ from foreword.config import Dtype, ModelConfig
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.cpu.row_functions import ALONE_ELEMENTS, Norm, RowKernels
 from foreword.model.decoder.linear import can_pack
+from foreword.model.foreign.loading import load_foreign_model
 from foreword.model.foreign.modules import FusedGate, FusedNorm, ProductPart, fuse
-from foreword.model.loader import load_foreign_model
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")

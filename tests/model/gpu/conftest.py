@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from foreword.config import ModelConfig
-from foreword.model.loader import LoadedModel, load_plain_model
+from foreword.model.foreign.loading import load_plain_model
+from foreword.model.loader import LoadedModel
 from tiny_models import TinyModels
 
 

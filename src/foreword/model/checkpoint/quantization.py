@@ -19,17 +19,12 @@ from transformers.utils.hub import cached_file
 
 from foreword.config import ModelConfig
 from foreword.errors import UnsupportedModelError
+from foreword.model.checkpoint.facts import SIDE_FILES
 
 logger = logging.getLogger(__name__)
 
 LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 """Value of `quant_method` -> the usual name of the format."""
-SIDE_FILES: Mapping[str, str] = {
-    "hf_quant_config.json": "modelopt",
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-}
-"""File in which some tools describe the weights, instead of config.json -> the format, if the file does not name it."""
 REMEDY = (
     "foreword loads unquantized weights, FP8 (quant_method 'fp8' or 'mxfp8') and MXFP4; "
     "choose a checkpoint of the model in one of these"

@@ -10,15 +10,16 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from foreword.config import Dtype, ModelConfig
+from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.model.checkpoint.facts import SUPPORTED, choose_dtype, find_device, first_line, max_positions, token_ids
 from foreword.model.checkpoint.quantization import expand_quantized, give_one_type, refuse_gguf
 from foreword.model.checkpoint.weights_progress import weights_progress
 from foreword.model.foreign.attention import ATTENTION_NAME
@@ -41,12 +42,6 @@ SUPPORTED_LAYER_TYPES = (
     "moe",
     "mlp",
 )
-SUPPORTED = (
-    "decoder-only language models of transformers whose layers are full, sliding-window or chunked attention (llama, "
-    "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, llama4, bloom, "
-    "mpt, ...), recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
-)
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +60,18 @@ class Checkpoint:
 
 def read_checkpoint(options: ModelConfig) -> Checkpoint:
     """Read a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
-    device = _device(options.device)
+    device = find_device(options.device)
     config = _load_config(options)
     is_quantized = expand_quantized(config, options)
     text = config.get_text_config()
     _refuse_unsupported(config, text, options)
-    dtype = choose_dtype(options, text, device)
+    dtype = choose_dtype(options, getattr(text, "dtype", None), device)
     module = _load_weights(options, config, dtype).to(device).eval()
     if is_quantized:
         give_one_type(module, dtype)
     if dtype == torch.float16:  # the file's tensors may have another type than the config says
         _refuse_overflow(module, options)
-    return Checkpoint(module, text, dtype, device, _max_positions(text), _eos_token_ids(module, text))
+    return Checkpoint(module, text, dtype, device, max_positions(text), _eos_token_ids(module, text))
 
 
 def _load_config(options: ModelConfig) -> PretrainedConfig:
@@ -188,62 +183,9 @@ def _refuse_overflow(module: PreTrainedModel, options: ModelConfig) -> None:
             )
 
 
-def _checkpoint_dtype(text: PretrainedConfig) -> torch.dtype:
-    """The config's dtype; float32 if it has none or one that foreword does not offer."""
-    said = str(getattr(text, "dtype", None)).removeprefix("torch.")
-    offered: torch.dtype = getattr(torch, said if said in get_args(Dtype) and said != "auto" else "float32")
-    return offered
-
-
-def choose_dtype(options: ModelConfig, text: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Return the requested type, else the checkpoint's. A CPU computes float16 as float32, which loses no bit."""
-    if options.dtype != "auto":
-        asked: torch.dtype = getattr(torch, options.dtype)
-        return asked
-    found = _checkpoint_dtype(text)
-    return torch.float32 if found == torch.float16 and device.type == "cpu" else found
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is unknown: {first_line(error)}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}, but torch sees no CUDA device here; use 'cpu'")
-    return device
-
-
-def _max_positions(text: PretrainedConfig) -> int:
-    """The length of the longest sequence.
-
-    Some rotary embeddings change beyond a certain length, which would change the KV of a prefix afterwards. That
-    length is the limit of such models.
-    """
-    names = ("max_position_embeddings", "max_seq_len")
-    longest = min((int(limit) for name in names if (limit := getattr(text, name, None))), default=2**20)
-    parameters = getattr(text, "rope_parameters", None) or {}
-    flat = parameters if "rope_type" in parameters else next(iter(parameters.values()), {})
-    if isinstance(flat, dict) and flat.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        original = int(flat.get("original_max_position_embeddings") or longest)
-        if original < longest:
-            logger.warning(
-                "%s rotary embeddings change beyond %d tokens; max_model_len is limited to that",
-                flat["rope_type"],
-                original,
-            )
-        return min(original, longest)
-    return longest
-
-
 def _eos_token_ids(module: PreTrainedModel, text: PretrainedConfig) -> frozenset[int]:
     generation: Any = getattr(module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:
         found = getattr(text, "eos_token_id", None)
-    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return token_ids(found)

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foreword.model.foreign.experts import EXPERTS_NAME
 from foreword.model.foreign.modules import ProductPart
 from foreword.model.foreign.packed import PackedLinear, has_unpacked_products
-from foreword.model.foreign.recurrent import RecurrentForward
+from foreword.model.foreign.recurrent import RecurrentForward, StepCache
 from foreword.model.source_digest import digest_sources
+from foreword.model.state_runs import StateRun
+from foreword.model.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,11 @@ class FlatModel:
         logits: Tensor = self.module(**arguments).logits[0]
         return logits
 
+    def compute(self, step: Step, runs: dict[int, list[StateRun]], offsets: Tensor) -> Tensor:
+        """Write the step's KV; return logits [num_kept, vocab]. `runs`, `offsets`: as `StepCache` has them."""
+        cache = StepCache(step.storage, runs, offsets)
+        return self(step.token_ids[None], step.positions[None], step.keep, step, cache)[: step.num_kept]
+
     @property
     def code(self) -> dict[str, str]:
         """The class of the model, and a digest of the modelling code that came with its checkpoint."""
@@ -53,6 +61,11 @@ class FlatModel:
         if not own.__module__.startswith("transformers_modules."):
             return {"class": f"{own.__module__}.{own.__qualname__}"}
         return {"class": own.__qualname__, "source": digest_sources(Path(inspect.getfile(own)).parent)}
+
+    @property
+    def reads_experts(self) -> bool:
+        """Whether the host reads which experts were chosen."""
+        return getattr(self.module.config, "_experts_implementation", None) == EXPERTS_NAME
 
     @property
     def is_packed(self) -> bool:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from foreword.errors import UnsupportedModelError
 from foreword.kernels.reference import AttentionOptions
-from foreword.model.checkpoint.read import SUPPORTED, first_line
+from foreword.model.checkpoint.facts import SUPPORTED, first_line
 from foreword.model.foreign.attention import HONOURED, WITHOUT_EFFECT, attention_options
 from foreword.model.foreign.flat_model import FlatModel
 from foreword.model.foreign.recurrent import StateProbe

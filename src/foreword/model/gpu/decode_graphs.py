@@ -23,7 +23,6 @@ from torch import Tensor
 
 from foreword.batch import Batch, IntArray
 from foreword.kernels.device_attention import DeviceAttention, HostPlan
-from foreword.model.foreign.experts import EXPERTS_NAME
 from foreword.model.gpu.device import Device, Graph
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
@@ -49,7 +48,7 @@ def why_not_recordable(model: LoadedModel, storage: KVStorage, runner: ModelRunn
     """The reason why a model's decode steps cannot be recorded; None if they can."""
     if model.states:
         return "recurrent layers are computed request by request"
-    if getattr(model.config, "_experts_implementation", None) == EXPERTS_NAME:
+    if getattr(model.network, "reads_experts", False):
         return "the host reads which experts were chosen"
     for group_id in range(len(storage.layout.specs)):
         kernel = runner.kernel_of(group_id)

@@ -6,11 +6,13 @@ Knows the families whose forms foreword has as data, and the order in which one 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from foreword.errors import ConfigError, ModelLoadError
 
@@ -62,7 +64,7 @@ class ReplyFormat:
 
     name: str
     template: Any
-    """transformers' `ResponseTemplate`."""
+    """transformers' `ResponseTemplate`, or a `_Template`."""
     thinking: ThinkingMarks | None = None
     """None if it has no reasoning, or if nobody said how that ends."""
     call_form: Mapping[str, Any] | None = None
@@ -127,7 +129,7 @@ def _chosen(option: str, found: ReplyFormat | None) -> ReplyFormat:
     try:
         spec = json.loads(text)
         if isinstance(spec, dict) and "response_template" in spec:
-            return _read_family("option", spec)
+            return _read_family("option", spec, _compiled)
         return _with_template("option", spec, found)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
@@ -153,11 +155,14 @@ def _marks_of(template: Any) -> ThinkingMarks | None:
     return None
 
 
-def _read_family(name: str, data: Mapping[str, Any]) -> ReplyFormat:
+def _read_family(
+    name: str, data: Mapping[str, Any], compile_template: Callable[[Any], Any] | None = None
+) -> ReplyFormat:
+    """`compile_template`: how a family's own template is compiled; None: as one of foreword's, which are known."""
     marks = data.get("thinking")
     return ReplyFormat(
         name,
-        _compiled(data["response_template"]),
+        (compile_template or _compiled_own)(data["response_template"]),
         None if marks is None else ThinkingMarks(**marks),
         data.get("call"),
         tuple(data.get("stop", ())),
@@ -169,6 +174,55 @@ def _compiled(spec: Any) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
     return load_response_template(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field of a response template, as transformers' `ResponseTemplateField`."""
+
+    name: str
+    open_re: Any
+    open_literals: list[str] | None
+    open_literal_can_extend: bool
+    close_re: Any
+    close_literals: list[str] | None
+    close_literal_can_extend: bool
+    content: str
+    content_args: Mapping[str, Any]
+    join: str | None
+    transform: Any
+    transform_each: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A response template, as transformers' `ResponseTemplate`."""
+
+    fields: Mapping[str, _Field]
+    start_anchor_re: Any
+
+
+def _compiled_own(spec: Mapping[str, Any]) -> _Template:
+    """One of foreword's own templates, which need none of transformers' checks: a test compares both."""
+    fields = {}
+    for name, one in spec["fields"].items():
+        given = one.get("content", "text"), one.get("content_args", {}), one.get("join"), one.get("transform")
+        fields[name] = _Field(
+            name, *_anchor(one, "open"), *_anchor(one, "close"), *given, one.get("transform_each", False)
+        )
+    return _Template(fields, _anchor(spec, "start_anchor")[0])
+
+
+def _anchor(one: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, bool]:
+    """What begins or ends a field: an expression, its literal texts if it has some, and whether one may grow."""
+    if f"{key}_pattern" in one:
+        return regex.compile(one[f"{key}_pattern"], regex.DOTALL), None, False
+    if key not in one:
+        return None, None, False
+    texts = [one[key]] if isinstance(one[key], str) else list(dict.fromkeys(one[key]))
+    longest_first = "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True))
+    can_extend = any(a != b and a.startswith(b) for a in texts for b in texts)
+    return regex.compile(longest_first, regex.DOTALL), texts, can_extend
 
 
 def _plain(spec: Any) -> str:

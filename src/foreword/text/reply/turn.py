@@ -94,7 +94,7 @@ class _LimitOpener:
         spelling = Spelling(
             self.vocab_size,
             self.end_token_ids,
-            lambda text: [int(token) for token in tokenizer.hf_tokenizer.encode(text, add_special_tokens=False)],
+            lambda text: list(tokenizer.encode_part(text)),
             lambda: tokenizer.detokenizer(kept).push,
         )
         return ThinkingLimit(

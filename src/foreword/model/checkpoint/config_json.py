@@ -1,0 +1,226 @@
+"""config.json of the written families, completed as transformers completes it: defaults, old names, kinds of layers.
+
+Knows the fields of files; knows no tensor. What it does not know, or what may be an error, is left to transformers,
+which completes it or says what is wrong: then `UnreadableError` says why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foreword.model.checkpoint.tensors import UnreadableError
+
+_SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings".split()
+)
+"""Fields that every file must have."""
+_PLAIN: Mapping[str, Any] = {
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "eos_token_id": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+}
+_QWEN = {**_PLAIN, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_PLAIN, "eos_token_id": 2},
+    "mistral": {**_PLAIN, "eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {**_QWEN, "max_window_layers": 28},
+    "qwen3": {**_QWEN, "max_window_layers": 28, "head_dim": 128},
+    "smollm3": {
+        **_PLAIN,
+        "tie_word_embeddings": True,
+        "eos_token_id": 128001,
+        "num_key_value_heads": 4,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "no_rope_layer_interval": 4,
+    },
+    "granite": {
+        **_PLAIN,
+        "eos_token_id": 2,
+        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
+    },
+    "gemma2": {**_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    "gemma3_text": {**_GEMMA, "final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "phi3": {**_PLAIN, "rms_norm_eps": 1e-5, "eos_token_id": 32000, "original_max_position_embeddings": 4096},
+    "olmo2": {**_PLAIN, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    "cohere2": {
+        "tie_word_embeddings": True,
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "eos_token_id": 255001,
+        "num_key_value_heads": None,
+        "logit_scale": 0.0625,
+        "sliding_window": 4096,
+    },
+}
+"""`model_type` -> what a field is if the file leaves it out."""
+_MAY_BE_NULL = frozenset("eos_token_id sliding_window final_logit_softcapping attn_logit_softcapping".split())
+_NEVER_NULL = "use_cache attention_bias mlp_bias initializer_range attention_dropout resid_pdrop embd_pdrop".split()
+"""Fields that change no number, and that transformers refuses if they are null."""
+_THETA = {"smollm3": 2e6, "gemma3_text": 1e6}
+"""Bases of angles that differ from 10,000."""
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The completed fields of a folder's config.json. Raises UnreadableError."""
+    try:
+        raw = json.loads((folder / "config.json").read_bytes())
+        return complete(raw)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UnreadableError(f"a config.json that cannot be read ({error})") from error
+
+
+def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config, as transformers' config of the family has them. Raises UnreadableError."""
+    family = raw.get("model_type")
+    defaults = _DEFAULTS.get(str(family))
+    if defaults is None:
+        raise UnreadableError(f"model_type={family!r}")
+    values = {**defaults, **raw}
+    null = [name for name in _NEVER_NULL if name in raw and raw[name] is None]
+    if null:
+        raise UnreadableError(f"config field {null[0]}=None")
+    for name in _SIZES:
+        if type(values.get(name)) is not int or values[name] < 1:
+            raise UnreadableError(f"config field {name}={values.get(name)!r}")
+    for name, default in defaults.items():
+        _check(name, values[name], default)
+    if values["hidden_size"] % values["num_attention_heads"]:
+        raise UnreadableError("heads that do not divide hidden_size")
+    values["dtype"] = _dtype(values.get("dtype") or values.pop("torch_dtype", None))
+    _set_rope(str(family), values)
+    _set_layers(str(family), values)
+    return values
+
+
+def _check(name: str, value: Any, default: Any) -> None:
+    """Raise UnreadableError for a value of another kind than the default's."""
+    if name == "eos_token_id":
+        ids = value if isinstance(value, list) else [value]
+        if any(type(one) is not int for one in ids) and value is not None:
+            raise UnreadableError(f"config field {name}={value!r}")
+        return
+    wanted = type(default)
+    fits = type(value) in ((int, float) if wanted is float else (wanted,))
+    if value is None:
+        fits = default is None or name in _MAY_BE_NULL
+    elif default is None:
+        fits = type(value) is int or (type(value) is float and name.endswith("softcapping"))
+    if not fits:
+        raise UnreadableError(f"config field {name}={value!r}")
+
+
+def _dtype(said: Any) -> str | None:
+    if said not in (None, "float32", "bfloat16", "float16"):
+        raise UnreadableError(f"dtype={said!r}")
+    return None if said is None else str(said)
+
+
+def _set_rope(family: str, values: dict[str, Any]) -> None:
+    """Give rotary settings the form of today: `rope_parameters`, complete."""
+    scaling, said = values.pop("rope_scaling", None), values.get("rope_parameters")
+    theta = values.pop("rope_theta", _THETA.get(family, 10_000.0))
+    if family == "gemma3_text":
+        plain = {"rope_type": "default"}
+        said = {"sliding_attention": plain, "full_attention": plain, **(said or {})}
+        full = {**(said["full_attention"] or plain), **(scaling or {})}
+        sliding = dict(said["sliding_attention"] or plain)
+        full.setdefault("rope_theta", theta)
+        sliding.setdefault("rope_theta", values.pop("rope_local_base_freq", 10_000.0))
+        said = {**said, "full_attention": full, "sliding_attention": sliding}
+        parts = [full, sliding]
+    else:
+        said = dict(scaling or said or {})
+        said.setdefault("rope_theta", theta)
+        parts = [said]
+        share = values.get("partial_rotary_factor", 1.0 if family == "phi3" else None)
+        if family != "phi3":
+            values.pop("partial_rotary_factor", None)
+        if share is not None:
+            said.setdefault("partial_rotary_factor", share)
+    for one in parts:
+        _complete_rope(family, one, values)
+    values["rope_parameters"] = said
+
+
+def _complete_rope(family: str, said: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Complete one kind of rotary embeddings, and refuse what transformers may refuse."""
+    said.setdefault("rope_type", said.get("type", "default"))
+    kind = said["rope_type"]
+    if kind in _WITH_ORIGINAL:
+        if family == "phi3":
+            said["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+        if family != "gemma3_text":
+            said.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+    if family == "phi3" and kind in ("su", "yarn"):
+        kind = said["rope_type"] = "longrope"
+    if kind not in ("default", *_ROPE_NEEDS) or (family == "phi3" and kind not in ("default", "longrope")):
+        raise UnreadableError(f"rope_type={kind!r}")
+    numbers = [said["rope_theta"], said.get("partial_rotary_factor", 1.0)]
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    half = int(head_dim * numbers[1]) // 2
+    if int(head_dim * numbers[1]) % 2:
+        raise UnreadableError(f"{int(head_dim * numbers[1])} elements of a head that turn")
+    for name in _ROPE_NEEDS.get(kind, ()):
+        given = said.get(name)
+        if name.endswith("_factor") and kind == "longrope":
+            if not isinstance(given, list) or len(given) != half:
+                raise UnreadableError(f"rotary parameter {name} of another length than {half}")
+            numbers += given
+        else:
+            numbers.append(given)
+    if any(type(one) not in (int, float) for one in numbers):
+        raise UnreadableError(f"rotary parameters {said!r:.80}")
+
+
+def _set_layers(family: str, values: dict[str, Any]) -> None:
+    """Say of each layer what it sees, where older files have a rule for it."""
+    count = values["num_hidden_layers"]
+    if family in ("qwen2", "qwen3") and not values["use_sliding_window"]:
+        values["sliding_window"] = None
+    if family == "cohere2":
+        values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    if family == "smollm3" and values.get("no_rope_layers") is None:
+        every = values["no_rope_layer_interval"]
+        values["no_rope_layers"] = [int((layer + 1) % every != 0) for layer in range(count)]
+    window = values.get("sliding_window")
+    pattern = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}.get(family)
+    if family in ("gemma3_text", "cohere2"):
+        pattern = values.get("sliding_window_pattern", pattern)
+    if values.get("layer_types") is None:
+        if pattern is not None:
+            has_window = [bool((layer + 1) % pattern) for layer in range(count)]
+        elif family in ("qwen2", "qwen3"):
+            has_window = [window is not None and layer >= values["max_window_layers"] for layer in range(count)]
+        elif family == "smollm3":
+            uses = values["use_sliding_window"] and window is not None
+            has_window = [uses and not turned for turned in values["no_rope_layers"][:count]]
+        else:
+            return
+        values["layer_types"] = ["sliding_attention" if one else "full_attention" for one in has_window]
+    if len(values["layer_types"]) != count:
+        raise UnreadableError(f"{len(values['layer_types'])} layer_types for {count} layers")

@@ -1,0 +1,85 @@
+"""Facts of a checkpoint, whoever reads it: its type, its device, its longest sequence, its end tokens.
+
+Knows fields of configs; knows no architecture by name and reads no file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+
+from foreword.config import Dtype, ModelConfig
+from foreword.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = (
+    "decoder-only language models of transformers whose layers are full, sliding-window or chunked attention (llama, "
+    "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, llama4, bloom, "
+    "mpt, ...), recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
+)
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+SIDE_FILES: Mapping[str, str] = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""File in which some tools describe the weights, instead of config.json -> the format, if the file does not name it."""
+
+
+def choose_dtype(options: ModelConfig, said: object, device: torch.device) -> torch.dtype:
+    """The requested type, else the one that the config says, else float32. A CPU computes float16 as float32, which
+    loses no bit.
+    """
+    if options.dtype != "auto":
+        asked: torch.dtype = getattr(torch, options.dtype)
+        return asked
+    name = str(said).removeprefix("torch.")
+    found: torch.dtype = getattr(torch, name if name in get_args(Dtype) and name != "auto" else "float32")
+    return torch.float32 if found == torch.float16 and device.type == "cpu" else found
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name. Raises ConfigError if it is unknown or not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is unknown: {first_line(error)}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}, but torch sees no CUDA device here; use 'cpu'")
+    return device
+
+
+def max_positions(text: Any) -> int:
+    """The length of the longest sequence.
+
+    Some rotary embeddings change beyond a certain length, which would change the KV of a prefix afterwards. That
+    length is the limit of such models.
+    """
+    names = ("max_position_embeddings", "max_seq_len")
+    longest = min((int(limit) for name in names if (limit := getattr(text, name, None))), default=2**20)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    flat = parameters if "rope_type" in parameters else next(iter(parameters.values()), {})
+    if isinstance(flat, dict) and flat.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        original = int(flat.get("original_max_position_embeddings") or longest)
+        if original < longest:
+            logger.warning(
+                "%s rotary embeddings change beyond %d tokens; max_model_len is limited to that",
+                flat["rope_type"],
+                original,
+            )
+        return min(original, longest)
+    return longest
+
+
+def token_ids(found: Any) -> frozenset[int]:
+    """One token, several or none, as configs name end tokens."""
+    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

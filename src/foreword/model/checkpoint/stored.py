@@ -1,0 +1,92 @@
+"""Models of written families, read from their folders: config.json, and weights that are read when they are taken.
+
+Knows files and facts; transformers is not imported. What is out of the ordinary raises UnreadableError: then
+transformers reads the model, or says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from foreword.config import ModelConfig
+from foreword.model.checkpoint.config_json import read_config
+from foreword.model.checkpoint.facts import SIDE_FILES, choose_dtype, max_positions, token_ids
+from foreword.model.checkpoint.tensors import StoredTensors, UnreadableError
+from foreword.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A folder's config and weights."""
+
+    values: Mapping[str, Any]
+    """The config's fields, completed."""
+    weights: StoredTensors
+    dtype: torch.dtype
+    device: torch.device
+    max_positions: int
+    """The length of the longest sequence that the model accepts."""
+    eos_token_ids: frozenset[int]
+
+
+def read_stored(options: ModelConfig) -> StoredModel:
+    """Open a folder on this machine for the CPU. Raises UnreadableError."""
+    folder, device = Path(options.model), torch.device("cpu")
+    if options.device != "cpu":
+        raise UnreadableError(f"device={options.device!r}")
+    if not folder.is_dir() or options.revision is not None:
+        raise UnreadableError("models of the hub")
+    values = read_config(folder)
+    if values.pop("auto_map", None) and options.trust_remote_code:
+        raise UnreadableError("code of the checkpoint's own")
+    special = [name for name in ("quantization_config", "compression_config") if values.get(name) is not None]
+    special += [name for name in ("adapter_config.json", *SIDE_FILES) if (folder / name).exists()]
+    if special:
+        raise UnreadableError(special[0])
+    dtype = choose_dtype(options, values["dtype"], device)
+    if dtype == torch.float16:
+        raise UnreadableError("float16, which may not hold all weights")
+    weights = StoredTensors(folder, dtype)
+    return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))
+
+
+def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
+    """Raise UnreadableError for a weight that does not fit the spec."""
+    names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
+    widths, head = spec.widths, spec.head_dim
+    outputs = {names.output: hidden, names.network.down: hidden}
+    outputs |= dict(zip(names.project, widths if len(names.project) > 1 else (sum(widths),), strict=True))
+    outputs |= dict.fromkeys(names.network.gate_up, inner if len(names.network.gate_up) > 1 else 2 * inner)
+    inputs = dict.fromkeys(outputs, hidden) | {names.output: widths[0], names.network.down: inner}
+    own: dict[str, tuple[int, ...]] = {f"{name}.weight": (outputs[name], inputs[name]) for name in outputs}
+    own |= {f"{name}.bias": (outputs[name],) for name in outputs}
+    norms = dict.fromkeys(names.norms, hidden)
+    of_heads = (head, head) if spec.head_norm == "each head" else widths[:2]
+    norms |= {name: size for name, size in zip((names.query_norm, names.key_norm), of_heads, strict=True) if name}
+    own |= {f"{name}.weight": (size,) for name, size in norms.items()}
+    table = (spec.vocab_size, hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.norm.weight": (hidden,), "model.embed_tokens.weight": table, "lm_head.weight": table
+    }  # fmt: skip
+    for layer in range(len(spec.layers)):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    for name in weights:
+        if weights.shape(name) != shapes[name]:
+            raise UnreadableError(f"{name} of shape {weights.shape(name)}, where {shapes[name]} is expected")
+
+
+def _ends(folder: Path, values: Mapping[str, Any]) -> frozenset[int]:
+    """The tokens that end answers: those of generation_config.json, else of config.json."""
+    path = folder / "generation_config.json"
+    try:
+        found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
+        return token_ids(values["eos_token_id"] if found is None else found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UnreadableError(f"a generation_config.json that cannot be read ({error})") from error

@@ -1,0 +1,129 @@
+"""The tensors of safetensors files, each read when it is asked for, so that a model is never in memory twice.
+
+Knows files, names and types; knows no architecture. A tensor is read into memory of its own, not mapped: pages of a
+mapped file stay in the process's memory after its weights have been packed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foreword.errors import ModelLoadError
+from foreword.model.checkpoint.weights_progress import WeightsLog
+
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class UnreadableError(Exception):
+    """These files are not read here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    path: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """Raises OSError."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        if tensor.numel():
+            memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.start)
+                while memory:
+                    num_read = file.readinto(memory)
+                    if not num_read:
+                        raise OSError(f"{self.path.name} ended early")
+                    memory = memory[num_read:]
+        return tensor
+
+
+class StoredTensors(MutableMapping[str, Tensor]):
+    """A folder's tensors by their names. What is looked up is remembered; what is popped is the caller's alone."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Open the files without reading tensors. `dtype`: the type of all tensors; others are converted.
+
+        Raises UnreadableError if the folder has no safetensors files of plain numbers, or damaged ones.
+        """
+        self._model, self._dtype = str(folder), dtype
+        self._places: dict[str, _Place] = {}
+        try:
+            for path in _files(folder):
+                self._places |= _places(path)
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+            raise UnreadableError(f"weights that cannot be read ({error})") from error
+        self._read: dict[str, Tensor] = {}
+        self._log = WeightsLog(self._model, len(self._places))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return self._places[name].shape
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._read:
+            try:
+                self._read[name] = self._places[name].read().to(self._dtype)
+            except OSError as error:
+                raise ModelLoadError(
+                    f"the weights of model {self._model!r} cannot be read: {error}; start again"
+                ) from error
+            self._log.note()
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        raise TypeError("stored tensors are read, not written")
+
+    def __delitem__(self, name: str) -> None:
+        del self._places[name]
+        self._read.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files in which transformers would look for weights first."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    names = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"].values()
+    return [folder / name for name in sorted(set(names))]
+
+
+def _places(path: Path) -> dict[str, _Place]:
+    with safe_open(path, framework="np") as file:  # checks the header
+        if (file.metadata() or {}).get("format") != "pt":
+            raise ValueError(f"{path.name} does not say that it is PyTorch's")
+    with path.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        header: dict[str, Any] = json.loads(raw.read(length))
+        num_bytes = os.fstat(raw.fileno()).st_size
+    found = {}
+    for name, said in header.items():
+        if name == "__metadata__" or name.endswith("rotary_emb.inv_freq"):  # computed from the config
+            continue
+        if said["dtype"] not in _TYPES:
+            raise ValueError(f"{name} is of type {said['dtype']}")
+        place = _Place(path, 8 + length + said["data_offsets"][0], _TYPES[said["dtype"]], tuple(said["shape"]))
+        if place.start + math.prod(place.shape) * place.dtype.itemsize > num_bytes:
+            raise ValueError(f"{path.name} is truncated")
+        found[name] = place
+    return found

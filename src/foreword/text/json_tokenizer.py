@@ -1,0 +1,367 @@
+"""A tokenizer of a written family from its `tokenizer.json`, as transformers makes one of the same files.
+
+Knows the `tokenizers` library and the fields of tokenizer_config.json; knows no model. transformers chooses a class by
+the names in both configs. Most classes take tokenizer.json as it is; some build its parts anew, and here the file must
+have the same parts. Whatever transformers might do otherwise raises `NotPlainError`, and transformers does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
+
+_NAMED = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
+"""Special tokens that every class knows, in transformers' order."""
+_KNOWN_FIELDS = frozenset(
+    "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens backend chat_template "
+    "clean_up_tokenization_spaces errors extra_special_tokens is_local legacy local_files_only max_length "
+    "model_input_names model_max_length name_or_path pad_to_multiple_of pad_token_type_id padding_side processor_class "
+    "response_template sp_model_kwargs spaces_between_special_tokens split_special_tokens stride tokenizer_class "
+    "truncation_side truncation_strategy use_default_system_prompt".split()
+)
+"""Fields of tokenizer_config.json that are read here, or that change neither tokens nor texts."""
+_PLAIN_CLASSES = frozenset("TokenizersBackend PreTrainedTokenizerFast PreTrainedTokenizer PythonBackend".split())
+_CLASS_OF = {
+    **dict.fromkeys(("", "llama", "smollm3", "gpt_oss")),
+    **dict.fromkeys(("granite", "mistral", "mixtral", "olmo2", "phi3"), "TokenizersBackend"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma2", "gemma3_text"), "GemmaTokenizer"),
+    "cohere2": "CohereTokenizer",
+}
+"""`model_type` -> the class that transformers has registered for it."""
+_CORRECTED = ("phi3", "qwen2")
+"""Models whose files are known to name a wrong class."""
+_MANY_TOKENS = 100_000
+"""Vocabularies beyond this size may have a wrong pattern, if they are Mistral's: transformers warns of it."""
+
+
+class NotPlainError(Exception):
+    """transformers may make another tokenizer of these files; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rebuilt:
+    """What a class builds in place of the parts in tokenizer.json."""
+
+    special: Mapping[str, str | None]
+    """Special tokens that files need not name."""
+    model: tuple[Any, ...]
+    """unk_token (a name in `special`), fuse_unk, byte_fallback."""
+    normalizer: Any
+    pre_tokenizer: Any
+    decoder: str
+    """The decoder's type, or those of its parts."""
+
+
+_END_OF_TEXT = "<|endoftext|>"
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_QWEN_PATTERN = "1ff7f41064896984db5d1bb6ff64fa4bc29007d08c1b439e505b7392777a319e"
+"""SHA-256 of the pattern by which Qwen2's class splits texts."""
+_REBUILT: Mapping[str, _Rebuilt] = {
+    "Qwen2Tokenizer": _Rebuilt(
+        {"unk_token": _END_OF_TEXT, "bos_token": None, "eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
+        (None, False, False),
+        {"type": "NFC"},
+        {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": _QWEN_PATTERN}, "behavior": "Isolated", "invert": False},
+                {**_BYTES, "use_regex": False},
+            ],
+        },
+        "ByteLevel",
+    ),
+    "GPT2Tokenizer": _Rebuilt(
+        {"unk_token": _END_OF_TEXT, "bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT},
+        (None, False, False),
+        None,
+        {**_BYTES, "use_regex": True},
+        "ByteLevel",
+    ),
+    "GemmaTokenizer": _Rebuilt(
+        {
+            "unk_token": "<unk>",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "mask_token": "<mask>",
+        },
+        ("unk_token", True, True),
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        "Replace ByteFallback Fuse",
+    ),
+}
+"""Classes that build their parts anew."""
+
+
+class Encoded(dict[str, list[int]]):
+    """Token ids under "input_ids", and the encoding they come from."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        super().__init__(input_ids=encoding.ids)
+        self.encodings = [encoding]
+
+
+class JsonTokenizer:
+    """The part of `transformers.PreTrainedTokenizerBase` that foreword uses, under the same names."""
+
+    is_fast = True
+
+    def __init__(self, backend: Tokenizer, special: Mapping[str, str], extra: Sequence[str]) -> None:
+        """`special`: special tokens by their names; `extra`: others, which have none."""
+        self.backend_tokenizer = backend
+        self.special_tokens_map = dict(special)
+        self.all_special_tokens = list(dict.fromkeys((*special.values(), *extra)))
+        self.all_special_ids = self.convert_tokens_to_ids(self.all_special_tokens)
+        self.chat_template: Any = None
+        """The template's source, or several by their names."""
+        self.response_template: Any = None
+
+    @classmethod
+    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> JsonTokenizer:
+        """The tokenizer of a folder. Raises NotPlainError, for damaged files too."""
+        try:
+            return _load(folder, trust_remote_code)
+        except NotPlainError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception for damaged files
+            raise NotPlainError(f"files that cannot be read ({error})") from error
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @functools.cached_property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return dict(self.backend_tokenizer.get_added_tokens_decoder())
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens_map.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id("eos_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._id("unk_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id("pad_token")
+
+    def _id(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        return None if token is None else self.convert_tokens_to_ids([token])[0]
+
+    def get_vocab(self) -> dict[str, int]:
+        """All tokens and their ids."""
+        return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[Any]:
+        """The ids of tokens; that of the unknown token, or None, for one that is not in the vocabulary."""
+        unknown = self.special_tokens_map.get("unk_token")
+        other = None if unknown is None else self.backend_tokenizer.token_to_id(unknown)
+        ids = (self.backend_tokenizer.token_to_id(token) for token in tokens)
+        return [other if one is None else one for one in ids]
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        """A token as the vocabulary has it; None if there is none."""
+        token: str | None = self.backend_tokenizer.id_to_token(token_id)
+        return token
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> Encoded:
+        """Raises TypeError or UnicodeError for what is not a text."""
+        return Encoded(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> list[int]:
+        """Token ids of a text. Raises as `__call__`."""
+        return self(text, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
+        """The text of tokens, without any clean-up of spaces."""
+        return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _load(folder: Path, trust_remote_code: bool) -> JsonTokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise NotPlainError("a folder without tokenizer.json")
+    config, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
+    if "auto_map" in config or (trust_remote_code and "auto_map" in model):
+        raise NotPlainError("code of its own")
+    if "added_tokens_decoder" not in config:
+        older = [name for name in ("special_tokens_map.json", "added_tokens.json") if (folder / name).exists()]
+        if older:
+            raise NotPlainError(older[0])
+    named = [name for name in config if name.endswith("_token") and name not in _KNOWN_FIELDS]
+    unknown = sorted(set(config) - _KNOWN_FIELDS - set(named))
+    if unknown:
+        raise NotPlainError(f"tokenizer_config.json's {unknown[0]}")
+    if {config.get("padding_side", "left"), config.get("truncation_side", "left")} - {"left", "right"}:
+        raise NotPlainError("sides that are none")
+    name = _class(config, model, path)
+    backend = Tokenizer.from_file(str(path))
+    if backend.padding is not None:
+        raise NotPlainError("padding in tokenizer.json")
+    backend.no_truncation()
+    if model.get("model_type") == "mistral" and backend.get_vocab_size() > _MANY_TOKENS:
+        raise NotPlainError("a vocabulary of Mistral's, whose pattern may be wrong")
+    rebuilt = _REBUILT.get(name)
+    listed = config.get("added_tokens_decoder")
+    given = dict(backend.get_added_tokens_decoder())
+    added = given if listed is None else {int(number): AddedToken(**one) for number, one in listed.items()}
+    special, extra = _special(config, named, {} if rebuilt is None else rebuilt.special, added)
+    if rebuilt is not None:
+        _check_parts(name, rebuilt, backend, special, bool(config.get("add_prefix_space")))
+        size = backend.get_vocab_size(with_added_tokens=False)
+        beyond = sorted(number for number in given if number >= size)
+        if set(given) != set(added) or beyond != list(range(size, size + len(beyond))):
+            raise NotPlainError("added tokens that tokenizer_config.json lists otherwise than tokenizer.json")
+    _add(backend, given, added, special, extra)
+    if name == "Qwen2Tokenizer":
+        backend.add_tokens([AddedToken(_text(one), special=True) for one in (*special.values(), *extra)])
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    made = JsonTokenizer(backend, {key: _text(one) for key, one in special.items()}, [_text(one) for one in extra])
+    made.chat_template, made.response_template = _chat_template(folder, config), config.get("response_template")
+    return made
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_bytes()) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise NotPlainError(f"a {path.name} that is no object")
+    return found
+
+
+def _class(config: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> str:
+    """The class that transformers takes: one of `_REBUILT`, or "TokenizersBackend" for tokenizer.json as it is."""
+    kind = str(model.get("model_type", ""))
+    if kind not in _CLASS_OF:
+        raise NotPlainError(f"model_type={kind!r}")
+    if kind in ("mistral", "mixtral") and find_spec("mistral_common") is not None:
+        raise NotPlainError("mistral_common, which is installed")
+    registered = _CLASS_OF[kind]
+    said = config.get("tokenizer_class") or model.get("tokenizer_class")
+    declared = (registered or "") if said is None else str(said).removesuffix("Fast")
+    if declared == "LlamaTokenizer" and kind not in _CORRECTED and b'"ByteLevel"' in path.read_bytes():
+        declared = "TokenizersBackend"
+    elif registered is not None and registered != declared:
+        declared = registered if registered == "TokenizersBackend" or kind in _CORRECTED else declared
+    if declared in _PLAIN_CLASSES:
+        return "TokenizersBackend"
+    if declared not in _REBUILT:
+        raise NotPlainError(f"tokenizer_class={said!r}")
+    return declared
+
+
+def _special(
+    config: Mapping[str, Any], named: Sequence[str], own: Mapping[str, str | None], added: Mapping[int, AddedToken]
+) -> tuple[dict[str, str | AddedToken], list[str | AddedToken]]:
+    """Special tokens by their names, and others. `own`: those of the class."""
+    by_text = {token.content: token for token in added.values()}
+    given = {**own, **{name: _token(config[name]) for name in _NAMED if name in config}}
+    found = {name: by_text.get(_text(one), one) for name in _NAMED if (one := given.get(name)) is not None}
+    further = {name: config[name] for name in named if name not in _NAMED}
+    more, older = config.get("extra_special_tokens") or [], config.get("additional_special_tokens") or []
+    if isinstance(more, Mapping):
+        further, more = {**further, **more}, []
+    extra = more or older
+    for name, one in further.items():
+        if not isinstance(one, str):
+            raise NotPlainError(f"tokenizer_config.json's {name}")
+        found[name] = one
+    return found, [_token(one) for one in extra]
+
+
+def _token(one: Any) -> Any:
+    if isinstance(one, Mapping) and one.get("__type") == "AddedToken":
+        return AddedToken(**{name: value for name, value in one.items() if name != "__type"})
+    if one is not None and not isinstance(one, str):
+        raise NotPlainError("a special token that is no text")
+    return one
+
+
+def _text(token: str | AddedToken) -> str:
+    return token.content if isinstance(token, AddedToken) else token
+
+
+def _check_parts(
+    name: str, rebuilt: _Rebuilt, backend: Tokenizer, special: Mapping[str, str | AddedToken], has_prefix: bool
+) -> None:
+    """Raise NotPlainError if tokenizer.json has other parts than the class builds."""
+    unk, fuse_unk, byte_fallback = rebuilt.model
+    model, unk = backend.model, None if unk is None else _text(special[unk])
+    affixes = (model.continuing_subword_prefix or "") + (model.end_of_word_suffix or "")
+    own = (model.unk_token, model.fuse_unk, model.byte_fallback, model.dropout, model.ignore_merges, affixes)
+    same = own == (unk, fuse_unk, byte_fallback, None, False, "")
+    same = same and _state(backend.normalizer) == rebuilt.normalizer
+    splitting = backend.pre_tokenizer
+    several: Any = splitting if isinstance(splitting, pre_tokenizers.Sequence) else [splitting]
+    for part in several:
+        if isinstance(part, pre_tokenizers.ByteLevel):
+            part.trim_offsets = True  # as classes have it: it moves offsets, and no tokens
+    backend.pre_tokenizer = splitting
+    splits = _state(splitting)
+    for one in (splits or {}).get("pretokenizers", ()):
+        if "Regex" in one.get("pattern", {}):
+            one["pattern"]["Regex"] = hashlib.sha256(one["pattern"]["Regex"].encode()).hexdigest()
+    same = same and splits == rebuilt.pre_tokenizer and not has_prefix
+    decoder = _state(backend.decoder) or {}
+    kinds = " ".join(one["type"] for one in decoder.get("decoders", [decoder]) if one)
+    if not same or kinds != rebuilt.decoder:
+        raise NotPlainError(f"parts of tokenizer.json that {name} builds otherwise")
+
+
+def _state(part: Any) -> Any:
+    """A part of a tokenizer, as tokenizer.json has it."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _add(
+    backend: Tokenizer,
+    given: Mapping[int, AddedToken],
+    added: Mapping[int, AddedToken],
+    special: Mapping[str, str | AddedToken],
+    extra: Sequence[str | AddedToken],
+) -> None:
+    """Add the tokens that tokenizer.json lacks, or has in another way. `given`: those that it has."""
+    named = {_text(one) for one in special.values()}
+    present = {repr(token) for token in given.values()}
+    missing = []
+    for number in sorted(added):
+        token = added[number]
+        token.special = token.special or token.content in named
+        if repr(token) not in present:
+            missing.append(token)
+    texts = {token.content for token in (*given.values(), *missing)}
+    further: list[str | AddedToken] = []
+    for one in (*special.values(), *extra):
+        if _text(one) not in texts and one not in further:  # the same text may come twice, in different ways
+            further.append(one)
+    for one in further:
+        token = AddedToken(one, special=True) if isinstance(one, str) else one
+        token.special = token.special or token.content in named
+        missing.append(token)
+    if missing:
+        backend.add_tokens(missing)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The template's source, or several by their names. Files come before tokenizer_config.json."""
+    paths = {"default": folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+    if found:
+        return found["default"] if list(found) == ["default"] else found
+    said = config.get("chat_template")
+    return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said

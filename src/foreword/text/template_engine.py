@@ -1,0 +1,183 @@
+"""Chat templates as programs: the sandbox in which they run, and the data that they see.
+
+Knows Jinja, and what transformers adds to it: `raise_exception`, `strftime_now`, a `tojson` that leaves characters as
+they are, and blocks named `generation`. A template comes with a model, so it is not trusted: it sees plain data alone,
+and can change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MOST_TEMPLATES = 64
+"""The number of templates that stay compiled."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages have their reasoning; templates read the first, gpt-oss's the second."""
+_TAG = "\u2402the message goes on\u2403 "
+"""What marks the end of a message that goes on."""
+
+
+def render(source: str, messages: Sequence[Any], *, is_open: bool, continues: bool, **inputs: Any) -> str:
+    """The text of messages. `is_open`: the answer begins after them; `continues`: the last one is its beginning.
+
+    Raises whatever a template raises.
+    """
+    values = {name: _plain(value) for name, value in inputs.items()}
+    values["tools"] = _tools(inputs.get("tools"))
+    if any(not isinstance(document, dict) for document in inputs.get("documents") or ()):
+        raise TypeError("documents must be dicts with a title and a text")
+    chat = [_with_reasoning(_plain(message)) for message in messages]
+    if continues and "content" not in source:
+        raise ValueError("the template writes no contents, so no message can be continued")
+    begun = _mark(chat[-1]) if continues else ""
+    text = _compiled(source).render(messages=chat, add_generation_prompt=is_open, **values)
+    return _cut(text, begun) if continues else text
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    """Tools as JSON schemas; functions of Python become ones."""
+    if tools is None:
+        return None
+    made = []
+    for tool in tools:
+        if callable(tool):
+            from transformers.utils.chat_template_utils import get_json_schema
+
+            made.append(get_json_schema(tool))
+        elif isinstance(tool, dict):
+            made.append(_plain(tool))
+        else:
+            raise ValueError("tools must be JSON schemas, or functions with type hints and a docstring")
+    return made
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((found for name in _REASONING if (found := message.get(name)) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _mark(message: dict[str, Any]) -> str:
+    """Mark the end of a message's text; returns the text without the mark."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + _TAG
+        return content
+    block = next((one for one in reversed(content) if "text" in one), None)
+    if block is None:
+        raise ValueError("the last message has no text to continue")
+    text = str(block["text"])
+    block["text"] = text + _TAG
+    return text
+
+
+def _cut(text: str, begun: str) -> str:
+    """The text up to the mark; without white space if the template has taken the mark's own."""
+    mark = _TAG.strip()
+    if begun.strip() not in text or mark not in text:
+        raise ValueError("the template does not write the last message as it is, so it cannot be continued")
+    at = text.rindex(mark)
+    return text[:at] if text[at : at + len(_TAG)] == _TAG else text[:at].rstrip()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON's types, whose methods are harmless; other objects become a text that names their type."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return getattr(kind, f"__{kind.__name__}__")(value)  # a subclass may have methods of its own
+    if isinstance(value, Mapping):
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
+@functools.lru_cache(MOST_TEMPLATES)
+def _compiled(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(source)
+
+
+class _Generation(Extension):
+    """Blocks that mark what a model wrote: they change nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
+
+    def _inside(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` without its attributes, by which templates could reach Python's own objects."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*args, **named)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(Namespace):
+    """A namespace whose names do not begin with an underscore."""
+
+    def __init__(*args: Any, **named: Any) -> None:
+        self, *rest = args
+        given = dict(*rest, **named)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template's namespace cannot have {name!r}: it begins with an underscore")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
