@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from foreword.text.reply import Call, Reasoning, ReplyReader, Text
+from foreword.text.reply.format import _data
 from foreword.text.reply.json_scan import JsonScanner
 from text.reply.replies import CLOCK, FORMATS, NAMES, SAMPLES, TOOLS, WEATHER, read, tagged
 
@@ -41,7 +43,11 @@ def test_a_reply_is_split_into_reasoning_text_and_calls(name, step):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_are_those_that_transformers_reads(name):
     sample, parts = SAMPLES[name], read(name, SAMPLES[name].text)
-    told = parse_response(sample.text, FORMATS[name].template, prefix=sample.prompt_end, tools=TOOLS)
+    theirs, own = load_response_template(_data(name)["response_template"]), FORMATS[name].template
+    assert own.start_anchor_re == theirs.start_anchor_re
+    for field in own.fields.values():
+        assert all(getattr(field, key) == getattr(theirs.fields[field.name], key) for key in field.__slots__), field
+    told = parse_response(sample.text, theirs, prefix=sample.prompt_end, tools=TOOLS)
     assert squeezed(told.get("thinking", "")) == texts(parts, Reasoning)
     assert squeezed(told.get("content", "")) == texts(parts, Text)
     calls = told.get("tool_calls", [])
