@@ -1,4 +1,4 @@
-"""Memory for packed weights, prepared during the import of transformers: one to two seconds that keep one core busy.
+"""Memory for packed weights, prepared during the imports of a start, which keep one core busy.
 
 Knows a checkpoint's files; knows nothing of modules. A thread that seldom needs Python's lock touches the memory that
 packed weights will take; a wrong guess wastes time of an idle core. On a virtual machine, which asks its host for each
