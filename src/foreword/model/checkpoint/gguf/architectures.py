@@ -1,0 +1,335 @@
+"""GGUF's architectures: metadata becomes the fields of a config.json, tensors get the names of weights, and what
+llama.cpp's converter did to them is undone.
+
+Facts are of llama.cpp's converter and its `src/models`. A key or a tensor that nobody here has read may change what a
+model computes, so it is refused by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from foreword.errors import UnsupportedModelError
+from foreword.model.checkpoint.gguf.file import GgufTensor
+
+_NO_MATTER = frozenset(
+    "vocab_size file_type attention.value_length rope.finetuned rope.dimension_count_swa tensor_data_layout "
+    "attention.key_length_swa attention.value_length_swa attention.max_alibi_bias attention.causal "
+    "use_parallel_residual pooling_type".split()
+)
+"""Keys below the architecture's name that change nothing here: sizes that the tensors show, and notes."""
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_PLAIN_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Tensor of a layer -> weight, as llama has them."""
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FOUR_NORMS = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Factors of angles, which belong to the config."""
+
+Order = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Keys:
+    """A file's metadata below the architecture's name, and which of it was read."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
+        self._prefix = f"{architecture}."
+        self._values = {
+            name[len(self._prefix) :]: value for name, value in metadata.items() if name.startswith(self._prefix)
+        }
+        self._read: set[str] = set()
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        """A value; raises UnsupportedModelError if it is missing and there is no default."""
+        self._read.add(name)
+        value = self._values.get(name, default)
+        if value is None:
+            raise UnsupportedModelError(f"the GGUF file has no key {self._prefix}{name}; convert the model again")
+        if isinstance(value, np.ndarray):
+            if len(set(value.tolist())) != 1:
+                raise UnsupportedModelError(
+                    f"{self._prefix}{name} differs from layer to layer, which no written family has"
+                )
+            return value[0].item()
+        return value
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a key; it counts as read."""
+        self._read.add(name)
+        return name in self._values
+
+    def refuse_unread(self) -> None:
+        """Raise UnsupportedModelError for a key that may change what the model computes."""
+        unread = sorted(set(self._values) - self._read - _NO_MATTER)
+        if unread:
+            value = repr(self._values[unread[0]])
+            raise UnsupportedModelError(
+                f"the GGUF file says {self._prefix}{unread[0]}={value:.60}, and foreword does not know what that "
+                "changes; use the model's safetensors checkpoint"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One value of `general.architecture`."""
+
+    family: str
+    """`model_type` of configs."""
+    config: Callable[[Keys], dict[str, Any]] = lambda keys: {}
+    """Fields that differ from llama's."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of a layer's tensors that differ from llama's."""
+    turned_heads: bool = False
+    """Whether rows of queries and keys were reordered: pairs of elements that turn together lie side by side."""
+    norms_plus_one: bool = False
+    """Whether one was added to the weights of norms."""
+
+
+def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
+    """Windows in all layers but each `pattern`-th."""
+    said = keys("attention.sliding_window_pattern", pattern)
+    if said != pattern:
+        raise UnsupportedModelError(f"attention.sliding_window_pattern={said!r}; {pattern} is written down")
+    return {"sliding_window": keys("attention.sliding_window")}
+
+
+def _gemma(keys: Keys, wide: int) -> dict[str, Any]:
+    """`wide`: the number of layers of the size that scales scores by the width of a head's share of the rows."""
+    heads, dim = keys("attention.head_count"), keys("attention.key_length", 256)
+    share = keys("embedding_length") // heads
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": share if keys("block_count") == wide else dim,
+    }
+
+
+def _gemma2(keys: Keys) -> dict[str, Any]:
+    return {
+        **_gemma(keys, 46),
+        **_windows(keys, 2),
+        "attn_logit_softcapping": keys("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: Keys) -> dict[str, Any]:
+    turns = {"rope_type": "default", "rope_theta": keys("rope.freq_base", 1e6)}
+    if keys.has("rope.scaling.type") and keys("rope.scaling.type") != "none":
+        if keys("rope.scaling.type") != "linear":
+            raise UnsupportedModelError(f"gemma3 with rope.scaling.type={keys('rope.scaling.type')!r}; use safetensors")
+        turns |= {"rope_type": "linear", "factor": keys("rope.scaling.factor")}
+    local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10_000.0)}
+    cap = {"final_logit_softcapping": keys("final_logit_softcapping")} if keys.has("final_logit_softcapping") else {}
+    return {
+        **_gemma(keys, 62),
+        **_windows(keys, 6),
+        **cap,
+        "rope_parameters": {"full_attention": turns, "sliding_attention": local},
+    }
+
+
+def _phi3(keys: Keys) -> dict[str, Any]:
+    dim = keys("embedding_length") // keys("attention.head_count")
+    window = keys("attention.sliding_window", 0)
+    return {
+        "sliding_window": window or None,
+        "original_max_position_embeddings": keys("rope.scaling.original_context_length", keys("context_length")),
+        "partial_rotary_factor": keys("rope.dimension_count", dim) / dim,
+    }
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {name: float(keys(key)) for name, key in names.items()}
+
+
+def _cohere2(keys: Keys) -> dict[str, Any]:
+    return {
+        **_windows(keys, 4),
+        "layer_norm_eps": keys("attention.layer_norm_epsilon"),
+        "logit_scale": keys("logit_scale"),
+    }
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", turned_heads=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", names=_HEAD_NORMS),
+    "gemma2": Architecture("gemma2", _gemma2, _FOUR_NORMS, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", _gemma3, {**_FOUR_NORMS, **_HEAD_NORMS}, norms_plus_one=True),
+    "phi3": Architecture("phi3", _phi3, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "granite": Architecture("granite", _granite, turned_heads=True),
+    "smollm3": Architecture("smollm3", turned_heads=True),
+    "olmo2": Architecture("olmo2", names={**_FOUR_NORMS, **_HEAD_NORMS}),
+    "cohere2": Architecture("cohere2", _cohere2),
+}
+"""`general.architecture` -> what it is."""
+
+
+def architecture_of(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
+    """Raises UnsupportedModelError if nobody has written it down."""
+    name = metadata.get("general.architecture")
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModelError(f"the GGUF file is a {kind!r}, not a model; give the model's file")
+    found = ARCHITECTURES.get(str(name))
+    if found is None:
+        raise UnsupportedModelError(
+            f"the GGUF file is of the architecture {name!r}; foreword reads {', '.join(ARCHITECTURES)}: use the "
+            "model's safetensors checkpoint"
+        )
+    return str(name), found
+
+
+def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """The fields of the config.json that such a model has. Raises UnsupportedModelError."""
+    name, architecture = architecture_of(metadata)
+    keys = Keys(metadata, name)
+    if "token_embd.weight" not in tensors:
+        raise UnsupportedModelError("the GGUF file has no tensor 'token_embd.weight'; is it a whole model?")
+    if keys.has("expert_count") and keys("expert_count"):
+        raise UnsupportedModelError(f"{name} with experts is not read from GGUF files; use its safetensors checkpoint")
+    heads, hidden = keys("attention.head_count"), keys("embedding_length")
+    fields = {
+        "model_type": architecture.family,
+        "hidden_size": hidden,
+        "intermediate_size": keys("feed_forward_length"),
+        "num_hidden_layers": keys("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys("attention.head_count_kv", heads),
+        "max_position_embeddings": keys("context_length"),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": "bfloat16",
+    }
+    if not keys.has("attention.layer_norm_epsilon") or architecture.family != "cohere2":
+        fields["rms_norm_eps"] = keys("attention.layer_norm_rms_epsilon")
+    own = architecture.config(keys)
+    fields |= own
+    if architecture.family not in ("phi3", "olmo2", "cohere2", "granite") or keys.has("attention.key_length"):
+        fields["head_dim"] = keys("attention.key_length", keys("rope.dimension_count", hidden // heads))
+    if "rope_parameters" not in fields:
+        fields["rope_parameters"] = _rope(keys, fields, tensors)
+    if architecture.family not in ("phi3",):
+        _expect_turned(keys, int(fields.get("head_dim", hidden // heads)))
+    keys.refuse_unread()
+    return fields
+
+
+def _expect_turned(keys: Keys, head_dim: int) -> None:
+    turned = keys("rope.dimension_count", head_dim)
+    if turned != head_dim:
+        raise UnsupportedModelError(
+            f"rope.dimension_count={turned} where heads have {head_dim} elements; use safetensors"
+        )
+
+
+def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """`rope_parameters`. Factors of angles are tensors: one for any length (Llama 3), or two (Phi 3)."""
+    said: dict[str, Any] = {"rope_type": "default", "rope_theta": keys("rope.freq_base", 10_000.0)}
+    kind = keys("rope.scaling.type", "none")
+    factors = [tensors[name].values().tolist() for name in _ROPE_TENSORS if name in tensors]
+    if factors:
+        for name in ("rope.scaling.factor", "rope.scaling.original_context_length"):
+            keys.has(name)  # what the factors were made from
+        original = fields.get("original_max_position_embeddings", fields["max_position_embeddings"])
+        return {
+            **said,
+            "rope_type": "longrope",
+            "short_factor": factors[-1],
+            "long_factor": factors[0],
+            "attention_factor": float(keys("rope.scaling.attn_factor", 1.0)),
+            "original_max_position_embeddings": original,
+        }
+    if kind == "linear":
+        return {**said, "rope_type": "linear", "factor": keys("rope.scaling.factor")}
+    if kind == "yarn":
+        names = {
+            "factor": "rope.scaling.factor",
+            "original_max_position_embeddings": "rope.scaling.original_context_length",
+            "beta_fast": "rope.scaling.yarn_beta_fast",
+            "beta_slow": "rope.scaling.yarn_beta_slow",
+        }
+        return {**said, "rope_type": "yarn", **{name: keys(key) for name, key in names.items() if keys.has(key)}}
+    if kind not in ("none", "longrope"):
+        raise UnsupportedModelError(f"rope.scaling.type={kind!r}; foreword reads none, linear and yarn from GGUF files")
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Where a weight comes from, and how."""
+
+    tensor: GgufTensor
+    order: Order | None = None
+    """Row i is the tensor's row order[i]; None: as they lie."""
+    minus: float = 0.0
+    """What was added to each value."""
+
+
+def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> dict[str, Weight]:
+    """The weights of a model by their names. Raises UnsupportedModelError for a tensor that is none."""
+    name, architecture = architecture_of(metadata)
+    keys = Keys(metadata, name)
+    heads = keys("attention.head_count")
+    names = {**_PLAIN_NAMES, **architecture.names}
+    if architecture.family == "olmo2":
+        names.pop("attn_norm"), names.pop("ffn_norm")
+    num_turned = (
+        {"attn_q": heads, "attn_k": keys("attention.head_count_kv", heads)} if architecture.turned_heads else {}
+    )
+    found = {}
+    for tensor in tensors:
+        if tensor.name in _ROPE_TENSORS:
+            continue
+        matched = _LAYER.fullmatch(tensor.name)
+        own = matched[2] if matched else ""
+        if matched and own in names:
+            place = f"model.layers.{matched[1]}.{names[own]}.{matched[3]}"
+        elif tensor.name in _OUTSIDE:
+            place = _OUTSIDE[tensor.name]
+        else:
+            raise UnsupportedModelError(
+                f"the GGUF file has a tensor {tensor.name!r}, which {name} has no place for; use the "
+                "model's safetensors checkpoint"
+            )
+        order = _unturned(tensor.shape[0], num_turned[own]) if own in num_turned else None
+        is_norm = tensor.name.endswith("norm.weight")
+        found[place] = Weight(tensor, order, 1.0 if is_norm and architecture.norms_plus_one else 0.0)
+    return found
+
+
+def _unturned(num_rows: int, num_heads: int) -> Order:
+    """Pairs of rows (2i, 2i + 1) of each head become rows (i, i + half)."""
+    if num_rows % (2 * num_heads):
+        raise UnsupportedModelError(f"{num_rows} rows are no {num_heads} heads; the GGUF file contradicts itself")
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

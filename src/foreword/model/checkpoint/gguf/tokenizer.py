@@ -1,0 +1,250 @@
+"""tokenizer.json from a GGUF file's metadata, for the `tokenizers` library.
+
+Knows llama.cpp's names of tokenizers; knows no model. How a byte-level vocabulary splits texts stands in no file, only
+its name (`tokenizer.ggml.pre`): names that nobody here has compared with the original are refused, since a wrong split
+gives wrong answers in silence.
+
+    gpt2     byte-level BPE (arXiv 1508.07909): merges are in the file
+    llama    SentencePiece's BPE: which pieces merge follows from the scores, and other bytes become pieces of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foreword.errors import UnsupportedModelError
+
+Json = dict[str, Any]
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""`tokenizer.ggml.token_type`: user-defined tokens are found in any text, control tokens where they are allowed."""
+ENDS = frozenset("<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|return|> <|call|>".split())
+"""Control tokens that end a turn, whatever `eos_token_id` says: most files name only the end of a text."""
+
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cases(end: str) -> str:
+    """Words that begin with capital letters or are all of them, each with an `end`."""
+    return f"{_BEFORE}{_UPPER}*{_LOWER}+{end}|{_BEFORE}{_UPPER}+{_LOWER}*{end}"
+
+
+_BY_THREE = rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
+_BY_ONE = rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_REST}"
+_OF_CASES = rf"{_cases(_SHORT + '?')}|\p{{N}}{{1,3}}|{_MARKS}"
+_TEKKEN = rf"{_cases('')}|\p{{N}}|{_MARKS}"
+_BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_WORDS: Json = {**_BYTES, "use_regex": True}
+"""GPT-2's own pattern."""
+
+
+def _split(pattern: str) -> list[Json]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [split, {**_BYTES, "use_regex": False}]
+
+
+_DIGITS: list[Json] = [{"type": "Digits", "individual_digits": True}, _WORDS]
+_SPLITS: Mapping[str, Sequence[Json]] = {
+    name: split
+    for names, split in (
+        ("gpt-2 olmo", [_WORDS]),
+        ("smollm starcoder refact command-r codeshell", _DIGITS),
+        ("llama-bpe llama3 llama-v3 smaug-bpe dbrx", _split(_BY_THREE)),
+        ("qwen2 deepseek-r1-qwen", _split(_BY_ONE)),
+        ("gpt-4o llama4", _split(_OF_CASES)),
+        ("tekken", _split(_TEKKEN)),
+    )
+    for name in names.split()
+}
+"""`tokenizer.ggml.pre` -> how texts are split before merging."""
+_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")
+"""Those that take a word that is a token as it is, without merging."""
+_BEGIN = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Those whose prompts begin with a token, unless the file says otherwise."""
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")
+"""Those that compose characters first (NFC)."""
+
+
+class _Vocabulary:
+    """What the metadata says of tokens."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self._metadata = metadata
+        self.kind, self.pre = str(self("model", "")), str(self("pre", "default"))
+        self.tokens: list[str] = self("tokens", [])
+        types = self("token_type", None)
+        self.types = [NORMAL] * len(self.tokens) if types is None else [int(one) for one in types]
+        if not self.tokens or len(self.types) != len(self.tokens):
+            raise UnsupportedModelError(
+                f"the GGUF file has {len(self.tokens)} tokens and {len(self.types)} of their types; name another "
+                "tokenizer with --tokenizer"
+            )
+
+    def __call__(self, name: str, default: Any) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def special(self, name: str) -> str | None:
+        """The text of a token like "bos"."""
+        number = self(f"{name}_token_id", None)
+        return self.tokens[number] if isinstance(number, int) and 0 <= number < len(self.tokens) else None
+
+    def ids(self) -> dict[str, int]:
+        """Each text's number, the first one if it stands twice."""
+        found: dict[str, int] = {}
+        for number, token in enumerate(self.tokens):
+            found.setdefault(token, number)
+        return found
+
+    def added(self) -> list[Json]:
+        """Tokens that are found before anything is split."""
+        return [
+            {
+                "id": number,
+                "content": token,
+                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+                "special": kind in (CONTROL, UNKNOWN),
+            }
+            for number, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in (CONTROL, UNKNOWN, USER_DEFINED) and token
+        ]
+
+
+def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Json]:
+    """The content of tokenizer.json and tokenizer_config.json. Raises UnsupportedModelError."""
+    words = _Vocabulary(metadata)
+    if words.kind == "gpt2":
+        parts = _byte_level(words)
+    elif words.kind == "llama":
+        parts = _pieces(words)
+    else:
+        raise UnsupportedModelError(
+            f"the GGUF file's tokenizer is of the kind {words.kind!r}; foreword reads gpt2 and llama: name the model's "
+            "own with --tokenizer"
+        )
+    begins = bool(words("add_bos_token", words.kind == "llama" or words.pre in _BEGIN))
+    ends = bool(words("add_eos_token", False))
+    around = [name for name, used in (("bos", begins), ("eos", ends)) if used and words.special(name) is not None]
+    json = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": words.added(),
+        **parts,
+        "post_processor": _around(words, around) or parts["post_processor"],
+    }
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    config: Json = {
+        f"{name}_token": words.special(own) for own, name in names.items() if words.special(own) is not None
+    }
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    template = _templates(metadata)
+    return {"tokenizer.json": json, "tokenizer_config.json": {**config, **template}}
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """The ids of the tokens that end an answer."""
+    words = _Vocabulary(metadata)
+    said = [words(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
+    known = [number for number, token in enumerate(words.tokens) if token in ENDS and words.types[number] == CONTROL]
+    return sorted({number for number in (*said, *known) if isinstance(number, int)})
+
+
+def _templates(metadata: Mapping[str, Any]) -> Json:
+    """`chat_template`: one, or several with names."""
+    prefix = "tokenizer.chat_template"
+    found = {
+        name.removeprefix(prefix).removeprefix(".") or "default": text
+        for name, text in metadata.items()
+        if name == prefix or name.startswith(f"{prefix}.")
+    }
+    if not found:
+        return {}
+    if set(found) == {"default"}:
+        return {"chat_template": found["default"]}
+    return {"chat_template": [{"name": name, "template": text} for name, text in found.items()]}
+
+
+def _around(words: _Vocabulary, names: Sequence[str]) -> Json | None:
+    """What puts the first and the last token around a text."""
+    if not names:
+        return None
+    special = {name: words.special(name) for name in names}
+    token = {name: {"SpecialToken": {"id": text, "type_id": 0}} for name, text in special.items()}
+
+    def sides(*texts: str) -> list[Json]:
+        found = [{"Sequence": {"id": text, "type_id": 0}} for text in texts]
+        return [*([token["bos"]] if "bos" in token else []), *found, *([token["eos"]] if "eos" in token else [])]
+
+    ids = {
+        text: {"id": text, "ids": [words(f"{name}_token_id", 0)], "tokens": [text]} for name, text in special.items()
+    }
+    return {"type": "TemplateProcessing", "single": sides("A"), "pair": sides("A", "B"), "special_tokens": ids}
+
+
+def _byte_level(words: _Vocabulary) -> Json:
+    split = _SPLITS.get(words.pre)
+    if split is None:
+        raise UnsupportedModelError(
+            f"the GGUF file's tokenizer splits texts as {words.pre!r} does, which foreword does not know; it knows "
+            f"{', '.join(_SPLITS)}: name the model's own with --tokenizer"
+        )
+    ids = words.ids()
+    merges = [text.split(" ") for text in words("merges", [])]
+    wrong = [pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys()]
+    if wrong or not merges:
+        what = f"the merge {' '.join(wrong[0])!r:.40} of unknown tokens" if wrong else "no merges"
+        raise UnsupportedModelError(f"the GGUF file's tokenizer has {what}; name the model's own with --tokenizer")
+    return {
+        "normalizer": {"type": "NFC"} if words.pre in _COMPOSED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(split)},
+        "post_processor": _WORDS,
+        "decoder": _WORDS,
+        "model": {**_bpe(ids, merges), "ignore_merges": words.pre in _WHOLE_FIRST},
+    }
+
+
+def _bpe(ids: Mapping[str, int], merges: list[list[str]]) -> Json:
+    nothing = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    plain = {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+    return {"type": "BPE", **nothing, **plain, "vocab": dict(ids), "merges": merges}
+
+
+def _pieces(words: _Vocabulary) -> Json:
+    """SentencePiece's: spaces are visible, of the pairs in a text that are pieces the one of the best score merges."""
+    scores = words("scores", None)
+    if scores is None or len(scores) != len(words.tokens):
+        raise UnsupportedModelError("the GGUF file's tokenizer has no score for each token; name one with --tokenizer")
+    ids, has_prefix = words.ids(), bool(words("add_space_prefix", True))
+    best = sorted(
+        (
+            (-float(scores[number]), number)
+            for number, kind in enumerate(words.types)
+            if kind in (NORMAL, USER_DEFINED) and ids[words.tokens[number]] == number
+        ),
+    )
+    merges = [list(pair) for _, number in best for pair in _halves(words.tokens[number], ids)]
+    space, replace = {"String": " "}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    before = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
+    back = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if has_prefix:
+        back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    split = {"type": "Split", "pattern": space, "behavior": "MergedWithPrevious", "invert": False}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, replace]},
+        "pre_tokenizer": None if has_prefix else split,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": back},
+        "model": {**_bpe(ids, merges), "unk_token": words.special("unknown"), "fuse_unk": True, "byte_fallback": True},
+    }
+
+
+def _halves(token: str, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of tokens that a token can be merged from, those of the first tokens first."""
+    cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+    pairs = [(left, right) for left, right in cuts if left in ids and right in ids]
+    return sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))

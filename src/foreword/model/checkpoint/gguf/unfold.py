@@ -1,0 +1,111 @@
+"""A GGUF file as a folder of today: config.json and tokenizer files made from its metadata, beside a link to the file.
+
+The folder lies in the user's cache folder under a digest of the file's path and stamp, so that a vocabulary is turned
+into a tokenizer once. Whoever reads models of folders reads this one, too; only weights are read elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foreword.config import user_cache_folder
+from foreword.errors import ConfigError, ModelLoadError
+from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
+from foreword.model.checkpoint.gguf.file import GgufFile, open_gguf
+from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
+
+FORM = 1
+"""Counts up when the same file gives another folder."""
+
+
+def find_gguf(model: str) -> Path | None:
+    """The GGUF file that a name means, of a split model the first one: itself, or the only one in a folder.
+
+    None if it means none, or if the folder has a config.json. Raises ModelLoadError or ConfigError.
+    """
+    path = Path(model).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"model file {model!r} does not exist; give the path of a .gguf file")
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(one for one in path.glob("*.gguf") if "-of-" not in one.stem or "-00001-of-" in one.stem)
+    found = [one for one in found if not one.name.startswith("mmproj")]
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found)
+        raise ConfigError(f"folder {model!r} has several GGUF files ({names}); give the path of one of them")
+    return found[0] if found else None
+
+
+def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
+    """The folder of a GGUF file. `with_tokenizer`: whether the file's own tokenizer is wanted.
+
+    Raises UnsoundGgufError, ModelLoadError or UnsupportedModelError.
+    """
+    path = path.resolve()
+    files = open_gguf(path)
+    stamps = [[str(file.path), file.path.stat().st_size, file.path.stat().st_mtime_ns] for file in files]
+    digest = hashlib.sha256(json.dumps([FORM, with_tokenizer, stamps]).encode()).hexdigest()[:32]
+    folder = user_cache_folder() / "foreword" / "gguf" / digest
+    if _is_ours(folder):
+        return folder
+    made = _made_beside(folder)
+    try:
+        for name, content in _files(files, with_tokenizer=with_tokenizer).items():
+            (made / name).write_text(json.dumps(content, ensure_ascii=False))
+        for number, file in enumerate(files):
+            (made / f"model-{number + 1:05}-of-{len(files):05}.gguf").symlink_to(file.path)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    with contextlib.suppress(OSError):  # another process was first, or the place cannot be written
+        os.replace(made, folder)
+        return folder
+    if _is_ours(folder):
+        shutil.rmtree(made, ignore_errors=True)
+        return folder
+    return made
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of such a folder, in order; none of any other folder."""
+    return sorted(folder.glob("model-*-of-*.gguf"))
+
+
+def _files(files: Sequence[GgufFile], *, with_tokenizer: bool) -> dict[str, Mapping[str, Any]]:
+    metadata = files[0].metadata
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    weights_of(metadata, tensors.values())  # refuses a tensor that nobody knows before minutes of loading
+    fields = config_fields(metadata, tensors)
+    found: dict[str, Mapping[str, Any]] = {}
+    if with_tokenizer:
+        found |= tokenizer_files(metadata)
+        fields |= {"eos_token_id": end_tokens(metadata) or None}
+    begin = metadata.get("tokenizer.ggml.bos_token_id")
+    return {**found, "config.json": {**fields, "bos_token_id": begin}}
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is there, and no other user could have written it."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return folder.is_dir() and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _made_beside(folder: Path) -> Path:
+    """A new folder that can be moved to that place, or one of this process alone."""
+    with contextlib.suppress(OSError):
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    return Path(tempfile.mkdtemp(prefix="foreword-gguf-"))

@@ -1,0 +1,150 @@
+"""Files from strangers: what is damaged, or lies about its sizes, is an error in a moment, and costs no memory."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreword.errors import ModelLoadError
+from foreword.model.checkpoint.gguf.file import GgufFile, open_gguf
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("sound") / "sound.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "déf", ""])
+    writer.add_array("tokenizer.ggml.scores", [0.5, -1.0])
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    writer.add_tensor("one", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.add_tensor("two", np.ones((3, 34), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def opened(tmp_path: Path, content: bytes) -> GgufFile:
+    path = tmp_path / "file.gguf"
+    path.write_bytes(content)
+    return GgufFile(path)
+
+
+def test_what_a_sound_file_has(tmp_path: Path, sound: bytes) -> None:
+    file = opened(tmp_path, sound)
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.metadata["llama.attention.layer_norm_rms_epsilon"] == 1e-6
+    assert file.metadata["tokenizer.ggml.tokens"] == ["a", "bc", "déf", ""]
+    assert file.metadata["tokenizer.ggml.scores"].tolist() == [0.5, -1.0]
+    assert file.metadata["tokenizer.ggml.add_bos_token"] is True
+    assert file.tensors["one"].values().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (file.tensors["two"].shape, file.tensors["two"].blocks.name) == ((3, 32), "Q8_0")
+    assert file.tensors["two"].rows().shape == (3, 34)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damage_of_any_kind_is_a_clear_error_or_none(tmp_path: Path, sound: bytes, data: st.DataObject) -> None:
+    """Cut, and with 1, 4 or 8 bytes overwritten by extremes."""
+    content = bytearray(sound[: data.draw(st.integers(0, len(sound)))] if data.draw(st.booleans()) else sound)
+    extremes = (0, 1, 2**7 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
+    for _ in range(data.draw(st.integers(0, 2))):
+        width = data.draw(st.sampled_from((1, 4, 8)))
+        at, value = data.draw(st.integers(0, len(sound))), data.draw(st.sampled_from(extremes))
+        content[at : at + width] = (value % 256**width).to_bytes(width, "little")
+    tracemalloc.start()
+    try:
+        file = opened(tmp_path, bytes(content))
+        for tensor in file.tensors.values():
+            tensor.values()
+    except ModelLoadError as error:
+        message = str(error)
+    else:
+        message = "file.gguf"
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert "file.gguf" in message
+    assert peak < 4 << 20
+
+
+def header(num_tensors: int, num_keys: int, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "less than 24 bytes"),
+        (b"PK" * 50, "does not begin with 'GGUF'"),
+        (header(0, 0, 1), "version 1"),
+        (header(0, 0, 3 << 24), "other order of bytes"),
+        (header(2**63, 0), "do not fit"),
+        (header(0, 2**63), "do not fit"),
+        (header(0, 1) + text("a") + struct.pack("<IIQ", 9, 8, 2**63) + b"\0" * 99, "reaches beyond the end"),
+        (header(0, 1) + text("a") + struct.pack("<IIQ", 9, 4, 2**62) + b"\0" * 99, "reaches beyond the end"),
+        (header(0, 1) + text("a") + struct.pack("<I", 99) + b"\0" * 99, "unknown type 99"),
+        (
+            header(0, 1) + text("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20 + b"\0" * 200,
+            "unknown type 9",
+        ),
+        (header(0, 2) + (text("a") + struct.pack("<IB", 0, 1)) * 2 + b"\0" * 99, "two keys 'a'"),
+        (header(1, 0) + tensor("a", (2**62, 4), 0, 0) + b"\0" * 99, "beyond the end"),
+        (header(1, 0) + tensor("a", (0, 4), 0, 0) + b"\0" * 99, "is empty"),
+        (header(1, 0) + tensor("a", (4,) * 5, 0, 0) + b"\0" * 99, "5 dimensions"),
+        (header(1, 0) + tensor("a", (33,), 2, 0) + b"\0" * 99, "no multiple of 32"),
+        (header(1, 0) + tensor("a", (4,), 0, 7) + b"\0" * 99, "not aligned"),
+        (header(2, 0) + tensor("a", (4,), 0, 0) + tensor("b", (4,), 0, 0) + b"\0" * 99, "lies upon another"),
+        (header(2, 0) + tensor("a", (4,), 0, 0) + tensor("a", (4,), 0, 32) + b"\0" * 99, "two tensors 'a'"),
+        (header(0, 1) + text("general.alignment") + struct.pack("<II", 4, 0) + b"\0" * 99, "general.alignment is 0"),
+        (header(1, 0) + tensor("a", (4,), 77, 0) + b"\0" * 99, "ggml's type 77"),
+    ],
+)
+def test_lies_are_found(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        opened(tmp_path, content)
+
+
+def split_of(tmp_path: Path, numbers: list[tuple[int, int]]) -> Path:
+    """A split model of two files whose headers say these (split.no, split.count)."""
+    for at, (number, count) in enumerate(numbers):
+        path = tmp_path / f"m-{at + 1:05}-of-{len(numbers):05}.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_tensor(f"t{at}", np.zeros(8, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return tmp_path / f"m-00001-of-{len(numbers):05}.gguf"
+
+
+def test_split_models_are_whole_or_refused(tmp_path: Path) -> None:
+    path = split_of(tmp_path, [(0, 2), (1, 2)])
+    assert [list(file.tensors) for file in open_gguf(path)] == [["t0"], ["t1"]]
+    path.with_name("m-00002-of-00002.gguf").unlink()
+    with pytest.raises(ModelLoadError, match=r"m-00002-of-00002\.gguf is not beside it"):
+        open_gguf(path)
+    with pytest.raises(ModelLoadError, match="says that it is another one"):
+        open_gguf(split_of(tmp_path, [(0, 2), (0, 2)]))
+    with pytest.raises(ModelLoadError, match="is one of 3 files"):
+        open_gguf(split_of(tmp_path, [(0, 3), (1, 3)]))

@@ -1,0 +1,141 @@
+"""Models of GGUF files answer as transformers does with the values that their blocks have, cold and warm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from foreword.config import ModelConfig
+from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.model.checkpoint.gguf.unfold import find_gguf, unfold
+from foreword.model.loader import load_model
+from gguf_writer import write_gguf
+from tiny_models import RECIPES, Oracle, Recipe, build_engine, complete, greedy, random_tokens, save_model
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+MODELS = {
+    "llama": RECIPES["llama"],
+    "llama with an untied head and llama3's angles": Recipe("llama", {"head_dim": 32, "rope_parameters": LLAMA3}),
+    "mistral": Recipe("mistral", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": RECIPES["qwen2"],
+    "qwen2 with yarn": Recipe("qwen2", {"rope_parameters": YARN}),
+    "qwen3": RECIPES["qwen3"],
+    "phi3": RECIPES["phi3"],
+    "olmo2": RECIPES["olmo2"],
+    "granite": RECIPES["granite"],
+    "gemma2": RECIPES["gemma2"],
+    "gemma3": Recipe(
+        "gemma3_text", {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
+    ),
+    "smollm3": Recipe("smollm3", {"num_hidden_layers": 4}),
+    "cohere2": Recipe("cohere2", {"sliding_window": 8, "num_hidden_layers": 4}),
+}
+KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def check(path: Path, plain: Path) -> None:
+    """Compare tokens with transformers', and logits of a hit with those of a miss."""
+    model = load_model(ModelConfig(model=str(unfold(path, with_tokenizer=False)), dtype="float32"))
+    oracle = Oracle(plain, torch.float32)
+    engine = build_engine(model, block_size=4, max_num_batched_tokens=37)
+    rng = np.random.default_rng(3)
+    shared = random_tokens(rng, 150)
+    prompts = [random_tokens(rng, 5), shared, shared[:90]]
+    cold = complete(engine, prompts, greedy(12, logprobs=3), name="cold")
+    warm = complete(engine, prompts, greedy(12, logprobs=3), name="warm")
+    for first, second in zip(cold, warm, strict=True):
+        answer = first.outputs[0]
+        assert answer.token_ids == oracle.likeliest(first.prompt_token_ids, answer.token_ids)
+        assert (answer.token_ids, answer.logprobs) == (second.outputs[0].token_ids, second.outputs[0].logprobs)
+    assert all(one.num_cached_tokens for one in warm)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_architecture_answers_as_transformers_does(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.gguf"
+    plain = write_gguf(save_model(tmp_path / "plain", MODELS[name]), path)
+    check(path, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_that_can_be_written_answers_as_transformers_does(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.gguf"
+    plain = write_gguf(save_model(tmp_path / "plain", RECIPES["qwen3"]), path, kind)
+    check(path, plain)
+
+
+def refused(path: Path) -> str:
+    with pytest.raises((UnsupportedModelError, ModelLoadError)) as caught:
+        unfold(path, with_tokenizer=False)
+    return str(caught.value)
+
+
+def test_what_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", RECIPES["llama"])
+
+    def changed(name: str, change: Any) -> Path:
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(plain, path, change=change)
+        return path
+
+    assert "llama.attention.clamp_kqv=3.0" in refused(
+        changed("key", lambda one: one.add_float32("llama.attention.clamp_kqv", 3.0))
+    )
+    assert "expert" in refused(changed("experts", lambda one: one.add_expert_count(8)))
+    assert "'blk.0.attn_sinks.weight'" in refused(
+        changed("tensor", lambda one: one.add_tensor("blk.0.attn_sinks.weight", np.zeros(4, np.float32)))
+    )
+    assert "ggml's type 34" in refused(
+        changed(
+            "type",
+            lambda one: one.add_tensor("x", np.zeros((1, 54), np.uint8), raw_dtype=gguf.GGMLQuantizationType.TQ1_0),
+        )
+    )
+
+
+def test_a_lacking_tensor_is_named(tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", RECIPES["llama"])
+    weights = load_file(plain / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    write_gguf(plain, tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(ModelConfig(model=str(unfold(tmp_path / "model.gguf", with_tokenizer=False)), dtype="float32"))
+
+
+def test_which_file_a_name_means(tmp_path: Path) -> None:
+    assert find_gguf(str(tmp_path)) is None
+    (tmp_path / "mmproj-x.gguf").touch()
+    first = tmp_path / "a-00001-of-00002.gguf"
+    first.touch()
+    (tmp_path / "a-00002-of-00002.gguf").touch()
+    assert find_gguf(str(tmp_path)) == first
+    assert find_gguf(str(first)) == first
+    (tmp_path / "b.GGUF").touch()
+    assert find_gguf(str(tmp_path / "b.GGUF")) == tmp_path / "b.GGUF"
+    (tmp_path / "c.gguf").touch()
+    with pytest.raises(ConfigError, match=r"several GGUF files \(a-00001-of-00002.gguf, c.gguf\)"):
+        find_gguf(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        find_gguf(str(tmp_path / "d.gguf"))
+    (tmp_path / "config.json").touch()
+    assert find_gguf(str(tmp_path)) is None
