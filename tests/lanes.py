@@ -12,6 +12,11 @@ SLOW = [pytest.mark.slow] if os.environ.get("FOREWORD_TEST_DEVICE", "cpu") == "c
 """`make test-gpu` has no slow lane: what a CPU computes slowly runs there with the rest."""
 
 
+def more_seeds(first: int, count: int) -> range:
+    """Seeds of episodes for the slow lane; FOREWORD_MORE_EPISODES is how many times as many are run by hand."""
+    return range(first, first + count * int(os.environ.get("FOREWORD_MORE_EPISODES", "1")))
+
+
 def slow(*values: Any) -> list[Any]:
     """More values of one parameter, which show what others show and take long."""
     return [pytest.param(value, marks=SLOW) for value in values]

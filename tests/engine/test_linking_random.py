@@ -18,7 +18,7 @@ from foreword.cache import ExtraKeys
 from foreword.engine import Prompt
 from foreword.errors import RequestTooLargeError
 from foreword.request import LinkedRun, Links
-from lanes import slow
+from lanes import more_seeds, slow
 from random_driver import MAX_MODEL_LEN, VOCAB_SIZE, Driver, Submitted
 
 NUM_EPISODES = 8
@@ -136,7 +136,7 @@ def test_every_linked_answer_is_right_whatever_happens_around_it(seed: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2000, 2060))
+@pytest.mark.parametrize("seed", more_seeds(2000, 24))
 def test_every_linked_answer_is_right_in_many_more_episodes(seed: int) -> None:
     LinkingDriver(seed).run(2 * NUM_OPERATIONS)
 
