@@ -46,6 +46,7 @@ from foreword.engine.drafts.gain import StepTimes
 from foreword.engine.entry_file import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.generation import recommended_sampling
+from foreword.model.checkpoint.gguf.unfold import unfolded
 from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
@@ -141,19 +142,20 @@ def assemble(config: EngineConfig) -> Assembled:
 
     Raises ModelLoadError, UnsupportedModelError, or ConfigError for options that do not fit together.
     """
-    with ExitStack() as undo, LoadingLog(config.model.model) as log, WeightsDigest(config.model) as weights:
-        sampling = recommended_sampling(config.model)
+    files = unfolded(config.model)
+    with ExitStack() as undo, LoadingLog(config.model.model) as log, WeightsDigest(files) as weights:
+        sampling = recommended_sampling(files)
         tiers = open_tiers(config)  # first, so that a folder that cannot be used is known before minutes of loading
         for tier in tiers:
             undo.callback(tier.close, 0.0)
         publisher = _open_publisher(config.events)
         if publisher is not None:
             undo.callback(publisher.close)
-        with head_start(config.model):
+        with head_start(files):
             log.enter("reading the tokenizer")
-            tokenizer = load_tokenizer(config.model)
+            tokenizer = load_tokenizer(files)
             log.enter("reading the weights; the first start on a machine also compiles kernels")
-            model = load(config.model)
+            model = load(files)
         from foreword.model.self_check import ShortPrompt, find_inexactness  # imports torch: a missing model needs none
 
         if config.model.self_check:

@@ -9,15 +9,17 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from foreword.config import ModelConfig
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
+from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.stored import check_shapes, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
 from foreword.model.decoder.decoder import Decoder
@@ -139,6 +141,10 @@ def load_model(options: ModelConfig) -> LoadedModel:
         spec = find_spec(stored.values, stored.weights)
         check_shapes(spec, stored.weights)
     except (UnreadableError, UnwrittenError) as reason:
+        if gguf_files(Path(options.model)):
+            raise UnsupportedModelError(
+                f"the GGUF file of model {options.model!r} cannot run: {reason}; use its safetensors checkpoint"
+            ) from reason
         return _load_with_transformers(options, reason)
     if spec.tied and "lm_head.weight" in stored.weights:
         same = torch.equal(stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"])

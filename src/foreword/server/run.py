@@ -64,13 +64,19 @@ def check_address(host: str, port: int) -> None:
     ) from failure
 
 
+def _name_of(model: str) -> str:
+    """What clients call a model unless the operator says: its folder's name, or its file's without the ending."""
+    path = PurePath(model)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
+
+
 def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> bool:
     """Serve until a signal comes. Prints the address to standard output once it is ready.
 
     Returns whether Python may end in order: a thread of a crew that still runs compiled code would crash in an
     interpreter that ends around it. Raises EngineError if the server did not start, or not stop, in order.
     """
-    name = next(iter(config.served_model_name), PurePath(llm.config.model.model).name)
+    name = next(iter(config.served_model_name), _name_of(llm.config.model.model))
     app = make_app(llm, config, name, open_door)
     if config.dashboard:
         mount_dashboard(app, app.state.service)

@@ -23,8 +23,8 @@ def find_tokenizer_files(model: str, revision: str | None) -> str | None:
         return str(folder) if _holds_tokenizer(folder) else None
     if folder.suffix == ".gguf":
         raise UnsupportedModelError(
-            f"{str(model)!r} is a GGUF file, which cannot be loaded; name the folder of a Hugging Face checkpoint "
-            "(safetensors: unquantized, FP8 or MXFP4)"
+            f"{str(model)!r} is a GGUF file, whose tokenizer is used only with its own model; name a folder that has a "
+            "tokenizer.json"
         )
     if folder.exists():
         raise ModelLoadError(f"{model!r} is a file; name the folder that holds the model")

@@ -18,6 +18,8 @@ import torch
 from foreword.config import ModelConfig
 from foreword.model.checkpoint.config_json import read_config
 from foreword.model.checkpoint.facts import SIDE_FILES, choose_dtype, max_positions, token_ids
+from foreword.model.checkpoint.gguf.tensors import gguf_places
+from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.tensors import StoredTensors, UnreadableError
 from foreword.model.spec import DecoderSpec
 
@@ -53,7 +55,11 @@ def read_stored(options: ModelConfig) -> StoredModel:
     dtype = choose_dtype(options, values["dtype"], device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
-    weights = StoredTensors(folder, dtype)
+    files = gguf_files(folder)
+    if files:
+        weights = StoredTensors(str(folder), gguf_places(files), dtype)
+    else:
+        weights = StoredTensors.of_safetensors(folder, dtype)
     return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,17 @@ class UnreadableError(Exception):
     """These files are not read here; the message says why."""
 
 
+class Place(Protocol):
+    """Where one tensor lies."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in memory of its own. Raises OSError."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     path: Path
@@ -35,8 +46,7 @@ class _Place:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self) -> Tensor:
-        """Raises OSError."""
+    def read(self, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if tensor.numel():
             memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -47,26 +57,29 @@ class _Place:
                     if not num_read:
                         raise OSError(f"{self.path.name} ended early")
                     memory = memory[num_read:]
-        return tensor
+        return tensor.to(dtype)
 
 
 class StoredTensors(MutableMapping[str, Tensor]):
-    """A folder's tensors by their names. What is looked up is remembered; what is popped is the caller's alone."""
+    """A model's tensors by their names. What is looked up is remembered; what is popped is the caller's alone."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Open the files without reading tensors. `dtype`: the type of all tensors; others are converted.
+    def __init__(self, model: str, places: Mapping[str, Place], dtype: torch.dtype) -> None:
+        """`dtype`: the type of all tensors; others are converted."""
+        self._model, self._places, self._dtype = model, dict(places), dtype
+        self._read: dict[str, Tensor] = {}
+        self._log = WeightsLog(model, len(self._places))
 
-        Raises UnreadableError if the folder has no safetensors files of plain numbers, or damaged ones.
+    @classmethod
+    def of_safetensors(cls, folder: Path, dtype: torch.dtype) -> StoredTensors:
+        """Open a folder's files without reading tensors.
+
+        Raises UnreadableError if it has no safetensors files of plain numbers, or damaged ones.
         """
-        self._model, self._dtype = str(folder), dtype
-        self._places: dict[str, _Place] = {}
         try:
-            for path in _files(folder):
-                self._places |= _places(path)
+            places = {name: place for path in _files(folder) for name, place in _places(path).items()}
         except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise UnreadableError(f"weights that cannot be read ({error})") from error
-        self._read: dict[str, Tensor] = {}
-        self._log = WeightsLog(self._model, len(self._places))
+        return cls(str(folder), places, dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
@@ -75,7 +88,7 @@ class StoredTensors(MutableMapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._read:
             try:
-                self._read[name] = self._places[name].read().to(self._dtype)
+                self._read[name] = self._places[name].read(self._dtype)
             except OSError as error:
                 raise ModelLoadError(
                     f"the weights of model {self._model!r} cannot be read: {error}; start again"

@@ -167,6 +167,7 @@ def weight_files(folder: Path) -> list[Path]:
             found = [path]
         if found:
             break
+    found = found or sorted(folder.glob("model-*-of-*.gguf"))
     adapter = _json(folder / "adapter_config.json")
     if adapter:
         base = Path(str(adapter.get("base_model_name_or_path")))

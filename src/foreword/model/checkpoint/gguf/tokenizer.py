@@ -148,6 +148,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Json]:
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     """The ids of the tokens that end an answer."""
+    if "tokenizer.ggml.tokens" not in metadata:
+        return []
     words = _Vocabulary(metadata)
     said = [words(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
     known = [number for number, token in enumerate(words.tokens) if token in ENDS and words.types[number] == CONTROL]

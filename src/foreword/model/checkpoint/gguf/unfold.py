@@ -10,18 +10,21 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from foreword.config import user_cache_folder
-from foreword.errors import ConfigError, ModelLoadError
+from foreword.config import ModelConfig, user_cache_folder
+from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
 from foreword.model.checkpoint.gguf.file import GgufFile, open_gguf
 from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
 
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 1
 """Counts up when the same file gives another folder."""
 
@@ -54,8 +57,8 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
     path = path.resolve()
     files = open_gguf(path)
     stamps = [[str(file.path), file.path.stat().st_size, file.path.stat().st_mtime_ns] for file in files]
-    digest = hashlib.sha256(json.dumps([FORM, with_tokenizer, stamps]).encode()).hexdigest()[:32]
-    folder = user_cache_folder() / "foreword" / "gguf" / digest
+    digest = hashlib.sha256(json.dumps([FORM, with_tokenizer, stamps]).encode()).hexdigest()[:16]
+    folder = user_cache_folder() / "foreword" / "gguf" / f"{model_name(path)}-{digest}"
     if _is_ours(folder):
         return folder
     made = _made_beside(folder)
@@ -76,6 +79,30 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
     return made
 
 
+def unfolded(options: ModelConfig) -> ModelConfig:
+    """The options that load the folder of a GGUF file, if they name one; else the same.
+
+    Raises ConfigError, UnsoundGgufError, ModelLoadError or UnsupportedModelError.
+    """
+    path = find_gguf(options.model)
+    if path is None:
+        return options
+    if options.device != "cpu":
+        raise UnsupportedModelError(
+            f"device={options.device!r} runs no GGUF files yet; use 'cpu', or the model's safetensors checkpoint"
+        )
+    if options.revision is not None:
+        raise ConfigError(
+            f"revision={options.revision!r} names a version on the hub, but {str(path)!r} is here; drop it"
+        )
+    return replace(options, model=str(unfold(path, with_tokenizer=options.tokenizer is None)))
+
+
+def model_name(path: Path) -> str:
+    """What people call the model of a file."""
+    return _PART.sub("", path.stem)
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """The GGUF files of such a folder, in order; none of any other folder."""
     return sorted(folder.glob("model-*-of-*.gguf"))
@@ -89,7 +116,7 @@ def _files(files: Sequence[GgufFile], *, with_tokenizer: bool) -> dict[str, Mapp
     found: dict[str, Mapping[str, Any]] = {}
     if with_tokenizer:
         found |= tokenizer_files(metadata)
-        fields |= {"eos_token_id": end_tokens(metadata) or None}
+    fields["eos_token_id"] = end_tokens(metadata) or None
     begin = metadata.get("tokenizer.ggml.bos_token_id")
     return {**found, "config.json": {**fields, "bos_token_id": begin}}
 
