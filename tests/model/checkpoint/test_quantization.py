@@ -138,7 +138,12 @@ def test_a_quantized_kv_cache_is_no_quantized_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model-q4.gguf", ""])
-def test_gguf_is_refused_by_name_as_a_folder_and_as_a_file(tmp_path: Path, name: str) -> None:
+def test_a_damaged_gguf_file_is_named_as_a_folder_and_as_a_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelLoadError, match=r"(?i)gguf.*FP8 .*MXFP4"):
+    with pytest.raises(ModelLoadError, match=r"model-q4\.gguf is no GGUF file"):
         LLM(tmp_path / name)
+
+
+def test_gguf_files_on_the_hub_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"(?i)gguf.*path of a \.gguf file"):
+        LLM("somebody/model-gguf")

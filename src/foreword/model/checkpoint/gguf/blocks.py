@@ -90,7 +90,8 @@ def _q8_0(b: Bytes) -> Floats:
 def _quarters(packed: Bytes) -> Bytes:
     """[count, 64] -> [count, 256]: of each 32 bytes the lowest two bits, then the next ones."""
     halves = packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return (halves & 3).reshape(-1, 256)
+    quarters: Bytes = (halves & 3).astype(np.uint8).reshape(-1, 256)
+    return quarters
 
 
 def _scaled(scales: Floats, values: Floats) -> Floats:
@@ -145,8 +146,8 @@ def _q5_k(b: Bytes) -> Floats:
 
 def _q6_k(b: Bytes) -> Floats:
     """Low four bits, then high two; 16 signed scales, one per 16 values; d. d s (q - 32)."""
-    low = b[:, :128].reshape(-1, 2, 2, 32)
-    low = np.stack((low & 15, low >> 4), axis=2).reshape(-1, 256)
+    halves = b[:, :128].reshape(-1, 2, 2, 32)
+    low = np.stack((halves & 15, halves >> 4), axis=2).reshape(-1, 256)
     high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 256)
     scales = _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)
     return _scaled(scales, (low | high << 4).astype(np.float32) - 32)

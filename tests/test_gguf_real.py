@@ -1,0 +1,58 @@
+"""Real GGUF files: SmolLM2-135M-Instruct in Q4_1, Gemma 3 270M in Q4_K_M."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from foreword import LLM, SamplingParams
+from foreword.model.checkpoint.gguf.unfold import unfold
+from real_models import real_gguf, real_model, real_tokenizer
+
+WORDS = (
+    "The quick brown fox 12345 3.14 don't I'LL naïve café Ünïcödé 你好世界 こんにちは привет שלום 🎉🙂 def "
+    "f(x):\n\treturn <|im_start|> <bos> \r\n \n\n\n http://a.b/c?d=1 ½ ٣ é \u00a0 \u200b tab\t 'tis we're "
+    "ALLCAPS camelCase $100 {} --- “x” ﷺ"
+).split(" ")
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Words of many scripts with one, two or no spaces between them."""
+    draw = random.Random(seed)
+    return [
+        " " * draw.choice((0, 0, 1, 3)) + draw.choice((" ", "", "  ")).join(draw.choices(WORDS, k=draw.randint(1, 12)))
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_the_tokenizer_is_the_published_one() -> None:
+    made = Tokenizer.from_file(str(unfold(real_gguf("gemma3")) / "tokenizer.json"))
+    published = Tokenizer.from_file(str(real_tokenizer("gemma3") / "tokenizer.json"))
+    for text in texts(1000):
+        ids = published.encode(text).ids
+        assert made.encode(text).ids == ids, text
+        assert made.decode(ids) == published.decode(ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_answers_have_the_bits_of_the_same_values_in_a_folder_and_outlive_a_restart(name: str, tmp_path: Path) -> None:
+    folder, params = real_model(name), SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+    prompt = {"prompt_token_ids": [number * 37 % 40_000 for number in range(3, 200)]}
+    found = []
+    for model in (folder, real_gguf(name), real_gguf(name)):
+        with LLM(str(model), kv_cache_memory_bytes=2**26, cache_dir=str(tmp_path / "tier")) as llm:
+            [output] = llm.generate([prompt], params)
+        found.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+        cached = output.num_cached_tokens
+    assert found[0] == found[1] == found[2]
+    assert cached >= 176
