@@ -145,5 +145,5 @@ def test_a_damaged_gguf_file_is_named_as_a_folder_and_as_a_file(tmp_path: Path, 
 
 
 def test_gguf_files_on_the_hub_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"(?i)gguf.*path of a \.gguf file"):
+    with pytest.raises(ModelLoadError, match=r"(?i)gguf.*path of the \.gguf file"):
         LLM("somebody/model-gguf")

@@ -60,17 +60,6 @@ def give_one_type(module: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def refuse_gguf(model: str) -> None:
-    """Raise UnsupportedModelError if a folder's only weights are .gguf files, or a hub id ends in gguf."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        is_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
-    else:
-        is_gguf = model.lower().endswith("gguf")
-    if is_gguf:
-        raise _refusal(model, "gguf")
-
-
 def _refusal(model: str, method: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"the weights of model {model!r} are quantized as {method!r}; {REMEDY}")
 

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.facts import SUPPORTED, choose_dtype, find_device, first_line, max_positions, token_ids
-from foreword.model.checkpoint.quantization import expand_quantized, give_one_type, refuse_gguf
+from foreword.model.checkpoint.quantization import expand_quantized, give_one_type
 from foreword.model.checkpoint.weights_progress import weights_progress
 from foreword.model.foreign.attention import ATTENTION_NAME
 from foreword.model.foreign.experts import EXPERTS_NAME
@@ -76,7 +76,6 @@ def read_checkpoint(options: ModelConfig) -> Checkpoint:
 
 def _load_config(options: ModelConfig) -> PretrainedConfig:
     name = options.model
-    refuse_gguf(name)
     if (os.sep in name or name.startswith((".", "~"))) and not os.path.isdir(name) and name.count("/") != 1:
         raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json or a hub id")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):

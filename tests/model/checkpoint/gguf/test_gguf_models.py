@@ -137,5 +137,5 @@ def test_which_file_a_name_means(tmp_path: Path) -> None:
         find_gguf(str(tmp_path))
     with pytest.raises(ModelLoadError, match="does not exist"):
         find_gguf(str(tmp_path / "d.gguf"))
-    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").touch()
     assert find_gguf(str(tmp_path)) is None

@@ -32,14 +32,18 @@ FORM = 1
 def find_gguf(model: str) -> Path | None:
     """The GGUF file that a name means, of a split model the first one: itself, or the only one in a folder.
 
-    None if it means none, or if the folder has a config.json. Raises ModelLoadError or ConfigError.
+    None if it means none, or a folder that has other weights. Raises ModelLoadError or ConfigError.
     """
     path = Path(model).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"model file {model!r} does not exist; give the path of a .gguf file")
         return path
-    if not path.is_dir() or (path / "config.json").exists():
+    if not path.is_dir() and model.lower().endswith("gguf"):
+        raise UnsupportedModelError(
+            f"model {model!r} seems to hold GGUF files on the hub; download one, and give the path of the .gguf file"
+        )
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin*")):
         return None
     found = sorted(one for one in path.glob("*.gguf") if "-of-" not in one.stem or "-00001-of-" in one.stem)
     found = [one for one in found if not one.name.startswith("mmproj")]
