@@ -17,11 +17,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from foreword.demo.run import embedded_model
 from live_server import FALCON, MODEL, ServerProcess
 
-INSTALL_TIMEOUT_S = 60
+INSTALL_TIMEOUT_S = 150
 """An index that is slower does not fail a test of ours."""
 
 AI_SDK = """
@@ -95,6 +96,60 @@ def test_a_published_client_gets_whole_and_streamed_answers(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == ["4821"] * num_answers
+
+
+TASK = """
+dataset_path: json
+dataset_kwargs: {data_files: {test: questions.jsonl}}
+test_split: test
+doc_to_text: "{{text}}"
+"""
+ANSWERED = """
+output_type: generate_until
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
+"""
+CHOSEN = """
+output_type: multiple_choice
+doc_to_choice: ["4821", "1234"]
+doc_to_target: "{{['4821', '1234'].index(answer)}}"
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_answers_and_likelihoods(tmp_path: Path, url: str) -> None:
+    """Answers to questions are generated, and choices compared by log probabilities of an echo."""
+    packages = tmp_path / "packages"  # beside those of this environment, which has transformers
+    install([sys.executable, "-m", "pip", "install", "--no-compile", "--target", packages, "lm-eval[api]"])
+    for name, task in (("answered", ANSWERED), ("chosen", CHOSEN)):
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}{TASK}{task}")
+    with embedded_model() as weights:
+        tokenizer = AutoTokenizer.from_pretrained(weights)
+        questions = [
+            {
+                "text": tokenizer.apply_chat_template(FALCON, tokenize=False, add_generation_prompt=True),
+                "answer": "4821",
+            }
+        ]
+        (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+        model = f"model={MODEL},base_url={url}/completions,num_concurrent=1,max_retries=1"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "answered,chosen"),
+                *("--model_args", f"{model},tokenizer_backend=huggingface,tokenizer={weights}"),
+                *("--include_path", tmp_path, "--output_path", tmp_path / "out"),
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())["results"]
+    assert results["answered"]["exact_match,none"] == results["chosen"]["acc,none"] == 1.0, results
 
 
 @pytest.fixture(scope="module")
