@@ -67,12 +67,11 @@ async def explain_links(
             "prompts)",
             param="link",
         )
-    method = call.method
+    method, block_size = call.method, service.llm.layout.block_size  # a service cannot be sent to replicas
     prompt, composition = await call.prompt()
     assert composition is not None
     found = await service.thread.call(
-        lambda engine: explain_parts(composition, method, engine.explain_links(prompt), service.llm.layout.block_size),
-        fewest_missing,
+        lambda engine: explain_parts(composition, method, engine.explain_links(prompt), block_size), fewest_missing
     )
     return json_response({"object": "pml.explanation", "model": service.model_name, **_report(found)})
 
