@@ -6,6 +6,7 @@ A link that the tests control stands for Ray: it can lose a replica in the middl
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
@@ -15,7 +16,7 @@ from foreword.cluster import RoutingCore, RoutingOptions
 from foreword.demo.run import embedded_model
 from foreword.fleet.front import EngineFacts, open_front
 from foreword.fleet.link import Members, ReplicaLostError
-from foreword.fleet.messages import Delta, Told
+from foreword.fleet.messages import Delta, Refused, Told
 from foreword.fleet.replica import Replica
 from foreword.fleet.routed import RoutedEngines
 from foreword.llm import LLM
@@ -49,6 +50,10 @@ class LocalLink:
         """Whether requests that are not a client's never begin."""
         self.mute: set[str] = set()
         """Replicas that never answer a call."""
+        self.unreachable: Counter[str] = Counter()
+        """Submissions that are to fail for each replica, although it lives."""
+        self.num_refusals = 0
+        """Calls that are to be refused because the cache is busy."""
         self.stopped: set[str] = set()
         """Replicas of which nothing comes, as if their processes were stopped."""
         self.stops_after: int | None = None
@@ -77,6 +82,9 @@ class LocalLink:
         self.requests[replica] += 1
         dies_after = self.deaths.pop(0) if self.deaths else None
         num_pieces = 0
+        if self.unreachable[replica]:
+            self.unreachable[replica] -= 1
+            raise ReplicaLostError(f"{replica} cannot be reached", died=False, may_be_healthy=True)
         if self.holds_warm_ups and b"warm-" in data:
             await asyncio.Event().wait()
         await self._gate.wait()
@@ -99,6 +107,9 @@ class LocalLink:
         if replica in self.mute:
             await asyncio.Event().wait()
         await self._while_stopped(replica)
+        if self.num_refusals:
+            self.num_refusals -= 1
+            return pickle.dumps(Refused(409, "the cache is busy", "conflict", None, "cache_busy"))
         return await self.replicas[replica].call(data)
 
     async def complaint(self, replica: str) -> str | None:

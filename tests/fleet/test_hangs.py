@@ -78,7 +78,7 @@ def test_replicas_whose_engine_has_failed_are_passed_over_and_no_request_is_blam
 def test_a_replica_that_never_answers_a_call_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, three: Fleet
 ) -> None:
-    monkeypatch.setattr("foreword.fleet.routed.CALL_S", 0.5)
+    monkeypatch.setattr("foreword.fleet.calls.CALL_S", 0.5)
     complete(three.url, long_prompt(40))
     three.link.mute = {"a"}
     answer = post(three.url, "/v1/cache/explain", {"prompt": long_prompt(40)})
@@ -89,15 +89,48 @@ def test_a_replica_that_never_answers_a_call_keeps_nobody_waiting(
     three.link.mute = set()
 
 
+@pytest.mark.parametrize("how", ["it stands still", "it does not answer", "it is busy when it goes on"])
+def test_a_replica_makes_up_for_a_reset_that_it_missed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.fleet.calls.CALL_S", 0.5)
+    with fleet(2) as two:
+        complete(two.url, long_prompt(1))
+        assert_nothing_is_left(two)
+        [name] = two.link.requests
+        own, pulse = two.link.llms[name], two.door.pulse
+
+        def has_prefix() -> bool:
+            return own.explain({"prompt_token_ids": long_prompt(1)}).num_hit_tokens > 0
+
+        assert has_prefix()
+        if how == "it does not answer":
+            two.link.mute = {name}
+        else:
+            two.on_loop(lambda: (pulse.still.update({name: "it is held"}), pulse._on_still(name)))
+        assert httpx.post(f"{two.url}/reset_prefix_cache", timeout=60).status_code == 200
+        assert has_prefix()
+        if how == "it is busy when it goes on":
+            two.link.num_refusals = 2
+        two.link.mute = set()
+        two.on_loop(lambda: (pulse.still.clear(), pulse._on_again(name)))
+        if how != "it does not answer":
+            assert two.on_loop(lambda: two.door.core._usable.bit_count()) == 1, "it has something to do first"
+        wait_until(lambda: not has_prefix())
+        wait_until(lambda: two.on_loop(lambda: two.door.core._usable.bit_count()) == 2)
+        assert not two.door._calls._missed
+        assert_nothing_is_left(two)
+
+
 def test_an_engine_that_stands_still_is_complained_of_until_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, three: Fleet
 ) -> None:
     """Its process lives and answers; only its engine makes no step."""
-    monkeypatch.setattr("foreword.fleet.replica.LEAST_STILL_S", 0.5)
-    monkeypatch.setattr("foreword.fleet.replica.STEPS_STILL", 0.0)
     replica = three.link.replicas["a"]
-    complete(three.url, [long_prompt(50), long_prompt(51), long_prompt(52)])
+    three.on_loop(lambda: [three.door.core.retire(name) for name in "bc"])
+    complete(three.url, long_prompt(50))  # an engine without a step may be compiling
+    three.on_loop(lambda: [three.door._ready(name) for name in "bc"])
     assert_nothing_is_left(three)
+    monkeypatch.setattr("foreword.fleet.replica.LEAST_STILL_S", 0.5)  # the others have nothing to do
+    monkeypatch.setattr("foreword.fleet.replica.STEPS_STILL", 0.0)
     time.sleep(1.0)
     assert replica.complaint() is None, "it has nothing to do"
     reached, go_on = threading.Event(), threading.Event()
@@ -125,8 +158,6 @@ def test_streams_of_a_replica_that_stands_still_go_on_elsewhere_and_it_is_taken_
     """Its process is stopped, or its engine makes no step; later it goes on where it was, and nobody hears of that."""
     monkeypatch.setattr("foreword.fleet.pulse.LOOK_S", 0.05)
     monkeypatch.setattr("foreword.fleet.pulse.ANSWER_S", 0.5)
-    monkeypatch.setattr("foreword.fleet.replica.LEAST_STILL_S", 0.5)
-    monkeypatch.setattr("foreword.fleet.replica.STEPS_STILL", 0.0)
     sampling = {**SAMPLINGS["seeded"], "max_tokens": 60}
     with fleet(2) as two, ThreadPoolExecutor(6) as pool:
         for name in "ab":  # an engine without a step may be compiling
@@ -141,7 +172,12 @@ def test_streams_of_a_replica_that_stands_still_go_on_elsewhere_and_it_is_taken_
             go_on = two.link.stopped.clear
         else:
             still, holding = "a", threading.Event()
-            held = two.link.replicas[still]._thread.call(lambda _: holding.wait(60))
+            thread = two.link.replicas[still]._thread
+            # The other one keeps its patience: on a busy machine a step of its may take longer than this.
+            monkeypatch.setattr(
+                two.link.replicas[still], "complaint", lambda: "no step" if thread.still_s() > 0.5 else None
+            )
+            held = thread.call(lambda _: holding.wait(60))
             assert two.server._loop is not None
             asyncio.run_coroutine_threadsafe(held, two.server._loop)
             two.on_loop(lambda: two.door.core.retire("b"))  # so that all begin at the one that is held

@@ -14,7 +14,7 @@ from foreword.fleet.replica import ReplicaFacts
 
 pytest.importorskip("ray", reason="needs foreword[cluster]")
 
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from foreword.fleet.ray_serve import RayLink, note_dead
 
@@ -112,6 +112,21 @@ def test_nobody_waits_for_a_replica_that_leaves_before_it_answers(
         assert handle.num_cancelled == 1
         with pytest.raises(ReplicaLostError, match="replica a is gone"):
             await link.call("a", b"")
+        await link.stop()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_cannot_be_reached_for_a_moment_has_not_died() -> None:
+    async def run() -> None:
+        handle = Unanswered()
+        link, _ = await linked(handle)
+        await told(link, {"a": FACTS})
+        handle.failed.set_exception(ActorUnavailableError("the network is slow", None))
+        with pytest.raises(ReplicaLostError, match="a cannot be reached") as lost:
+            await anext(link.generate("a", b""))
+        assert not lost.value.died
+        assert lost.value.may_be_healthy
         await link.stop()
 
     asyncio.run(run())

@@ -15,6 +15,7 @@ import pytest
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from foreword.cache import BlockRemoved, BlockStored
 from foreword.cluster import RoutingRequest
+from foreword.fleet.answering import Acceptance
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from lanes import slow
@@ -159,6 +160,52 @@ def test_a_request_that_killed_two_replicas_is_not_tried_on_a_third(three: Fleet
     assert answer.json()["error"]["code"] == "replicas_died"
     assert three.link.requests.total() == requests + 2
     assert_nothing_is_left(three)
+
+
+def test_replicas_that_were_dead_before_a_request_was_sent_are_not_blamed_on_it(
+    three: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths, given_up = three.door.counts.deaths, three.door.counts.given_up
+    three.link.deaths[:] = [0, 0]
+    assert complete(three.url, long_prompt(90), ignore_eos=True)["usage"]["completion_tokens"] == 4
+    assert three.door.counts.deaths == deaths + 2
+    assert three.door.counts.given_up == given_up
+    monkeypatch.setattr("foreword.fleet.routed.MAX_SENT_DEATHS", 2)
+    three.link.deaths[:] = [0, 0]
+    answer = post(three.url, "/v1/completions", {"model": MODEL, "prompt": long_prompt(91)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "replicas_died")
+    assert_nothing_is_left(three)
+
+
+def test_the_only_replica_is_tried_again_after_the_network_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.fleet.routed.AVOIDED_S", 0.05)
+    monkeypatch.setattr("foreword.fleet.routed.READY_S", 20.0)
+    with fleet(1) as one:
+        one.link.unreachable["a"] = 3
+        assert complete(one.url, long_prompt(1), ignore_eos=True)["usage"]["completion_tokens"] == 4
+        assert one.link.requests["a"] == 4
+        assert one.door.counts.deaths == 0
+        assert_nothing_is_left(one)
+
+
+def test_a_request_that_tries_again_after_all_were_accepted_waits_for_nobody() -> None:
+    async def run() -> None:
+        accepted = Acceptance(2)
+        first = asyncio.create_task(accepted.wait())
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        again = asyncio.create_task(accepted.wait())  # it counts once
+        await asyncio.sleep(0)
+        assert not again.done()
+        assert await accepted.wait()
+        again.cancel()  # its replica is lost just now
+        with pytest.raises(asyncio.CancelledError):
+            await again
+        assert not await asyncio.wait_for(accepted.wait(), 60)
+
+    asyncio.run(run())
 
 
 def test_a_request_goes_to_the_replica_that_has_its_prefix(three: Fleet) -> None:
@@ -404,6 +451,18 @@ def test_a_replica_that_warms_up_takes_requests_when_no_other_can() -> None:
         assert complete(two.url, long_prompt(1))["usage"]["completion_tokens"]
         two.link.holds_warm_ups = False
         assert_nothing_is_left(two)
+
+
+def test_a_replica_whose_warm_up_ends_before_it_begins_takes_requests() -> None:
+    with fleet(2) as two:
+        facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))
+        two.on_loop(lambda: two.door.leave("b"))
+        for question in range(3):
+            complete(two.url, long_prompt(1, question))
+        two.link.holds_warm_ups = True
+        two.on_loop(lambda: (two.door.join("b", facts), two.door.leave("a")))
+        wait_until(lambda: two.on_loop(lambda: two.door.core.is_any_usable))
+        assert not two.door._warmth.is_warming("b")
 
 
 def test_a_request_waits_for_its_front_s_turn_and_reserves_nothing_meanwhile(

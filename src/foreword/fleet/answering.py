@@ -5,6 +5,7 @@ Knows messages and deltas; knows nothing of replicas. From it another replica ca
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,29 @@ from dataclasses import replace
 from foreword.fleet.messages import Complete, PromptComputed
 from foreword.request import CompletionOutput, RequestMetrics, RequestOutput
 from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job, Shown
+
+
+class Acceptance:
+    """Requests of one stream wait for each other: all are accepted, or none. One that tries again may come late."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._num_missing = num_requests
+        self._all = asyncio.Event()
+
+    async def wait(self) -> bool:
+        """Wait for the others; True for the last one, which need not wait. Whoever is cancelled counts no more."""
+        if self._all.is_set():
+            return False
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._all.set()
+            return True
+        try:
+            await self._all.wait()
+        except asyncio.CancelledError:
+            self._num_missing += not self._all.is_set()
+            raise
+        return False
 
 
 class Answering:

@@ -13,12 +13,14 @@ from foreword.fleet.replica import ReplicaFacts
 class ReplicaLostError(ForewordError):
     """A replica cannot be reached, or went away before its answer was complete."""
 
-    def __init__(self, message: str, *, died: bool, comes_back: bool = False) -> None:
+    def __init__(self, message: str, *, died: bool, comes_back: bool = False, may_be_healthy: bool = False) -> None:
         super().__init__(message)
         self.comes_back = comes_back
         """Whether it may be chosen again as soon as it takes requests."""
+        self.may_be_healthy = may_be_healthy
+        """Whether it could not be reached for a reason that may pass, such as the network."""
         self.died = died
-        """Whether it ended while it worked for the request, so that the request may be the reason."""
+        """Whether it ended while it had the request. Once the request has begun there, it may be the reason."""
 
 
 class Members(Protocol):

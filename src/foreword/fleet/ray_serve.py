@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
@@ -271,8 +271,9 @@ class RayLink:
 
 
 def _lost(replica: str, error: Exception) -> ReplicaLostError:
-    died = isinstance(error, RayActorError)
-    return ReplicaLostError(f"replica {replica} {'ended' if died else 'cannot be reached'}: {_brief(error)}", died=died)
+    died = isinstance(error, ActorDiedError)  # another RayActorError says that it is out of reach
+    what = "ended" if died else "cannot be reached"
+    return ReplicaLostError(f"replica {replica} {what}: {_brief(error)}", died=died, may_be_healthy=not died)
 
 
 async def _unless(gone: asyncio.Future[bool], answer: Awaitable[T], lost: str) -> T:

@@ -21,8 +21,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import cloudpickle
-
 from foreword.cache import TokenSequence
 from foreword.cluster import CopiedRun, Decision, RoutingCore, RoutingRequest
 from foreword.cluster.explain import DecisionLog, Explanation
@@ -31,11 +29,12 @@ from foreword.engine import Engine
 from foreword.errors import NoReplicaError
 from foreword.events.core_feed import CoreFeed
 from foreword.events.peer_link import PeerLink
-from foreword.fleet.answering import Answering
+from foreword.fleet.answering import Acceptance, Answering
+from foreword.fleet.calls import ENGINE_FAILED, Calls, none_ready
 from foreword.fleet.link import Link, ReplicaLostError
 from foreword.fleet.messages import Codec, Complete, Queued, Refused, Submission
 from foreword.fleet.pulse import Pulse
-from foreword.fleet.replica import ReplicaFacts, read_result
+from foreword.fleet.replica import ReplicaFacts
 from foreword.fleet.report import decisions, numbers, report
 from foreword.fleet.warmth import Warmth
 from foreword.llm import LLM
@@ -53,10 +52,10 @@ T = TypeVar("T")
 
 MAX_DEATHS = 2
 """Replicas that may end while they work for one request; then it may be the reason, and is not tried again."""
-CALL_S = 60.0
-"""Longest time that one replica may take for a function; the others' results count without it."""
-ENGINE_FAILED = "engine_failed"
-"""Code of what a replica refuses because its engine takes no requests any more."""
+MAX_SENT_DEATHS = 20
+"""The same for replicas that end before they have queued it: most of them were dead before it was sent."""
+AVOIDED_S = 1.0
+"""Seconds after which a request tries replicas again that could not be reached, if no others take requests."""
 READY_S = 300.0
 """Longest time that a request waits for a replica if none takes requests: replicas are replaced, on a busy machine in
 minutes. A request's own time limit may end it earlier."""
@@ -83,8 +82,15 @@ class _Request:
     answering: Answering
     num_attempts: int = 0
     num_deaths: int = 0
+    """Replicas that ended after they had queued it."""
+    num_sent_deaths: int = 0
+    """Replicas that ended before."""
+    num_returns: int = 0
+    """Times that it tried replicas again which it could not reach."""
     avoided: set[str] = field(default_factory=set)
     """Replicas that were lost."""
+    unreached: set[str] = field(default_factory=set)
+    """Replicas that could not be reached, and may be healthy."""
 
 
 class RoutedEngines:
@@ -124,6 +130,7 @@ class RoutedEngines:
         self._peers: PeerLink | None = None
         self._warmth = Warmth(core, link, self._codec)
         self.pulse = Pulse(link, self._retire, self._ready)
+        self._calls = Calls(link, lambda: core.replicas, self.pulse.still, self._ready)
         self._has_tiers = any(
             getattr(front.config.tiers, name) is not None for name in ("cache_dir", "cache_store", "cache_host_bytes")
         )
@@ -158,8 +165,12 @@ class RoutedEngines:
             self._ready(name)
 
     def _ready(self, name: str) -> None:
-        """A replica takes requests from now on, or again: unless it has left, stands still, or is not warm yet."""
+        """A replica takes requests from now on, or again: unless it has left, stands still, is not warm yet, or has
+        missed changes, which come first.
+        """
         if name not in self.core.replicas or name in self.pulse.still or self._warmth.is_warming(name):
+            return
+        if self._calls.catch_up(name):
             return
         facts = self.facts[name]
         self.core.join(name, facts.spec)
@@ -177,6 +188,7 @@ class RoutedEngines:
             self.pulse.leave(name)
             del self.facts[name]
             self.core.leave(name, time.monotonic())
+            self._calls.leave(name)
             self._note_fewer()
             if alone and self.failure is None:
                 self._warmth.hand_over(alone)
@@ -208,6 +220,7 @@ class RoutedEngines:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._warmth.stop()
         self.pulse.stop()
+        self._calls.stop()
         if self._peers is not None:
             await self._peers.close()
         await self._link.stop()
@@ -241,36 +254,15 @@ class RoutedEngines:
 
     async def _shrink(self, namespace: str, max_blocks: int) -> None:
         with suppress(APIError):  # no replica, no blocks
-            await self.call(lambda engine: engine.shrink_namespace(namespace, max_blocks), first)
+            await self.change(lambda engine: engine.shrink_namespace(namespace, max_blocks), first)
 
     async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
         """Run a function on the engine of every replica that goes on. Raises APIError 503 if none can be reached."""
-        data = cloudpickle.dumps(function)
-        names = [name for name in self.core.replicas if name not in self.pulse.still]
-        asked = await asyncio.gather(*(self._call(name, data) for name in names), return_exceptions=True)
-        found: list[T] = []
-        for one in asked:
-            if not isinstance(one, BaseException):
-                found.append(one)
-            elif not isinstance(one, ReplicaLostError):
-                raise one
-        if not found:
-            raise _none_ready()
-        return merge(found)
+        return await self._calls.read(function, merge)
 
-    async def _call(self, name: str, data: bytes) -> Any:
-        """The result of one replica. Raises ReplicaLostError if it does not answer or its engine has failed."""
-        try:
-            async with asyncio.timeout(CALL_S):
-                result = await self._link.call(name, data)
-        except TimeoutError as error:
-            raise ReplicaLostError(f"replica {name} has not answered for {CALL_S:.0f} s", died=False) from error
-        try:
-            return read_result(result)
-        except APIError as error:
-            if error.code == ENGINE_FAILED:
-                raise ReplicaLostError(str(error), died=True) from error
-            raise
+    async def change(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
+        """The same; replicas that it does not reach run the function before they take requests again."""
+        return await self._calls.change(function, merge)
 
     # ------------------------------------------------------------------ one stream
 
@@ -279,7 +271,7 @@ class RoutedEngines:
         requests: list[_Request] = []
         try:
             requests += self._checked(stream)
-            accepted = asyncio.Barrier(len(requests))
+            accepted = Acceptance(len(requests))
 
             async def run(request: _Request) -> None:
                 await self._run(stream, request, accepted)
@@ -318,7 +310,7 @@ class RoutedEngines:
             first_choice += job.params.n
         return found
 
-    async def _run(self, stream: AnswerStream, request: _Request, accepted: asyncio.Barrier) -> None:
+    async def _run(self, stream: AnswerStream, request: _Request, accepted: Acceptance) -> None:
         is_accepted = False
         while True:
             decision = await self._choose(request)
@@ -329,16 +321,15 @@ class RoutedEngines:
                     async for messages in told:
                         has_begun = has_begun or isinstance(messages[0], Queued)
                         if has_begun and not is_accepted:
-                            place = await accepted.wait()
-                            is_accepted = True
-                            if place == accepted.parties - 1:  # the last one, which need not wait
+                            if await accepted.wait():
                                 stream.put([Accepted()])
+                            is_accepted = True
                         if self._take(request, decision, messages, has_begun):
                             self._close_one(request, str(request.answering.output.outputs[-1].finish_reason))
                             return
                 raise ReplicaLostError(f"replica {decision.replica} ended an answer in the middle", died=False)
             except ReplicaLostError as lost:
-                self._note_lost(request, decision, lost)
+                self._note_lost(request, decision, lost, has_begun)
             finally:
                 self.core.release(decision.reservation, time.monotonic())
 
@@ -373,7 +364,7 @@ class RoutedEngines:
             async with asyncio.timeout(READY_S):
                 decision = await self._chosen(request)
         except TimeoutError:
-            raise _none_ready() from None
+            raise none_ready() from None
         if self._peers is not None:
             self._peers.flush()
         self.log.add(decision)
@@ -382,24 +373,34 @@ class RoutedEngines:
 
     async def _chosen(self, request: _Request) -> Decision:
         while True:
-            gone = request.avoided.intersection(self.core.replicas)
+            gone = (request.avoided | request.unreached).intersection(self.core.replicas)
             with suppress(NoReplicaError):
                 return self.core.choose(request.routing, time.monotonic(), gone)
-            await self._joined.wait()
+            may_return = bool(request.unreached) and request.num_returns < READY_S / AVOIDED_S
+            try:
+                async with asyncio.timeout(AVOIDED_S if may_return else None):
+                    await self._joined.wait()
+            except TimeoutError:
+                request.num_returns += 1
+                request.unreached.clear()
 
-    def _note_lost(self, request: _Request, decision: Decision, lost: ReplicaLostError) -> None:
+    def _note_lost(self, request: _Request, decision: Decision, lost: ReplicaLostError, has_begun: bool) -> None:
         """A replica was lost under a request. Raises APIError 500 if the request may be the reason."""
         logger.warning("request %s: %s", request.job.record.request_id, lost)
-        if not lost.comes_back:
+        if lost.may_be_healthy:
+            request.unreached.add(decision.replica)
+        elif not lost.comes_back:
             request.avoided.add(decision.replica)
         if lost.died:
-            request.num_deaths += 1
+            request.num_deaths += has_begun
+            request.num_sent_deaths += not has_begun
             self.counts.deaths += 1
-        if request.num_deaths >= MAX_DEATHS:
+        if request.num_deaths >= MAX_DEATHS or request.num_sent_deaths >= MAX_SENT_DEATHS:
             self.counts.given_up += 1
+            ended = request.num_deaths + request.num_sent_deaths
             raise APIError(
                 500,
-                f"{MAX_DEATHS} replicas ended while they computed this request; it is not tried on a third",
+                f"{ended} replicas ended while they had this request; it is not tried on another one",
                 kind="server_error",
                 code="replicas_died",
             )
@@ -430,13 +431,3 @@ def _keys_to(end: int, source: TokenSequence) -> list[Key]:
 
 def _reads_cache(params: SamplingParams) -> bool:
     return not params.skip_reading_prefix_cache and params.prompt_logprobs is None
-
-
-def _none_ready() -> APIError:
-    return APIError(
-        503,
-        "No replica takes requests now; try again in 5 s.",
-        kind="server_error",
-        code="no_replica",
-        headers={"Retry-After": "5"},
-    )

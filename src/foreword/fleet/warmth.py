@@ -67,7 +67,13 @@ class Warmth:
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
         """Have a new replica compute these prefixes, for a while, and then call `then`, unless it has left."""
-        self._warming[name] = self._begin(self._warm_up(name, hot, then))
+        task = self._warming[name] = self._begin(self._warm_up(name, hot))
+        task.add_done_callback(lambda task: self._end(name, task, then))  # also if it ends before its first step
+
+    def _end(self, name: str, task: asyncio.Task[None], then: Callable[[], None]) -> None:
+        if self._warming.get(name) is task:
+            del self._warming[name]
+            then()
 
     def is_warming(self, name: str) -> bool:
         """Whether it computes prefixes, and is not to take requests yet."""
@@ -98,7 +104,7 @@ class Warmth:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
+    async def _warm_up(self, name: str, hot: Sequence[HotPrefix]) -> None:
         logger.info("replica %s computes %d prefixes before it takes requests", name, len(hot))
         try:
             async with asyncio.timeout(WARM_S):
@@ -106,10 +112,6 @@ class Warmth:
                     await self._compute(name, one)
         except (TimeoutError, ReplicaLostError) as error:
             logger.warning("replica %s did not compute all of them: %s", name, str(error) or "it took too long")
-        finally:
-            if self._warming.get(name) is asyncio.current_task():
-                del self._warming[name]
-                then()
 
     async def _hand_over(self, alone: Sequence[HotPrefix]) -> None:
         logger.info("%d prefixes of a replica that left are computed elsewhere", len(alone))

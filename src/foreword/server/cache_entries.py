@@ -138,7 +138,7 @@ async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[
         engine.entries.set_end(entry_id, now + ttl_s)
         return entry_report(replace(entry, until=now + ttl_s), now)
 
-    report = await service_of(request).thread.call(change, _known)
+    report = await service_of(request).thread.change(change, _known)
     if report is None:
         raise APIError(404, f"There is no cache entry {entry_id!r:.100} (any more).", code="not_found")
     return report

@@ -70,6 +70,11 @@ class EngineDoor(Protocol):
         It must be picklable with cloudpickle, and so must its result. Raises what it raises.
         """
 
+    async def change(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
+        """The same for a function that changes something. Engines that stand still run it before they take requests
+        again, so it may run twice and later.
+        """
+
 
 def first(found: list[T]) -> T:
     """Merges answers of which one is as good as another."""

@@ -165,6 +165,10 @@ class EngineThread:
         self._commands.put(carry_out)
         return await asyncio.wrap_future(future)
 
+    async def change(self, function: Callable[[Engine], T], merge: Merge[T] = first) -> T:
+        """The same: one engine misses nothing."""
+        return await self.call(function, merge)
+
     def still_s(self) -> float:
         """Seconds since the thread last began a step or a command; 0.0 if it has nothing to do."""
         has_work = self._thread.is_alive() and (self._running or not self._commands.empty())

@@ -131,7 +131,7 @@ class Prefixes:
         if not await confirmed(question, "Pin"):
             return
         try:
-            entry = await self._service.thread.call(lambda engine: engine.entries.pin(prompt, Keep(seconds)), longest)
+            entry = await self._service.thread.change(lambda engine: engine.entries.pin(prompt, Keep(seconds)), longest)
             ui.notify(f"{draw.tokens(entry.num_kept_tokens)} pinned for {PIN_TIMES_S[seconds]}.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")
@@ -141,7 +141,7 @@ class Prefixes:
         if prompt is None or not await confirmed("Let this prefix be evicted like all others?", "Unpin"):
             return
         try:
-            await self._service.thread.call(lambda engine: engine.entries.unpin(prompt), first)
+            await self._service.thread.change(lambda engine: engine.entries.unpin(prompt), first)
             ui.notify("Unpinned.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")

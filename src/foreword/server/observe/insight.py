@@ -55,7 +55,7 @@ class Insight:
 
     async def reset(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests hold blocks."""
-        await self._thread.call(Engine.reset_prefix_cache, first)
+        await self._thread.change(Engine.reset_prefix_cache, first)
         self._more_memory.reset()
         self._last = None
 

@@ -212,12 +212,12 @@ def _keep(service: Service, one: CachedContent) -> Keep:
 
 async def _end_entry(service: Service, one: CachedContent) -> None:
     name, left_s = PREFIX + one.id, _keep(service, one).ttl_s
-    await service.thread.call(lambda engine: engine.entries.set_end(name, engine.clock() + left_s), first)
+    await service.thread.change(lambda engine: engine.entries.set_end(name, engine.clock() + left_s), first)
 
 
 async def _drop(service: Service, content_id: str) -> None:
     if service.thread.failure is None:
-        await service.thread.call(lambda engine: engine.entries.drop(PREFIX + content_id), first)
+        await service.thread.change(lambda engine: engine.entries.drop(PREFIX + content_id), first)
 
 
 async def _compute(

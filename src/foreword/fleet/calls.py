@@ -1,0 +1,179 @@
+"""Calls: functions that every replica's engine runs, and the changes that a replica has missed.
+
+Knows names, the link and the replicas that stand still; knows nothing of routing. A change that did not reach a replica
+(a reset, a smaller share, an entry's end) runs there before it takes requests again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from foreword.engine import Engine
+from foreword.fleet.link import Link, ReplicaLostError
+from foreword.fleet.replica import read_result
+from foreword.server.api_errors import APIError
+from foreword.server.engine_door import Merge
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALL_S = 60.0
+"""Longest time that one replica may take for a function; the others' results count without it."""
+AGAIN_S = 0.2
+"""Seconds between two attempts to make a change that was missed."""
+MAKE_UP_S = 60.0
+"""Longest time that a replica which refuses a change may keep its other requests waiting for it."""
+MOST_MISSED = 1_000
+"""Changes that are remembered for one replica; the oldest go first, and a log line says so."""
+ENGINE_FAILED = "engine_failed"
+"""Code of what a replica refuses because its engine takes no requests any more."""
+
+
+class Calls:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self,
+        link: Link,
+        names: Callable[[], Collection[str]],
+        still: Collection[str],
+        then: Callable[[str], None],
+    ) -> None:
+        """`names`: the replicas; `still`: those of them that stand still, which changes. `then` is called with a
+        replica that has made up for what it missed.
+        """
+        self._link, self._names, self._still, self._then = link, names, still, then
+        self._missed: dict[str, list[bytes]] = {}
+        self._making_up: dict[str, asyncio.Task[None]] = {}
+
+    async def read(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
+        """Run a function at every replica that goes on. Raises APIError 503 if none can be reached."""
+        data = cloudpickle.dumps(function)
+        names = [name for name in self._names() if name not in self._still]
+        asked = await asyncio.gather(*(self._call(name, data) for name in names), return_exceptions=True)
+        return _merged(asked, merge)
+
+    async def change(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
+        """The same for a function that changes something: replicas that it does not reach run it later."""
+        data, names = cloudpickle.dumps(function), self._names()
+        asked = await asyncio.gather(*(self._change(name, data) for name in names), return_exceptions=True)
+        return _merged(asked, merge)
+
+    def catch_up(self, name: str) -> bool:
+        """Have a replica that goes on make up for what it missed, and then call `then`; False if it missed nothing."""
+        if name not in self._missed:
+            return False
+        if name not in self._making_up:
+            task = self._making_up[name] = asyncio.create_task(self._make_up(name))
+            task.add_done_callback(lambda task: self._end(name, task))
+        return True
+
+    def leave(self, name: str) -> None:
+        """A replica is gone, with all that it had."""
+        self._missed.pop(name, None)
+        if (task := self._making_up.pop(name, None)) is not None:
+            task.cancel()
+
+    def stop(self) -> None:
+        """Make up for nothing more."""
+        for name in list(self._making_up):
+            self.leave(name)
+
+    async def _change(self, name: str, data: bytes) -> Any:
+        missed = self._missed.get(name)
+        if missed is None and name not in self._still:
+            try:
+                return await self._call(name, data)
+            except (ReplicaLostError, asyncio.CancelledError):  # the caller may have left
+                self._miss(name, data)
+                if name not in self._still:
+                    self.catch_up(name)
+                raise
+        self._miss(name, data)  # in order: what it missed before runs before
+        raise ReplicaLostError(f"replica {name} stands still", died=False)
+
+    def _miss(self, name: str, data: bytes) -> None:
+        if name not in self._names():
+            return
+        missed = self._missed.setdefault(name, [])
+        missed.append(data)
+        if len(missed) > MOST_MISSED:
+            del missed[0]
+            logger.error("replica %s has missed more than %d changes; the oldest is forgotten", name, MOST_MISSED)
+
+    async def _make_up(self, name: str) -> None:
+        missed = self._missed[name]
+        logger.info("replica %s makes up for %d changes that it missed", name, len(missed))
+        while missed and name not in self._still:
+            data, limit = missed[0], time.monotonic() + MAKE_UP_S
+            while name not in self._still:
+                try:
+                    await self._call(name, data)
+                except ReplicaLostError:
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                except Exception as error:
+                    if (
+                        isinstance(error, APIError) and time.monotonic() < limit
+                    ):  # its blocks may belong to requests that are about to end
+                        await asyncio.sleep(AGAIN_S)
+                        continue
+                    logger.error("replica %s did not make up for a change that it missed: %s", name, error)
+                if missed and missed[0] is data:
+                    del missed[0]
+                break
+
+    def _end(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._making_up.get(name) is not task:
+            return
+        del self._making_up[name]
+        if not self._missed.get(name):
+            self._missed.pop(name, None)
+            self._then(name)
+        elif name not in self._still:
+            self.catch_up(name)
+
+    async def _call(self, name: str, data: bytes) -> Any:
+        """The result of one replica. Raises ReplicaLostError if it does not answer or its engine has failed."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                result = await self._link.call(name, data)
+        except TimeoutError as error:
+            raise ReplicaLostError(f"replica {name} has not answered for {CALL_S:.0f} s", died=False) from error
+        try:
+            return read_result(result)
+        except APIError as error:
+            if error.code == ENGINE_FAILED:
+                raise ReplicaLostError(str(error), died=True) from error
+            raise
+
+
+def _merged(asked: list[Any], merge: Merge[T]) -> T:
+    """One answer from those of the replicas that were reached. Raises what one of these raises."""
+    found: list[T] = []
+    for one in asked:
+        if not isinstance(one, BaseException):
+            found.append(one)
+        elif not isinstance(one, ReplicaLostError):
+            raise one
+    if not found:
+        raise none_ready()
+    return merge(found)
+
+
+def none_ready() -> APIError:
+    """What a call is refused with if no replica takes it."""
+    return APIError(
+        503,
+        "No replica takes requests now; try again in 5 s.",
+        kind="server_error",
+        code="no_replica",
+        headers={"Retry-After": "5"},
+    )
