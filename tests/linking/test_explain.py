@@ -51,8 +51,11 @@ def test_documents_shorter_than_a_block_are_named(llm: LLM) -> None:
     found = llm.explain_links(documents((40, 50, 5, 33, 8 - HEAD), seed=54), "none")
     assert found.too_short == tuple(one for one, size in (("2", 5), ("4", 8 - HEAD)) if HEAD + size < 16)
     assert [part.num_linked_tokens > 0 for part in found.parts] == [False, True, False, True, False]
-    assert f"shorter than a block of 16 tokens, so never linked: {', '.join(found.too_short)} (a sm" in str(found)
+    assert f"in no whole block of 16 tokens, so never linked: {', '.join(found.too_short)} (a sm" in str(found)
     assert llm.explain_links(documents((40, 50, 33), seed=54), "none").too_short == ()
+    found = llm.explain_links(documents((40, 50, 12, 8), seed=54, head=17), "none")  # 17 + 12 and 17 + 8 tokens
+    assert found.too_short == ("2", "3"), "the whole block ends in what is computed before it"
+    assert [part.num_linked_tokens > 0 for part in found.parts] == [False, True, False, False]
 
 
 def test_what_a_method_computes_is_not_linked(llm: LLM) -> None:

@@ -15,9 +15,10 @@ from foreword import LLM, SamplingParams
 from foreword.cli import main
 from foreword.linking import Gate, Method
 from foreword.linking.measured import MeasuredLinks
-from foreword.modules.agreement import Arm, tally, wilson
-from foreword.modules.questions import Questions
-from foreword.pml.composition import Part
+from foreword.modules.agreement import Answer, Arm, Tally, tally, wilson
+from foreword.modules.questions import Asked, Questions
+from foreword.pml.composition import Composition, Part
+from foreword.request import CompletionOutput, LinkReport, RequestMetrics, RequestOutput
 from live_server import embedded_llm
 from tiny_models import TinyModels
 
@@ -148,6 +149,38 @@ def test_what_all_can_answer_is_told_and_the_rest_is_named(capsys: pytest.Captur
     assert "leak" in told.out, "it has nothing to answer"
     assert "hops" not in told.out
     assert " of 4 prompts of hops 256x2, less than 20%" in told.err
+
+
+def test_a_cell_that_does_not_count_keeps_no_file_from_being_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foreword.modules.measure.LEAST_PROMPTS", 4)
+    args = ["--questions", "4", "--tasks", "parameters,hops", "--contexts", "256", "--parts", "2"]
+    args += ["--methods", "none", "--save", str(tmp_path / "links.json")]
+    assert main(["pml", "measure", *MODEL, *args]) == 2
+    told = capsys.readouterr().err
+    assert " of 4 prompts of hops 256x2, less than 20%" in told
+    assert "is written without it" in told
+    found = MeasuredLinks.read(tmp_path / "links.json")
+    assert found.methods["none"].num_prompts == 4
+    assert [cell["task"] for cell in found.details["cells"]] == ["parameters"]
+
+
+def test_a_prompt_with_gaps_counts_for_every_method_whatever_it_links() -> None:
+    """Or more prompts were lost than there are, and the interval of the loss has no value."""
+    composition = Composition((Part((5, 6), 0, "text"), Part((7,), 9, "text")))
+
+    def answer(text: str, *, has_gaps: bool) -> Answer:
+        link = LinkReport("first-16", 1, 0, 0, 3, 0, 0, has_gaps=has_gaps)
+        completion = CompletionOutput(0, text=text)
+        return Answer(RequestOutput("x", "", [5, 6, 7], [completion], RequestMetrics(0.0), link=link), 1.0)
+
+    found = Tally()
+    for _ in range(3):
+        found.add(Asked(composition, "4821"), answer("1", has_gaps=True), answer("4821", has_gaps=False), 0)
+    found.add(Asked(composition, None), answer("1", has_gaps=True), answer("4821", has_gaps=False), 0)
+    assert (found.num_linked, found.num_lost) == (3, 3)
+    assert found.beside_all(found.num_linked).loss_interval[1] == 1
 
 
 @pytest.mark.parametrize(

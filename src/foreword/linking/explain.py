@@ -37,7 +37,7 @@ class LinkExplanation:
     parts: tuple[PartLinks, ...]
     block_size: int
     too_short: tuple[str, ...] = ()
-    """The names of the parts whose sources have fewer tokens than a block: these are never linked. Each once."""
+    """The names of the parts of which no token lies in a whole block of its source: never linked. Each once."""
 
     @property
     def num_linked_tokens(self) -> int:
@@ -53,7 +53,7 @@ class LinkExplanation:
         missing = f"; not cached: {', '.join(self.missing)}" if self.missing else ""
         if not self.too_short:
             return linked + missing
-        short = f"; shorter than a block of {self.block_size} tokens, so never linked: {', '.join(self.too_short)}"
+        short = f"; in no whole block of {self.block_size} tokens, so never linked: {', '.join(self.too_short)}"
         return f"{linked}{missing}{short} (a smaller block_size links them)"
 
 
@@ -61,18 +61,17 @@ def explain_parts(
     composition: Composition, method: Method, runs: Sequence[tuple[LinkedRun, int]], block_size: int
 ) -> LinkExplanation:
     """`runs`: those that are copied, each with the tokens that the cache lacks of its source."""
-    waiting, parts, short = (
-        deque(runs),
-        [],
-        dict[str, None](),
-    )  # each run lies in one part; a method may leave several in a part
+    waiting, parts = deque(runs), []  # each run lies in one part; a method may leave several in a part
+    in_blocks: dict[str, bool] = {}
+    """By name: whether any token lies in a whole block of its source."""
     for part, end in zip(composition.parts, composition.begins[1:], strict=True):
         if part.span is not None:
             num_linked = num_missing = 0
             while waiting and waiting[0][0].begin < end:
                 run, num_lacking = waiting.popleft()
                 num_linked, num_missing = num_linked + run.end - run.begin, max(num_missing, num_lacking)
-            if len(part.span.source.token_ids) < block_size:
-                short[part.name] = None
+            whole_end = len(part.span.source.token_ids) // block_size * block_size
+            in_blocks[part.name] = in_blocks.get(part.name, False) or part.span.begin < whole_end
             parts.append(PartLinks(part.name, len(part.token_ids), num_linked, num_missing))
-    return LinkExplanation(method.name, composition.num_tokens, tuple(parts), block_size, tuple(short))
+    short = tuple(name for name, is_in_block in in_blocks.items() if not is_in_block)
+    return LinkExplanation(method.name, composition.num_tokens, tuple(parts), block_size, short)

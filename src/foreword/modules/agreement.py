@@ -67,8 +67,8 @@ class Tally:
     num_gained: int = 0
     num_agreeing: int = 0
     num_linked: int = 0
-    """Prompts with an answer of which something was linked, and for `all` those with gaps between positions: the others
-    tell nothing about the method, and are neither lost nor gained."""
+    """Prompts with an answer of which something was linked, or that have gaps between positions: the others tell
+    nothing about the method, and are neither lost nor gained."""
     shares: list[float] = field(default_factory=list)
     """Of each prompt: the share of its tokens that were neither linked nor part of its exact beginning."""
     times_ms: list[float] = field(default_factory=list)
@@ -91,8 +91,7 @@ class Tally:
         self.num_lost += was_right and not is_right
         self.num_gained += is_right and not was_right
         self.num_agreeing += list(own.token_ids) == list(wanted.token_ids)
-        is_linked = output.link.linked_tokens > 0 or (output.link.method == EXACT and output.link.has_gaps)
-        self.num_linked += is_linked and asked.answer is not None
+        self.num_linked += asked.answer is not None and not output.link.exact
         self.shares.append((num_tokens - num_exact - output.link.linked_tokens) / num_tokens)
         self.times_ms.append(answer.first_token_ms)
 

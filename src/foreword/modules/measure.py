@@ -125,21 +125,23 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
                 placed = (one.with_gaps() for one in prompts) if cell.has_gaps else prompts
                 found[cell] = tally(llm, placed, arms, _params(args, questions))
         model_id = llm.cache_identity.model_id
-    failed = [_failure(cell, found.pop(cell)) for cell in cells if cell.fails(found[cell])]
+    failing = [cell for cell in cells if cell.fails(found[cell])]
+    failed = [_failure(cell, found.pop(cell)) for cell in failing]
     report = {"model_name": options["model"], "foreword": __version__, "seed": seed, "plain": args.plain}
     report["cells"] = [_as_json(cell, tallies) for cell, tallies in found.items()]
     if args.json and found:
         print(json.dumps({"model_id": model_id, **report}))
     elif found:
         print_table(found, Console())
+    is_saved = args.save is not None and not any(cell.counts for cell in failing)
+    if is_saved:
+        _saved(found, model_id, report).write(args.save.expanduser())
     if failed:
         raise ConfigError(
             f"`all`, the plain prompt, is right in {'; '.join(failed)}, less than {LEAST_RIGHT:.0%}: nothing shows "
             "what a method loses; ask what the model can answer: other --tasks, shorter --contexts, fewer --parts, "
-            "more --max-tokens, or your own --prompts"
+            f"more --max-tokens, or your own --prompts{f'; {str(args.save)!r} is written without it' * is_saved}"
         )
-    if args.save is not None:
-        _saved(found, model_id, report).write(args.save.expanduser())
     return 0
 
 

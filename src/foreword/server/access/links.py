@@ -120,11 +120,16 @@ class ServedLinks:
 async def to_its_end(function: Callable[[], T]) -> T:
     """Run a function in a thread. A caller that is cancelled waits for it, as the thread goes on anyhow."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.gather(running, return_exceptions=True)
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})  # which leaves it running when this is cancelled, however often
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        await asyncio.gather(running, return_exceptions=True)  # nobody asks for its error
+        raise cancelled
+    return running.result()
 
 
 def _in_words(gate: Gate) -> str:
