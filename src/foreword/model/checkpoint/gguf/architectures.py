@@ -7,6 +7,7 @@ model computes, so it is refused by its name.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -63,8 +64,27 @@ class Keys:
         }
         self._read: set[str] = set()
 
-    def __call__(self, name: str, default: Any = None) -> Any:
-        """A value; raises UnsupportedModelError if it is missing and there is no default."""
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """A number of things. Raises UnsupportedModelError for another value, or if there is none and no default."""
+        value = self._value(name, default)
+        if type(value) is not int or not least <= value < 1 << 31:
+            raise UnsupportedModelError(
+                f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is no number of things"
+            )
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """A finite number. Raises as `count` does."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UnsupportedModelError(f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is no number")
+        return float(value)
+
+    def word(self, name: str, default: str) -> str:
+        """A text, or what stands there as one."""
+        return str(self._value(name, default))
+
+    def _value(self, name: str, default: Any) -> Any:
         self._read.add(name)
         value = self._values.get(name, default)
         if value is None:
@@ -111,19 +131,19 @@ class Architecture:
 
 def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
     """Windows in all layers but each `pattern`-th."""
-    said = keys("attention.sliding_window_pattern", pattern)
+    said = keys.count("attention.sliding_window_pattern", pattern)
     if said != pattern:
         raise UnsupportedModelError(f"attention.sliding_window_pattern={said!r}; {pattern} is written down")
-    return {"sliding_window": keys("attention.sliding_window")}
+    return {"sliding_window": keys.count("attention.sliding_window")}
 
 
 def _gemma(keys: Keys, wide: int) -> dict[str, Any]:
     """`wide`: the number of layers of the size that scales scores by the width of a head's share of the rows."""
-    heads, dim = keys("attention.head_count"), keys("attention.key_length", 256)
-    share = keys("embedding_length") // heads
+    heads, dim = keys.count("attention.head_count"), keys.count("attention.key_length", 256)
+    share = keys.count("embedding_length") // heads
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": share if keys("block_count") == wide else dim,
+        "query_pre_attn_scalar": share if keys.count("block_count") == wide else dim,
     }
 
 
@@ -131,19 +151,22 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
     return {
         **_gemma(keys, 46),
         **_windows(keys, 2),
-        "attn_logit_softcapping": keys("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0),
     }
 
 
 def _gemma3(keys: Keys) -> dict[str, Any]:
-    turns = {"rope_type": "default", "rope_theta": keys("rope.freq_base", 1e6)}
-    if keys.has("rope.scaling.type") and keys("rope.scaling.type") != "none":
-        if keys("rope.scaling.type") != "linear":
-            raise UnsupportedModelError(f"gemma3 with rope.scaling.type={keys('rope.scaling.type')!r}; use safetensors")
-        turns |= {"rope_type": "linear", "factor": keys("rope.scaling.factor")}
-    local = {"rope_type": "default", "rope_theta": keys("rope.freq_base_swa", 10_000.0)}
-    cap = {"final_logit_softcapping": keys("final_logit_softcapping")} if keys.has("final_logit_softcapping") else {}
+    turns = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 1e6)}
+    kind = keys.word("rope.scaling.type", "none")
+    if kind != "none":
+        if kind != "linear":
+            raise UnsupportedModelError(f"gemma3 with rope.scaling.type={kind!r}; use its safetensors checkpoint")
+        turns |= {"rope_type": "linear", "factor": keys.real("rope.scaling.factor")}
+    local = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10_000.0)}
+    cap = (
+        {"final_logit_softcapping": keys.real("final_logit_softcapping")} if keys.has("final_logit_softcapping") else {}
+    )
     return {
         **_gemma(keys, 62),
         **_windows(keys, 6),
@@ -153,12 +176,14 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
 
 
 def _phi3(keys: Keys) -> dict[str, Any]:
-    dim = keys("embedding_length") // keys("attention.head_count")
-    window = keys("attention.sliding_window", 0)
+    dim = keys.count("embedding_length") // keys.count("attention.head_count")
+    window = keys.count("attention.sliding_window", 0, least=0)
     return {
         "sliding_window": window or None,
-        "original_max_position_embeddings": keys("rope.scaling.original_context_length", keys("context_length")),
-        "partial_rotary_factor": keys("rope.dimension_count", dim) / dim,
+        "original_max_position_embeddings": keys.count(
+            "rope.scaling.original_context_length", keys.count("context_length")
+        ),
+        "partial_rotary_factor": keys.count("rope.dimension_count", dim) / dim,
     }
 
 
@@ -169,14 +194,14 @@ def _granite(keys: Keys) -> dict[str, Any]:
         "attention_multiplier": "attention.scale",
         "logits_scaling": "logit_scale",
     }
-    return {name: float(keys(key)) for name, key in names.items()}
+    return {name: keys.real(key) for name, key in names.items()}
 
 
 def _cohere2(keys: Keys) -> dict[str, Any]:
     return {
         **_windows(keys, 4),
-        "layer_norm_eps": keys("attention.layer_norm_epsilon"),
-        "logit_scale": keys("logit_scale"),
+        "layer_norm_eps": keys.real("attention.layer_norm_epsilon"),
+        "logit_scale": keys.real("logit_scale"),
     }
 
 
@@ -216,27 +241,27 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
     keys = Keys(metadata, name)
     if "token_embd.weight" not in tensors:
         raise UnsupportedModelError("the GGUF file has no tensor 'token_embd.weight'; is it a whole model?")
-    if keys.has("expert_count") and keys("expert_count"):
+    if keys.count("expert_count", 0, least=0):
         raise UnsupportedModelError(f"{name} with experts is not read from GGUF files; use its safetensors checkpoint")
-    heads, hidden = keys("attention.head_count"), keys("embedding_length")
-    fields = {
+    heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
+    fields: dict[str, Any] = {
         "model_type": architecture.family,
         "hidden_size": hidden,
-        "intermediate_size": keys("feed_forward_length"),
-        "num_hidden_layers": keys("block_count"),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys("attention.head_count_kv", heads),
-        "max_position_embeddings": keys("context_length"),
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "max_position_embeddings": keys.count("context_length"),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": "bfloat16",
     }
     if not keys.has("attention.layer_norm_epsilon") or architecture.family != "cohere2":
-        fields["rms_norm_eps"] = keys("attention.layer_norm_rms_epsilon")
+        fields["rms_norm_eps"] = keys.real("attention.layer_norm_rms_epsilon")
     own = architecture.config(keys)
     fields |= own
     if architecture.family not in ("phi3", "olmo2", "cohere2", "granite") or keys.has("attention.key_length"):
-        fields["head_dim"] = keys("attention.key_length", keys("rope.dimension_count", hidden // heads))
+        fields["head_dim"] = keys.count("attention.key_length", keys.count("rope.dimension_count", hidden // heads))
     if "rope_parameters" not in fields:
         fields["rope_parameters"] = _rope(keys, fields, tensors)
     if architecture.family not in ("phi3",):
@@ -246,7 +271,7 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
 
 
 def _expect_turned(keys: Keys, head_dim: int) -> None:
-    turned = keys("rope.dimension_count", head_dim)
+    turned = keys.count("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise UnsupportedModelError(
             f"rope.dimension_count={turned} where heads have {head_dim} elements; use safetensors"
@@ -255,9 +280,9 @@ def _expect_turned(keys: Keys, head_dim: int) -> None:
 
 def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """`rope_parameters`. Factors of angles are tensors: one for any length (Llama 3), or two (Phi 3)."""
-    said: dict[str, Any] = {"rope_type": "default", "rope_theta": keys("rope.freq_base", 10_000.0)}
-    kind = keys("rope.scaling.type", "none")
-    factors = [tensors[name].values().tolist() for name in _ROPE_TENSORS if name in tensors]
+    said: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
+    kind = keys.word("rope.scaling.type", "none")
+    factors = [_factors(tensors[name], fields) for name in _ROPE_TENSORS if name in tensors]
     if factors:
         for name in ("rope.scaling.factor", "rope.scaling.original_context_length"):
             keys.has(name)  # what the factors were made from
@@ -267,22 +292,30 @@ def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTenso
             "rope_type": "longrope",
             "short_factor": factors[-1],
             "long_factor": factors[0],
-            "attention_factor": float(keys("rope.scaling.attn_factor", 1.0)),
+            "attention_factor": keys.real("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": original,
         }
     if kind == "linear":
-        return {**said, "rope_type": "linear", "factor": keys("rope.scaling.factor")}
+        return {**said, "rope_type": "linear", "factor": keys.real("rope.scaling.factor")}
     if kind == "yarn":
-        names = {
-            "factor": "rope.scaling.factor",
-            "original_max_position_embeddings": "rope.scaling.original_context_length",
-            "beta_fast": "rope.scaling.yarn_beta_fast",
-            "beta_slow": "rope.scaling.yarn_beta_slow",
-        }
-        return {**said, "rope_type": "yarn", **{name: keys(key) for name, key in names.items() if keys.has(key)}}
-    if kind not in ("none", "longrope"):
+        original = keys.count("rope.scaling.original_context_length", fields["max_position_embeddings"])
+        said |= {"rope_type": "yarn", "original_max_position_embeddings": original}
+        names = {"factor": "rope.scaling.factor"} | {n: f"rope.scaling.yarn_{n}" for n in ("beta_fast", "beta_slow")}
+        return said | {name: keys.real(key) for name, key in names.items() if keys.has(key)}
+    if kind != "none":
         raise UnsupportedModelError(f"rope.scaling.type={kind!r}; foreword reads none, linear and yarn from GGUF files")
     return said
+
+
+def _factors(tensor: GgufTensor, fields: Mapping[str, Any]) -> list[float]:
+    """Divisors of angles. Raises UnsupportedModelError if they are not one for each pair of a head at most."""
+    head_dim = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    if len(tensor.shape) != 1 or tensor.shape[0] > head_dim // 2:
+        raise UnsupportedModelError(f"tensor {tensor.name!r} of shape {tensor.shape} does not fit heads of {head_dim}")
+    found: list[float] = tensor.values().tolist()
+    if not all(math.isfinite(one) and one > 0 for one in found):
+        raise UnsupportedModelError(f"tensor {tensor.name!r} has factors that are no positive numbers")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,12 +333,12 @@ def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> di
     """The weights of a model by their names. Raises UnsupportedModelError for a tensor that is none."""
     name, architecture = architecture_of(metadata)
     keys = Keys(metadata, name)
-    heads = keys("attention.head_count")
+    heads = keys.count("attention.head_count")
     names = {**_PLAIN_NAMES, **architecture.names}
     if architecture.family == "olmo2":
         names.pop("attn_norm"), names.pop("ffn_norm")
     num_turned = (
-        {"attn_q": heads, "attn_k": keys("attention.head_count_kv", heads)} if architecture.turned_heads else {}
+        {"attn_q": heads, "attn_k": keys.count("attention.head_count_kv", heads)} if architecture.turned_heads else {}
     )
     found = {}
     for tensor in tensors:

@@ -11,13 +11,19 @@ gives wrong answers in silence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from json import dumps
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from foreword.errors import UnsupportedModelError
 
 Json = dict[str, Any]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """`tokenizer.ggml.token_type`: user-defined tokens are found in any text, control tokens where they are allowed."""
+LONGEST_TOKEN = 512
 ENDS = frozenset("<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|return|> <|call|>".split())
 """Control tokens that end a turn, whatever `eos_token_id` says: most files name only the end of a text."""
 
@@ -76,22 +82,37 @@ class _Vocabulary:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self.kind, self.pre = str(self("model", "")), str(self("pre", "default"))
-        self.tokens: list[str] = self("tokens", [])
-        types = self("token_type", None)
+        self.tokens = self.texts("tokens")
+        types = self.numbers("token_type")
         self.types = [NORMAL] * len(self.tokens) if types is None else [int(one) for one in types]
         if not self.tokens or len(self.types) != len(self.tokens):
             raise UnsupportedModelError(
                 f"the GGUF file has {len(self.tokens)} tokens and {len(self.types)} of their types; name another "
                 "tokenizer with --tokenizer"
             )
+        longest = max(map(len, self.tokens))
+        if longest > LONGEST_TOKEN:
+            raise UnsupportedModelError(
+                f"the GGUF file has a token of {longest} characters; vocabularies have at most {LONGEST_TOKEN}"
+            )
 
     def __call__(self, name: str, default: Any) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}", default)
 
+    def texts(self, name: str) -> list[str]:
+        """A list of texts; empty if there is none."""
+        found = self(name, [])
+        return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else []
+
+    def numbers(self, name: str) -> NDArray[Any] | None:
+        """An array of finite numbers."""
+        found = self(name, None)
+        return found if isinstance(found, np.ndarray) and bool(np.isfinite(found).all()) else None
+
     def special(self, name: str) -> str | None:
         """The text of a token like "bos"."""
         number = self(f"{name}_token_id", None)
-        return self.tokens[number] if isinstance(number, int) and 0 <= number < len(self.tokens) else None
+        return self.tokens[number] if type(number) is int and 0 <= number < len(self.tokens) else None
 
     def ids(self) -> dict[str, int]:
         """Each text's number, the first one if it stands twice."""
@@ -137,6 +158,12 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Json]:
         **parts,
         "post_processor": _around(words, around) or parts["post_processor"],
     }
+    try:
+        Tokenizer.from_str(dumps(json))
+    except Exception as error:  # the library has no class of its own for what it refuses
+        raise UnsupportedModelError(
+            f"the GGUF file's tokenizer cannot be used ({error}); name the model's own with --tokenizer"
+        ) from error
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     config: Json = {
         f"{name}_token": words.special(own) for own, name in names.items() if words.special(own) is not None
@@ -153,7 +180,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     words = _Vocabulary(metadata)
     said = [words(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
     known = [number for number, token in enumerate(words.tokens) if token in ENDS and words.types[number] == CONTROL]
-    return sorted({number for number in (*said, *known) if isinstance(number, int)})
+    return sorted({number for number in (*said, *known) if type(number) is int and 0 <= number < len(words.tokens)})
 
 
 def _templates(metadata: Mapping[str, Any]) -> Json:
@@ -162,7 +189,7 @@ def _templates(metadata: Mapping[str, Any]) -> Json:
     found = {
         name.removeprefix(prefix).removeprefix(".") or "default": text
         for name, text in metadata.items()
-        if name == prefix or name.startswith(f"{prefix}.")
+        if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text, str)
     }
     if not found:
         return {}
@@ -196,7 +223,7 @@ def _byte_level(words: _Vocabulary) -> Json:
             f"{', '.join(_SPLITS)}: name the model's own with --tokenizer"
         )
     ids = words.ids()
-    merges = [text.split(" ") for text in words("merges", [])]
+    merges = [text.split(" ") for text in words.texts("merges")]
     wrong = [pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys()]
     if wrong or not merges:
         what = f"the merge {' '.join(wrong[0])!r:.40} of unknown tokens" if wrong else "no merges"
@@ -218,7 +245,7 @@ def _bpe(ids: Mapping[str, int], merges: list[list[str]]) -> Json:
 
 def _pieces(words: _Vocabulary) -> Json:
     """SentencePiece's: spaces are visible, of the pairs in a text that are pieces the one of the best score merges."""
-    scores = words("scores", None)
+    scores = words.numbers("scores")
     if scores is None or len(scores) != len(words.tokens):
         raise UnsupportedModelError("the GGUF file's tokenizer has no score for each token; name one with --tokenizer")
     ids, has_prefix = words.ids(), bool(words("add_space_prefix", True))

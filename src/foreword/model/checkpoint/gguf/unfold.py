@@ -121,8 +121,7 @@ def _files(files: Sequence[GgufFile], *, with_tokenizer: bool) -> dict[str, Mapp
     if with_tokenizer:
         found |= tokenizer_files(metadata)
     fields["eos_token_id"] = end_tokens(metadata) or None
-    begin = metadata.get("tokenizer.ggml.bos_token_id")
-    return {**found, "config.json": {**fields, "bos_token_id": begin}}
+    return {**found, "config.json": fields}
 
 
 def _is_ours(folder: Path) -> bool:
