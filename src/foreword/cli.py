@@ -1,4 +1,4 @@
-"""The command line: foreword generate | serve | demo | bench | replay | lint | pml | watch | cache.
+"""The command line: foreword generate | serve | models | demo | bench | replay | lint | pml | watch | cache.
 
 Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
 done, 1 a check of `demo`, `bench` or `pml` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
@@ -121,6 +121,9 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="answer over HTTP, in OpenAI's dialect")
     serve.later = _add_serve_arguments
+
+    models = commands.add_parser("models", help="GGUF models on this machine: of Ollama, LM Studio and Python packages")
+    models.later = _arguments_of("foreword.model.checkpoint.gguf.local")
 
     demo = commands.add_parser("demo", help="four workloads with and without the prefix cache, in a table")
     demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")

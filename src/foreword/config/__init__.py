@@ -24,6 +24,7 @@ from foreword.config.engine import (
     keep_onednn_to_vectors as keep_onednn_to_vectors,
     let_threads_rest as let_threads_rest,
     library_switches as library_switches,
+    ollama_folder as ollama_folder,
     user_cache_folder as user_cache_folder,
 )
 from foreword.config.events import EventsConfig as EventsConfig

@@ -385,6 +385,11 @@ def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
+def ollama_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where Ollama keeps its models."""
+    return Path(environ.get("OLLAMA_MODELS") or os.path.expanduser("~/.ollama/models"))
+
+
 def library_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that are set with which a user chooses instructions or precisions of numerical libraries."""
     return {name: environ[name] for name in LIBRARY_SWITCHES if name in environ}

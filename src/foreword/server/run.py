@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -66,7 +67,7 @@ def check_address(host: str, port: int) -> None:
 
 def _name_of(model: str) -> str:
     """What clients call a model unless the operator says: its folder's name, or its file's without the ending."""
-    path = PurePath(model)
+    path = PurePath(re.sub("^(ollama|lmstudio|package):", "", model))
     return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 

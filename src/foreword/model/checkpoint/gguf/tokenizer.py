@@ -135,8 +135,11 @@ class _Vocabulary:
         ]
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Json]:
-    """The content of tokenizer.json and tokenizer_config.json. Raises UnsupportedModelError."""
+def tokenizer_files(metadata: Mapping[str, Any], *, check: bool = True) -> dict[str, Json]:
+    """The content of tokenizer.json and tokenizer_config.json. Raises UnsupportedModelError.
+
+    `check`: whether the library loads it once, to see that it can.
+    """
     words = _Vocabulary(metadata)
     if words.kind == "gpt2":
         parts = _byte_level(words)
@@ -159,7 +162,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, Json]:
         "post_processor": _around(words, around) or parts["post_processor"],
     }
     try:
-        Tokenizer.from_str(dumps(json))
+        if check:
+            Tokenizer.from_str(dumps(json))
     except Exception as error:  # the library has no class of its own for what it refuses
         raise UnsupportedModelError(
             f"the GGUF file's tokenizer cannot be used ({error}); name the model's own with --tokenizer"

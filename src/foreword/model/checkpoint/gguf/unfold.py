@@ -22,6 +22,7 @@ from foreword.config import ModelConfig, user_cache_folder
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
 from foreword.model.checkpoint.gguf.file import GgufFile, open_gguf
+from foreword.model.checkpoint.gguf.local import find_local
 from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
@@ -30,10 +31,14 @@ FORM = 1
 
 
 def find_gguf(model: str) -> Path | None:
-    """The GGUF file that a name means, of a split model the first one: itself, or the only one in a folder.
+    """The GGUF file that a name means, of a split model the first one: itself, the only one in a folder, or one that
+    another program keeps (`local.py`).
 
     None if it means none, or a folder that has other weights. Raises ModelLoadError or ConfigError.
     """
+    named = find_local(model)
+    if named is not None:
+        return named
     path = Path(model).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
