@@ -99,7 +99,7 @@ def _write_keys(writer: gguf.GGUFWriter, name: str, config: Mapping[str, Any]) -
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     if name != "gemma3":
-        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         writer.add_rope_freq_base(rope["rope_theta"])
     else:
         writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])

@@ -15,6 +15,7 @@ from foreword.engine import Engine, ModelLimits
 from foreword.errors import EngineError
 from foreword.llm import LLM
 from foreword.model.checkpoint.generation import recommended_sampling
+from foreword.model.checkpoint.gguf.unfold import unfolded
 from foreword.model.layout import CacheLayout
 from foreword.tiers.identity import CacheIdentity
 
@@ -40,7 +41,8 @@ class EngineFacts:
 
 def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
     """An LLM that checks requests as the engines do, and computes none. Raises ModelLoadError without a tokenizer."""
-    tokenizer = load_tokenizer(config.model)
+    files = unfolded(config.model)
+    tokenizer = load_tokenizer(files)
     keys = block_keys(config, facts.identity)
     engine = Engine(
         make_manager(config, facts.layout, facts.num_blocks, None),
@@ -59,7 +61,7 @@ def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
         None,
         facts.inexactness,
         lambda: "the replicas attend",
-        recommended_sampling(config.model),
+        recommended_sampling(files),
     )
     return LLM.of(config, parts)
 

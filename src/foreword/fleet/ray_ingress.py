@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -27,7 +27,7 @@ from foreword.fleet.ray_serve import RayLink, application
 from foreword.fleet.run import door_to
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
-from foreword.server.options import ServerConfig
+from foreword.server.options import ServerConfig, name_of_model
 
 MAX_FRONTS = 64
 
@@ -43,7 +43,7 @@ class Front:
         link = RayLink(serve.get_replica_context().app_name, self._engine)
         engine = EngineConfig.from_options(self._model, **self._options)
         front = open_front(engine, await link.facts_of_engine())
-        name = next(iter(self._config.served_model_name), PurePath(self._model).name)
+        name = next(iter(self._config.served_model_name), name_of_model(self._model))
         app = make_app(front, self._config, name, door_to(link))
         if self._config.dashboard:
             mount_dashboard(app, app.state.service)

@@ -20,7 +20,7 @@ from foreword.errors import ConfigError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.checkpoint.gguf.unfold import gguf_files
-from foreword.model.checkpoint.stored import check_shapes, read_stored
+from foreword.model.checkpoint.stored import StoredModel, check_shapes, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
@@ -138,7 +138,7 @@ def load_model(options: ModelConfig) -> LoadedModel:
     """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
     try:
         stored = read_stored(options)
-        spec = find_spec(stored.values, stored.weights)
+        spec = _spec_of(stored)
         check_shapes(spec, stored.weights)
     except (UnreadableError, UnwrittenError) as reason:
         if gguf_files(Path(options.model)):
@@ -150,6 +150,13 @@ def load_model(options: ModelConfig) -> LoadedModel:
         same = torch.equal(stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"])
         spec = replace(spec, tied=same)
     return _written(spec, stored.weights, stored, options)
+
+
+def _spec_of(stored: StoredModel) -> DecoderSpec:
+    try:
+        return find_spec(stored.values, stored.weights)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a field that makes no sense
+        raise UnreadableError(f"a config that contradicts itself ({error})") from error
 
 
 def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedModel:

@@ -6,8 +6,9 @@ files (foreword.config.option).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from foreword.errors import ConfigError
 
@@ -118,3 +119,9 @@ class ServerConfig:
         for name, what in (("log_interval_s", "no lines"), ("shutdown_delay_s", "no delay")):
             if not 0 <= getattr(self, name) <= 86400:
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; use 1 to 86400, or 0 for {what}")
+
+
+def name_of_model(model: str) -> str:
+    """What clients call a model unless the operator says: its folder's name, or its file's without the ending."""
+    path = PurePath(re.sub("^(ollama|lmstudio|package):", "", model))
+    return path.stem if path.suffix.lower() == ".gguf" else path.name

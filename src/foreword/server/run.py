@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import PurePath
 
 import uvicorn
 
@@ -25,7 +23,7 @@ from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.engine_thread import in_a_thread
-from foreword.server.options import ServerConfig
+from foreword.server.options import ServerConfig, name_of_model
 from foreword.server.service import OpenDoor
 from foreword.server.startup import log_addresses, log_model, log_stopping
 
@@ -65,19 +63,13 @@ def check_address(host: str, port: int) -> None:
     ) from failure
 
 
-def _name_of(model: str) -> str:
-    """What clients call a model unless the operator says: its folder's name, or its file's without the ending."""
-    path = PurePath(re.sub("^(ollama|lmstudio|package):", "", model))
-    return path.stem if path.suffix.lower() == ".gguf" else path.name
-
-
 def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> bool:
     """Serve until a signal comes. Prints the address to standard output once it is ready.
 
     Returns whether Python may end in order: a thread of a crew that still runs compiled code would crash in an
     interpreter that ends around it. Raises EngineError if the server did not start, or not stop, in order.
     """
-    name = next(iter(config.served_model_name), _name_of(llm.config.model.model))
+    name = next(iter(config.served_model_name), name_of_model(llm.config.model.model))
     app = make_app(llm, config, name, open_door)
     if config.dashboard:
         mount_dashboard(app, app.state.service)

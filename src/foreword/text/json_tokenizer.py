@@ -20,9 +20,11 @@ from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 
 _NAMED = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
 """Special tokens that every class knows, in transformers' order."""
+AS_IT_IS = "as_it_is"
+"""A field that foreword writes for GGUF files: no class is to build parts anew, whatever the model."""
 _KNOWN_FIELDS = frozenset(
-    "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens backend chat_template "
-    "clean_up_tokenization_spaces errors extra_special_tokens is_local legacy local_files_only max_length "
+    "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens as_it_is "
+    "backend chat_template clean_up_tokenization_spaces errors extra_special_tokens is_local legacy local_files_only max_length "
     "model_input_names model_max_length name_or_path pad_to_multiple_of pad_token_type_id padding_side processor_class "
     "response_template sp_model_kwargs spaces_between_special_tokens split_special_tokens stride tokenizer_class "
     "truncation_side truncation_strategy use_default_system_prompt".split()
@@ -245,6 +247,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _class(config: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> str:
     """The class that transformers takes: one of `_REBUILT`, or "TokenizersBackend" for tokenizer.json as it is."""
+    if config.get(AS_IT_IS) is True:
+        return "TokenizersBackend"
     kind = str(model.get("model_type", ""))
     if kind not in _CLASS_OF:
         raise NotPlainError(f"model_type={kind!r}")

@@ -302,7 +302,7 @@ def apply_template(
     """The text of messages in the template's own form. Raises ChatTemplateError."""
     inputs = {"tools": None, "documents": None, **special_tokens, **one.inputs}
     try:
-        return render(source, one.messages, is_open=one.is_open and not continues, continues=continues, **inputs)
+        return render(source, one.messages, inputs, is_open=one.is_open and not continues, continues=continues)
     except Exception as error:  # a template is a program: it may fail in any way
         roles = ", ".join(str(message["role"]) for message in one.messages)
         raise ChatTemplateError(

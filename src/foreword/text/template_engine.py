@@ -30,8 +30,10 @@ _TAG = "\u2402the message goes on\u2403 "
 """What marks the end of a message that goes on."""
 
 
-def render(source: str, messages: Sequence[Any], *, is_open: bool, continues: bool, **inputs: Any) -> str:
-    """The text of messages. `is_open`: the answer begins after them; `continues`: the last one is its beginning.
+def render(source: str, messages: Sequence[Any], inputs: Mapping[str, Any], *, is_open: bool, continues: bool) -> str:
+    """The text of messages. `inputs`: what else the template reads, such as tools, by name.
+
+    `is_open`: the answer begins after them; `continues`: the last one is its beginning.
 
     Raises whatever a template raises.
     """
@@ -43,7 +45,7 @@ def render(source: str, messages: Sequence[Any], *, is_open: bool, continues: bo
     if continues and "content" not in source:
         raise ValueError("the template writes no contents, so no message can be continued")
     begun = _mark(chat[-1]) if continues else ""
-    text = _compiled(source).render(messages=chat, add_generation_prompt=is_open, **values)
+    text = _compiled(source).render({**values, "messages": chat, "add_generation_prompt": is_open})
     return _cut(text, begun) if continues else text
 
 

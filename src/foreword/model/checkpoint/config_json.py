@@ -90,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads((folder / "config.json").read_bytes())
         return complete(raw)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise UnreadableError(f"a config.json that cannot be read ({error})") from error
 
 
@@ -111,6 +111,8 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
         _check(name, values[name], default)
     if values["hidden_size"] % values["num_attention_heads"]:
         raise UnreadableError("heads that do not divide hidden_size")
+    if values.get("num_key_value_heads") and values["num_attention_heads"] % values["num_key_value_heads"]:
+        raise UnreadableError("heads of keys and values that do not divide those of queries")
     values["dtype"] = _dtype(values.get("dtype") or values.pop("torch_dtype", None))
     _set_rope(str(family), values)
     _set_layers(str(family), values)

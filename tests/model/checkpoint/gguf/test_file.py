@@ -48,8 +48,9 @@ def test_what_a_sound_file_has(tmp_path: Path, sound: bytes) -> None:
     assert file.metadata["tokenizer.ggml.scores"].tolist() == [0.5, -1.0]
     assert file.metadata["tokenizer.ggml.add_bos_token"] is True
     assert file.tensors["one"].values().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert file.tensors["one"].values(1, 2).tolist() == [[3, 4, 5]]
     assert (file.tensors["two"].shape, file.tensors["two"].blocks.name) == ((3, 32), "Q8_0")
-    assert file.tensors["two"].rows().shape == (3, 34)
+    assert file.tensors["two"].rows(0, 3).shape == (3, 34)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

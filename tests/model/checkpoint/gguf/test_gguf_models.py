@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from foreword.assembly import load_tokenizer
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.unfold import find_gguf, unfold
 from foreword.model.loader import load_model
 from gguf_writer import write_gguf
-from tiny_models import RECIPES, Oracle, Recipe, build_engine, complete, greedy, random_tokens, save_model
+from tiny_models import RECIPES, VOCAB_SIZE, Oracle, Recipe, build_engine, complete, greedy, random_tokens, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -30,6 +31,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
 MODELS = {
     "llama": RECIPES["llama"],
     "llama with an untied head and llama3's angles": Recipe("llama", {"head_dim": 32, "rope_parameters": LLAMA3}),
+    "llama with biases": Recipe("llama", {"attention_bias": True}),
     "mistral": Recipe("mistral", {"head_dim": 32, "sliding_window": None}),
     "qwen2": RECIPES["qwen2"],
     "qwen2 with yarn": Recipe("qwen2", {"rope_parameters": YARN}),
@@ -81,6 +83,44 @@ def test_each_type_that_can_be_written_answers_as_transformers_does(tmp_path: Pa
     path = tmp_path / "model.gguf"
     plain = write_gguf(save_model(tmp_path / "plain", RECIPES["qwen3"]), path, kind)
     check(path, plain)
+
+
+def test_a_tokenizer_is_taken_as_it_is_whatever_the_model(tmp_path: Path) -> None:
+    """transformers builds Qwen2's tokenizers anew, whatever their files say."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(["a", "1", "2", "12", *(f"t{number}" for number in range(VOCAB_SIZE - 4))])
+        writer.add_token_merges(["1 2"])
+
+    write_gguf(save_model(tmp_path / "plain", RECIPES["qwen2"]), tmp_path / "model.gguf", change=change)
+    tokenizer = load_tokenizer(ModelConfig(model=str(unfold(tmp_path / "model.gguf"))))
+    assert tokenizer is not None
+    assert tokenizer.encode("a12") == [0, 1, 2], "digits apart, as SmolLM's"
+
+
+def test_a_file_that_changes_is_another_model_and_links_lead_to_parts(tmp_path: Path) -> None:
+    path = tmp_path / "blobs" / "sha256-1"
+    path.parent.mkdir()
+    write_gguf(save_model(tmp_path / "plain", RECIPES["llama"]), path)
+    link = tmp_path / "model.gguf"
+    link.symlink_to(path)
+    assert find_gguf(str(path)) == path, "known by its first bytes"
+    first = unfold(link, with_tokenizer=False)
+    assert unfold(link, with_tokenizer=False) == first
+    path.write_bytes(path.read_bytes())
+    assert unfold(link, with_tokenizer=False) != first
+
+
+def test_where_nothing_can_be_kept_a_folder_of_this_process_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    write_gguf(save_model(tmp_path / "plain", RECIPES["llama"]), tmp_path / "model.gguf")
+    folder = unfold(tmp_path / "model.gguf", with_tokenizer=False)
+    assert (folder / "config.json").exists()
 
 
 def refused(path: Path) -> str:

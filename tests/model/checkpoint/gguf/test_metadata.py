@@ -66,9 +66,15 @@ def test_pieces_merge_by_their_scores_and_other_bytes_become_pieces() -> None:
     assert tokens_of(plain | {"tokenizer.ggml.add_eos_token": True}, "ab") == ["ab", "</s>"]
 
 
+def test_ends_are_those_that_the_file_names_and_those_that_are_known() -> None:
+    said = byte_level() | {"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 2**32 - 1}
+    assert end_tokens(said, 6) == [0, 3]
+    assert end_tokens(said, 6, own_tokenizer=False) == [3]
+
+
 def test_bytes_merge_in_the_order_of_the_file() -> None:
     assert tokens_of(byte_level(), "ab ab") == ["<|end|>", "ab", "Ġab"]
-    assert end_tokens(byte_level()) == [0]
+    assert end_tokens(byte_level(), 6) == [0]
     config = tokenizer_files(byte_level() | {"tokenizer.chat_template.tool_use": "T"})["tokenizer_config.json"]
     assert config["chat_template"] == [
         {"name": "default", "template": "{{ messages }}"},
@@ -83,7 +89,7 @@ def test_a_wrong_value_of_a_tokenizer_is_refused_or_left_out(sound: Any) -> None
             changed = sound() | {key: value}
             with contextlib.suppress(ModelLoadError):
                 tokens_of(changed, "ab ab é")
-                assert all(type(number) is int for number in end_tokens(changed))
+                assert all(0 <= number < 6 for number in end_tokens(changed, 6))
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,12 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
     if keys.count("expert_count", 0, least=0):
         raise UnsupportedModelError(f"{name} with experts is not read from GGUF files; use its safetensors checkpoint")
     heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
+    layers = {int(matched[1]) for tensor in tensors if (matched := _LAYER.fullmatch(tensor))}
+    if keys.count("block_count") != len(layers):
+        raise UnsupportedModelError(
+            f"the GGUF file says {name}.block_count={keys.count('block_count')}, and has tensors of "
+            f"{len(layers)} layers"
+        )
     fields: dict[str, Any] = {
         "model_type": architecture.family,
         "hidden_size": hidden,
@@ -312,7 +318,7 @@ def _factors(tensor: GgufTensor, fields: Mapping[str, Any]) -> list[float]:
     head_dim = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     if len(tensor.shape) != 1 or tensor.shape[0] > head_dim // 2:
         raise UnsupportedModelError(f"tensor {tensor.name!r} of shape {tensor.shape} does not fit heads of {head_dim}")
-    found: list[float] = tensor.values().tolist()
+    found: list[float] = tensor.values().reshape(-1).tolist()
     if not all(math.isfinite(one) and one > 0 for one in found):
         raise UnsupportedModelError(f"tensor {tensor.name!r} has factors that are no positive numbers")
     return found

@@ -46,16 +46,35 @@ class GgufTensor:
     shape: tuple[int, ...]
     """As of a row-major array: the length of a row last."""
     blocks: Blocks
-    data: memoryview
-    """Its bytes, mapped."""
+    path: Path
+    start: int
+    """Its first byte in the file."""
 
-    def rows(self) -> Bytes:
-        """Its bytes [rows, bytes of a row], mapped."""
-        return np.frombuffer(self.data, np.uint8).reshape(math.prod(self.shape[:-1]), -1)
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1])
 
-    def values(self) -> Floats:
-        """All values in float32; for small tensors."""
-        return self.blocks.expand(self.rows().reshape(-1, self.blocks.num_bytes)).reshape(self.shape)
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] // self.blocks.num_values * self.blocks.num_bytes
+
+    def rows(self, first: int, end: int) -> Bytes:
+        """The bytes [rows, bytes of a row] of some rows, read from the file. Raises OSError."""
+        found = np.empty((end - first, self.row_bytes), np.uint8)
+        memory = memoryview(found.reshape(-1))  # type: ignore[arg-type]
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start + first * self.row_bytes)
+            while memory:
+                num_read = file.readinto(memory)
+                if not num_read:
+                    raise OSError(f"{self.path.name} ended early")
+                memory = memory[num_read:]
+        return found
+
+    def values(self, first: int = 0, end: int | None = None) -> Floats:
+        """The values [rows, length of a row] of some rows in float32. Raises OSError."""
+        rows = self.rows(first, self.num_rows if end is None else end)
+        return self.blocks.expand(rows.reshape(-1, self.blocks.num_bytes)).reshape(-1, self.shape[-1])
 
 
 class _Cursor:
@@ -64,6 +83,9 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data, self._path = data, path
         self.at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
 
     def fault(self, what: str) -> UnsoundGgufError:
         return UnsoundGgufError(f"{self._path.name} is no sound GGUF file: {what} at byte {self.at}; download it again")
@@ -123,19 +145,26 @@ class _Cursor:
 
 
 class GgufFile:
-    """One file. Its map lives as long as one of its tensors."""
+    """One file, of which everything is known but the tensors' values."""
 
     def __init__(self, path: Path) -> None:
         """Read everything but the tensors' data. Raises UnsoundGgufError, or ModelLoadError for a type of blocks."""
         self.path = path
         try:
             with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < 24:
+                said = os.fstat(file.fileno())
+                self.stamp = [said.st_size, said.st_mtime_ns, said.st_ctime_ns, said.st_ino, said.st_dev]
+                """Changes with the file."""
+                if said.st_size < 24:
                     raise UnsoundGgufError(f"{path.name} is no GGUF file: it has less than 24 bytes")
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelLoadError(f"the model file {str(path)!r} cannot be read: {error.strerror}") from error
-        cursor = _Cursor(self._data, path)
+        with data:
+            self._read(_Cursor(data, path))
+
+    def _read(self, cursor: _Cursor) -> None:
+        path, num_bytes = self.path, len(cursor)
         if cursor.take(4, "magic") != MAGIC:
             raise UnsoundGgufError(f"{path.name} is no GGUF file: it does not begin with {MAGIC.decode()!r}")
         version = cursor.number("<I", "version")
@@ -144,7 +173,7 @@ class GgufFile:
             why = "is of a machine with the other order of bytes" if swapped else f"has version {version}"
             raise UnsoundGgufError(f"{path.name} {why}; foreword reads versions 2 and 3, little-endian")
         num_tensors, num_keys = cursor.number("<Q", "number of tensors"), cursor.number("<Q", "number of keys")
-        if num_keys * 13 + num_tensors * 24 > len(self._data):
+        if num_keys * 13 + num_tensors * 24 > num_bytes:
             raise cursor.fault(f"{num_tensors} tensors and {num_keys} keys do not fit")
         self.metadata: Mapping[str, Any] = dict(_keys(cursor, num_keys))
         self.tensors: Mapping[str, GgufTensor] = self._tensors(cursor, num_tensors)
@@ -173,10 +202,9 @@ class GgufFile:
             if name in found:
                 raise cursor.fault(f"there are two tensors {name!r}")
             end = offset + num_bytes
-            if start + end > len(self._data):
+            if start + end > len(cursor):
                 raise cursor.fault(f"tensor {name!r} of {num_bytes} bytes reaches beyond the end")
-            data = memoryview(self._data)[start + offset : start + end]
-            found[name] = GgufTensor(name, shape, blocks, data)
+            found[name] = GgufTensor(name, shape, blocks, self.path, start + offset)
         return found
 
 

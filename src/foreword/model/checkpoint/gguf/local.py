@@ -119,7 +119,7 @@ def describe(model: LocalModel) -> dict[str, Any]:
         found["bytes"] = sum(file.path.stat().st_size for file in files)
         sizes: Counter[str] = Counter()
         for tensor in tensors.values():
-            sizes[tensor.blocks.name] += len(tensor.data)
+            sizes[tensor.blocks.name] += tensor.num_rows * tensor.row_bytes
         found["type"] = sizes.most_common(1)[0][0] if sizes else None
         weights_of(metadata, tensors.values())
         found["context"] = config_fields(metadata, tensors)["max_position_embeddings"]

@@ -5,7 +5,6 @@ Knows blocks, order and types; knows no architecture. Values are computed in flo
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,31 +31,19 @@ class GgufPlace:
         return self.weight.tensor.shape
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """The weight in memory of its own. The file's pages are given back."""
+        """The weight in memory of its own. Raises OSError."""
         tensor, weight = self.weight.tensor, self.weight
         output = torch.empty(tensor.shape, dtype=dtype)
-        rows, flat = tensor.rows(), output.view(-1, tensor.shape[-1])
+        flat = output.view(-1, tensor.shape[-1])
         step = max(1, CHUNK_VALUES // tensor.shape[-1])
-        for start in range(0, len(rows), step):
-            chosen = slice(start, start + step) if weight.order is None else weight.order[start : start + step]
-            packed = rows[chosen].reshape(-1, tensor.blocks.num_bytes)
-            values = tensor.blocks.expand(np.ascontiguousarray(packed)).reshape(-1, tensor.shape[-1])
-            flat[start : start + step] = torch.from_numpy(values - np.float32(weight.minus))
-        _give_back(tensor.data)
-        return output
+        for start in range(0, len(flat), step):
+            values = tensor.values(start, min(start + step, len(flat))) - np.float32(weight.minus)
+            flat[start : start + step] = torch.from_numpy(values)
+        return output if weight.order is None else output[torch.from_numpy(weight.order)]
 
 
 def gguf_places(files: list[Path]) -> dict[str, GgufPlace]:
     """The weights of a model by their names. Raises UnsoundGgufError, ModelLoadError or UnsupportedModelError."""
-    opened = open_gguf(files[0].resolve())
+    opened = open_gguf(files[0])
     tensors = [tensor for file in opened for tensor in file.tensors.values()]
     return {name: GgufPlace(weight) for name, weight in weights_of(opened[0].metadata, tensors).items()}
-
-
-def _give_back(data: memoryview) -> None:
-    """Let the system drop the pages of mapped bytes: they were read once."""
-    whole = data.obj
-    assert isinstance(whole, mmap.mmap)
-    start = int(np.frombuffer(data, np.uint8).ctypes.data - np.frombuffer(whole, np.uint8).ctypes.data)
-    first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    whole.madvise(mmap.MADV_DONTNEED, first, start + len(data) - first)

@@ -24,8 +24,11 @@ Json = dict[str, Any]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """`tokenizer.ggml.token_type`: user-defined tokens are found in any text, control tokens where they are allowed."""
 LONGEST_TOKEN = 512
-ENDS = frozenset("<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|return|> <|call|>".split())
-"""Control tokens that end a turn, whatever `eos_token_id` says: most files name only the end of a text."""
+ENDS = frozenset(
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|return|> <|call|> <|END_OF_TURN_TOKEN|> <|eot|> <|EOT|> "
+    "<|endoftext|> <|end_of_text|> <eos> </s> <\uff5cend\u2581of\u2581sentence\uff5c>".split()
+)
+"""Control tokens that end a turn or a text, whatever `eos_token_id` says: a file names one of them."""
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -172,19 +175,22 @@ def tokenizer_files(metadata: Mapping[str, Any], *, check: bool = True) -> dict[
     config: Json = {
         f"{name}_token": words.special(own) for own, name in names.items() if words.special(own) is not None
     }
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"as_it_is": True, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     template = _templates(metadata)
     return {"tokenizer.json": json, "tokenizer_config.json": {**config, **template}}
 
 
-def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """The ids of the tokens that end an answer."""
-    if "tokenizer.ggml.tokens" not in metadata:
-        return []
+def end_tokens(metadata: Mapping[str, Any], vocab_size: int, *, own_tokenizer: bool = True) -> list[int]:
+    """The ids of the tokens that end an answer, below `vocab_size`.
+
+    `own_tokenizer`: whether the file's is used, so that tokens are known by their texts, too.
+    """
+    said = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if not own_tokenizer:
+        return sorted({number for number in said if type(number) is int and 0 <= number < vocab_size})
     words = _Vocabulary(metadata)
-    said = [words(f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
     known = [number for number, token in enumerate(words.tokens) if token in ENDS and words.types[number] == CONTROL]
-    return sorted({number for number in (*said, *known) if type(number) is int and 0 <= number < len(words.tokens)})
+    return sorted({number for number in (*said, *known) if type(number) is int and 0 <= number < vocab_size})
 
 
 def _templates(metadata: Mapping[str, Any]) -> Json:

@@ -6,9 +6,10 @@ into a tokenizer once. Whoever reads models of folders reads this one, too; only
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,9 +22,11 @@ from typing import Any
 from foreword.config import ModelConfig, user_cache_folder
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
-from foreword.model.checkpoint.gguf.file import GgufFile, open_gguf
+from foreword.model.checkpoint.gguf.file import MAGIC, GgufFile, UnsoundGgufError, open_gguf
 from foreword.model.checkpoint.gguf.local import find_local
 from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
+
+logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 1
@@ -40,7 +43,7 @@ def find_gguf(model: str) -> Path | None:
     if named is not None:
         return named
     path = Path(model).expanduser()
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf" or _begins_as_one(path):
         if not path.is_file():
             raise ModelLoadError(f"model file {model!r} does not exist; give the path of a .gguf file")
         return path
@@ -58,33 +61,60 @@ def find_gguf(model: str) -> Path | None:
     return found[0] if found else None
 
 
+def _begins_as_one(path: Path) -> bool:
+    """Whether a file without the usual ending is a GGUF file, as Ollama's blobs are."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC
+    except OSError:
+        return False
+
+
 def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
     """The folder of a GGUF file. `with_tokenizer`: whether the file's own tokenizer is wanted.
 
     Raises UnsoundGgufError, ModelLoadError or UnsupportedModelError.
     """
-    path = path.resolve()
+    path = Path(os.path.abspath(path))  # links stay: parts of a split model lie beside each other by name
     files = open_gguf(path)
-    stamps = [[str(file.path), file.path.stat().st_size, file.path.stat().st_mtime_ns] for file in files]
+    stamps = [[str(file.path), *file.stamp] for file in files]
     digest = hashlib.sha256(json.dumps([FORM, with_tokenizer, stamps]).encode()).hexdigest()[:16]
-    folder = user_cache_folder() / "foreword" / "gguf" / f"{model_name(path)}-{digest}"
+    folder = user_cache_folder() / "foreword" / "gguf" / f"{model_name(path)[:100]}-{digest}"
     if _is_ours(folder):
         return folder
-    made = _made_beside(folder)
+    content = _content(files, with_tokenizer=with_tokenizer)
     try:
-        for name, content in _files(files, with_tokenizer=with_tokenizer).items():
-            (made / name).write_text(json.dumps(content, ensure_ascii=False))
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = _written(content, files, folder.parent)
+        try:
+            os.replace(made, folder)
+            return folder
+        except OSError:  # another process was first
+            shutil.rmtree(made, ignore_errors=True)
+            if _is_ours(folder):
+                return folder
+            raise
+    except OSError as error:
+        logger.info("what was made of %s cannot be kept: %s", path.name, error)
+    try:
+        made = _written(content, files, None)
+    except OSError as error:
+        raise ModelLoadError(f"no folder can be written for what is in {path.name}: {error}") from error
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+def _written(content: Mapping[str, Any], files: Sequence[GgufFile], parent: Path | None) -> Path:
+    """A new folder in `parent`, or where temporary ones lie. Raises OSError."""
+    made = Path(tempfile.mkdtemp(prefix="new-", dir=parent))
+    try:
+        for name, fields in content.items():
+            (made / name).write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
         for number, file in enumerate(files):
             (made / f"model-{number + 1:05}-of-{len(files):05}.gguf").symlink_to(file.path)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
-    with contextlib.suppress(OSError):  # another process was first, or the place cannot be written
-        os.replace(made, folder)
-        return folder
-    if _is_ours(folder):
-        shutil.rmtree(made, ignore_errors=True)
-        return folder
     return made
 
 
@@ -117,15 +147,21 @@ def gguf_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*-of-*.gguf"))
 
 
-def _files(files: Sequence[GgufFile], *, with_tokenizer: bool) -> dict[str, Mapping[str, Any]]:
+def _content(files: Sequence[GgufFile], *, with_tokenizer: bool) -> dict[str, Mapping[str, Any]]:
+    """The files of the folder and what is in them. Raises UnsoundGgufError or UnsupportedModelError."""
     metadata = files[0].metadata
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    weights_of(metadata, tensors.values())  # refuses a tensor that nobody knows before minutes of loading
-    fields = config_fields(metadata, tensors)
     found: dict[str, Mapping[str, Any]] = {}
-    if with_tokenizer:
-        found |= tokenizer_files(metadata)
-    fields["eos_token_id"] = end_tokens(metadata) or None
+    try:
+        weights_of(metadata, tensors.values())  # refuses a tensor that nobody knows before minutes of loading
+        fields = config_fields(metadata, tensors)
+        if with_tokenizer:
+            found |= tokenizer_files(metadata)
+        fields["eos_token_id"] = end_tokens(metadata, fields["vocab_size"], own_tokenizer=with_tokenizer) or None
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, OSError) as error:
+        raise UnsoundGgufError(
+            f"the metadata of {files[0].path.name} contradicts itself ({error}); convert the model again"
+        ) from error
     return {**found, "config.json": fields}
 
 
@@ -136,11 +172,3 @@ def _is_ours(folder: Path) -> bool:
     except OSError:
         return False
     return folder.is_dir() and found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _made_beside(folder: Path) -> Path:
-    """A new folder that can be moved to that place, or one of this process alone."""
-    with contextlib.suppress(OSError):
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
-    return Path(tempfile.mkdtemp(prefix="foreword-gguf-"))
