@@ -78,7 +78,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    folder = path.with_suffix("")
+    folder = path.with_name(f"{path.name}-plain")
     folder.mkdir()
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -23,11 +23,11 @@ _NAMED = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token
 AS_IT_IS = "as_it_is"
 """A field that foreword writes for GGUF files: no class is to build parts anew, whatever the model."""
 _KNOWN_FIELDS = frozenset(
-    "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens as_it_is "
-    "backend chat_template clean_up_tokenization_spaces errors extra_special_tokens is_local legacy local_files_only max_length "
-    "model_input_names model_max_length name_or_path pad_to_multiple_of pad_token_type_id padding_side processor_class "
-    "response_template sp_model_kwargs spaces_between_special_tokens split_special_tokens stride tokenizer_class "
-    "truncation_side truncation_strategy use_default_system_prompt".split()
+    "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens as_it_is backend "
+    "chat_template clean_up_tokenization_spaces errors extra_special_tokens is_local legacy local_files_only "
+    "max_length model_input_names model_max_length name_or_path pad_to_multiple_of pad_token_type_id padding_side "
+    "processor_class response_template sp_model_kwargs spaces_between_special_tokens split_special_tokens stride "
+    "tokenizer_class truncation_side truncation_strategy use_default_system_prompt".split()
 )
 """Fields of tokenizer_config.json that are read here, or that change neither tokens nor texts."""
 _PLAIN_CLASSES = frozenset("TokenizersBackend PreTrainedTokenizerFast PreTrainedTokenizer PythonBackend".split())

@@ -97,7 +97,7 @@ def test_a_tokenizer_is_taken_as_it_is_whatever_the_model(tmp_path: Path) -> Non
     write_gguf(save_model(tmp_path / "plain", RECIPES["qwen2"]), tmp_path / "model.gguf", change=change)
     tokenizer = load_tokenizer(ModelConfig(model=str(unfold(tmp_path / "model.gguf"))))
     assert tokenizer is not None
-    assert tokenizer.encode("a12") == [0, 1, 2], "digits apart, as SmolLM's"
+    assert list(tokenizer.encode("a12")) == [0, 1, 2], "digits apart, as SmolLM's"
 
 
 def test_a_file_that_changes_is_another_model_and_links_lead_to_parts(tmp_path: Path) -> None:
