@@ -34,6 +34,15 @@ MAX_COMPLAINT = 300
 MAX_LEXER_STATES = 25_000
 """Most lexer states of one grammar, at 1 to 2 KB each; llguidance's own limit is ten times that."""
 
+_BROKEN: dict[str, tuple[str, ...]] = {
+    "unclosed group": (),
+    "unopened group": (),
+    "unclosed character class": ("[^]", "[]", "[["),
+    "repetition operator missing expression": ("{", "(?"),
+    "invalid repetition count range": (),
+}
+"""What is wrong in every dialect, in the words of llguidance, and the texts that make it right in some."""
+
 
 class Grammars:
     """Compiles grammars to constraints for one tokenizer."""
@@ -69,6 +78,15 @@ class Grammars:
         """Whether a grammar may have this regular expression: there is no look-around, and no reference back."""
         complaint: str = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
         return not complaint
+
+    @staticmethod
+    def is_broken(pattern: str) -> bool:
+        """Whether this is a regular expression in no dialect, such as `(`; what grammars merely lack is none."""
+        complaint: str = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
+        return any(
+            f"error: {name}" in complaint and not any(text in pattern for text in elsewhere)
+            for name, elsewhere in _BROKEN.items()
+        )
 
     def _open(self, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
         matcher = self.kept.get(kind, source)

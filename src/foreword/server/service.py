@@ -34,6 +34,7 @@ from foreword.server.api_errors import LongPromptError, bad_request, too_busy, u
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.bodies.unknown_fields import UnknownFields
+from foreword.server.chats.told_patterns import ToldPatterns
 from foreword.server.crews import Crews
 from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
@@ -173,7 +174,7 @@ class Service:
             max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
         )
         scan_json(b"{}")  # compiles it before requests wait for it
-        self.kept_responses = KeptResponses()
+        self.kept_responses, self.told_patterns = KeptResponses(), ToldPatterns()
         self.clock: Callable[[], float] = time.time
         """The wall clock by which resources expire, in seconds since 1970."""
         self.cached_contents = CachedContents(

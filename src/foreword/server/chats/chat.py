@@ -6,7 +6,6 @@ Knows messages and tools as chat templates take them, and the service; knows no 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,10 +23,6 @@ from foreword.text import Tokenizer
 from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 
-logger = logging.getLogger(__name__)
-
-MOST_TOLD = 3
-"""Patterns that a log line names."""
 AUTO, WHOLE = ToolChoice(), Ending()
 
 
@@ -188,15 +183,20 @@ async def read_prompt(service: Service, chat: Chat) -> Prompt:
 
 
 async def _forced(service: Service, chat: Chat, use: ToolUse) -> Callable[[], TokenConstraint]:
-    """Constraints to calls. Patterns that no grammar can follow are not enforced, as in calls that are not forced."""
+    """Constraints to calls. Patterns that no grammar can follow are not enforced, as in calls that are not forced.
+
+    Raises InvalidRequestError for patterns that are no regular expressions.
+    """
     try:
         return await service.compile_grammar(await off_loop(chat.num_bytes, use.grammar))
     except InvalidRequestError:
         grammars = service.llm.grammars
-        left_out = await service.crews.grammars.run(lambda: use.relax(grammars.can_follow))
+        left_out = await service.crews.grammars.run(
+            lambda: use.relax(lambda pattern: grammars.can_follow(pattern) or grammars.is_broken(pattern))
+        )
         if not left_out:
             raise
-        logger.warning("forced calls do not enforce the pattern %s", "; ".join(left_out[:MOST_TOLD]))
+        service.told_patterns.note(left_out)
     return await service.compile_grammar(await off_loop(chat.num_bytes, use.grammar))
 
 

@@ -62,18 +62,22 @@ class ToolUse:
         ends_early = self.choice.mode == "auto" and self.choice.at_most_one and self._form is not None
         return self._form.stop if ends_early and self._form is not None else ()
 
+    @property
+    def _forced(self) -> list[Mapping[str, Any]]:
+        """The functions that a forced call may name."""
+        names, functions = self.choice.names, [tool["function"] for tool in self._tools]
+        return [function for function in functions if names is None or function["name"] in names]
+
     def grammar(self) -> str:
         """Lark grammar of a forced call, or of several."""
-        names, functions = self.choice.names, [tool["function"] for tool in self._tools]
         forced = [
             Function(function["name"], self._relaxed.get(function["name"], function.get("parameters") or {}))
-            for function in functions
-            if names is None or function["name"] in names
+            for function in self._forced
         ]
         return forced_calls(self._form, forced, self._tokenizer.added_tokens, may_repeat=not self.choice.at_most_one)
 
     def relax(self, can_follow: Callable[[str], bool]) -> list[str]:
-        """Leave the patterns that no grammar can follow out of the next `grammar`; a description of each.
+        """Leave the patterns that no grammar can follow out of the next `grammar`; a description of each, for a log.
 
         Looks at MOST_PATTERNS different ones: each takes a millisecond.
         """
@@ -85,9 +89,9 @@ class ToolUse:
             return known.get(pattern, True)
 
         told = []
-        for function in (tool["function"] for tool in self._tools):
+        for function in self._forced:
             self._relaxed[function["name"]], left_out = without_patterns(function.get("parameters") or {}, follows)
-            told += [f"{one.pattern!r:.200} at {one.place:.200} of {function['name']}" for one in left_out]
+            told += [f"{one.pattern!r:.200} at {one.place!r:.200} of {function['name']!r:.200}" for one in left_out]
         return told
 
     def reader(self, turn: Turn) -> ReplyReader | None:

@@ -211,20 +211,36 @@ def test_images_stay_refused(tagged):
 def test_a_pattern_that_no_grammar_can_follow_is_left_out_with_a_log_line(request, kind, caplog):
     server = request.getfixturevalue(kind)
     sent = tool("sent", to={"type": "string", "pattern": r"^(?!\\.)[a-z]{1,3}$", "maxLength": 3}, days={"const": 3})
-    body = {"messages": ASK, "tools": [sent], "tool_choice": "required", "max_tokens": 200}
+    other = tool("other", to={"type": "string", "pattern": r"^(?!y)z$"})
+    choice = {"type": "function", "function": {"name": "sent"}}
+    body = {"messages": ASK, "tools": [other, sent], "tool_choice": choice, "max_tokens": 200}
     with caplog.at_level("WARNING", logger="foreword"):
-        answer = post(server.url, "/v1/chat/completions", body)
+        for _ in range(2):
+            answer = post(server.url, "/v1/chat/completions", body)
     assert answer.status_code == 200, answer.text
     [call] = answer.json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["days"] == 3
     [line] = [record.getMessage() for record in caplog.records if "do not enforce" in record.getMessage()]
-    assert "$.properties.to.pattern of sent" in line
+    assert "at '$.properties.to.pattern' of 'sent'" in line
+    assert "(?!y)" not in line, "it cannot be called"
     wrong = post(
         server.url,
         "/v1/chat/completions",
         {**body, "tools": [tool("sent", to={"type": "string", "minLength": 5, "maxLength": 2})]},
     )
     assert wrong.status_code == 400, "what else is wrong is still refused"
+    for pattern in ("(", "[a", "b)"):
+        broken = tool("sent", to={"type": "string", "pattern": pattern}, at={"type": "string", "pattern": "^(?!y)z$"})
+        wrong = post(server.url, "/v1/chat/completions", {**body, "tools": [broken]})
+        assert wrong.status_code == 400, "it is no regular expression"
+        assert "regex" in wrong.json()["error"]["message"]
+
+
+def test_names_of_properties_cannot_break_a_log_line(tagged):
+    named = tool("look", **{"a\nb": {"type": "string", "pattern": "(?!x)"}})
+    use = ToolUse([named], ToolChoice("required"), tagged.service.llm.tokenizer)
+    [told] = use.relax(lambda pattern: False)
+    assert told == r"'(?!x)' at '$.properties.a\nb.pattern' of 'look'"
 
 
 # -------------------------------------------------------------- reading calls
