@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import subprocess
 import sys
@@ -199,6 +200,23 @@ def test_a_process_that_cannot_end_is_ended() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 1
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_what_follows_a_server_runs_whichever_signal_ended_it(name: str) -> None:
+    code = (
+        "import signal, uvicorn\n"
+        "from foreword.server.run import AnnouncingServer\n"
+        "async def app(scope, receive, send):\n"
+        "    for phase in ('startup', 'shutdown'):\n"
+        "        await receive()\n"
+        "        await send({'type': f'lifespan.{phase}.complete'})\n"
+        "config = uvicorn.Config(app, host='127.0.0.1', port=0, log_config=None, lifespan='on')\n"
+        f"AnnouncingServer(config, lambda _: signal.raise_signal(signal.{name}), lambda: None).run()\n"
+        "print('it goes on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "it goes on\n", "")
+
+
 @pytest.mark.parametrize("fails", ["startup", "shutdown", None])
 def test_a_server_that_does_not_start_or_stop_in_order_is_an_error(fails: str | None) -> None:
     """uvicorn only logs some of it; the exit code would be 0."""
@@ -213,8 +231,13 @@ def test_a_server_that_does_not_start_or_stop_in_order_is_an_error(fails: str | 
 
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
     server = AnnouncingServer(config, end, lambda: None)
-    with pytest.raises((EngineError, SystemExit)) if fails else nullcontext() as ended:
-        server.run()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises((EngineError, SystemExit)) if fails else nullcontext() as ended:
+            server.run()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert ended is None or isinstance(ended.value, EngineError) or ended.value.code != 0
 
 

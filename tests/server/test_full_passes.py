@@ -40,16 +40,18 @@ def noted_passes() -> Iterator[list[int]]:
 
 
 def test_a_call_with_many_objects_is_not_held_up_and_cycles_are_found_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_passes, "MOST_PASSES", 20)
-    num_running = 1
+    monkeypatch.setattr(full_passes, "MOST_OBJECTS", 140_000)
+    num_running, now = 1, 0.0
 
     async def run() -> None:
-        nonlocal num_running
-        before, cycle = gc.get_threshold(), Cycle()
-        lost = weakref.ref(cycle)
-        passes = FullPasses(lambda: num_running)
+        nonlocal num_running, now
+        before, cycle, garbage = gc.get_threshold(), Cycle(), Cycle()
+        lost, of_old = weakref.ref(cycle), weakref.ref(garbage)
+        passes = FullPasses(lambda: num_running, lambda: now)
         gc.collect()
+        del garbage
         passes.start()
+        assert of_old() is None, "garbage does not stay for good"
         gc.unfreeze()  # `cycle` is to be lost after the start
         del cycle
         with noted_passes() as found:
@@ -64,14 +66,42 @@ def test_a_call_with_many_objects_is_not_held_up_and_cycles_are_found_after_it(m
             assert lost() is None
             assert not passes.look(), "once is enough"
             num_running = 1
-            more = [[number] for number in range(11_000 * full_passes.MOST_PASSES)]
+            more = [[number] for number in range(2 * full_passes.MOST_OBJECTS)]
             assert passes.look(), "calls that never end do not put it off for ever"
+            del more
+            more = [[number] for number in range(100_000)]
+            assert not passes.look()
+            now += full_passes.MOST_S
+            assert passes.look(), "nor do those that make few objects"
+            now += full_passes.MOST_S
+            assert not passes.look(), "there is nothing to find"
             del many, more
         await passes.stop()
         await passes.stop()
         assert gc.get_threshold() == before
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("thresholds", [(700, 10, 10), (2_000, 10, 0), (10_000, 5, 10)])
+def test_limits_count_objects_whatever_python_s_thresholds_are(thresholds: tuple[int, int, int]) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(*thresholds)
+
+    async def run() -> None:
+        passes = FullPasses(lambda: 0)
+        passes.start()
+        few = [[number] for number in range(full_passes.OBJECTS // 2)]
+        assert not passes.look()
+        many = [[number] for number in range(2 * full_passes.OBJECTS)]
+        assert passes.look()
+        del few, many
+        await passes.stop()
+
+    try:
+        asyncio.run(run())
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_call_counts_until_its_answer() -> None:

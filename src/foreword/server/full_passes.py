@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable
 
-PASSES = 10
-"""Passes over young objects (7,000 new ones each, Python's default) after which all objects are visited, if no call
-runs."""
-MOST_PASSES = 150
-"""After this many passes all objects are visited although calls run: a million new objects in cycles may wait."""
+OBJECTS = 70_000
+"""New objects after which all are visited, if no call runs."""
+MOST_OBJECTS = 1_000_000
+"""New objects after which all are visited although calls run: this number may wait in cycles."""
+MOST_S = 300.0
+"""Seconds after which `OBJECTS` new ones are enough although calls run: under steady load there is never a pause."""
 NEVER = 2**30
 LOOK_S = 1.0
 
@@ -24,18 +26,19 @@ LOOK_S = 1.0
 class FullPasses:
     """Belongs to the event loop; the collector is the process's."""
 
-    def __init__(self, num_running: Callable[[], int]) -> None:
-        """`num_running`: the number of calls that are being answered."""
-        self._num_running = num_running
+    def __init__(self, num_running: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        """`num_running`: the number of calls that are being answered; `clock` counts seconds."""
+        self._num_running, self._clock = num_running, clock
         self._task: asyncio.Task[None] | None = None
         self._thresholds = gc.get_threshold()
-        self._seen = 0
+        self._seen, self._since = 0, clock()
 
     def start(self) -> None:
         """Take the full passes over. What lives by now stays for good, and is not visited again."""
+        gc.collect()  # or what is garbage by now would stay, too
         gc.freeze()
         gc.set_threshold(*self._thresholds[:2], NEVER)
-        self._seen = _young_passes()
+        self._note_pass()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -55,12 +58,22 @@ class FullPasses:
 
     def look(self) -> bool:
         """Visit all objects if it is time; whether it was."""
-        num_passes = _young_passes() - self._seen
-        if num_passes < (MOST_PASSES if self._num_running() else PASSES):
+        num_new = (_young_passes() - self._seen) * self._objects_of_a_pass
+        may_wait = self._num_running() and self._clock() - self._since < MOST_S
+        if num_new < (MOST_OBJECTS if may_wait else OBJECTS):
             return False
         gc.collect()
-        self._seen = _young_passes()
+        self._note_pass()
         return True
+
+    @property
+    def _objects_of_a_pass(self) -> int:
+        """New objects between two passes over young ones: 7,000 by Python 3.11's thresholds, 20,000 by 3.13's."""
+        newest, passes, _ = self._thresholds
+        return newest * max(1, passes)
+
+    def _note_pass(self) -> None:
+        self._seen, self._since = _young_passes(), self._clock()
 
 
 def _young_passes() -> int:

@@ -85,8 +85,6 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
         h11_max_incomplete_event_size=64 * 1024,
     )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # uvicorn repeats the signal that ended it; after SIGTERM the process would exit with a failure's code.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_model(llm, name)
     service = app.state.service
 
@@ -131,7 +129,14 @@ class AnnouncingServer(uvicorn.Server):
         self._delay_s = delay_s
 
     def run(self, sockets: object = None) -> None:
-        """Serve until a signal comes. Raises EngineError for what uvicorn only logs."""
+        """Serve until a signal comes. Raises EngineError for what uvicorn only logs.
+
+        uvicorn repeats the signals that ended it. They are ignored from then on: the process would exit with a
+        failure's code, or KeyboardInterrupt would pass by what ends it in order.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
         super().run(sockets)  # type: ignore[arg-type]
         if not self.started or self.lifespan.should_exit:
             raise EngineError(f"the server did not {'stop' if self.started else 'start'} in order; the log says why")

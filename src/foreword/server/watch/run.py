@@ -6,7 +6,6 @@ Knows the app, uvicorn and the thread that polls; page.py knows what is drawn.
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -114,7 +113,6 @@ def serve(watcher: Watcher, name: str, host: str, port: int, operator_key: str |
         timeout_graceful_shutdown=1,
         server_header=False,
     )
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn repeats it, and would exit with a failure's code
 
     def started(address: str) -> None:
         print(f"foreword: watching {name} at {address}{PATH}/", flush=True)
