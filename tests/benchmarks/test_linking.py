@@ -42,7 +42,7 @@ def test_controls_fail_and_methods_make_a_curve() -> None:
         "none,first-8,all",
     )
     table = found["quality"]["parameters"]
-    assert table["none"]["right"] == table["all"]["exact_match"] == 100
+    assert table["none"]["right"] == table["all"]["right"] == 100
     assert table["not-behind"]["right"] < 60
     assert found["quality"]["cut-16"]["shuffled-values"]["right"] < 20
     assert found["quality"]["cut-16"]["first-8"]["right"] == 100
