@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 OBJECTS = 70_000
 """New objects after which all are visited, if no call runs."""
@@ -19,6 +21,8 @@ MOST_OBJECTS = 1_000_000
 """New objects after which all are visited although calls run: this number may wait in cycles."""
 MOST_S = 300.0
 """Seconds after which `OBJECTS` new ones are enough although calls run: under steady load there is never a pause."""
+MOST_BYTES = 64 << 20
+"""Bytes by which the process may grow after a pass until `OBJECTS` new ones are enough although calls run."""
 NEVER = 2**30
 LOOK_S = 1.0
 
@@ -31,7 +35,7 @@ class FullPasses:
         self._num_running, self._clock = num_running, clock
         self._task: asyncio.Task[None] | None = None
         self._thresholds = gc.get_threshold()
-        self._seen, self._since = 0, clock()
+        self._seen, self._since, self._bytes = 0, clock(), 0
 
     def start(self) -> None:
         """Take the full passes over. What lives by now stays for good, and is not visited again."""
@@ -60,6 +64,7 @@ class FullPasses:
         """Visit all objects if it is time; whether it was."""
         num_new = (_young_passes() - self._seen) * self._objects_of_a_pass
         may_wait = self._num_running() and self._clock() - self._since < MOST_S
+        may_wait = may_wait and _resident_bytes() - self._bytes < MOST_BYTES
         if num_new < (MOST_OBJECTS if may_wait else OBJECTS):
             return False
         gc.collect()
@@ -73,7 +78,15 @@ class FullPasses:
         return newest * max(1, passes)
 
     def _note_pass(self) -> None:
-        self._seen, self._since = _young_passes(), self._clock()
+        self._seen, self._since, self._bytes = _young_passes(), self._clock(), _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    """Memory that the process has; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _young_passes() -> int:

@@ -57,8 +57,9 @@ def recipe(name: str, said: dict[str, Any]) -> Recipe:
         else {**one, "original_max_position_embeddings": ORIGINAL}
         for kind, one in parts.items()
     }
+    heads = {"head_dim": 16} if name == "mixtral" else {}  # transformers' yarn needs it said
     ends = {"original_max_position_embeddings": ORIGINAL} if name == "phi3" else {}
-    return Recipe(own.model_type, {**own.options, **ends, "rope_parameters": placed.get("", placed)})
+    return Recipe(own.model_type, {**own.options, **heads, **ends, "rope_parameters": placed.get("", placed)})
 
 
 def error(oracle: Oracle, model: LoadedModel, num_tokens: int) -> float:
