@@ -326,7 +326,7 @@ def main() -> None:
         asked = (args.model, options, args.tasks, sizes, args.methods, args.controlled)
         report |= quality(Quality(*asked, report["questions"], args.pool_tokens, args.seed))
     if args.only != "quality":
-        shape, rounds = (DEMO_SHAPE, 3) if args.quick else (QWEN2_0_5B, 7)
+        shape, rounds = (DEMO_SHAPE, 1) if args.quick else (QWEN2_0_5B, 7)
         sizes = ((4, 256),) if args.quick else ((2, 512), (4, 256), (16, 64), (16, 256))
         report["shape"] = asdict(shape)
         report["speed"] = found = speed(shape, sizes, rounds, args.seed)
