@@ -183,7 +183,8 @@ class JsonTokenizer:
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> Encoded:
         """Raises TypeError or UnicodeError for what is not a text."""
-        return Encoded(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        [encoding] = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return Encoded(encoding)  # the library holds the interpreter while it encodes a text that is in no batch
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> list[int]:
         """Token ids of a text. Raises as `__call__`."""
