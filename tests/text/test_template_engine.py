@@ -54,8 +54,10 @@ def check_same(source: str) -> None:
         for continues in (False, True):
             for tools in (None, [TOOL]):
                 inputs = {"tools": tools, "documents": None, "bos_token": "<s>", "extra": (np.float32(1), object, "q")}
-                given = {"is_open": not continues, "continues": continues, **inputs}
-                assert outcome(render, source, chat, **given) == outcome(theirs, source, chat, **given)
+                given = {"is_open": not continues, "continues": continues}
+                assert outcome(render, source, chat, inputs, **given) == outcome(
+                    theirs, source, chat, **given, **inputs
+                )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -79,7 +81,14 @@ def test_tools_may_be_functions() -> None:
         return city
 
     assert '"name": "weather"' in render(
-        "{{ tools | tojson }}", CHATS[0], is_open=True, continues=False, tools=[weather]
+        "{{ tools | tojson }}", CHATS[0], {"tools": [weather]}, is_open=True, continues=False
     )
     with pytest.raises(ValueError, match="tools must be JSON schemas, or functions"):
-        render("", CHATS[0], is_open=True, continues=False, tools=[1])
+        render("", CHATS[0], {"tools": [1]}, is_open=True, continues=False)
+
+
+def test_inputs_may_have_the_names_of_our_own_parameters() -> None:
+    inputs = {"source": "web", "is_open": 1, "continues": 2}
+    assert (
+        render("{{ source }}{{ is_open }}{{ continues }}", CHATS[0], inputs, is_open=True, continues=False) == "web12"
+    )
