@@ -200,7 +200,6 @@ def test_whatever_happens_in_much_traffic_their_bits_are_those_alone(
     for seed in more_seeds(0, 1):
         traffic = Traffic(tiny_models.loaded(family, dtype), seed, num_requests=25, happened=happened)
         traffic.run()
-    assert happened["preemptions"] > 3
     assert all(happened.values())
 
 
