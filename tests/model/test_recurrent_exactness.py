@@ -19,7 +19,7 @@ from foreword.model.loader import LoadedModel
 from foreword.model.self_check import find_inexactness
 from foreword.model.state_runs import StateRun
 from foreword.request import RequestOutput, SamplingParams
-from lanes import SLOW, more_seeds
+from lanes import SLOW
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, random_tokens
 
 FAMILIES = ["mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
@@ -197,9 +197,10 @@ def test_whatever_happens_in_much_traffic_their_bits_are_those_alone(
     tiny_models: TinyModels, family: str, dtype: Dtype
 ) -> None:
     happened = {"hits": 0, "preemptions": 0, "aborts": 0}
-    for seed in more_seeds(0, 1):
+    for seed in range(3):
         traffic = Traffic(tiny_models.loaded(family, dtype), seed, num_requests=25, happened=happened)
         traffic.run()
+    assert happened["preemptions"] > 10
     assert all(happened.values())
 
 
