@@ -381,7 +381,7 @@ class World:
                     self._leave(request)
                     continue
                 request.sequence.append(bits >> number & 1)
-                request.marks.append(_mark(request.marks[-1], bits >> number & 1))
+                request.marks.append(_marks(request.sequence)[-1])
         self._begin_step()
         self.happened.executed += 1
 
