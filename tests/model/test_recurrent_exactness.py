@@ -7,6 +7,7 @@ both compute it in the same cell (docs/decisions/0007).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -191,8 +192,7 @@ def test_whatever_happens_to_requests_their_bits_are_those_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, cycle(("bfloat16", "float32")))])
 def test_whatever_happens_in_much_traffic_their_bits_are_those_alone(
     tiny_models: TinyModels, family: str, dtype: Dtype
 ) -> None:
