@@ -22,8 +22,10 @@ from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.stored import StoredModel, check_shapes, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
+from foreword.model.cpu.coded_product import Weight
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
+from foreword.model.decoder.linear import plain_weights
 from foreword.model.decoder.network import experts_apart
 from foreword.model.deviation import Beginning, LinkDeviations
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
@@ -147,8 +149,8 @@ def load_model(options: ModelConfig) -> LoadedModel:
             ) from reason
         return _load_with_transformers(options, reason)
     if spec.tied and "lm_head.weight" in stored.weights:
-        same = torch.equal(stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"])
-        spec = replace(spec, tied=same)
+        pair = plain_weights([stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"]])
+        spec = replace(spec, tied=torch.equal(*pair))
     return _written(spec, stored.weights, stored, options)
 
 
@@ -184,26 +186,28 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     """Run a model that transformers has read by its spec. Raises UnwrittenError if nobody has written it."""
     module = checkpoint.module
     named = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
-    weights = experts_apart(named, checkpoint.config.model_type)
-    if len({tensor.dtype for tensor in weights.values()}) > 1:
+    tensors = experts_apart(named, checkpoint.config.model_type)
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
         raise UnwrittenError("weights of several types")
     values = checkpoint.config.to_dict()
     if type(module).__module__.startswith("transformers."):
         values.pop("auto_map", None)  # names code of the checkpoint's own, which does not run
-    spec = find_spec(values, weights)
-    head, embedding = weights.get("lm_head.weight"), weights["model.embed_tokens.weight"]
+    spec = find_spec(values, tensors)
+    head, embedding = tensors.get("lm_head.weight"), tensors["model.embed_tokens.weight"]
     if spec.tied and head is not None and head.data_ptr() != embedding.data_ptr():
         spec = replace(
             spec, tied=False
         )  # transformers ties no weights that differ in the file, whatever the config says
     for part in module.modules():
         part._parameters.clear()  # each weight is freed when it has been packed
+    weights: dict[str, Weight] = {**tensors}
+    del tensors, named, head, embedding
     return _written(spec, weights, checkpoint, options)
 
 
 def _written(
     spec: DecoderSpec,
-    weights: MutableMapping[str, Tensor],
+    weights: MutableMapping[str, Weight],
     read: ReadFacts,
     options: ModelConfig,
 ) -> LoadedModel:

@@ -21,6 +21,7 @@ from foreword.model.checkpoint.facts import SIDE_FILES, choose_dtype, max_positi
 from foreword.model.checkpoint.gguf.tensors import gguf_places
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.tensors import StoredTensors, UnreadableError
+from foreword.model.cpu.product import can_multiply
 from foreword.model.spec import DecoderSpec
 
 
@@ -52,12 +53,16 @@ def read_stored(options: ModelConfig) -> StoredModel:
     special += [name for name in ("adapter_config.json", *SIDE_FILES) if (folder / name).exists()]
     if special:
         raise UnreadableError(special[0])
-    dtype = choose_dtype(options, values["dtype"], device)
+    files = gguf_files(folder)
+    # Without instructions for bfloat16, products take codes and float32 at several times the speed.
+    said = "float32" if files and not can_multiply() else values["dtype"]
+    dtype = choose_dtype(options, said, device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
-    files = gguf_files(folder)
     if files:
-        weights = StoredTensors(str(folder), gguf_places(files), dtype)
+        # With those instructions, 12 bits a weight are multiplied faster than codes: see docs/decisions/0050.
+        keeps_codes = not (dtype == torch.bfloat16 and can_multiply())
+        weights = StoredTensors(str(folder), gguf_places(files, keeps_codes=keeps_codes), dtype)
     else:
         weights = StoredTensors.of_safetensors(folder, dtype)
     return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))

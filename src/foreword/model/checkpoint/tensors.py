@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foreword.errors import ModelLoadError
 from foreword.model.checkpoint.weights_progress import WeightsLog
+from foreword.model.cpu.coded_product import Weight
 
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -35,8 +36,8 @@ class Place(Protocol):
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """The tensor in memory of its own. Raises OSError."""
+    def read(self, dtype: torch.dtype) -> Weight:
+        """The tensor in memory of its own, or the codes of a weight. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,13 @@ class _Place:
         return tensor.to(dtype)
 
 
-class StoredTensors(MutableMapping[str, Tensor]):
+class StoredTensors(MutableMapping[str, Weight]):
     """A model's tensors by their names. What is looked up is remembered; what is popped is the caller's alone."""
 
     def __init__(self, model: str, places: Mapping[str, Place], dtype: torch.dtype) -> None:
         """`dtype`: the type of all tensors; others are converted."""
         self._model, self._places, self._dtype = model, dict(places), dtype
-        self._read: dict[str, Tensor] = {}
+        self._read: dict[str, Weight] = {}
         self._log = WeightsLog(model, len(self._places))
 
     @classmethod
@@ -85,7 +86,7 @@ class StoredTensors(MutableMapping[str, Tensor]):
         """The shape of a tensor, without reading it."""
         return self._places[name].shape
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Weight:
         if name not in self._read:
             try:
                 self._read[name] = self._places[name].read(self._dtype)
@@ -99,7 +100,7 @@ class StoredTensors(MutableMapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
+    def __setitem__(self, name: str, tensor: Weight) -> None:
         raise TypeError("stored tensors are read, not written")
 
     def __delitem__(self, name: str) -> None:

@@ -42,6 +42,8 @@ ALONE_OPERATIONS = 1 << 19
 class CompactProduct:
     """Weights, packed: rows [..., in_features] to [..., out_features], or [..., out_features / 2] if they are gated."""
 
+    format = "12 bits"
+
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False) -> None:
         """`weights` [any, in_features] bfloat16 with consecutive outputs, and the bias of all outputs.
 
@@ -129,7 +131,7 @@ class CompactProduct:
         output = rows.new_empty(*rows.shape[:-1], self.width)
         num_rows = rows.numel() // self.in_features
         if num_rows:
-            own, scratch = self._of_thread.operation, _scratch(self.thread_scratch * torch.get_num_threads())
+            own, scratch = self._of_thread.operation, thread_memory(self.thread_scratch * torch.get_num_threads())
             own.bind(rows.data_ptr(), num_rows, output.data_ptr(), scratch)
             own.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
         return output
@@ -167,7 +169,7 @@ def fastest_worker() -> ProductWorker:
 _OF_THREAD = threading.local()
 
 
-def _scratch(num_bytes: int) -> int:
+def thread_memory(num_bytes: int) -> int:
     """Address of memory for one product, which this thread's next product uses again."""
     memory: Tensor | None = getattr(_OF_THREAD, "memory", None)
     if memory is None or memory.numel() < num_bytes:

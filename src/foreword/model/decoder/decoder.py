@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.reference import AttentionOptions
+from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations, Workspace
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import RowKernels
-from foreword.model.decoder.linear import GatedLinear, Linear
+from foreword.model.decoder.linear import Embedding, GatedLinear, Linear
 from foreword.model.decoder.network import Experts, Network, unstack
 from foreword.model.decoder.norm import RowNorm
 from foreword.model.decoder.rotary import Rotary, Turns
@@ -31,24 +32,27 @@ from foreword.model.step import Step
 class Decoder:
     """A model of a written family. One thread at a time may call it; `run` may be called by others beside it."""
 
-    def __init__(self, spec: DecoderSpec, weights: MutableMapping[str, Tensor]) -> None:
+    def __init__(self, spec: DecoderSpec, weights: MutableMapping[str, Weight]) -> None:
         """Pack `weights`, named as in checkpoints of the family. They are taken out, so that plain copies are freed."""
         self.spec, kernels = spec, RowKernels()
-        self._embedding = weights["model.embed_tokens.weight"]
-        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        norm = weights.pop("model.norm.weight")
+        assert isinstance(norm, Tensor)
+        self.dtype, self.device = norm.dtype, norm.device
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
         self.rotaries = [Rotary(own, self.device) for own in spec.rotaries]
         self.layers = [
-            DecoderLayer(number, spec, weights, kernels, self.rotaries) for number in range(len(spec.layers))
+            DecoderLayer(number, spec, weights, kernels, self.rotaries, norm) for number in range(len(spec.layers))
         ]
-        self._norm = RowNorm(weights.pop("model.norm.weight"), spec.norm, kernels)
-        self._head = Linear([self._embedding if spec.tied else weights.pop("lm_head.weight")], None)
+        self._norm = RowNorm(norm, spec.norm, kernels)
+        embedding = weights.pop("model.embed_tokens.weight")
+        self._head = Linear([embedding if spec.tied else weights.pop("lm_head.weight")], None)
+        self._embedding = Embedding(embedding, self._head if spec.tied else None, self.dtype)
         self.chain = self._make_chain()
         """The program of all layers, if there is one."""
 
     def embed(self, step: Step) -> Tensor:
         """The rows that enter the first layer, [rows, width]."""
-        rows = torch.nn.functional.embedding(step.token_ids, self._embedding)
+        rows = self._embedding(step.token_ids)
         return rows if self.spec.embedding_scale == 1.0 else rows * self._embedding_scale
 
     def __call__(self, step: Step) -> Tensor:
@@ -143,24 +147,31 @@ class DecoderLayer:
         self,
         number: int,
         spec: DecoderSpec,
-        weights: MutableMapping[str, Tensor],
+        weights: MutableMapping[str, Weight],
         kernels: RowKernels,
         rotaries: list[Rotary],
+        like: Tensor,
     ) -> None:
+        """`like`: a tensor of the type and on the device of all others."""
         self.number, self._spec = number, spec
         self._own, names = spec.layers[number], spec.names
         place = f"model.layers.{number}."
 
         def norm(name: str | None) -> RowNorm | None:
-            return None if name is None else RowNorm(weights.pop(f"{place}{name}.weight"), spec.norm, kernels)
+            return None if name is None else RowNorm(plain(f"{name}.weight"), spec.norm, kernels)
 
-        def take(*products: str) -> tuple[list[Tensor], Tensor | None]:
+        def plain(name: str) -> Tensor:
+            taken = weights.pop(f"{place}{name}")
+            assert isinstance(taken, Tensor), "only products have codes"
+            return taken
+
+        def take(*products: str) -> tuple[list[Weight], Tensor | None]:
             taken = [weights.pop(f"{place}{name}.weight") for name in products]
-            biases = [weights.pop(f"{place}{name}.bias", None) for name in products]
-            if all(bias is None for bias in biases):
+            has_bias = [f"{place}{name}.bias" in weights for name in products]
+            if not any(has_bias):
                 return taken, None
-            pairs = zip(taken, biases, strict=True)
-            return taken, torch.cat([own.new_zeros(len(own)) if bias is None else bias for own, bias in pairs])
+            own = zip(products, taken, has_bias, strict=True)
+            return taken, torch.cat([plain(f"{name}.bias") if has else like.new_zeros(len(w)) for name, w, has in own])
 
         self.before_attention, self._after_attention = norm(names.before_attention), norm(names.after_attention)
         self._before_network, self._after_network = norm(names.before_network), norm(names.after_network)
@@ -172,10 +183,9 @@ class DecoderLayer:
             self._network = Experts(spec, take, kernels)
         else:
             self._network = Network(names.network, spec, take, kernels)
-        sinks = None if names.sinks is None else weights.pop(f"{place}{names.sinks}")
+        sinks = None if names.sinks is None else plain(names.sinks)
         self.attention = AttentionOptions(spec.score_scale, self._own.window, spec.score_cap, sinks)
         self._rotary = None if self._own.rotary is None else rotaries[self._own.rotary]
-        like = weights["model.embed_tokens.weight"]
         self._heads = self._rotary_kernel(like.dtype) if like.device.type == "cpu" else None
 
     @property

@@ -1,19 +1,23 @@
 """Linear layers that own their weights, in the format that this processor multiplies fastest.
 
-Knows tensors, and three formats: 12 bits a weight (`cpu/product.py`), oneDNN's packed order, and plain tensors; knows
-no model. Every product of few rows reorders a plain weight again, or reads it in strides. It reads a packed one as a
-stream: decoding becomes up to twice as fast. With packed weights, a row's bits do not depend on the number of rows, not
-even on whether the row is alone (docs/decisions/0009-packed-weights.md has the measurements).
+Knows tensors, and four formats: 12 bits a weight (`cpu/product.py`), the codes of a file (`cpu/coded_product.py`),
+oneDNN's packed order, and plain tensors; knows no model. Every product of few rows reorders a plain weight again, or
+reads it in strides. It reads a packed one as a stream: decoding becomes up to twice as fast. With packed weights, a
+row's bits do not depend on the number of rows, not even on whether the row is alone
+(docs/decisions/0009-packed-weights.md
+has the measurements).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foreword.config import keep_onednn_to_vectors
+from foreword.model.cpu.coded_product import CodedLinear, CodedProduct, CodedRows, Weight
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import RowKernels
 from foreword.model.spec import ActivationName, GateClamp
@@ -24,45 +28,98 @@ ROWS_HINT = 16
 """The number of rows for which oneDNN chooses its layout; other numbers changed neither bits nor times."""
 
 
-class Linear:
-    """Rows [..., in_features] to [..., out_features], of one type."""
-
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        """Join `weights` [any, in_features], whose outputs follow each other; `bias` [out_features]."""
-        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
-        self.bias = None if bias is None else bias.detach()
-        self.compact = CompactProduct(weights, bias) if CompactProduct.can_take(weights[0]) else None
-        """The product in 12 bits, if this processor has instructions for it."""
-        self._packed: Tensor | None = None
-        self._plain: Tensor | None = None
-        if self.compact is None:
-            weight = (weights[0] if len(weights) == 1 else torch.cat(list(weights))).detach()
-            if can_pack(weight.dtype, weight.device):
-                self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
-            else:
-                self._plain = weight
+class Product(Protocol):
+    """A weight in one format, and how rows are multiplied by it."""
 
     @property
     def format(self) -> str:
-        """The weight's format: "12 bits", "packed" or "plain"."""
-        return "12 bits" if self.compact is not None else "plain" if self._packed is None else "packed"
+        """The format's name. In "plain" alone, a row's bits may depend on the number of rows."""
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features]: a plain copy, made on every access of a packed weight."""
-        if self.compact is not None:
-            return self.compact.weight
-        plain: Tensor | None = self._plain if self._packed is None else self._packed.to_dense()
-        assert plain is not None
+        """[out_features, in_features]: a plain copy, perhaps made on every access."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Rows [..., in_features] to [..., out_features], with the bias."""
+
+
+class Linear:
+    """Rows [..., in_features] to [..., out_features], of one type."""
+
+    def __init__(self, weights: Sequence[Weight], bias: Tensor | None) -> None:
+        """Join `weights` [any, in_features], whose outputs follow each other; `bias` [out_features]."""
+        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
+        self._product = _product_of(weights, bias)
+
+    @property
+    def compact(self) -> CompactProduct | None:
+        """The product in 12 bits, if this processor has instructions for it."""
+        return self._product if isinstance(self._product, CompactProduct) else None
+
+    @property
+    def coded(self) -> CodedLinear | None:
+        """The product with a file's codes, if the weight has codes."""
+        return self._product if isinstance(self._product, CodedLinear) else None
+
+    @property
+    def format(self) -> str:
+        return self._product.format
+
+    @property
+    def weight(self) -> Tensor:
+        return self._product.weight
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._product(rows)
+
+
+def _product_of(weights: Sequence[Weight], bias: Tensor | None) -> Product:
+    """The product that suits these weights and this processor best."""
+    coded = [weight for weight in weights if isinstance(weight, CodedRows) and CodedProduct.can_take(weight)]
+    if len(coded) == len(weights):
+        return CodedLinear(coded, bias)
+    plain = plain_weights(weights)
+    if CompactProduct.can_take(plain[0]):
+        return CompactProduct(plain, bias)
+    weight = (plain[0] if len(plain) == 1 else torch.cat(plain)).detach()
+    return (PackedProduct if can_pack(weight.dtype, weight.device) else PlainProduct)(weight, bias)
+
+
+def plain_weights(weights: Sequence[Weight]) -> list[Tensor]:
+    """The same as tensors of one type."""
+    dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]
+    dtype = dtypes[0] if dtypes else torch.float32
+    return [weight if isinstance(weight, Tensor) else weight.plain(dtype) for weight in weights]
+
+
+class PlainProduct:
+    """A plain tensor."""
+
+    format = "plain"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self._bias = weight, None if bias is None else bias.detach()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.nn.functional.linear(rows, self.weight, self._bias)
+
+
+class PackedProduct:
+    """oneDNN's packed order."""
+
+    format = "packed"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+        self._bias = None if bias is None else bias.detach()
+
+    @property
+    def weight(self) -> Tensor:
+        plain: Tensor = self._packed.to_dense()
         return plain
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self.compact is not None:
-            return self.compact(rows)
-        if self._packed is None:
-            assert self._plain is not None
-            return torch.nn.functional.linear(rows, self._plain, self.bias)
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
         return output
 
 
@@ -71,7 +128,7 @@ class GatedLinear:
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
+        weights: Sequence[Weight],
         bias: Tensor | None,
         kernels: RowKernels,
         activation: ActivationName = "silu",
@@ -85,12 +142,12 @@ class GatedLinear:
         self.compact: CompactProduct | None = None
         """Gate, up and the multiplication as one operation, if this processor has instructions for it."""
         self.product: Linear | None = None
-        if is_silu and CompactProduct.can_take(weights[0]):
-            self.compact = CompactProduct(weights, bias, gated=True)
+        plain = [weight for weight in weights if isinstance(weight, Tensor)]
+        if is_silu and len(plain) == len(weights) and CompactProduct.can_take(plain[0]):
+            self.compact = CompactProduct(plain, bias, gated=True)
         else:
             self.product = Linear(weights, bias)
-        on_cpu = weights[0].device.type == "cpu"
-        self._has_kernel = is_silu and on_cpu and RowKernels.can_take(self._width, weights[0].dtype)
+        self._may_have_kernel = is_silu and (not plain or plain[0].device.type == "cpu")
 
     @property
     def format(self) -> str:
@@ -101,7 +158,7 @@ class GatedLinear:
             assert self.compact is not None
             return self.compact(rows)
         both = self.product(rows)
-        if self._has_kernel:
+        if self._may_have_kernel and RowKernels.can_take(self._width, both.dtype):
             return self._kernels.silu_gate(both)
         # Contiguous, so that a row's bits do not depend on its place: see `row_padding.py`.
         gate, up = both[..., : self._width].contiguous(), both[..., self._width :]
@@ -116,6 +173,25 @@ _ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": lambda rows: torch.nn.functional.gelu(rows, approximate="tanh"),
 }
+
+
+class Embedding:
+    """The rows of a table by their numbers. A table of codes stays in its codes; a head with the same one shares it."""
+
+    def __init__(self, table: Weight, head: Linear | None, dtype: torch.dtype) -> None:
+        """`head`: the product with this table, if there is one; `dtype`: the type of the rows."""
+        self._dtype, self._coded, self._plain = dtype, None, None
+        if isinstance(table, CodedRows) and CodedProduct.can_take(table):
+            self._coded = CodedLinear([table], None) if head is None else head.coded
+        else:
+            self._plain = table if isinstance(table, Tensor) else table.plain(dtype)
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """Numbers [rows] to rows [rows, width]."""
+        if self._coded is not None:
+            return self._coded.rows(numbers).to(self._dtype)
+        assert self._plain is not None
+        return torch.nn.functional.embedding(numbers, self._plain)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

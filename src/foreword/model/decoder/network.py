@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch
 from torch import Tensor
 
+from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.row_functions import RowKernels
 from foreword.model.decoder.linear import GatedLinear, Linear
 from foreword.model.row_padding import RowPadding
 from foreword.model.spec import DecoderSpec, NetworkNames
 
-Take = Callable[..., tuple[list[Tensor], Tensor | None]]
+Take = Callable[..., tuple[list[Weight], Tensor | None]]
 """Names of products -> their weights, and their joined bias."""
 
 
@@ -97,13 +98,15 @@ def _sum_in_order(parts: Tensor) -> Tensor:
     return total
 
 
-def unstack(spec: DecoderSpec, weights: MutableMapping[str, Tensor], place: str) -> None:
+def unstack(spec: DecoderSpec, weights: MutableMapping[str, Weight], place: str) -> None:
     """Name the experts of a layer one by one, if they are in one tensor."""
     own = spec.experts
     if own is None or own.stack is None:
         return
     for suffix, end in (("", "weight"), ("_bias", "bias")):
         gate_up, down = (weights.pop(f"{place}{own.stack}.{name}{suffix}") for name in ("gate_up_proj", "down_proj"))
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
         for number in range(own.count):
             names = own.network(number)
             parts = gate_up[number][..., ::2], gate_up[number][..., 1::2], down[number]

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from foreword.errors import ModelLoadError
-from foreword.model.checkpoint.gguf.blocks import BLOCKS, Blocks, Bytes, Floats
+from foreword.kernels.products.coded import Bytes, Floats
+from foreword.model.checkpoint.gguf.blocks import BLOCKS, Blocks
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_DIMENSIONS, LONGEST_NAME, DEEPEST = 4, 1 << 12, 4

@@ -1,4 +1,4 @@
-"""The weights of a GGUF model, each expanded when it is asked for.
+"""The weights of a GGUF model: in their codes where products take those, else expanded when they are asked for.
 
 Knows blocks, order and types; knows no architecture. Values are computed in float32 and rounded once.
 """
@@ -10,40 +10,49 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from foreword.model.checkpoint.gguf.architectures import Weight, weights_of
+from foreword.kernels.products.coded import Codes
+from foreword.model.checkpoint.gguf.architectures import Weight as GgufWeight
+from foreword.model.checkpoint.gguf.architectures import weights_of
 from foreword.model.checkpoint.gguf.file import open_gguf
-
-CHUNK_VALUES = 1 << 20
-"""Values that are expanded at once: 4 MB in float32."""
+from foreword.model.cpu.coded_product import CodedRows, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class GgufPlace:
     """Where a weight lies in a GGUF file."""
 
-    weight: Weight
+    weight: GgufWeight
+    keeps_codes: bool
+    """Whether weights of products are handed on in their codes."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The weight's shape."""
         return self.weight.tensor.shape
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """The weight in memory of its own. Raises OSError."""
-        tensor, weight = self.weight.tensor, self.weight
-        output = torch.empty(tensor.shape, dtype=dtype)
-        flat = output.view(-1, tensor.shape[-1])
-        step = max(1, CHUNK_VALUES // tensor.shape[-1])
-        for start in range(0, len(flat), step):
-            values = tensor.values(start, min(start + step, len(flat))) - np.float32(weight.minus)
-            flat[start : start + step] = torch.from_numpy(values)
-        return output if weight.order is None else output[torch.from_numpy(weight.order)]
+    def read(self, dtype: torch.dtype) -> Weight:
+        """The weight's codes, or the weight in memory of its own. Raises OSError."""
+        tensor, minus = self.weight.tensor, self.weight.minus
+        if tensor.blocks.name == "F32" or minus or len(self.shape) != 2:
+            values = tensor.values() - np.float32(minus)
+            own = torch.from_numpy(values).to(dtype).view(self.shape)
+            return own if self.weight.order is None else own[torch.from_numpy(self.weight.order)]
+        rows = CodedRows(tensor.blocks.kind, (self.shape[0], self.shape[1]), self._codes)
+        return rows if self.keeps_codes else rows.plain(dtype)
+
+    def _codes(self, first: int, end: int) -> Codes:
+        tensor, order = self.weight.tensor, self.weight.order
+        if order is None:
+            return tensor.blocks.codes(tensor.rows(first, end))
+        own = order[first:end]
+        lowest = int(own.min())
+        return tensor.blocks.codes(tensor.rows(lowest, int(own.max()) + 1)[own - lowest])
 
 
-def gguf_places(files: list[Path]) -> dict[str, GgufPlace]:
+def gguf_places(files: list[Path], *, keeps_codes: bool) -> dict[str, GgufPlace]:
     """The weights of a model by their names. Raises UnsoundGgufError, ModelLoadError or UnsupportedModelError."""
     opened = open_gguf(files[0])
     tensors = [tensor for file in opened for tensor in file.tensors.values()]
-    return {name: GgufPlace(weight) for name, weight in weights_of(opened[0].metadata, tensors).items()}
+    weights = weights_of(opened[0].metadata, tensors)
+    return {name: GgufPlace(weight, keeps_codes) for name, weight in weights.items()}

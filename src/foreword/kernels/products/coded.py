@@ -1,0 +1,225 @@
+"""Weights of a few bits: codes with scales, as checkpoints give them and as panels for products.
+
+Knows codes, scales and bytes; knows no file format. A weight is `scale * number + offset`, where its code says the
+number. Sixteen or 32 inputs of an output, a *group*, share scale and offset. Both are plain numbers of 16 bits, or
+integers that 256 inputs share such numbers for.
+
+    panel     16 outputs, side by side in all that follows: a vector loads one byte of each
+    head      scales (and offsets) that 256 inputs share, or 32 if there are no integers
+    step      32 inputs: their integers, then their codes in planes, of which each has some bits of every code;
+              a byte of a plane of 4 bits has the codes of two inputs, the first in the low bits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+PANEL, STEP = 16, 32
+WHOLE = 16
+"""Bits of a plane that has whole floats."""
+SUPER_STEPS = 8
+"""Steps that share a head, if scales are integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """How codes become weights."""
+
+    name: str
+    planes: tuple[int, ...]
+    """Bits of a code in each plane, the lowest first; 16: the weight itself, a float."""
+    group: Literal[16, 32] = 32
+    """Inputs that share a scale."""
+    zero: int = 0
+    """The code of the number 0, for codes that are numbers; modulo 256."""
+    table: tuple[int, ...] | None = None
+    """The number of each code of four bits."""
+    scale: Literal["half", "exponent", "integers", "none"] = "half"
+    """float16; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share; there is none."""
+    has_offset: bool = False
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether whole floats are bfloat16; else they are float16."""
+        return self.name == "BF16"
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Bits and lowest bit of each plane."""
+        return [(bits, sum(self.planes[:number])) for number, bits in enumerate(self.planes)]
+
+    @property
+    def parts(self) -> int:
+        """Scale and offset, or the scale alone."""
+        return 1 + self.has_offset
+
+    @property
+    def head_steps(self) -> int:
+        return SUPER_STEPS if self.scale == "integers" else 1
+
+    @property
+    def head_bytes(self) -> int:
+        return {"none": 0, "exponent": PANEL}.get(self.scale, 2 * PANEL * self.parts)
+
+    @property
+    def integer_bytes(self) -> int:
+        return STEP // self.group * PANEL * self.parts if self.scale == "integers" else 0
+
+    @property
+    def step_bytes(self) -> int:
+        return self.integer_bytes + STEP * PANEL * sum(self.planes) // 8
+
+    @property
+    def super_bytes(self) -> int:
+        """Bytes of a head and its steps."""
+        return self.head_bytes + self.head_steps * self.step_bytes
+
+
+_NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of four-bit floats."""
+FORMATS = {
+    kind.name: kind
+    for kind in (
+        CodeFormat("BF16", (WHOLE,), scale="none"),
+        CodeFormat("F16", (WHOLE,), scale="none"),
+        CodeFormat("Q4_0", (4,), zero=8),
+        CodeFormat("Q4_1", (4,), has_offset=True),
+        CodeFormat("Q5_0", (4, 1), zero=16),
+        CodeFormat("Q5_1", (4, 1), has_offset=True),
+        CodeFormat("Q8_0", (8,)),
+        CodeFormat("Q2_K", (2,), 16, scale="integers", has_offset=True),
+        CodeFormat("Q3_K", (2, 1), 16, zero=4, scale="integers"),
+        CodeFormat("Q4_K", (4,), scale="integers", has_offset=True),
+        CodeFormat("Q5_K", (4, 1), scale="integers", has_offset=True),
+        CodeFormat("Q6_K", (4, 2), 16, zero=32, scale="integers"),
+        CodeFormat("IQ4_NL", (4,), table=_NONLINEAR),
+        CodeFormat("IQ4_XS", (4,), table=_NONLINEAR, scale="integers"),
+        CodeFormat("MXFP4", (4,), table=_FP4, scale="exponent"),
+    )
+}
+"""ggml's names of formats -> the formats. Nothing else here or in products knows one by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Weights of some outputs."""
+
+    codes: npt.NDArray[Any]
+    """[outputs, inputs]; bits of floats if there is no scale."""
+    heads: Bytes | npt.NDArray[np.uint16] | None
+    """[outputs, heads, parts]: bits of float16, or exponents."""
+    integers: npt.NDArray[np.int8] | None = None
+    """[outputs, groups, parts]"""
+
+    def values(self, kind: CodeFormat) -> Floats:
+        """The weights [outputs, inputs], in float32."""
+        if kind.scale == "none":
+            if kind.is_bfloat16:
+                bits = self.codes.astype(np.uint32) << 16
+                whole: Floats = bits.view(np.float32)
+                return whole
+            return self.codes.view(np.float16).astype(np.float32)
+        assert self.heads is not None
+        if kind.table is not None:
+            numbers = np.array(kind.table, np.float32)[self.codes]
+        else:
+            numbers = (self.codes - np.uint8(kind.zero)).view(np.int8).astype(np.float32)
+        if kind.scale == "exponent":
+            scales: Floats = np.ldexp(np.float32(1), self.heads.astype(np.int32) - 128)
+        else:
+            scales = self.heads.view(np.float16).astype(np.float32)
+        if self.integers is not None:
+            shared = np.repeat(scales, self.integers.shape[1] // scales.shape[1], axis=1)
+            scales = shared * self.integers.astype(np.float32)
+        parts: Floats = numbers.reshape(*scales.shape[:2], -1) * scales[:, :, :1]
+        if kind.has_offset:
+            parts += scales[:, :, 1:]
+        return parts.reshape(self.codes.shape)
+
+
+class Panels:
+    """Weights as products read them: `memory` [panels, heads, super_bytes]."""
+
+    def __init__(self, kind: CodeFormat, shape: tuple[int, int], memory: Bytes) -> None:
+        """`shape`: outputs and inputs; `memory` [num_bytes] is written by `fill`."""
+        self.kind, self.shape = kind, shape
+        self.memory = memory.reshape(-1, shape[1] // (STEP * kind.head_steps), kind.super_bytes)
+
+    @staticmethod
+    def num_bytes(kind: CodeFormat, shape: tuple[int, int]) -> int:
+        """The bytes of memory that weights of this shape take."""
+        return -(-shape[0] // PANEL) * (shape[1] // (STEP * kind.head_steps)) * kind.super_bytes
+
+    def fill(self, first: int, codes: Codes) -> None:
+        """Pack outputs from `first` on, the beginning of a panel; outputs that a last panel lacks become 0."""
+        kind, missing = self.kind, -len(codes.codes) % PANEL
+        num_panels, num_steps = (len(codes.codes) + missing) // PANEL, self.shape[1] // STEP
+
+        def side_by_side(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            """[outputs, ...] -> [panels, ..., 16]"""
+            whole = np.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)])
+            return np.moveaxis(whole.reshape(num_panels, PANEL, *array.shape[1:]), 1, -1)
+
+        target = self.memory[first // PANEL : first // PANEL + num_panels]
+        if codes.heads is not None:
+            heads = np.ascontiguousarray(side_by_side(codes.heads)).view(np.uint8)
+            target[:, :, : kind.head_bytes] = heads.reshape(num_panels, -1, kind.head_bytes)
+        parts = []
+        if codes.integers is not None:
+            integers = side_by_side(codes.integers.view(np.uint8))
+            integers = integers.reshape(num_panels, num_steps, -1, kind.parts, PANEL).swapaxes(2, 3)
+            parts.append(integers.reshape(num_panels, num_steps, -1))
+        own = side_by_side(codes.codes).reshape(num_panels, num_steps, STEP, PANEL)
+        parts += [_to_plane(own, bits, low) for bits, low in kind.places]
+        steps = np.concatenate(parts, axis=2)
+        target[:, :, kind.head_bytes :] = steps.reshape(num_panels, -1, kind.head_steps * kind.step_bytes)
+
+    def rows(self, outputs: npt.NDArray[np.int64]) -> Floats:
+        """The weights [len(outputs), inputs] of some outputs, in float32."""
+        count, kind = len(outputs), self.kind
+        own = self.memory[outputs // PANEL]
+        which, lanes = np.arange(count), outputs % PANEL
+        heads = integers = None
+        if kind.head_bytes:
+            heads = np.ascontiguousarray(own[:, :, : kind.head_bytes])
+            heads = heads if kind.scale == "exponent" else heads.view(np.uint16)
+            heads = heads.reshape(count, -1, kind.parts, PANEL)[which, :, :, lanes]
+        steps = own[:, :, kind.head_bytes :].reshape(count, -1, kind.step_bytes)
+        if kind.integer_bytes:
+            stored = steps[:, :, : kind.integer_bytes].reshape(count, -1, kind.parts, STEP // kind.group, PANEL)
+            stored = stored[which, :, :, :, lanes].swapaxes(2, 3).reshape(count, -1, kind.parts)
+            integers = np.ascontiguousarray(stored).view(np.int8)
+        codes, start = np.zeros((count, self.shape[1]), np.uint16 if kind.scale == "none" else np.uint8), 0
+        for bits, low in kind.places:
+            size = STEP * PANEL * bits // 8
+            plane = steps[:, :, kind.integer_bytes + start : kind.integer_bytes + start + size]
+            codes |= _from_plane(plane, bits)[which, :, lanes] << low
+            start += size
+        return Codes(codes, heads, integers).values(kind)
+
+
+def _to_plane(codes: npt.NDArray[Any], bits: int, low: int) -> Bytes:
+    """Some bits of codes [panels, steps, 32, 16], from bit `low` on: [panels, steps, bytes]."""
+    if bits == WHOLE:
+        return np.ascontiguousarray(codes).view(np.uint8).reshape(*codes.shape[:2], -1)
+    own = (codes >> low & (1 << bits) - 1).reshape(*codes.shape[:2], -1, 8 // bits, PANEL)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    packed: Bytes = np.bitwise_or.reduce(own << shifts, axis=3).astype(np.uint8)
+    return packed.reshape(*codes.shape[:2], -1)
+
+
+def _from_plane(plane: Bytes, bits: int) -> npt.NDArray[Any]:
+    """The bits of codes [outputs, inputs, 16] from a plane [outputs, steps, bytes]."""
+    if bits == WHOLE:
+        return np.ascontiguousarray(plane).view(np.uint16).reshape(len(plane), -1, PANEL)
+    packed = plane.reshape(*plane.shape[:2], -1, 1, PANEL)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (packed >> shifts & (1 << bits) - 1).reshape(len(plane), -1, PANEL)

@@ -1,0 +1,322 @@
+"""Products of float32 rows and coded weights, compiled by numba for any x86-64 processor with AVX2.
+
+Knows panels of codes (`coded.py`) and rows as memory addresses; knows no file and no module. Threads take units, some
+panels x some rows, from a counter. A unit expands up to eight steps of a panel to numbers in its first cache, and
+multiplies all its rows by them. An element of the result is computed in one order, however many rows there are:
+
+    of a group     two chains of fused multiply-adds, of the even and of the odd inputs, which are then added
+    of all groups  one chain: result = scale * (that sum) + result, and result = offset * (sum of inputs) + result
+
+A thread's scratch memory:
+
+    expanded    of each step 32 x 16 numbers, then its scales and its offsets, two times 16 each
+    sums        of each row 16 results
+    inputs      of each row the sums of groups of inputs, if there are offsets
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import carray
+
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.llvm.emit import F32, F32S, I16S, I32S, LANES
+from foreword.kernels.products.coded import FORMATS, PANEL, STEP, SUPER_STEPS, WHOLE, CodeFormat
+from foreword.kernels.runtime.compiled import Record, Worker, inlined, record, worker
+
+CODED = record(
+    "rows",
+    "row_bytes",
+    "num_rows",
+    "panels",
+    "panel_bytes",
+    "super_bytes",
+    "head_steps",
+    "num_panels",
+    "num_steps",
+    "form",  # the number of the format in `forms`
+    "kind",  # 1: offsets, 2: groups of 16
+    "bias",
+    "target",
+    "target_bytes",  # from one row of the result to the next
+    "width",  # columns of the result
+    "group",  # panels of a unit
+    "unit_rows",
+    "counters",
+    "scratch",
+    "thread_scratch",
+)
+"""The arguments of a product: addresses, and counts."""
+OFFSETS, GROUPS_OF_16 = 1, 2
+_FEATURES = llvm.get_host_cpu_features()
+HAS_INSTRUCTIONS = all(_FEATURES.get(name) for name in ("avx2", "fma", "f16c"))
+"""Whether this processor has instructions for such products."""
+MOST_ROWS = 8 if _FEATURES.get("avx512f") else 3
+"""Rows that are multiplied at once: their chains fill the processor's registers."""
+UNIT_ROWS = 96
+"""Most rows of a unit: what a panel costs to expand is then a few hundredths of its products."""
+UNIT_PANELS = 8
+VALUES_BYTES = 4 * STEP * PANEL
+SCALES, OFFSETS_AT = VALUES_BYTES, VALUES_BYTES + 128
+EXPANDED_BYTES = VALUES_BYTES + 256
+"""Bytes of an expanded step."""
+_SUMS = SUPER_STEPS * EXPANDED_BYTES
+_INPUTS = _SUMS + UNIT_ROWS * 4 * PANEL
+_BYTES = ir.VectorType(ir.IntType(8), PANEL)
+_HALVES = ir.VectorType(ir.HalfType(), PANEL)
+
+FORMS = tuple(FORMATS.values())
+
+
+# --------------------------------------------------------------------------------------------- expanding
+
+
+def _bytes(value: int) -> ir.Constant:
+    return ir.Constant(_BYTES, [value] * PANEL)
+
+
+def _number(builder: Any, codes: Any) -> Any:
+    """Signed bytes as float32."""
+    return builder.sitofp(builder.sext(codes, I32S), F32S)
+
+
+def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
+    """The scales, and perhaps the offsets, of a head."""
+    if kind.scale == "none":
+        return [emit.constant(1.0)]
+    if kind.scale == "exponent":
+        exponents = builder.zext(emit.load(builder, source, 0, _BYTES), I32S)
+        power = builder.bitcast(builder.shl(exponents, ir.Constant(I32S, [23] * LANES)), F32S)
+        return [builder.fmul(power, emit.constant(0.5))]
+    return [builder.fpext(emit.load(builder, source, 32 * part, _HALVES), F32S) for part in range(kind.parts)]
+
+
+def _codes(builder: Any, planes: Sequence[Any], kind: CodeFormat, octet: Any) -> list[Any]:
+    """The codes of eight inputs; `planes`: the addresses of a step's planes."""
+    found: list[Any] = [None] * 8
+    for address, (bits, low) in zip(planes, kind.places, strict=True):
+        start = builder.add(address, builder.mul(octet, emit.integer(PANEL * bits)))
+        for number in range(bits):
+            packed = emit.load(builder, start, PANEL * number, _BYTES)
+            for part in range(8 // bits):
+                own = packed if not part else builder.lshr(packed, _bytes(bits * part))
+                if bits * (part + 1) < 8:
+                    own = builder.and_(own, _bytes((1 << bits) - 1))
+                at = number * (8 // bits) + part
+                found[at] = own if not low else builder.or_(found[at], builder.shl(own, _bytes(low)))
+    return found
+
+
+def _values(builder: Any, kind: CodeFormat, planes: Sequence[Any], octet: Any) -> list[Any]:
+    """The numbers of eight inputs, each of 16 outputs."""
+    if kind.planes == (WHOLE,):
+        start = builder.add(planes[0], builder.mul(octet, emit.integer(8 * 2 * PANEL)))
+        if kind.is_bfloat16:
+            return [emit.widened(builder, emit.load(builder, start, 32 * number, I16S)) for number in range(8)]
+        return [builder.fpext(emit.load(builder, start, 32 * number, _HALVES), F32S) for number in range(8)]
+    codes = _codes(builder, planes, kind, octet)
+    if kind.table is not None:
+        table = ir.Constant(_BYTES, [number % 256 for number in kind.table])
+        codes = [emit.call(builder, "llvm.x86.ssse3.pshuf.b.128", table, code) for code in codes]
+    elif kind.zero:
+        codes = [builder.sub(code, _bytes(kind.zero)) for code in codes]
+    return [_number(builder, code) for code in codes]
+
+
+def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target: Any) -> None:
+    shared = _head(builder, kind, source) if kind.head_steps > 1 else None
+    stride = kind.step_bytes if kind.head_steps > 1 else kind.super_bytes
+
+    def of_step(number: Any) -> list[Any]:
+        offset = builder.mul(number, emit.integer(stride))
+        place = builder.add(source, offset)
+        head = _head(builder, kind, place) if shared is None else shared
+        step = builder.add(place, emit.integer(kind.head_bytes))
+        own = builder.add(target, builder.mul(number, emit.integer(EXPANDED_BYTES)))
+        for part, at in zip(range(kind.parts), (SCALES, OFFSETS_AT), strict=False):
+            for group in range(STEP // kind.group):
+                scale = head[part]
+                if kind.integer_bytes:
+                    integer = emit.load(builder, step, PANEL * (part * (STEP // kind.group) + group), _BYTES)
+                    scale = builder.fmul(scale, _number(builder, integer))
+                emit.store(builder, scale, own, at + 64 * group)
+        sizes = [STEP * PANEL * low // 8 for _, low in kind.places]
+        planes = [builder.add(step, emit.integer(kind.integer_bytes + size)) for size in sizes]
+
+        def of_octet(octet: Any) -> list[Any]:
+            begin = builder.add(own, builder.mul(octet, emit.integer(8 * 64)))
+            for at, value in enumerate(_values(builder, kind, planes, octet)):
+                emit.store(builder, value, begin, 64 * at)
+            return []
+
+        emit.loop(builder, emit.integer(0), emit.integer(STEP // 8), 1, [], of_octet)
+        return []
+
+    emit.loop(builder, emit.integer(0), num_steps, 1, [], of_step)
+
+
+expand = emit.by_rows(
+    "aia",
+    range(len(FORMS)),
+    lambda builder, form, arguments: _expand(builder, FORMS[form], *arguments),
+)
+"""Expand some steps: the number of the format; the first step, with its head; the number of steps; the target."""
+
+
+# ----------------------------------------------------------------------------------------------- products
+
+
+def _multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
+    rows, row_bytes, expanded, num_steps, sums, inputs, inputs_bytes = arguments
+    kind, count = divmod(variant, 16)
+    size = 16 if kind & GROUPS_OF_16 else STEP
+    addresses = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
+
+    def of_step(step: Any, *totals: Any) -> list[Any]:
+        own = builder.add(expanded, builder.mul(step, emit.integer(EXPANDED_BYTES)))
+        left = [builder.add(row, builder.mul(step, emit.integer(4 * STEP))) for row in addresses]
+        following = list(totals)
+        for group in range(STEP // size):
+
+            def of_octet(octet: Any, *chains: Any, group: int = group) -> list[Any]:
+                found = list(chains)
+                start = builder.add(emit.integer(group * size), builder.mul(octet, emit.integer(8)))
+                values = builder.add(own, builder.mul(start, emit.integer(64)))
+                places = [builder.add(row, builder.mul(start, emit.integer(4))) for row in left]
+                for at in range(8):
+                    value = emit.load(builder, values, 64 * at)
+                    for number, place in enumerate(places):
+                        factor = emit.splat(builder, emit.load(builder, place, 4 * at, F32))
+                        chain = 2 * number + at % 2
+                        found[chain] = emit.fma(builder, factor, value, found[chain])
+                return found
+
+            empty = [emit.constant(0.0)] * (2 * count)
+            chains = emit.loop(builder, emit.integer(0), emit.integer(size // 8), 1, empty, of_octet)
+            scale = emit.load(builder, own, SCALES + 64 * group)
+            for number in range(count):
+                part = builder.fadd(chains[2 * number], chains[2 * number + 1])
+                following[number] = emit.fma(builder, scale, part, following[number])
+            if kind & OFFSETS:
+                offset = emit.load(builder, own, OFFSETS_AT + 64 * group)
+                for number in range(count):
+                    place = builder.add(inputs, builder.mul(inputs_bytes, emit.integer(number)))
+                    place = builder.add(place, builder.mul(step, emit.integer(4 * STEP // size)))
+                    total = emit.splat(builder, emit.load(builder, place, 4 * group, F32))
+                    following[number] = emit.fma(builder, offset, total, following[number])
+        return following
+
+    before = [emit.load(builder, sums, 64 * number) for number in range(count)]
+    for number, total in enumerate(emit.loop(builder, emit.integer(0), num_steps, 1, before, of_step)):
+        emit.store(builder, total, sums, 64 * number)
+
+
+multiply = emit.by_rows(
+    "aiaiaai", [16 * kind + count for kind in range(4) for count in range(1, MOST_ROWS + 1)], _multiply
+)
+"""Add products of rows and expanded steps to sums; the first argument is 16 * kind + the number of rows.
+
+Arguments: rows, the bytes from one to the next; expanded steps, their number; sums; sums of inputs from the first step
+on, and the bytes from one row's to the next row's.
+"""
+
+
+@emit.instructions("aiai")
+def add_up(builder: Any, row: Any, num_groups: Any, target: Any, vectors: Any) -> None:
+    """Write the sum of each group of a row's inputs; a group is one vector or two (`vectors`)."""
+    is_two = builder.icmp_signed("==", vectors, emit.integer(2))
+
+    def of_group(group: Any) -> list[Any]:
+        place = builder.add(row, builder.mul(builder.mul(group, vectors), emit.integer(64)))
+        first = emit.load(builder, place)
+        second = emit.load(builder, builder.select(is_two, builder.add(place, emit.integer(64)), place))
+        both = builder.select(is_two, builder.fadd(first, second), first)
+        total = builder.extract_element(emit.reduce(builder, both, builder.fadd), ir.Constant(emit.I32, 0))
+        emit.store(builder, total, builder.add(target, builder.mul(group, emit.integer(4))))
+        return []
+
+    emit.loop(builder, emit.integer(0), num_groups, 1, [], of_group)
+
+
+@emit.instructions("aaa")
+def write(builder: Any, sums: Any, bias: Any, target: Any) -> None:
+    """Write 16 sums of one row plus their bias."""
+    emit.store(builder, builder.fadd(emit.load(builder, sums), emit.load(builder, bias)), target)
+
+
+# ------------------------------------------------------------------------------------------------- threads
+
+
+def thread_scratch(num_steps: int) -> int:
+    """Bytes of scratch memory for each thread, from the number of steps of the weights."""
+    return _INPUTS + UNIT_ROWS * 8 * num_steps + 64
+
+
+def set_units(a: Record, num_threads: int) -> None:
+    """Set the sizes of units in a record with `num_rows`."""
+    num_units = max(1, -(-int(a["num_rows"]) // UNIT_ROWS))
+    a["unit_rows"] = -(-int(a["num_rows"]) // num_units)
+    a["group"] = max(1, min(UNIT_PANELS, int(a["num_panels"]) * num_units // (4 * num_threads)))
+
+
+@inlined
+def _multiply_panel(a: Any, scratch: int, panel: int, first: int, count: int) -> None:
+    """Multiply some rows by a panel, and write the results."""
+    sums, inputs, kind = scratch + _SUMS, scratch + _INPUTS, 16 * a.kind
+    groups = STEP // 16 if a.kind & GROUPS_OF_16 else 1
+    simd.clear_bytes(sums, count * 64)
+    for step in range(0, a.num_steps, SUPER_STEPS):
+        num_steps = min(SUPER_STEPS, a.num_steps - step)
+        source = a.panels + panel * a.panel_bytes + step // a.head_steps * a.super_bytes
+        expand(a.form, source, num_steps, scratch)
+        for row in range(0, count, MOST_ROWS):
+            multiply(
+                kind + min(MOST_ROWS, count - row),
+                a.rows + (first + row) * a.row_bytes + step * 4 * STEP,
+                a.row_bytes,
+                scratch,
+                num_steps,
+                sums + row * 64,
+                inputs + (row * a.num_steps + step) * 4 * groups,
+                a.num_steps * 4 * groups,
+            )
+    room = min(PANEL, a.width - panel * PANEL)
+    for row in range(count):
+        target = a.target + (first + row) * a.target_bytes + panel * 64
+        if room == PANEL:
+            write(sums + row * 64, a.bias + panel * 64, target)
+        else:
+            write(sums + row * 64, a.bias + panel * 64, scratch)
+            simd.copy_bytes(target, scratch, 4 * room)
+
+
+@functools.cache
+def compile_worker() -> Worker:
+    """Compile the function that every thread runs: it computes units until none is left."""
+
+    @worker(CODED)
+    def multiply_units(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+        num_groups = (a.num_panels + a.group - 1) // a.group
+        num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
+        vectors = 1 if a.kind & GROUPS_OF_16 else 2
+        summed, unit = -1, simd.fetch_add(a.counters, 1)
+        while unit < num_units:
+            first, first_panel = unit // num_groups * a.unit_rows, unit % num_groups * a.group
+            count = min(a.unit_rows, a.num_rows - first)
+            if a.kind & OFFSETS and summed != first:
+                for row in range(count):
+                    sums = scratch + _INPUTS + row * a.num_steps * 8 // vectors
+                    add_up(a.rows + (first + row) * a.row_bytes, a.num_steps * 2 // vectors, sums, vectors)
+                summed = first
+            for panel in range(first_panel, min(first_panel + a.group, a.num_panels)):
+                _multiply_panel(a, scratch, panel, first, count)
+            unit = simd.fetch_add(a.counters, 1)
+
+    return multiply_units

@@ -1,0 +1,166 @@
+"""Linear layers whose weights stay in the few bits that a file gives them.
+
+Knows codes and rows; knows no module and no file. Rows of any type are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foreword.kernels.products import coded_worker
+from foreword.kernels.products.coded import PANEL, STEP, CodeFormat, Codes, Panels
+from foreword.kernels.products.coded_worker import CODED, FORMS, GROUPS_OF_16, OFFSETS
+from foreword.kernels.runtime.compiled import Record
+from foreword.kernels.runtime.huge_pages import HugePages
+from foreword.kernels.runtime.threads import OfThread, Operation
+from foreword.model.cpu.product import thread_memory
+
+FILLED = 1 << 20
+"""Weights that are packed at once."""
+ALONE_OPERATIONS = 1 << 18
+"""The calling thread computes a product of fewer multiplications alone: waking the others takes longer."""
+HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS
+_WEIGHTS = HugePages()
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """A weight as its file has it."""
+
+    kind: CodeFormat
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    codes: Callable[[int, int], Codes]
+    """The codes of the outputs first <= i < end. Raises OSError."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The weight as a tensor [outputs, inputs]."""
+        output, step = torch.empty(self.shape, dtype=dtype), max(1, FILLED // self.shape[1])
+        for first in range(0, len(self), step):
+            end = min(first + step, len(self))
+            output[first:end] = torch.from_numpy(self.codes(first, end).values(self.kind))
+        return output
+
+
+Weight = Tensor | CodedRows
+"""A weight [outputs, inputs] as it is handed to a product."""
+
+
+class CodedProduct:
+    """A weight in its codes: rows [..., in_features] to columns of a result."""
+
+    def __init__(self, weight: CodedRows, bias: Tensor | None) -> None:
+        """Pack a weight, whose inputs are a multiple of 32; `bias` [out_features]."""
+        self.out_features, self.in_features = weight.shape
+        memory = _WEIGHTS.allocate(Panels.num_bytes(weight.kind, weight.shape))
+        self._panels = Panels(weight.kind, weight.shape, memory)
+        step = max(PANEL, FILLED // self.in_features // PANEL * PANEL)
+        for first in range(0, self.out_features, step):
+            self._panels.fill(first, weight.codes(first, min(first + step, self.out_features)))
+        num_panels, num_supers, super_bytes = self._panels.memory.shape
+        self._bias = torch.zeros(num_panels * PANEL)
+        if bias is not None:
+            self._bias[: self.out_features] = bias.float()
+        kind = weight.kind
+        a = self._constants = np.zeros((), CODED)
+        a["panels"], a["panel_bytes"], a["super_bytes"] = memory.ctypes.data, num_supers * super_bytes, super_bytes
+        a["head_steps"], a["num_panels"], a["num_steps"] = kind.head_steps, num_panels, self.in_features // STEP
+        a["form"], a["bias"], a["width"] = FORMS.index(kind), self._bias.data_ptr(), self.out_features
+        a["kind"] = OFFSETS * kind.has_offset | GROUPS_OF_16 * (kind.group == 16)
+        a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
+        self._of_thread = OfThread(lambda: CodedOperation(a, (memory, self._bias)))
+
+    @staticmethod
+    def can_take(weight: CodedRows) -> bool:
+        """Whether the weight suits such products on this processor."""
+        return HAS_INSTRUCTIONS and weight.shape[1] % STEP == 0
+
+    @property
+    def format(self) -> str:
+        return self._panels.kind.name
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the weight takes."""
+        return self._panels.memory.nbytes
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features] in float32: a new plain copy on every access."""
+        return self.rows(np.arange(self.out_features))
+
+    def rows(self, outputs: npt.NDArray[np.int64]) -> Tensor:
+        """The weights [len(outputs), in_features] of some outputs, in float32."""
+        found = np.empty((len(outputs), self.in_features), np.float32)
+        step = max(1, FILLED // self.in_features // PANEL)  # a row is taken out of its whole panel
+        for first in range(0, len(outputs), step):
+            found[first : first + step] = self._panels.rows(outputs[first : first + step])
+        return torch.from_numpy(found)
+
+    def write(self, rows: Tensor, target: Tensor) -> None:
+        """Write the products of float32 rows [rows, in_features] to `target` [rows, out_features], whose rows may lie
+        apart.
+        """
+        own = self._of_thread.operation
+        scratch = thread_memory(int(self._constants["thread_scratch"]) * torch.get_num_threads())
+        own.bind(rows.data_ptr(), len(rows), target.data_ptr(), 4 * target.stride(0), scratch)
+        own.run(alone=len(rows) * self.in_features * self.out_features < ALONE_OPERATIONS)
+
+
+class CodedLinear:
+    """Coded weights with the same inputs, whose outputs follow each other."""
+
+    def __init__(self, weights: Sequence[CodedRows], bias: Tensor | None) -> None:
+        sizes = [len(weight) for weight in weights]
+        biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+        self._products = [CodedProduct(*one) for one in zip(weights, biases, strict=True)]
+        self._width = sum(sizes)
+
+    @property
+    def format(self) -> str:
+        return ", ".join(dict.fromkeys(product.format for product in self._products))
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.cat([product.weight for product in self._products])
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights [len(outputs), in_features] of some outputs of the only weight, in float32."""
+        [product] = self._products
+        return product.rows(outputs.numpy().astype(np.int64))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        own = rows.float().reshape(-1, rows.shape[-1]).contiguous()
+        output, start = own.new_empty(len(own), self._width), 0
+        for product in self._products:
+            product.write(own, output[:, start : start + product.out_features])
+            start += product.out_features
+        return output.view(*rows.shape[:-1], -1).to(rows.dtype)
+
+
+class CodedOperation(Operation):
+    """A product of the rows that `bind` set last."""
+
+    def __init__(self, constants: Record, kept: object) -> None:
+        """`constants`: arguments that `bind` does not set; `kept`: the memory that they are addresses of."""
+        super().__init__(coded_worker.compile_worker())
+        self._kept = kept
+        for name in CODED.names or ():
+            if name != "counters":
+                self.arguments[name] = constants[name]
+
+    def bind(self, rows: int, num_rows: int, target: int, target_bytes: int, scratch: int) -> None:
+        """Set the addresses of rows, the result, and `thread_scratch` bytes for each thread."""
+        a = self.arguments
+        a["rows"], a["num_rows"], a["target"], a["target_bytes"] = rows, num_rows, target, target_bytes
+        a["scratch"] = scratch
+        coded_worker.set_units(a, torch.get_num_threads())
