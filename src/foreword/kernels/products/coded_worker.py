@@ -2,7 +2,8 @@
 
 Knows panels of codes (`coded.py`) and rows as memory addresses; knows no file and no module. Threads take units, some
 panels x some rows, from a counter. A unit expands up to eight steps of a panel to numbers in its first cache, and
-multiplies all its rows by them. An element of the result is computed in one order, however many rows there are:
+multiplies all its rows by them; a single row is multiplied as they are expanded. An element of the result is computed
+in one order, however many rows there are:
 
     of a group     two chains of fused multiply-adds, of the even and of the odd inputs, which are then added
     of all groups  one chain: result = scale * (that sum) + result, and result = offset * (sum of inputs) + result
@@ -17,7 +18,7 @@ A thread's scratch memory:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import binding as llvm
@@ -128,42 +129,55 @@ def _values(builder: Any, kind: CodeFormat, planes: Sequence[Any], octet: Any) -
     return [_number(builder, code) for code in codes]
 
 
-def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target: Any) -> None:
+Octet = Callable[[Any], list[Any]]
+"""The number of eight inputs of a step -> their numbers, each of 16 outputs."""
+
+
+def _for_steps(
+    builder: Any, kind: CodeFormat, source: Any, num_steps: Any, carried: list[Any], body: Callable[..., list[Any]]
+) -> list[Any]:
+    """`carried = body(step, scales, octet, *carried)` for some steps; `scales`: [parts][groups] vectors."""
     shared = _head(builder, kind, source) if kind.head_steps > 1 else None
     stride = kind.step_bytes if kind.head_steps > 1 else kind.super_bytes
+    num_groups = STEP // kind.group
 
-    def of_step(number: Any) -> list[Any]:
-        offset = builder.mul(number, emit.integer(stride))
-        place = builder.add(source, offset)
+    def of_step(step: Any, *carried: Any) -> list[Any]:
+        place = builder.add(source, builder.mul(step, emit.integer(stride)))
         head = _head(builder, kind, place) if shared is None else shared
-        step = builder.add(place, emit.integer(kind.head_bytes))
-        own = builder.add(target, builder.mul(number, emit.integer(EXPANDED_BYTES)))
-        for part, at in zip(range(kind.parts), (SCALES, OFFSETS_AT), strict=False):
-            for group in range(STEP // kind.group):
-                scale = head[part]
-                if kind.integer_bytes:
-                    integer = emit.load(builder, step, PANEL * (part * (STEP // kind.group) + group), _BYTES)
-                    scale = builder.fmul(scale, _number(builder, integer))
-                emit.store(builder, scale, own, at + 64 * group)
+        own = builder.add(place, emit.integer(kind.head_bytes))
+        scales = [[scale] * num_groups for scale in head]
+        if kind.integer_bytes:
+            for number in range(kind.parts * num_groups):
+                integer = _number(builder, emit.load(builder, own, PANEL * number, _BYTES))
+                part, group = divmod(number, num_groups)
+                scales[part][group] = builder.fmul(head[part], integer)
         sizes = [STEP * PANEL * low // 8 for _, low in kind.places]
-        planes = [builder.add(step, emit.integer(kind.integer_bytes + size)) for size in sizes]
+        planes = [builder.add(own, emit.integer(kind.integer_bytes + size)) for size in sizes]
+        return body(step, scales, lambda octet: _values(builder, kind, planes, octet), *carried)
 
-        def of_octet(octet: Any) -> list[Any]:
-            begin = builder.add(own, builder.mul(octet, emit.integer(8 * 64)))
-            for at, value in enumerate(_values(builder, kind, planes, octet)):
+    return emit.loop(builder, emit.integer(0), num_steps, 1, carried, of_step)
+
+
+def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target: Any) -> None:
+    def of_step(step: Any, scales: list[list[Any]], octet: Octet) -> list[Any]:
+        own = builder.add(target, builder.mul(step, emit.integer(EXPANDED_BYTES)))
+        for of_groups, at in zip(scales, (SCALES, OFFSETS_AT), strict=False):
+            for group, scale in enumerate(of_groups):
+                emit.store(builder, scale, own, at + 64 * group)
+
+        def of_octet(number: Any) -> list[Any]:
+            begin = builder.add(own, builder.mul(number, emit.integer(8 * 64)))
+            for at, value in enumerate(octet(number)):
                 emit.store(builder, value, begin, 64 * at)
             return []
 
-        emit.loop(builder, emit.integer(0), emit.integer(STEP // 8), 1, [], of_octet)
-        return []
+        return emit.loop(builder, emit.integer(0), emit.integer(STEP // 8), 1, [], of_octet)
 
-    emit.loop(builder, emit.integer(0), num_steps, 1, [], of_step)
+    _for_steps(builder, kind, source, num_steps, [], of_step)
 
 
 expand = emit.by_rows(
-    "aia",
-    range(len(FORMS)),
-    lambda builder, form, arguments: _expand(builder, FORMS[form], *arguments),
+    "aia", range(len(FORMS)), lambda builder, form, arguments: _expand(builder, FORMS[form], *arguments)
 )
 """Expand some steps: the number of the format; the first step, with its head; the number of steps; the target."""
 
@@ -171,51 +185,91 @@ expand = emit.by_rows(
 # ----------------------------------------------------------------------------------------------- products
 
 
+def _of_group(
+    builder: Any, rows: Sequence[Any], first: int, size: int, octet: Octet, scales: Sequence[Any], sums: Sequence[Any]
+) -> list[Any]:
+    """The sums of rows after a group of `size` inputs, from input `first` of their step on.
+
+    `scales`: the group's scale and perhaps its offset, and then for each row the sum of these inputs.
+    """
+
+    def of_octet(number: Any, *chains: Any) -> list[Any]:
+        found = list(chains)
+        places = [builder.add(row, builder.mul(number, emit.integer(32))) for row in rows]
+        for at, value in enumerate(octet(number)):
+            for row, place in enumerate(places):
+                factor = emit.splat(builder, emit.load(builder, place, 4 * at, F32))
+                found[2 * row + at % 2] = emit.fma(builder, factor, value, found[2 * row + at % 2])
+        return found
+
+    empty = [emit.constant(0.0)] * (2 * len(rows))
+    start, end = emit.integer(first // 8), emit.integer((first + size) // 8)
+    chains = emit.loop(builder, start, end, 1, empty, of_octet)
+    found = []
+    for row, total in enumerate(sums):
+        part = builder.fadd(chains[2 * row], chains[2 * row + 1])
+        found.append(emit.fma(builder, scales[0], part, total))
+        if len(scales) > 1:
+            found[row] = emit.fma(builder, scales[1], scales[2 + row], found[row])
+    return found
+
+
 def _multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
     rows, row_bytes, expanded, num_steps, sums, inputs, inputs_bytes = arguments
     kind, count = divmod(variant, 16)
     size = 16 if kind & GROUPS_OF_16 else STEP
-    addresses = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
+    own_rows = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
+    own_inputs = [builder.add(inputs, builder.mul(inputs_bytes, emit.integer(number))) for number in range(count)]
 
     def of_step(step: Any, *totals: Any) -> list[Any]:
         own = builder.add(expanded, builder.mul(step, emit.integer(EXPANDED_BYTES)))
-        left = [builder.add(row, builder.mul(step, emit.integer(4 * STEP))) for row in addresses]
-        following = list(totals)
+        left = [builder.add(row, builder.mul(step, emit.integer(4 * STEP))) for row in own_rows]
+        found = list(totals)
+
+        def octet(number: Any) -> list[Any]:
+            values = builder.add(own, builder.mul(number, emit.integer(8 * 64)))
+            return [emit.load(builder, values, 64 * at) for at in range(8)]
+
         for group in range(STEP // size):
-
-            def of_octet(octet: Any, *chains: Any, group: int = group) -> list[Any]:
-                found = list(chains)
-                start = builder.add(emit.integer(group * size), builder.mul(octet, emit.integer(8)))
-                values = builder.add(own, builder.mul(start, emit.integer(64)))
-                places = [builder.add(row, builder.mul(start, emit.integer(4))) for row in left]
-                for at in range(8):
-                    value = emit.load(builder, values, 64 * at)
-                    for number, place in enumerate(places):
-                        factor = emit.splat(builder, emit.load(builder, place, 4 * at, F32))
-                        chain = 2 * number + at % 2
-                        found[chain] = emit.fma(builder, factor, value, found[chain])
-                return found
-
-            empty = [emit.constant(0.0)] * (2 * count)
-            chains = emit.loop(builder, emit.integer(0), emit.integer(size // 8), 1, empty, of_octet)
-            scale = emit.load(builder, own, SCALES + 64 * group)
-            for number in range(count):
-                part = builder.fadd(chains[2 * number], chains[2 * number + 1])
-                following[number] = emit.fma(builder, scale, part, following[number])
+            scales = [emit.load(builder, own, SCALES + 64 * group)]
             if kind & OFFSETS:
-                offset = emit.load(builder, own, OFFSETS_AT + 64 * group)
-                for number in range(count):
-                    place = builder.add(inputs, builder.mul(inputs_bytes, emit.integer(number)))
-                    place = builder.add(place, builder.mul(step, emit.integer(4 * STEP // size)))
-                    total = emit.splat(builder, emit.load(builder, place, 4 * group, F32))
-                    following[number] = emit.fma(builder, offset, total, following[number])
-        return following
+                scales.append(emit.load(builder, own, OFFSETS_AT + 64 * group))
+                scales += [_input(builder, place, step, STEP // size, group) for place in own_inputs]
+            found = _of_group(builder, left, group * size, size, octet, scales, found)
+        return found
 
     before = [emit.load(builder, sums, 64 * number) for number in range(count)]
     for number, total in enumerate(emit.loop(builder, emit.integer(0), num_steps, 1, before, of_step)):
         emit.store(builder, total, sums, 64 * number)
 
 
+def _input(builder: Any, inputs: Any, step: Any, num_groups: int, group: int) -> Any:
+    """A row's sum of a group of inputs, in all lanes."""
+    place = builder.add(inputs, builder.mul(step, emit.integer(4 * num_groups)))
+    return emit.splat(builder, emit.load(builder, place, 4 * group, F32))
+
+
+def _multiply_one(builder: Any, form: int, arguments: Sequence[Any]) -> None:
+    source, num_steps, row, inputs, sums = arguments
+    kind = FORMS[form]
+
+    def of_step(step: Any, scales: list[list[Any]], octet: Octet, total: Any) -> list[Any]:
+        left, found = [builder.add(row, builder.mul(step, emit.integer(4 * STEP)))], [total]
+        for group in range(STEP // kind.group):
+            own = [of_groups[group] for of_groups in scales]
+            if kind.has_offset:
+                own.append(_input(builder, inputs, step, STEP // kind.group, group))
+            found = _of_group(builder, left, group * kind.group, kind.group, octet, own, found)
+        return found
+
+    [total] = _for_steps(builder, kind, source, num_steps, [emit.load(builder, sums)], of_step)
+    emit.store(builder, total, sums)
+
+
+multiply_one = emit.by_rows("aiaaa", range(len(FORMS)), _multiply_one)
+"""`expand` and `multiply` of one row without the memory between: the number of the format; the first step, with its
+head; the number of steps; the row; its sums of inputs; its sums.
+"""
 multiply = emit.by_rows(
     "aiaiaai", [16 * kind + count for kind in range(4) for count in range(1, MOST_ROWS + 1)], _multiply
 )
@@ -273,6 +327,10 @@ def _multiply_panel(a: Any, scratch: int, panel: int, first: int, count: int) ->
     for step in range(0, a.num_steps, SUPER_STEPS):
         num_steps = min(SUPER_STEPS, a.num_steps - step)
         source = a.panels + panel * a.panel_bytes + step // a.head_steps * a.super_bytes
+        if count == 1:
+            row_inputs = inputs + step * 4 * groups
+            multiply_one(a.form, source, num_steps, a.rows + first * a.row_bytes + step * 4 * STEP, row_inputs, sums)
+            continue
         expand(a.form, source, num_steps, scratch)
         for row in range(0, count, MOST_ROWS):
             multiply(

@@ -4,8 +4,7 @@ Knows tensors, and four formats: 12 bits a weight (`cpu/product.py`), the codes 
 oneDNN's packed order, and plain tensors; knows no model. Every product of few rows reorders a plain weight again, or
 reads it in strides. It reads a packed one as a stream: decoding becomes up to twice as fast. With packed weights, a
 row's bits do not depend on the number of rows, not even on whether the row is alone
-(docs/decisions/0009-packed-weights.md
-has the measurements).
+(docs/decisions/0009-packed-weights.md has the measurements).
 """
 
 from __future__ import annotations
