@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
 
-ARCHITECTURE_OF = {"gemma3_text": "gemma3", "mistral": "llama"}
+ARCHITECTURE_OF = {
+    "gemma3_text": "gemma3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 PERMUTED = ("llama", "granite", "smollm3")
 PLUS_ONE = ("gemma2", "gemma3")
 
@@ -53,9 +61,30 @@ def write_gguf(
     )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     values = {}
-    for place, weight in load_file(checkpoint / "model.safetensors").items():
+    loaded = load_file(checkpoint / "model.safetensors")
+    for place, names, stack in _experts(loaded):
         own = table.get_name(place, try_suffixes=(".weight", ".bias"))
         assert own is not None, place
+        blocks = Type[kind] if place.endswith(".weight") else Type.F32
+        packed = gguf.quants.quantize(stack, blocks)
+        writer.add_tensor(own, packed, raw_dtype=blocks)
+        back = gguf.quants.dequantize(packed, blocks).reshape(stack.shape)
+        if len(names) == len(back):
+            values |= {one: np.ascontiguousarray(part) for one, part in zip(names, back, strict=True)}
+            continue
+        [name_of_all], start = names, place.partition(".experts.")[2].startswith("up")
+        whole = values.setdefault(name_of_all, np.zeros(loaded[name_of_all].shape, np.float32))
+        back = back.swapaxes(1, 2) if back.ndim == 3 else back
+        if "down" in place:
+            whole[:] = back
+        else:
+            whole[..., int(start) :: 2] = back
+    for place, weight in loaded.items():
+        if ".experts." in place:
+            continue
+        own = table.get_name(place, try_suffixes=(".weight", ".bias"))
+        assert own is not None, place
+        own = f"{own}.weight" if own.endswith("attn_sinks") else own
         rows = weight.astype(np.float32)
         is_permuted = name in PERMUTED and ("q_proj" in place or "k_proj" in place)
         num_heads = heads if "q_proj" in place else kv_heads
@@ -85,6 +114,29 @@ def write_gguf(
     return folder
 
 
+def _experts(
+    loaded: Mapping[str, np.ndarray[Any, Any]],
+) -> Iterator[tuple[str, list[str], np.ndarray[Any, Any]]]:
+    """Of each tensor of all experts: its place, the weights that it is made of, and [experts, ...]."""
+    apart: dict[str, dict[int, str]] = {}
+    for name, weight in loaded.items():
+        if matched := EXPERT.fullmatch(name):
+            apart.setdefault(f"{matched[1]}.{matched[3]}.weight", {})[int(matched[2])] = name
+        elif ".experts." in name:  # gpt-oss: [experts, in, out], outputs of gate and up in turn
+            own = weight.astype(np.float32)
+            own = own.swapaxes(1, 2) if own.ndim == 3 else own
+            end = ".bias" if name.endswith("_bias") else ".weight"
+            place = name.removesuffix("_bias")
+            if "down" in name:
+                yield f"{place}{end}", [name], np.ascontiguousarray(own)
+                continue
+            for number, part in enumerate(("gate_proj", "up_proj")):
+                yield place.replace("gate_up_proj", part) + end, [name], np.ascontiguousarray(own[:, number::2])
+    for place, names in apart.items():
+        own_names = [names[number] for number in range(len(names))]
+        yield place, own_names, np.stack([loaded[name].astype(np.float32) for name in own_names])
+
+
 def _write_keys(writer: gguf.GGUFWriter, name: str, config: Mapping[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -108,7 +160,7 @@ def _write_keys(writer: gguf.GGUFWriter, name: str, config: Mapping[str, Any]) -
         writer.add_logit_scale(config["logit_scale"])
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if name in ("gemma2", "gemma3", "cohere2"):
+    if name in ("gemma2", "gemma3", "cohere2", "gpt-oss"):
         writer.add_sliding_window(config["sliding_window"])
     if name == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -121,6 +173,12 @@ def _write_keys(writer: gguf.GGUFWriter, name: str, config: Mapping[str, Any]) -
     if name == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         writer.add_sliding_window(config["sliding_window"] or 0)
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if name in ("qwen3moe", "gpt-oss"):
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if rope.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

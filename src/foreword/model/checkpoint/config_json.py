@@ -55,6 +55,34 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "eos_token_id": 2,
         **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
     },
+    "mixtral": {
+        **_PLAIN,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+    },
+    "qwen3_moe": {
+        **_QWEN,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+    "gpt_oss": {
+        **_PLAIN,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "gemma2": {**_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     "gemma3_text": {**_GEMMA, "final_logit_softcapping": None, "attn_logit_softcapping": None},
     "phi3": {**_PLAIN, "rms_norm_eps": 1e-5, "eos_token_id": 32000, "original_max_position_embeddings": 4096},
@@ -71,9 +99,12 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """`model_type` -> what a field is if the file leaves it out."""
 _MAY_BE_NULL = frozenset("eos_token_id sliding_window final_logit_softcapping attn_logit_softcapping".split())
-_NEVER_NULL = "use_cache attention_bias mlp_bias initializer_range attention_dropout resid_pdrop embd_pdrop".split()
+_NEVER_NULL = (
+    "use_cache attention_bias mlp_bias initializer_range attention_dropout resid_pdrop embd_pdrop output_router_logits "
+    "router_aux_loss_coef router_jitter_noise".split()
+)
 """Fields that change no number, and that transformers refuses if they are null."""
-_THETA = {"smollm3": 2e6, "gemma3_text": 1e6}
+_THETA = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 """Bases of angles that differ from 10,000."""
 _ROPE_NEEDS = {
     "linear": ("factor",),
@@ -101,6 +132,11 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     if defaults is None:
         raise UnreadableError(f"model_type={family!r}")
     values = {**defaults, **raw}
+    if family == "qwen3_moe" and "num_local_experts" not in raw:
+        values.setdefault("num_experts", 128)
+    number = [name for name in ("num_experts", "num_local_experts") if name in values]  # two names of one number
+    if len(number) > 1 or any(type(values[name]) is not int for name in number):
+        raise UnreadableError(f"numbers of experts {[values[name] for name in number]}")
     null = [name for name in _NEVER_NULL if name in raw and raw[name] is None]
     if null:
         raise UnreadableError(f"config field {null[0]}=None")
@@ -145,6 +181,8 @@ def _dtype(said: Any) -> str | None:
 def _set_rope(family: str, values: dict[str, Any]) -> None:
     """Give rotary settings the form of today: `rope_parameters`, complete."""
     scaling, said = values.pop("rope_scaling", None), values.get("rope_parameters")
+    if family == "gpt_oss" and said is None and scaling is None:
+        raise UnreadableError("rotary parameters that are left out")
     theta = values.pop("rope_theta", _THETA.get(family, 10_000.0))
     if family == "gemma3_text":
         plain = {"rope_type": "default"}
@@ -202,7 +240,7 @@ def _complete_rope(family: str, said: dict[str, Any], values: Mapping[str, Any])
 def _set_layers(family: str, values: dict[str, Any]) -> None:
     """Say of each layer what it sees, where older files have a rule for it."""
     count = values["num_hidden_layers"]
-    if family in ("qwen2", "qwen3") and not values["use_sliding_window"]:
+    if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
         values["sliding_window"] = None
     if family == "cohere2":
         values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
@@ -210,7 +248,7 @@ def _set_layers(family: str, values: dict[str, Any]) -> None:
         every = values["no_rope_layer_interval"]
         values["no_rope_layers"] = [int((layer + 1) % every != 0) for layer in range(count)]
     window = values.get("sliding_window")
-    pattern = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}.get(family)
+    pattern = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}.get(family)
     if family in ("gemma3_text", "cohere2"):
         pattern = values.get("sliding_window_pattern", pattern)
     if values.get("layer_types") is None:

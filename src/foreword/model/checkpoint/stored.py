@@ -22,7 +22,7 @@ from foreword.model.checkpoint.gguf.tensors import gguf_places
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.tensors import StoredTensors, UnreadableError
 from foreword.model.cpu.product import can_multiply
-from foreword.model.spec import DecoderSpec
+from foreword.model.spec import DecoderSpec, NetworkNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,30 @@ def read_stored(options: ModelConfig) -> StoredModel:
 
 def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
     """Raise UnreadableError for a weight that does not fit the spec."""
-    names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
+    names, hidden = spec.names, spec.hidden_size
     widths, head = spec.widths, spec.head_dim
-    outputs = {names.output: hidden, names.network.down: hidden}
-    outputs |= dict(zip(names.project, widths if len(names.project) > 1 else (sum(widths),), strict=True))
-    outputs |= dict.fromkeys(names.network.gate_up, inner if len(names.network.gate_up) > 1 else 2 * inner)
-    inputs = dict.fromkeys(outputs, hidden) | {names.output: widths[0], names.network.down: inner}
-    own: dict[str, tuple[int, ...]] = {f"{name}.weight": (outputs[name], inputs[name]) for name in outputs}
-    own |= {f"{name}.bias": (outputs[name],) for name in outputs}
+    products = {names.output: (hidden, widths[0])}
+    sizes = widths if len(names.project) > 1 else (sum(widths),)
+    products |= {name: (size, hidden) for name, size in zip(names.project, sizes, strict=True)}
+    products |= _of_network(names.network, hidden, spec.intermediate_size)
+    own: dict[str, tuple[int, ...]] = {} if names.sinks is None else {names.sinks: (spec.num_heads,)}
+    experts = spec.experts
+    if experts is not None:
+        products[experts.router] = experts.count, hidden
+        for number in range(experts.count):
+            products |= _of_network(experts.network(number), hidden, experts.width)
+        if experts.shared is not None and experts.shared_width is not None:
+            products |= {**_of_network(experts.shared, hidden, experts.shared_width), experts.shared_gate: (1, hidden)}
+        if experts.stack is not None:
+            shape = experts.count, hidden, experts.width
+            own |= {
+                f"{experts.stack}.gate_up_proj": (*shape[:2], 2 * shape[2]),
+                f"{experts.stack}.gate_up_proj_bias": (shape[0], 2 * shape[2]),
+                f"{experts.stack}.down_proj": (shape[0], shape[2], shape[1]),
+                f"{experts.stack}.down_proj_bias": shape[:2],
+            }
+    own |= {f"{name}.weight": shape for name, shape in products.items()}
+    own |= {f"{name}.bias": shape[:1] for name, shape in products.items()}
     norms = dict.fromkeys(names.norms, hidden)
     of_heads = (head, head) if spec.head_norm == "each head" else widths[:2]
     norms |= {name: size for name, size in zip((names.query_norm, names.key_norm), of_heads, strict=True) if name}
@@ -91,6 +107,12 @@ def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
     for name in weights:
         if weights.shape(name) != shapes[name]:
             raise UnreadableError(f"{name} of shape {weights.shape(name)}, where {shapes[name]} is expected")
+
+
+def _of_network(names: NetworkNames, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    """The shapes of a network's products."""
+    outputs = inner if len(names.gate_up) > 1 else 2 * inner
+    return {**dict.fromkeys(names.gate_up, (outputs, hidden)), names.down: (hidden, inner)}
 
 
 def _ends(folder: Path, values: Mapping[str, Any]) -> frozenset[int]:

@@ -88,6 +88,9 @@ def find_spec(values: Mapping[str, Any], weights: Collection[str]) -> DecoderSpe
     unread = fields.unread()
     if unread:
         raise UnwrittenError(f"config field {unread[0]}={values[unread[0]]!r}")
+    if spec.experts is not None and spec.experts.stack is not None:
+        is_stacked = any(f".{spec.experts.stack}.gate_up_proj" in name for name in weights)
+        spec = spec if is_stacked else replace(spec, experts=replace(spec.experts, stack=None))
     places = _places(spec)
     missing, surplus = sorted(places - set(weights)), sorted(set(weights) - places - _optional_places(spec))
     if missing:

@@ -44,6 +44,20 @@ MODELS = {
         "gemma3_text", {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
     ),
     "smollm3": Recipe("smollm3", {"num_hidden_layers": 4}),
+    "mixtral": Recipe("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3moe": Recipe(
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt-oss": Recipe(
+        "gpt_oss", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    ),
     "cohere2": Recipe("cohere2", {"sliding_window": 8, "num_hidden_layers": 4}),
 }
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.gguf.file import GgufTensor
@@ -42,6 +43,27 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+MOST_EXPERTS = 1024
+"""Of a layer: a file may not ask for more names than this."""
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+"""Tensors that hold all experts of a layer, [experts, ...], have a place for the expert's number."""
+_MIXTRAL = {
+    name: place.replace("mlp", "block_sparse_moe").replace(old, new)
+    for (name, place), (old, new) in zip(
+        _EXPERTS.items(), (("", ""), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")), strict=True
+    )
+}
+_GPT_OSS = {
+    **_EXPERTS,
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
 }
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -205,10 +227,42 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _chosen(keys: Keys, number: str) -> dict[str, Any]:
+    """How many experts there are (`number`: the field's name), and how many of them a row chooses."""
+    for name, expected in (("expert_weights_norm", True), ("expert_gating_func", None), ("expert_weights_scale", None)):
+        said = keys.word(name, str(expected))
+        if expected is not None and said != str(expected):
+            raise UnsupportedModelError(f"{name}={said}; use the model's safetensors checkpoint")
+    return {number: keys.count("expert_count"), "num_experts_per_tok": keys.count("expert_used_count")}
+
+
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    return {
+        **_chosen(keys, "num_experts"),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    kinds = "sliding_attention", "full_attention"
+    return {
+        **_chosen(keys, "num_local_experts"),
+        **_windows(keys, 2),
+        "intermediate_size": keys.count("expert_feed_forward_length", keys.count("feed_forward_length")),
+        "layer_types": [kinds[layer % 2] for layer in range(keys.count("block_count"))],
+    }
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", turned_heads=True),
+    "llama with experts": Architecture(
+        "mixtral", lambda keys: _chosen(keys, "num_local_experts"), _MIXTRAL, turned_heads=True
+    ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", names=_HEAD_NORMS),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3_moe, {**_HEAD_NORMS, **_EXPERTS}),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, _GPT_OSS),
     "gemma2": Architecture("gemma2", _gemma2, _FOUR_NORMS, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, {**_FOUR_NORMS, **_HEAD_NORMS}, norms_plus_one=True),
     "phi3": Architecture("phi3", _phi3, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
@@ -217,7 +271,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("olmo2", names={**_FOUR_NORMS, **_HEAD_NORMS}),
     "cohere2": Architecture("cohere2", _cohere2),
 }
-"""`general.architecture` -> what it is."""
+"""`general.architecture` -> what it is; Mixtral's is "llama", too."""
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
@@ -226,7 +280,8 @@ def architecture_of(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(f"the GGUF file is a {kind!r}, not a model; give the model's file")
-    found = ARCHITECTURES.get(str(name))
+    has_experts = bool(metadata.get(f"{name}.expert_count"))
+    found = ARCHITECTURES.get(f"{name} with experts" if has_experts and name == "llama" else str(name))
     if found is None:
         raise UnsupportedModelError(
             f"the GGUF file is of the architecture {name!r}; foreword reads {', '.join(ARCHITECTURES)}: use the "
@@ -241,8 +296,8 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
     keys = Keys(metadata, name)
     if "token_embd.weight" not in tensors:
         raise UnsupportedModelError("the GGUF file has no tensor 'token_embd.weight'; is it a whole model?")
-    if keys.count("expert_count", 0, least=0):
-        raise UnsupportedModelError(f"{name} with experts is not read from GGUF files; use its safetensors checkpoint")
+    if keys.count("expert_count", 0, least=0) and "experts" not in " ".join(architecture.names.values()):
+        raise UnsupportedModelError(f"{name} with experts is not written down; use its safetensors checkpoint")
     heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
     layers = {int(matched[1]) for tensor in tensors if (matched := _LAYER.fullmatch(tensor))}
     if keys.count("block_count") != len(layers):
@@ -307,6 +362,7 @@ def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTenso
         original = keys.count("rope.scaling.original_context_length", fields["max_position_embeddings"])
         said |= {"rope_type": "yarn", "original_max_position_embeddings": original}
         names = {"factor": "rope.scaling.factor"} | {n: f"rope.scaling.yarn_{n}" for n in ("beta_fast", "beta_slow")}
+        said |= {"truncate": False} if fields["model_type"] == "gpt_oss" else {}
         return said | {name: keys.real(key) for name, key in names.items() if keys.has(key)}
     if kind != "none":
         raise UnsupportedModelError(f"rope.scaling.type={kind!r}; foreword reads none, linear and yarn from GGUF files")
@@ -333,6 +389,22 @@ class Weight:
     """Row i is the tensor's row order[i]; None: as they lie."""
     minus: float = 0.0
     """What was added to each value."""
+    expert: int | None = None
+    """The weight is this part of a tensor [experts, ...]; None: all of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    def rows(self, first: int, end: int) -> npt.NDArray[np.uint8]:
+        """The bytes [rows, bytes of a row] of some of its rows, in their order. Raises OSError."""
+        start = 0 if self.expert is None else self.expert * math.prod(self.shape[:-1])
+        if self.order is None:
+            return self.tensor.rows(start + first, start + end)
+        own = self.order[first:end]
+        lowest = int(own.min())
+        return self.tensor.rows(lowest, int(own.max()) + 1)[own - lowest]
 
 
 def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> dict[str, Weight]:
@@ -343,17 +415,27 @@ def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> di
     names = {**_PLAIN_NAMES, **architecture.names}
     if architecture.family == "olmo2":
         names.pop("attn_norm"), names.pop("ffn_norm")
+    if "post_attention_norm" in architecture.names and "ffn_norm" not in architecture.names:
+        names.pop("ffn_norm")
     num_turned = (
         {"attn_q": heads, "attn_k": keys.count("attention.head_count_kv", heads)} if architecture.turned_heads else {}
     )
-    found = {}
+    found: dict[str, Weight] = {}
     for tensor in tensors:
         if tensor.name in _ROPE_TENSORS:
             continue
         matched = _LAYER.fullmatch(tensor.name)
         own = matched[2] if matched else ""
+        if matched and "{}" in names.get(own, ""):
+            if not 1 < len(tensor.shape) <= 3 or tensor.shape[0] > MOST_EXPERTS:
+                raise UnsupportedModelError(f"tensor {tensor.name!r} of shape {tensor.shape} holds no experts")
+            for number in range(tensor.shape[0]):
+                place = f"model.layers.{matched[1]}.{names[own].format(number)}.{matched[3]}"
+                found[place] = Weight(tensor, expert=number)
+            continue
         if matched and own in names:
-            place = f"model.layers.{matched[1]}.{names[own]}.{matched[3]}"
+            end = "" if own == "attn_sinks" else f".{matched[3]}"
+            place = f"model.layers.{matched[1]}.{names[own]}{end}"
         elif tensor.name in _OUTSIDE:
             place = _OUTSIDE[tensor.name]
         else:

@@ -5,6 +5,7 @@ Knows blocks, order and types; knows no architecture. Values are computed in flo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,25 +30,20 @@ class GgufPlace:
     @property
     def shape(self) -> tuple[int, ...]:
         """The weight's shape."""
-        return self.weight.tensor.shape
+        return self.weight.shape
 
     def read(self, dtype: torch.dtype) -> Weight:
         """The weight's codes, or the weight in memory of its own. Raises OSError."""
         tensor, minus = self.weight.tensor, self.weight.minus
         if tensor.blocks.name == "F32" or minus or len(self.shape) != 2:
-            values = tensor.values() - np.float32(minus)
-            own = torch.from_numpy(values).to(dtype).view(self.shape)
-            return own if self.weight.order is None else own[torch.from_numpy(self.weight.order)]
+            raw = self.weight.rows(0, math.prod(self.shape[:-1]))
+            values = tensor.blocks.expand(raw.reshape(-1, tensor.blocks.num_bytes)) - np.float32(minus)
+            return torch.from_numpy(values).to(dtype).view(self.shape)
         rows = CodedRows(tensor.blocks.kind, (self.shape[0], self.shape[1]), self._codes)
         return rows if self.keeps_codes else rows.plain(dtype)
 
     def _codes(self, first: int, end: int) -> Codes:
-        tensor, order = self.weight.tensor, self.weight.order
-        if order is None:
-            return tensor.blocks.codes(tensor.rows(first, end))
-        own = order[first:end]
-        lowest = int(own.min())
-        return tensor.blocks.codes(tensor.rows(lowest, int(own.max()) + 1)[own - lowest])
+        return self.weight.tensor.blocks.codes(self.weight.rows(first, end))
 
 
 def gguf_places(files: list[Path], *, keeps_codes: bool) -> dict[str, GgufPlace]:

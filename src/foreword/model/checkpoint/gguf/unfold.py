@@ -29,7 +29,7 @@ from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
 logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-FORM = 1
+FORM = 2
 """Counts up when the same file gives another folder."""
 
 
