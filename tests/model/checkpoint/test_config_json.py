@@ -16,7 +16,8 @@ from foreword.model.decoder.families import FAMILIES, Fields, UnwrittenError
 from foreword.model.spec import DecoderSpec
 from tiny_models import BASE, RECIPES
 
-READ = "llama mistral qwen2 qwen3 smollm3 granite gemma2 gemma3_text phi3 olmo2 cohere2 mixtral qwen3_moe gpt_oss".split()
+READ = "llama mistral qwen2 qwen3 smollm3 granite gemma2 gemma3_text phi3 olmo2 cohere2".split()
+READ += ["mixtral", "qwen3_moe", "gpt_oss"]
 ROPES: tuple[Mapping[str, Any] | None, ...] = (
     None,
     {"type": "linear", "factor": 2.0},

@@ -228,7 +228,7 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
 
 
 def _chosen(keys: Keys, number: str) -> dict[str, Any]:
-    """How many experts there are (`number`: the field's name), and how many of them a row chooses."""
+    """The number of experts (`number`: the field's name), and the number that a row chooses."""
     for name, expected in (("expert_weights_norm", True), ("expert_gating_func", None), ("expert_weights_scale", None)):
         said = keys.word(name, str(expected))
         if expected is not None and said != str(expected):
