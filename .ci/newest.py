@@ -63,8 +63,9 @@ def check(package: str) -> int:
     if subprocess.run([*install, *(index if package == "torch" else ()), f"{package}=={version}"]).returncode:
         print(f"{package} {version} could not be installed; it was not checked")
         return 0
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", *TESTS[package]], env=environment, cwd=ROOT).returncode
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "logical", "--maxprocesses", "4", *TESTS[package]]
+    return subprocess.run(command, env=environment, cwd=ROOT).returncode
 
 
 if __name__ == "__main__":
