@@ -23,6 +23,7 @@ from foreword.config import ModelConfig, user_cache_folder
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
 from foreword.model.checkpoint.gguf.file import MAGIC, GgufFile, UnsoundGgufError, open_gguf
+from foreword.model.checkpoint.gguf.hub import find_hub
 from foreword.model.checkpoint.gguf.local import find_local
 from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
 
@@ -33,9 +34,9 @@ FORM = 2
 """Counts up when the same file gives another folder."""
 
 
-def find_gguf(model: str) -> Path | None:
-    """The GGUF file that a name means, of a split model the first one: itself, the only one in a folder, or one that
-    another program keeps (`local.py`).
+def find_gguf(model: str, revision: str | None = None) -> Path | None:
+    """The GGUF file that a name means, of a split model the first one: itself, the only one in a folder, one that
+    another program keeps (`local.py`), or one of the hub (`hub.py`).
 
     None if it means none, or a folder that has other weights. Raises ModelLoadError or ConfigError.
     """
@@ -47,11 +48,9 @@ def find_gguf(model: str) -> Path | None:
         if not path.is_file():
             raise ModelLoadError(f"model file {model!r} does not exist; give the path of a .gguf file")
         return path
-    if not path.is_dir() and model.lower().endswith("gguf"):
-        raise UnsupportedModelError(
-            f"model {model!r} seems to hold GGUF files on the hub; download one, and give the path of the .gguf file"
-        )
-    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin*")):
+    if not path.is_dir():
+        return find_hub(model, revision)
+    if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin*")):
         return None
     found = sorted(one for one in path.glob("*.gguf") if "-of-" not in one.stem or "-00001-of-" in one.stem)
     found = [one for one in found if not one.name.startswith("mmproj")]
@@ -123,14 +122,14 @@ def unfolded(options: ModelConfig) -> ModelConfig:
 
     Raises ConfigError, UnsoundGgufError, ModelLoadError or UnsupportedModelError.
     """
-    path = find_gguf(options.model)
+    path = find_gguf(options.model, options.revision)
     if path is None:
         return options
     if options.device != "cpu":
         raise UnsupportedModelError(
             f"device={options.device!r} runs no GGUF files yet; use 'cpu', or the model's safetensors checkpoint"
         )
-    if options.revision is not None:
+    if options.revision is not None and Path(options.model).expanduser().exists():
         raise ConfigError(
             f"revision={options.revision!r} names a version on the hub, but {str(path)!r} is here; drop it"
         )

@@ -1,0 +1,90 @@
+"""GGUF files of Hugging Face's hub by a name as `USER/REPOSITORY:Q4_K_M`.
+
+Knows names and files; huggingface_hub fetches and keeps them. What was fetched once is found without a network, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from foreword.errors import ModelLoadError
+
+_NAME = re.compile(r"(\w[\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
+_PART = re.compile(r"(.*)-(\d{5})-of-\d{5}\.gguf")
+_SIDE_FILES = ("mmproj", "mtp-")
+"""How files begin that are no models of their own."""
+USUAL = "Q4_K_M"
+"""The type that a name without one means, if the repository has it."""
+
+
+def find_hub(name: str, revision: str | None) -> Path | None:
+    """Fetch the file of a name with a type, or of one that ends with "gguf"; of a split model the first file.
+
+    None for other names, and for paths that are here. Raises ModelLoadError.
+    """
+    matched = _NAME.fullmatch(name)
+    if matched is None or Path(name).expanduser().exists():
+        return None
+    repository, kind = matched[1], matched[2]
+    if kind is None and not repository.lower().endswith("gguf"):
+        return None
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        siblings = HfApi().model_info(repository, revision=revision).siblings or []
+    except Exception as unreachable:  # errors of the hub, of the network, and of names
+        return _kept(name, repository, kind, revision, unreachable)
+    files = choose((one.rfilename for one in siblings), name, kind)
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=files))
+    except Exception as error:
+        raise ModelLoadError(f"model {name!r} cannot be fetched: {_line(error)}; try again") from error
+    return folder / files[0]
+
+
+def _kept(name: str, repository: str, kind: str | None, revision: str | None, reason: Exception) -> Path:
+    """The file, if it was fetched once. `reason`: why the hub says nothing. Raises ModelLoadError."""
+    from huggingface_hub import scan_cache_dir
+
+    kept = []
+    with contextlib.suppress(Exception):  # there is no cache yet
+        repositories = [one for one in scan_cache_dir().repos if one.repo_id == repository]
+        kept = [own for one in repositories for own in one.revisions]
+    wanted = revision or "main"
+    folders = [own.snapshot_path for own in kept if wanted in own.refs or own.commit_hash == wanted]
+    if not folders:
+        raise ModelLoadError(
+            f"model {name!r} cannot be fetched from the hub: {_line(reason)}; check the name, or give a file's path"
+        ) from reason
+    folder = folders[0]
+    files = choose((path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")), name, kind)
+    return folder / files[0]
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:
+    """The files of a type, in order; of the usual one if `kind` is None. Raises ModelLoadError."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith(_SIDE_FILES):
+            part = _PART.fullmatch(name)
+            models.setdefault(part[1] if part else name.removesuffix(".gguf"), []).append(name)
+    wanted = kind or USUAL
+    ending = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?:$|[-._/])", re.IGNORECASE)
+    found = [stem for stem in models if ending.search(stem)]
+    if kind is None and not found and len(models) == 1:
+        found = list(models)
+    if len(found) == 1:
+        return models[found[0]]
+    listed = ", ".join(stem.rpartition("/")[2] for stem in models) or "no GGUF files"
+    several = f"several files of type {wanted}" if found else f"no file of type {wanted}"
+    repository = model.partition(":")[0]
+    raise ModelLoadError(
+        f"model {model!r}: the repository has {several}; it has {listed}: name one, as {repository}:{USUAL}"
+    )
