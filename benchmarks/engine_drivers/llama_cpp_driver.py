@@ -28,7 +28,9 @@ class LlamaCppDriver:
     version = api.__version__
 
     def __init__(self, options: Options) -> None:
-        path = Path(options.model) / "model.bf16.gguf"
+        path = Path(options.model)
+        if path.suffix != ".gguf":
+            path /= "model.bf16.gguf"
         if not path.exists():
             write_gguf(Path(options.model), path)
         api.llama_backend_init()
