@@ -77,11 +77,11 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows_or_threads(name: str) -> 
 
 
 def test_weights_of_several_formats_share_a_result_and_other_types_of_rows_are_rounded_once() -> None:
-    weights = [coded("Q4_K", 48, 256), coded("Q6_K", 16, 256), coded("Q5_1", 40, 256)]
+    weights = [coded("Q4_K", 40, 256), coded("Q4_K", 8, 256, 1), coded("Q6_K", 16, 256), coded("Q5_1", 40, 256)]
     joined, rows = CodedLinear(weights, torch.arange(104.0)), torch.randn(2, 3, 256)
     apart = [
         CodedLinear([own], torch.arange(104.0)[at : at + len(own)])
-        for own, at in zip(weights, (0, 48, 64), strict=True)
+        for own, at in zip(weights, (0, 40, 48, 64), strict=True)
     ]
     assert torch.equal(joined(rows), torch.cat([own(rows) for own in apart], -1))
     assert joined.format == "Q4_K, Q6_K, Q5_1"

@@ -51,6 +51,24 @@ class CodedRows:
         return output
 
 
+def join(first: CodedRows, second: CodedRows) -> CodedRows:
+    """Two weights of one format with the same inputs as one, outputs end to end."""
+    size = len(first)
+
+    def codes(start: int, end: int) -> Codes:
+        parts = [first.codes(start, min(end, size))] if start < size else []
+        parts += [second.codes(max(start - size, 0), end - size)] if end > size else []
+        heads = [part.heads for part in parts if part.heads is not None]
+        integers = [part.integers for part in parts if part.integers is not None]
+        return Codes(
+            np.concatenate([part.codes for part in parts]),
+            np.concatenate(heads) if heads else None,
+            np.concatenate(integers) if integers else None,
+        )
+
+    return CodedRows(first.kind, (size + len(second), first.shape[1]), codes)
+
+
 Weight = Tensor | CodedRows
 """A weight [outputs, inputs] as it is handed to a product."""
 
@@ -120,9 +138,14 @@ class CodedLinear:
     """Coded weights with the same inputs, whose outputs follow each other."""
 
     def __init__(self, weights: Sequence[CodedRows], bias: Tensor | None) -> None:
-        sizes = [len(weight) for weight in weights]
+        joined: list[CodedRows] = []
+        for weight in weights:  # a product for each format: each has to call the threads
+            if joined and joined[-1].kind == weight.kind:
+                weight = join(joined.pop(), weight)
+            joined.append(weight)
+        sizes = [len(weight) for weight in joined]
         biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
-        self._products = [CodedProduct(*one) for one in zip(weights, biases, strict=True)]
+        self._products = [CodedProduct(*one) for one in zip(joined, biases, strict=True)]
         self._width = sum(sizes)
 
     @property
