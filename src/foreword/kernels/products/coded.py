@@ -114,7 +114,7 @@ class Codes:
 
     codes: npt.NDArray[Any]
     """[outputs, inputs]; bits of floats if there is no scale."""
-    heads: Bytes | npt.NDArray[np.uint16] | None
+    heads: npt.NDArray[Any] | None
     """[outputs, heads, parts]: bits of float16, or exponents."""
     integers: npt.NDArray[np.int8] | None = None
     """[outputs, groups, parts]"""
