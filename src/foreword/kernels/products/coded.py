@@ -41,9 +41,12 @@ class CodeFormat:
     """The code of the number 0, for codes that are numbers; modulo 256."""
     table: tuple[int, ...] | None = None
     """The number of each code of four bits."""
-    scale: Literal["half", "exponent", "integers", "none"] = "half"
-    """float16; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share; there is none."""
+    scale: Literal["half", "bfloat16", "exponent", "integers", "none"] = "half"
+    """float16; bfloat16; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share; there is
+    none."""
     has_offset: bool = False
+    has_zeros: bool = False
+    """Whether each group has a zero of its own, a byte, beside a scale of 16 bits."""
 
     @property
     def is_bfloat16(self) -> bool:
@@ -66,7 +69,8 @@ class CodeFormat:
 
     @property
     def head_bytes(self) -> int:
-        return {"none": 0, "exponent": PANEL}.get(self.scale, 2 * PANEL * self.parts)
+        own = {"none": 0, "exponent": PANEL}.get(self.scale, 2 * PANEL * self.parts)
+        return own + PANEL * self.has_zeros
 
     @property
     def integer_bytes(self) -> int:
@@ -85,6 +89,7 @@ class CodeFormat:
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of four-bit floats."""
+_SCALES: tuple[Literal["half", "bfloat16"], ...] = ("half", "bfloat16")
 FORMATS = {
     kind.name: kind
     for kind in (
@@ -103,9 +108,16 @@ FORMATS = {
         CodeFormat("IQ4_NL", (4,), table=_NONLINEAR),
         CodeFormat("IQ4_XS", (4,), table=_NONLINEAR, scale="integers"),
         CodeFormat("MXFP4", (4,), table=_FP4, scale="exponent"),
+        CodeFormat("int4", (4,), zero=8, scale="bfloat16"),
+        CodeFormat("int8", (8,), scale="bfloat16"),
+        *(
+            CodeFormat(f"uint{bits} {scale}", (bits,), scale=scale, has_zeros=True)
+            for bits in (4, 8)
+            for scale in _SCALES
+        ),
     )
 }
-"""ggml's names of formats -> the formats. Nothing else here or in products knows one by name."""
+"""Names of formats -> the formats: ggml's, and those of other checkpoints. Nothing in products knows one by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +127,11 @@ class Codes:
     codes: npt.NDArray[Any]
     """[outputs, inputs]; bits of floats if there is no scale."""
     heads: npt.NDArray[Any] | None
-    """[outputs, heads, parts]: bits of float16, or exponents."""
+    """[outputs, heads, parts]: bits of float16 or bfloat16, or exponents."""
     integers: npt.NDArray[np.int8] | None = None
     """[outputs, groups, parts]"""
+    zeros: Bytes | None = None
+    """[outputs, groups]"""
 
     def values(self, kind: CodeFormat) -> Floats:
         """The weights [outputs, inputs], in float32."""
@@ -131,9 +145,12 @@ class Codes:
         if kind.table is not None:
             numbers = np.array(kind.table, np.float32)[self.codes]
         else:
-            numbers = (self.codes - np.uint8(kind.zero)).view(np.int8).astype(np.float32)
+            zeros = np.uint8(kind.zero) if self.zeros is None else np.repeat(self.zeros, kind.group, axis=1)
+            numbers = (self.codes - zeros).view(np.int8).astype(np.float32)
         if kind.scale == "exponent":
             scales: Floats = np.ldexp(np.float32(1), self.heads.astype(np.int32) - 128)
+        elif kind.scale == "bfloat16":
+            scales = (self.heads.astype(np.uint32) << 16).view(np.float32)
         else:
             scales = self.heads.view(np.float16).astype(np.float32)
         if self.integers is not None:
@@ -171,7 +188,10 @@ class Panels:
         target = self.memory[first // PANEL : first // PANEL + num_panels]
         if codes.heads is not None:
             heads = np.ascontiguousarray(side_by_side(codes.heads)).view(np.uint8)
-            target[:, :, : kind.head_bytes] = heads.reshape(num_panels, -1, kind.head_bytes)
+            end = kind.head_bytes - PANEL * kind.has_zeros
+            target[:, :, :end] = heads.reshape(num_panels, -1, end)
+        if codes.zeros is not None:
+            target[:, :, kind.head_bytes - PANEL : kind.head_bytes] = side_by_side(codes.zeros)
         parts = []
         if codes.integers is not None:
             integers = side_by_side(codes.integers.view(np.uint8))
@@ -187,9 +207,11 @@ class Panels:
         count, kind = len(outputs), self.kind
         own = self.memory[outputs // PANEL]
         which, lanes = np.arange(count), outputs % PANEL
-        heads = integers = None
+        heads = integers = zeros = None
+        if kind.has_zeros:
+            zeros = own[:, :, kind.head_bytes - PANEL : kind.head_bytes][which, :, lanes]
         if kind.head_bytes:
-            heads = np.ascontiguousarray(own[:, :, : kind.head_bytes])
+            heads = np.ascontiguousarray(own[:, :, : kind.head_bytes - PANEL * kind.has_zeros])
             heads = heads if kind.scale == "exponent" else heads.view(np.uint16)
             heads = heads.reshape(count, -1, kind.parts, PANEL)[which, :, :, lanes]
         steps = own[:, :, kind.head_bytes :].reshape(count, -1, kind.step_bytes)
@@ -203,7 +225,7 @@ class Panels:
             plane = steps[:, :, kind.integer_bytes + start : kind.integer_bytes + start + size]
             codes |= _from_plane(plane, bits)[which, :, lanes] << low
             start += size
-        return Codes(codes, heads, integers).values(kind)
+        return Codes(codes, heads, integers, zeros).values(kind)
 
 
 def _to_plane(codes: npt.NDArray[Any], bits: int, low: int) -> Bytes:

@@ -94,6 +94,8 @@ def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
         exponents = builder.zext(emit.load(builder, source, 0, _BYTES), I32S)
         power = builder.bitcast(builder.shl(exponents, ir.Constant(I32S, [23] * LANES)), F32S)
         return [builder.fmul(power, emit.constant(0.5))]
+    if kind.scale == "bfloat16":
+        return [emit.widened(builder, emit.load(builder, source, 0, I16S))]
     return [builder.fpext(emit.load(builder, source, 32 * part, _HALVES), F32S) for part in range(kind.parts)]
 
 
@@ -113,8 +115,8 @@ def _codes(builder: Any, planes: Sequence[Any], kind: CodeFormat, octet: Any) ->
     return found
 
 
-def _values(builder: Any, kind: CodeFormat, planes: Sequence[Any], octet: Any) -> list[Any]:
-    """The numbers of eight inputs, each of 16 outputs."""
+def _values(builder: Any, kind: CodeFormat, planes: Sequence[Any], zeros: Any, octet: Any) -> list[Any]:
+    """The numbers of eight inputs, each of 16 outputs; `zeros`: those of the step, if they have some."""
     if kind.planes == (WHOLE,):
         start = builder.add(planes[0], builder.mul(octet, emit.integer(8 * 2 * PANEL)))
         if kind.is_bfloat16:
@@ -124,6 +126,8 @@ def _values(builder: Any, kind: CodeFormat, planes: Sequence[Any], octet: Any) -
     if kind.table is not None:
         table = ir.Constant(_BYTES, [number % 256 for number in kind.table])
         codes = [emit.call(builder, "llvm.x86.ssse3.pshuf.b.128", table, code) for code in codes]
+    elif kind.has_zeros:
+        codes = [builder.sub(code, zeros) for code in codes]
     elif kind.zero:
         codes = [builder.sub(code, _bytes(kind.zero)) for code in codes]
     return [_number(builder, code) for code in codes]
@@ -153,7 +157,8 @@ def _for_steps(
                 scales[part][group] = builder.fmul(head[part], integer)
         sizes = [STEP * PANEL * low // 8 for _, low in kind.places]
         planes = [builder.add(own, emit.integer(kind.integer_bytes + size)) for size in sizes]
-        return body(step, scales, lambda octet: _values(builder, kind, planes, octet), *carried)
+        zeros = emit.load(builder, place, kind.head_bytes - PANEL, _BYTES) if kind.has_zeros else None
+        return body(step, scales, lambda octet: _values(builder, kind, planes, zeros, octet), *carried)
 
     return emit.loop(builder, emit.integer(0), num_steps, 1, carried, of_step)
 

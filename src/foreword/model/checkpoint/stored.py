@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from foreword.config import ModelConfig
+from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.config_json import read_config
 from foreword.model.checkpoint.facts import SIDE_FILES, choose_dtype, max_positions, token_ids
 from foreword.model.checkpoint.gguf.tensors import gguf_places
 from foreword.model.checkpoint.gguf.unfold import gguf_files
-from foreword.model.checkpoint.tensors import StoredTensors, UnreadableError
+from foreword.model.checkpoint.grouped import METHODS, grouped_places
+from foreword.model.checkpoint.tensors import Place, StoredTensors, UnreadableError, safetensors_places
 from foreword.model.cpu.product import can_multiply
 from foreword.model.spec import DecoderSpec, NetworkNames
 
@@ -49,23 +51,41 @@ def read_stored(options: ModelConfig) -> StoredModel:
     values = read_config(folder)
     if values.pop("auto_map", None) and options.trust_remote_code:
         raise UnreadableError("code of the checkpoint's own")
-    special = [name for name in ("quantization_config", "compression_config") if values.get(name) is not None]
-    special += [name for name in ("adapter_config.json", *SIDE_FILES) if (folder / name).exists()]
+    quantized = values.get("quantization_config")
+    is_grouped = isinstance(quantized, Mapping) and quantized.get("quant_method") in METHODS
+    special = ["compression_config"] if values.get("compression_config") is not None else []
+    special += ["quantization_config"] if quantized is not None and not is_grouped else []
+    special += [
+        name for name in ("adapter_config.json", *(() if is_grouped else SIDE_FILES)) if (folder / name).exists()
+    ]
     if special:
         raise UnreadableError(special[0])
     files = gguf_files(folder)
     # Without instructions for bfloat16, products take codes and float32 at several times the speed.
-    said = "float32" if files and not can_multiply() else values["dtype"]
+    said = "float32" if (files or is_grouped) and not can_multiply() else values["dtype"]
     dtype = choose_dtype(options, said, device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
-    if files:
-        # With those instructions, 12 bits a weight are multiplied faster than codes: see docs/decisions/0050.
-        keeps_codes = not (dtype == torch.bfloat16 and can_multiply())
+    # With those instructions, 12 bits a weight are multiplied faster than codes: see docs/decisions/0050.
+    keeps_codes = not (dtype == torch.bfloat16 and can_multiply())
+    if is_grouped:
+        weights = StoredTensors(str(folder), _grouped(folder, quantized, keeps_codes), dtype)
+    elif files:
         weights = StoredTensors(str(folder), gguf_places(files, keeps_codes=keeps_codes), dtype)
     else:
         weights = StoredTensors.of_safetensors(folder, dtype)
     return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))
+
+
+def _grouped(folder: Path, said: Any, keeps_codes: bool) -> dict[str, Place]:
+    """The weights of a quantized folder. Raises UnsupportedModelError."""
+    try:
+        return grouped_places(safetensors_places(folder, whole_numbers=True), said, keeps_codes=keeps_codes)
+    except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"the weights of model {str(folder)!r} are quantized as {said['quant_method']!r}, which foreword does not "
+            f"read in this form: {error}; choose another checkpoint of the model"
+        ) from error
 
 
 def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:

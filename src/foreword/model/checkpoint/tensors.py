@@ -18,11 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foreword.errors import ModelLoadError
+from foreword.errors import ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.weights_progress import WeightsLog
 from foreword.model.cpu.coded_product import Weight
 
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_WHOLE_NUMBERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+"""Types of the parts of quantized weights."""
 
 
 class UnreadableError(Exception):
@@ -41,13 +43,20 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class StoredPlace:
+    """Where a tensor lies in a safetensors file."""
+
     path: Path
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def read(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in memory of its own. Raises OSError."""
+        return self.stored().to(dtype)
+
+    def stored(self) -> Tensor:
+        """The tensor in its own type. Raises OSError."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         if tensor.numel():
             memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -58,7 +67,7 @@ class _Place:
                     if not num_read:
                         raise OSError(f"{self.path.name} ended early")
                     memory = memory[num_read:]
-        return tensor.to(dtype)
+        return tensor
 
 
 class StoredTensors(MutableMapping[str, Weight]):
@@ -76,11 +85,7 @@ class StoredTensors(MutableMapping[str, Weight]):
 
         Raises UnreadableError if it has no safetensors files of plain numbers, or damaged ones.
         """
-        try:
-            places = {name: place for path in _files(folder) for name, place in _places(path).items()}
-        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-            raise UnreadableError(f"weights that cannot be read ({error})") from error
-        return cls(str(folder), places, dtype)
+        return cls(str(folder), safetensors_places(folder), dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
@@ -94,6 +99,8 @@ class StoredTensors(MutableMapping[str, Weight]):
                 raise ModelLoadError(
                     f"the weights of model {self._model!r} cannot be read: {error}; start again"
                 ) from error
+            except UnreadableError as error:
+                raise UnsupportedModelError(f"the weights of model {self._model!r} are not read: {error}") from error
             self._log.note()
         return self._read[name]
 
@@ -114,6 +121,15 @@ class StoredTensors(MutableMapping[str, Weight]):
         return len(self._places)
 
 
+def safetensors_places(folder: Path, *, whole_numbers: bool = False) -> dict[str, StoredPlace]:
+    """The tensors of a folder by their names, `whole_numbers` too or refused. Raises UnreadableError."""
+    types = {**_TYPES, **(_WHOLE_NUMBERS if whole_numbers else {})}
+    try:
+        return {name: place for path in _files(folder) for name, place in _places(path, types).items()}
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise UnreadableError(f"weights that cannot be read ({error})") from error
+
+
 def _files(folder: Path) -> list[Path]:
     """The files in which transformers would look for weights first."""
     if (folder / "model.safetensors").is_file():
@@ -122,7 +138,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names))]
 
 
-def _places(path: Path) -> dict[str, _Place]:
+def _places(path: Path, types: Mapping[str, torch.dtype]) -> dict[str, StoredPlace]:
     with safe_open(path, framework="np") as file:  # checks the header
         if (file.metadata() or {}).get("format") != "pt":
             raise ValueError(f"{path.name} does not say that it is PyTorch's")
@@ -134,9 +150,9 @@ def _places(path: Path) -> dict[str, _Place]:
     for name, said in header.items():
         if name == "__metadata__" or name.endswith("rotary_emb.inv_freq"):  # computed from the config
             continue
-        if said["dtype"] not in _TYPES:
+        if said["dtype"] not in types:
             raise ValueError(f"{name} is of type {said['dtype']}")
-        place = _Place(path, 8 + length + said["data_offsets"][0], _TYPES[said["dtype"]], tuple(said["shape"]))
+        place = StoredPlace(path, 8 + length + said["data_offsets"][0], types[said["dtype"]], tuple(said["shape"]))
         if place.start + math.prod(place.shape) * place.dtype.itemsize > num_bytes:
             raise ValueError(f"{path.name} is truncated")
         found[name] = place

@@ -60,10 +60,12 @@ def join(first: CodedRows, second: CodedRows) -> CodedRows:
         parts += [second.codes(max(start - size, 0), end - size)] if end > size else []
         heads = [part.heads for part in parts if part.heads is not None]
         integers = [part.integers for part in parts if part.integers is not None]
+        zeros = [part.zeros for part in parts if part.zeros is not None]
         return Codes(
             np.concatenate([part.codes for part in parts]),
             np.concatenate(heads) if heads else None,
             np.concatenate(integers) if integers else None,
+            np.concatenate(zeros) if zeros else None,
         )
 
     return CodedRows(first.kind, (size + len(second), first.shape[1]), codes)

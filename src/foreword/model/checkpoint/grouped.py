@@ -1,0 +1,244 @@
+"""Checkpoints of compressed-tensors, GPTQ and AWQ: whole numbers in groups of inputs, with a scale for each group.
+
+Knows the files' tensors and their order (compressed_tensors 0.17, AutoGPTQ and AutoAWQ as vLLM reads them); knows no
+architecture. A weight is scale * (code - zero), and stays in its codes where products take them. Scales keep their 16
+bits, and a group of 64 or more inputs becomes groups of 32 with the same scale. Activations are not rounded, whatever
+the file says of them.
+
+    compressed-tensors  weight_packed [out, in / n], weight_scale [out, groups], zeros packed along out; or weight int8
+    GPTQ                qweight [in / n, out], scales [groups, out], qzeros [groups, out / n], one less than zeros
+    AWQ                 qweight [in, out / n], scales [groups, out], qzeros [groups, out / n]; nibbles 0 2 4 6 1 3 5 7
+
+n codes lie in an int32, the first in the lowest bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from foreword.kernels.products.coded import FORMATS, STEP, Bytes, Codes
+from foreword.model.checkpoint.tensors import Place, StoredPlace, UnreadableError
+from foreword.model.cpu.coded_product import CodedRows, Weight
+
+_PARTS = frozenset(
+    "qweight qzeros scales g_idx weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
+)
+"""How names of a weight's parts end."""
+METHODS = ("gptq", "awq", "compressed-tensors")
+_AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+"""The place in an int32 of each of its codes."""
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlace:
+    """Where the parts of a weight lie."""
+
+    shape: tuple[int, ...]
+    parts: Mapping[str, StoredPlace]
+    codes_of: Callable[[Tensors], tuple[Bytes, npt.NDArray[np.int64], torch.Tensor]]
+    """Parts -> codes [out, in], zeros [out, groups], scales [out, groups]."""
+    keeps_codes: bool
+
+    def read(self, dtype: torch.dtype) -> Weight:
+        """The weight's codes, or the weight in memory of its own. Raises OSError or UnreadableError."""
+        codes, zeros, scales = self.codes_of({name: place.stored() for name, place in self.parts.items()})
+        rows = self._rows(codes, zeros, scales)
+        if rows is not None and self.keeps_codes:
+            return rows
+        per_group = codes.shape[1] // scales.shape[1]
+        numbers = torch.from_numpy(codes.astype(np.float32) - np.repeat(zeros, per_group, 1).astype(np.float32))
+        return (numbers * scales.float().repeat_interleave(per_group, 1)).to(dtype)
+
+    def _rows(self, codes: Bytes, zeros: npt.NDArray[np.int64], scales: torch.Tensor) -> CodedRows | None:
+        """The weight as products take it; None if it does not fit their formats."""
+        per_group = codes.shape[1] // scales.shape[1]
+        is_half = scales.dtype == torch.float16
+        if per_group % STEP or (not is_half and scales.dtype != torch.bfloat16):
+            return None
+        bits = 4 if int(codes.max(initial=0)) < 16 else 8
+        middle = 8 if bits == 4 else 128
+        if (zeros == middle).all():
+            name = {(4, True): "Q4_0", (8, True): "Q8_0", (4, False): "int4", (8, False): "int8"}[bits, is_half]
+            own, own_zeros = codes - np.uint8(128 if bits == 8 else 0), None
+        else:
+            apart = codes.astype(np.int64) - np.repeat(zeros, per_group, 1)
+            if zeros.min() < 0 or apart.min() < -128 or apart.max() > 127:
+                return None
+            name = f"uint{bits} {'half' if is_half else 'bfloat16'}"
+            own, own_zeros = codes, np.repeat(zeros.astype(np.uint8), per_group // STEP, 1)
+        bits_of = scales.contiguous().view(torch.int16).numpy().view(np.uint16)
+        heads = np.repeat(bits_of, per_group // STEP, 1)[:, :, None]
+
+        def some(first: int, end: int) -> Codes:
+            return Codes(own[first:end], heads[first:end], None, None if own_zeros is None else own_zeros[first:end])
+
+        return CodedRows(FORMATS[name], (codes.shape[0], codes.shape[1]), some)
+
+
+def grouped_places(
+    places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool
+) -> dict[str, Place]:
+    """The weights of a checkpoint by their names, from the places of its tensors and its `quantization_config`.
+
+    `said["quant_method"]` is one of METHODS. Raises UnreadableError for what is not read here.
+    """
+    method = said.get("quant_method")
+    _check(said)
+    read, ends = {
+        "gptq": (_gptq, ".qweight"),
+        "awq": (_awq, ".qweight"),
+        "compressed-tensors": (_compressed, ".weight_scale"),
+    }[str(method)]
+    found: dict[str, Place] = dict(places)
+    parts_of: dict[str, dict[str, StoredPlace]] = {
+        name.removesuffix(ends): {} for name in places if name.endswith(ends)
+    }
+    for name, place in places.items():
+        stem, _, part = name.rpartition(".")
+        if stem in parts_of and part in _PARTS:
+            parts_of[stem][part] = place
+            del found[name]
+    for stem, parts in parts_of.items():
+        shape, codes_of = read(stem, parts, said)
+        found[f"{stem}.weight"] = GroupedPlace(shape, parts, codes_of, keeps_codes)
+    return found
+
+
+def _check(said: Mapping[str, Any]) -> None:
+    """Raise UnreadableError for a description that says something else than what is read here."""
+    method = said["quant_method"]
+    if method == "compressed-tensors":
+        groups = said.get("config_groups")
+        known = isinstance(groups, Mapping) and all(
+            isinstance(own, Mapping) and isinstance(own.get("weights"), Mapping) and own["weights"].get("type") == "int"
+            for own in groups.values()
+        )
+        if said.get("format") not in ("pack-quantized", "int-quantized") or not known:
+            raise UnreadableError(f"compressed-tensors of format={said.get('format')!r}")
+        for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+            if said.get(name) not in (None, {}) and not _is_dense(said[name]):
+                raise UnreadableError(f"compressed-tensors with {name}")
+        return
+    if said.get("bits", said.get("w_bit")) not in (4, 8):
+        raise UnreadableError(f"{method} of {said.get('bits', said.get('w_bit'))!r} bits")
+    if method == "gptq" and said.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        raise UnreadableError(f"gptq with checkpoint_format={said['checkpoint_format']!r}")
+    if method == "awq" and str(said.get("version", "gemm")).lower() != "gemm":
+        raise UnreadableError(f"awq with version={said['version']!r}")
+
+
+def _is_dense(said: Any) -> bool:
+    return isinstance(said, Mapping) and said.get("format") == "dense"
+
+
+# ------------------------------------------------------------------------------------------------- formats
+
+
+def _unpacked(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> Bytes:
+    """Codes [rows, n * columns] of int32 [rows, columns]."""
+    places = range(32 // bits) if order is None else order
+    shifts = np.array(places, np.uint32) * np.uint32(bits)
+    own = packed.numpy().view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
+    return own.astype(np.uint8).reshape(len(packed), -1)
+
+
+def _need(stem: str, parts: Mapping[str, StoredPlace], *names: str) -> list[tuple[int, ...]]:
+    """The shapes of parts that must be there, all two-dimensional."""
+    for name in names:
+        if name not in parts or len(parts[name].shape) != 2:
+            raise UnreadableError(f"no tensor {stem}.{name} of two dimensions")
+    return [parts[name].shape for name in names]
+
+
+def _fit(stem: str, inputs: int, groups: int) -> None:
+    if not groups or inputs % groups:
+        raise UnreadableError(f"{groups} groups for {inputs} inputs of {stem}")
+
+
+def _gptq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
+    bits = int(said["bits"])
+    packed, zeros, scales = _need(stem, parts, "qweight", "qzeros", "scales")
+    inputs, outputs, groups = packed[0] * 32 // bits, packed[1], scales[0]
+    _fit(stem, inputs, groups)
+    if zeros != (groups, outputs * bits // 32) or scales[1] != outputs:
+        raise UnreadableError(f"scales {scales} and zeros {zeros} that do not fit {stem} of {(outputs, inputs)}")
+    return (outputs, inputs), partial(_read_gptq, stem, bits, said.get("checkpoint_format", "gptq") == "gptq_v2")
+
+
+def _read_gptq(stem: str, bits: int, is_second: bool, tensors: Tensors) -> Any:
+    codes = np.ascontiguousarray(_unpacked(tensors["qweight"].T.contiguous(), bits))
+    scales = tensors["scales"].T.contiguous()
+    order, per_group = tensors.get("g_idx"), codes.shape[1] // scales.shape[1]
+    if order is not None and not torch.equal(order.long(), torch.arange(codes.shape[1]) // per_group):
+        raise UnreadableError(f"inputs of {stem} in an order of their own (desc_act)")
+    zeros = _unpacked(tensors["qzeros"], bits).T.astype(np.int64)
+    return codes, zeros if is_second else zeros + 1 & (1 << bits) - 1, scales
+
+
+def _awq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
+    bits = int(said.get("bits", said.get("w_bit")))
+    packed, zeros, scales = _need(stem, parts, "qweight", "qzeros", "scales")
+    inputs, outputs, groups = packed[0], packed[1] * 32 // bits, scales[0]
+    _fit(stem, inputs, groups)
+    if zeros != (groups, packed[1]) or scales[1] != outputs:
+        raise UnreadableError(f"scales {scales} and zeros {zeros} that do not fit {stem} of {(outputs, inputs)}")
+    return (outputs, inputs), partial(_read_awq, bits)
+
+
+def _read_awq(bits: int, tensors: Tensors) -> Any:
+    codes = np.ascontiguousarray(_unpacked(tensors["qweight"], bits, _AWQ_ORDER[bits]).T)
+    zeros = _unpacked(tensors["qzeros"], bits, _AWQ_ORDER[bits]).T.astype(np.int64)
+    return codes, zeros, tensors["scales"].T.contiguous()
+
+
+def _compressed(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
+    if "weight_g_idx" in parts:
+        raise UnreadableError(f"inputs of {stem} in an order of their own (actorder)")
+    if "weight" in parts:
+        [shape], [scales] = _need(stem, parts, "weight"), _need(stem, parts, "weight_scale")
+        bits = 8
+    else:
+        packed, scales = _need(stem, parts, "weight_packed", "weight_scale")
+        bits = _bits_of(stem, said)
+        shape = packed[0], packed[1] * 32 // bits
+    _fit(stem, shape[1], scales[1])
+    if scales[0] != shape[0]:
+        raise UnreadableError(f"scales {scales} that do not fit {stem} of {shape}")
+    return shape, partial(_read_compressed, stem, bits)
+
+
+def _bits_of(stem: str, said: Mapping[str, Any]) -> int:
+    """The bits of packed codes, which all groups of layers must share."""
+    found = {own["weights"].get("num_bits") for own in said["config_groups"].values()}
+    bits = found.pop() if len(found) == 1 else None
+    if bits not in (4, 8):
+        raise UnreadableError(f"{stem} of {bits} bits")
+    return int(bits)
+
+
+def _read_compressed(stem: str, bits: int, tensors: Tensors) -> Any:
+    scales, packed_zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
+    middle = 1 << bits - 1
+    if "weight" in tensors:
+        codes = tensors["weight"].numpy().view(np.uint8) ^ np.uint8(128)
+    else:
+        codes = _unpacked(tensors["weight_packed"], bits)
+    said = tensors.get("weight_shape")
+    if said is not None and said.tolist() != list(codes.shape):
+        raise UnreadableError(f"{stem} of shape {said.tolist()}, whose codes are {list(codes.shape)}")
+    zeros = np.full(scales.shape, middle, np.int64)
+    if packed_zeros is not None and packed_zeros.dtype == torch.int32:
+        zeros = _unpacked(packed_zeros.T.contiguous(), bits).T.astype(np.int64)
+    elif packed_zeros is not None:
+        zeros = packed_zeros.numpy().astype(np.int64) + middle
+    if zeros.shape != tuple(scales.shape):
+        raise UnreadableError(f"zeros {zeros.shape} that do not fit {stem}'s scales {tuple(scales.shape)}")
+    return codes, zeros, scales
