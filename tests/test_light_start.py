@@ -38,8 +38,9 @@ print([name for name in sys.modules if name.split(".")[0] in ("transformers", "s
 
 
 @pytest.mark.slow
-def test_transformers_is_not_imported(tiny_models: TinyModels) -> None:
-    folder = tiny_models.folder_with_tokenizer("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_transformers_is_not_imported(tiny_models: TinyModels, family: str) -> None:
+    folder = tiny_models.folder_with_tokenizer(family)
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"

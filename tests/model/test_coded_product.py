@@ -111,6 +111,15 @@ def test_weights_of_several_formats_share_a_result_and_other_types_of_rows_are_r
     assert torch.equal(joined(halves), joined(halves.float()).bfloat16())
 
 
+def test_powers_of_two_reach_the_ends_of_float32() -> None:
+    kind, codes = FORMATS["MXFP4"], np.full((16, 64), 2, np.uint8)
+    heads = np.array([[0, 254]] * 16, np.uint8)[:, :, None]
+    weight = CodedRows(kind, (16, 64), lambda first, end: Codes(codes[first:end], heads[first:end]))
+    rows = torch.zeros(2, 64)
+    rows[0, 0], rows[1, 32] = 2.0, 0.5
+    assert torch.equal(CodedLinear([weight], None)(rows), rows @ weight.plain(torch.float32).T)
+
+
 def test_what_products_cannot_take_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, plain = coded("Q8_0", 16, 64), torch.randn(8, 64)
     assert Linear([weight], None).format == "Q8_0"

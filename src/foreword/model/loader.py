@@ -20,7 +20,7 @@ from foreword.errors import ConfigError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.checkpoint.gguf.unfold import gguf_files
-from foreword.model.checkpoint.stored import StoredModel, check_shapes, read_stored
+from foreword.model.checkpoint.stored import StoredModel, check_shapes, quantized_as, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.decoder.decoder import Decoder
@@ -146,6 +146,12 @@ def load_model(options: ModelConfig) -> LoadedModel:
         if gguf_files(Path(options.model)):
             raise UnsupportedModelError(
                 f"the GGUF file of model {options.model!r} cannot run: {reason}; use its safetensors checkpoint"
+            ) from reason
+        method = quantized_as(Path(options.model))
+        if method is not None:
+            raise UnsupportedModelError(
+                f"the weights of model {options.model!r} are quantized as {method!r}, which foreword reads for its "
+                f"written families on a CPU; it does not run because of {reason}: choose another checkpoint"
             ) from reason
         return _load_with_transformers(options, reason)
     if spec.tied and "lm_head.weight" in stored.weights:

@@ -151,6 +151,28 @@ def test_other_forms_are_refused_by_name(tmp_path: Path, changed: dict[str, Any]
         load_model(ModelConfig(model=str(folder), dtype="float32"))
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "dtype"),
+    [
+        ("bytes of channels", "weight", torch.float32),
+        ("bytes of channels", "weight", torch.bfloat16),
+        ("gptq, symmetric", "qweight", torch.int64),
+        ("gptq with zeros", "qzeros", torch.int64),
+        ("packed with zeros", "weight_zero_point", torch.int64),
+        ("awq", "scales", torch.int32),
+    ],
+)
+def test_parts_of_other_types_are_refused(tmp_path: Path, name: str, part: str, dtype: torch.dtype) -> None:
+    folder = save_model(tmp_path / "model", RECIPES["llama"])
+    write(folder, CHECKPOINTS[name])
+    stored = load_file(folder / "model.safetensors")
+    place = f"model.layers.1.mlp.up_proj.{part}"
+    stored[place] = stored[place].to(dtype)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"quantized as|are not read"):
+        load_model(ModelConfig(model=str(folder), dtype="float32"))
+
+
 def test_inputs_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", RECIPES["llama"])
     write(folder, CHECKPOINTS["gptq, symmetric"])

@@ -91,9 +91,14 @@ def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
     if kind.scale == "none":
         return [emit.constant(1.0)]
     if kind.scale == "exponent":
+        # 2 ** (e - 128) as two factors, neither too large nor too small for float32.
         exponents = builder.zext(emit.load(builder, source, 0, _BYTES), I32S)
-        power = builder.bitcast(builder.shl(exponents, ir.Constant(I32S, [23] * LANES)), F32S)
-        return [builder.fmul(power, emit.constant(0.5))]
+        half = builder.lshr(exponents, ir.Constant(I32S, [1] * LANES))
+        factors = []
+        for part in (half, builder.sub(exponents, half)):
+            biased = builder.add(part, ir.Constant(I32S, [63] * LANES))
+            factors.append(builder.bitcast(builder.shl(biased, ir.Constant(I32S, [23] * LANES)), F32S))
+        return [builder.fmul(*factors)]
     if kind.scale == "bfloat16":
         return [emit.widened(builder, emit.load(builder, source, 0, I16S))]
     return [builder.fpext(emit.load(builder, source, 32 * part, _HALVES), F32S) for part in range(kind.parts)]

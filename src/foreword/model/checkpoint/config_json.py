@@ -106,6 +106,8 @@ _NEVER_NULL = (
 """Fields that change no number, and that transformers refuses if they are null."""
 _THETA = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 """Bases of angles that differ from 10,000."""
+MOST_EXPERTS = 4096
+"""Of a layer: a file may not ask for more names than this."""
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -137,6 +139,8 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     number = [name for name in ("num_experts", "num_local_experts") if name in values]  # two names of one number
     if len(number) > 1 or any(type(values[name]) is not int for name in number):
         raise UnreadableError(f"numbers of experts {[values[name] for name in number]}")
+    if number and not 1 <= values["num_experts_per_tok"] <= values[number[0]] <= MOST_EXPERTS:
+        raise UnreadableError(f"{values['num_experts_per_tok']} of {values[number[0]]} experts")
     null = [name for name in _NEVER_NULL if name in raw and raw[name] is None]
     if null:
         raise UnreadableError(f"config field {null[0]}=None")

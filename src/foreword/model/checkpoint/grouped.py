@@ -25,7 +25,7 @@ import torch
 
 from foreword.kernels.products.coded import FORMATS, STEP, Bytes, Codes
 from foreword.model.checkpoint.tensors import Place, StoredPlace, UnreadableError
-from foreword.model.cpu.coded_product import CodedRows, Weight
+from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 _PARTS = frozenset(
     "qweight qzeros scales g_idx weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
@@ -49,12 +49,17 @@ class GroupedPlace:
 
     def read(self, dtype: torch.dtype) -> Weight:
         """The weight's codes, or the weight in memory of its own. Raises OSError or UnreadableError."""
-        codes, zeros, scales = self.codes_of({name: place.stored() for name, place in self.parts.items()})
-        rows = self._rows(codes, zeros, scales)
-        if rows is not None and self.keeps_codes:
+        try:
+            codes, zeros, scales = self.codes_of({name: place.stored() for name, place in self.parts.items()})
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise UnreadableError(f"parts that do not fit each other ({error})") from error
+        if codes.shape != self.shape or zeros.shape != tuple(scales.shape) or len(scales) != len(codes):
+            raise UnreadableError(f"codes {codes.shape}, zeros {zeros.shape}, scales {tuple(scales.shape)}")
+        rows = self._rows(codes, zeros, scales) if self.keeps_codes else None
+        if rows is not None and CodedProduct.can_take(rows):
             return rows
         per_group = codes.shape[1] // scales.shape[1]
-        numbers = torch.from_numpy(codes.astype(np.float32) - np.repeat(zeros, per_group, 1).astype(np.float32))
+        numbers = torch.from_numpy(codes.astype(np.float32) - np.repeat(zeros.astype(np.float32), per_group, 1))
         return (numbers * scales.float().repeat_interleave(per_group, 1)).to(dtype)
 
     def _rows(self, codes: Bytes, zeros: npt.NDArray[np.int64], scales: torch.Tensor) -> CodedRows | None:
@@ -64,13 +69,13 @@ class GroupedPlace:
         if per_group % STEP or (not is_half and scales.dtype != torch.bfloat16):
             return None
         bits = 4 if int(codes.max(initial=0)) < 16 else 8
-        middle = 8 if bits == 4 else 128
-        if (zeros == middle).all():
+        if (zeros == (1 << bits - 1)).all():
             name = {(4, True): "Q4_0", (8, True): "Q8_0", (4, False): "int4", (8, False): "int8"}[bits, is_half]
             own, own_zeros = codes - np.uint8(128 if bits == 8 else 0), None
         else:
-            apart = codes.astype(np.int64) - np.repeat(zeros, per_group, 1)
-            if zeros.min() < 0 or apart.min() < -128 or apart.max() > 127:
+            groups = codes.reshape(*zeros.shape, per_group)
+            apart = groups.min(-1).astype(np.int64) - zeros, groups.max(-1).astype(np.int64) - zeros
+            if zeros.min() < 0 or zeros.max() > 255 or apart[0].min() < -128 or apart[1].max() > 127:
                 return None
             name = f"uint{bits} {'half' if is_half else 'bfloat16'}"
             own, own_zeros = codes, np.repeat(zeros.astype(np.uint8), per_group // STEP, 1)
@@ -151,10 +156,14 @@ def _unpacked(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = N
 
 
 def _need(stem: str, parts: Mapping[str, StoredPlace], *names: str) -> list[tuple[int, ...]]:
-    """The shapes of parts that must be there, all two-dimensional."""
+    """The shapes of parts that must be there, in two dimensions: packed ones in int32, bytes in int8, scales floats."""
     for name in names:
         if name not in parts or len(parts[name].shape) != 2:
             raise UnreadableError(f"no tensor {stem}.{name} of two dimensions")
+        dtype = parts[name].dtype
+        wanted = torch.int8 if name == "weight" else torch.int32
+        if not dtype.is_floating_point if "scale" in name else dtype != wanted:
+            raise UnreadableError(f"{stem}.{name} in {dtype}")
     return [parts[name].shape for name in names]
 
 

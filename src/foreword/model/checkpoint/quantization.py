@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 """Value of `quant_method` -> the usual name of the format."""
 REMEDY = (
-    "foreword loads unquantized weights, FP8 (quant_method 'fp8' or 'mxfp8'), MXFP4, GGUF files, and of usual families "
-    "on a CPU GPTQ, AWQ and compressed-tensors; choose a checkpoint of the model in one of these, or a .gguf file"
+    "foreword loads unquantized weights, FP8 (quant_method 'fp8' or 'mxfp8'), MXFP4, GGUF files, and folders on this "
+    "machine in GPTQ, AWQ and compressed-tensors; choose a checkpoint of the model in one of these, or a .gguf file"
 )
 
 

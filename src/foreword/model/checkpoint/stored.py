@@ -23,6 +23,7 @@ from foreword.model.checkpoint.gguf.tensors import gguf_places
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.grouped import METHODS, grouped_places
 from foreword.model.checkpoint.tensors import Place, StoredTensors, UnreadableError, safetensors_places
+from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
 from foreword.model.cpu.product import can_multiply
 from foreword.model.spec import DecoderSpec, NetworkNames
 
@@ -62,7 +63,8 @@ def read_stored(options: ModelConfig) -> StoredModel:
         raise UnreadableError(special[0])
     files = gguf_files(folder)
     # Without instructions for bfloat16, products take codes and float32 at several times the speed.
-    said = "float32" if (files or is_grouped) and not can_multiply() else values["dtype"]
+    is_coded = HAS_INSTRUCTIONS and bool(files or is_grouped)
+    said = "float32" if is_coded and not can_multiply() else values["dtype"]
     dtype = choose_dtype(options, said, device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
@@ -75,6 +77,15 @@ def read_stored(options: ModelConfig) -> StoredModel:
     else:
         weights = StoredTensors.of_safetensors(folder, dtype)
     return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))
+
+
+def quantized_as(folder: Path) -> str | None:
+    """The quant_method of a folder that is read here, if its family and form are known; None for others."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes())["quantization_config"]["quant_method"]
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return found if found in METHODS else None
 
 
 def _grouped(folder: Path, said: Any, keeps_codes: bool) -> dict[str, Place]:

@@ -105,13 +105,13 @@ class StoredTensors(MutableMapping[str, Weight]):
         return self._read[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._places or name in self._read
 
     def __setitem__(self, name: str, tensor: Weight) -> None:
-        raise TypeError("stored tensors are read, not written")
+        self._read[name] = tensor
 
     def __delitem__(self, name: str) -> None:
-        del self._places[name]
+        self._places.pop(name, None)
         self._read.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:

@@ -148,7 +148,7 @@ class CodedLinear:
         sizes = [len(weight) for weight in joined]
         biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         self._products = [CodedProduct(*one) for one in zip(joined, biases, strict=True)]
-        self._width = sum(sizes)
+        self._width, self._in_features = sum(sizes), weights[0].shape[1]
 
     @property
     def format(self) -> str:
@@ -164,6 +164,8 @@ class CodedLinear:
         return product.rows(outputs.numpy().astype(np.int64))
 
     def __call__(self, rows: Tensor) -> Tensor:
+        if rows.shape[-1] != self._in_features:
+            raise RuntimeError(f"rows of {rows.shape[-1]}, but the weight is for {self._in_features}")
         own = rows.float().reshape(-1, rows.shape[-1]).contiguous()
         output, start = own.new_empty(len(own), self._width), 0
         for product in self._products:

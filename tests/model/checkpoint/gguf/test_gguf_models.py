@@ -87,9 +87,13 @@ def check(path: Path, plain: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_architecture_answers_as_transformers_does(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "model.gguf"
-    plain = write_gguf(save_model(tmp_path / "plain", MODELS[name]), path)
-    check(path, plain)
+    path, folder = tmp_path / "model.gguf", save_model(tmp_path / "plain", MODELS[name])
+    weights, rng = load_file(folder / "model.safetensors"), np.random.default_rng(1)
+    for place, values in weights.items():
+        if place.endswith("bias"):  # transformers begins with zeros
+            weights[place] = rng.standard_normal(values.shape).astype(values.dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    check(path, write_gguf(folder, path))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,6 +168,29 @@ def test_what_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
             lambda one: one.add_tensor("x", np.zeros((1, 54), np.uint8), raw_dtype=gguf.GGMLQuantizationType.TQ1_0),
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda writer: writer.add_expert_count(1 << 30), "of 1073741824 experts"),
+        (lambda writer: writer.add_expert_used_count(9), "9 of 4 experts"),
+        (lambda writer: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID), "expert_gating_func=2"),
+        (lambda writer: writer.add_expert_weights_scale(2.5), "add up to another sum"),
+    ],
+)
+def test_experts_that_are_chosen_otherwise_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "model.gguf"
+
+    def again(writer: gguf.GGUFWriter) -> None:
+        for name in ("count", "used_count"):  # else there would be two
+            if change.__code__.co_names[-1] == f"add_expert_{name}":
+                del writer.kv_data[0][f"qwen3moe.expert_{name}"]
+        change(writer)
+
+    write_gguf(save_model(tmp_path / "plain", MODELS["qwen3moe"]), path, change=again)
+    with pytest.raises(UnsupportedModelError, match=message):
+        unfold(path, with_tokenizer=False)
 
 
 def test_a_lacking_tensor_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from foreword.errors import ModelLoadError
+from foreword.config import ModelConfig
+from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.model.checkpoint.gguf import unfold
 from foreword.model.checkpoint.gguf.hub import choose, find_hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -126,6 +128,26 @@ def test_what_is_not_there_is_said(hub: ThreadingHTTPServer, tmp_path: Path) -> 
     assert "no file of type Q2_K" in no_type
     assert "tiny-Q4_K_M, tiny-Q4_K_S" in no_type
     assert "'someone/other:Q4_0' cannot be fetched from the hub" in no_repository
+
+
+def test_a_version_is_the_hubs_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def find(name: str, revision: str | None) -> Path:
+        asked.append((name, revision))
+        return tmp_path
+
+    monkeypatch.setattr(unfold, "find_hub", find)
+    monkeypatch.setattr(unfold, "unfold", lambda path, with_tokenizer: path)
+    options = ModelConfig(model="someone/tiny-GGUF:Q8_0", revision="v2")
+    assert unfold.unfolded(options) == ModelConfig(model=str(tmp_path))
+    assert asked == [("someone/tiny-GGUF:Q8_0", "v2")]
+    with pytest.raises(UnsupportedModelError, match="runs no GGUF files"):
+        unfold.unfolded(ModelConfig(model="someone/tiny-GGUF:Q8_0", device="cuda"))
+    assert len(asked) == 1
+    (tmp_path / "here.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="names a version on the hub"):
+        unfold.unfolded(ModelConfig(model=str(tmp_path / "here.gguf"), revision="v2"))
 
 
 def test_which_file_is_meant() -> None:

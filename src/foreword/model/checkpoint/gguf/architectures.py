@@ -227,13 +227,20 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _chosen(keys: Keys, number: str) -> dict[str, Any]:
-    """The number of experts (`number`: the field's name), and the number that a row chooses."""
-    for name, expected in (("expert_weights_norm", True), ("expert_gating_func", None), ("expert_weights_scale", None)):
-        said = keys.word(name, str(expected))
-        if expected is not None and said != str(expected):
-            raise UnsupportedModelError(f"{name}={said}; use the model's safetensors checkpoint")
-    return {number: keys.count("expert_count"), "num_experts_per_tok": keys.count("expert_used_count")}
+def _chosen(keys: Keys, number: str, softmax: int = 1) -> dict[str, Any]:
+    """The number of experts (`number`: the field's name), and the number that a row chooses.
+
+    `softmax`: llama.cpp's number of the way in which scores become weights.
+    """
+    if keys.word("expert_weights_norm", "True") != "True" or keys.real("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise UnsupportedModelError("weights of experts that add up to another sum than 1; use safetensors")
+    gating = keys.count("expert_gating_func", softmax)
+    if gating != softmax:
+        raise UnsupportedModelError(f"expert_gating_func={gating}, where {softmax} is written down; use safetensors")
+    count, chosen = keys.count("expert_count"), keys.count("expert_used_count")
+    if not chosen <= count <= MOST_EXPERTS:
+        raise UnsupportedModelError(f"{chosen} of {count} experts, where at most {MOST_EXPERTS} are read")
+    return {number: count, "num_experts_per_tok": chosen}
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
@@ -247,7 +254,7 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
     kinds = "sliding_attention", "full_attention"
     return {
-        **_chosen(keys, "num_local_experts"),
+        **_chosen(keys, "num_local_experts", softmax=3),
         **_windows(keys, 2),
         "intermediate_size": keys.count("expert_feed_forward_length", keys.count("feed_forward_length")),
         "layer_types": [kinds[layer % 2] for layer in range(keys.count("block_count"))],
@@ -397,10 +404,10 @@ class Weight:
         """The weight's shape."""
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
-    def rows(self, first: int, end: int) -> npt.NDArray[np.uint8]:
-        """The bytes [rows, bytes of a row] of some of its rows, in their order. Raises OSError."""
+    def rows(self, first: int, end: int, *, in_order: bool = True) -> npt.NDArray[np.uint8]:
+        """The bytes [rows, bytes of a row] of some of its rows, in their order or as they lie. Raises OSError."""
         start = 0 if self.expert is None else self.expert * math.prod(self.shape[:-1])
-        if self.order is None:
+        if self.order is None or not in_order:
             return self.tensor.rows(start + first, start + end)
         own = self.order[first:end]
         lowest = int(own.min())

@@ -15,9 +15,16 @@ from foreword.errors import ModelLoadError
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
 _PART = re.compile(r"(.*)-(\d{5})-of-\d{5}\.gguf")
 _SIDE_FILES = ("mmproj", "mtp-")
-"""How files begin that are no models of their own."""
+"""What names of files have that are no models of their own."""
 USUAL = "Q4_K_M"
 """The type that a name without one means, if the repository has it."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `find_hub` would ask the hub for it."""
+    matched = _NAME.fullmatch(name)
+    is_named = matched is not None and (matched[2] is not None or name.lower().endswith("gguf"))
+    return is_named and not Path(name).expanduser().exists()
 
 
 def find_hub(name: str, revision: str | None) -> Path | None:
@@ -25,12 +32,10 @@ def find_hub(name: str, revision: str | None) -> Path | None:
 
     None for other names, and for paths that are here. Raises ModelLoadError.
     """
-    matched = _NAME.fullmatch(name)
-    if matched is None or Path(name).expanduser().exists():
+    if not is_hub_name(name):
         return None
-    repository, kind = matched[1], matched[2]
-    if kind is None and not repository.lower().endswith("gguf"):
-        return None
+    repository, _, said = name.partition(":")
+    kind = said or None
     from huggingface_hub import HfApi, snapshot_download
 
     try:
@@ -72,7 +77,7 @@ def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:
     """The files of a type, in order; of the usual one if `kind` is None. Raises ModelLoadError."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
-        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith(_SIDE_FILES):
+        if name.endswith(".gguf") and not any(part in name.rpartition("/")[2] for part in _SIDE_FILES):
             part = _PART.fullmatch(name)
             models.setdefault(part[1] if part else name.removesuffix(".gguf"), []).append(name)
     wanted = kind or USUAL

@@ -16,7 +16,7 @@ from foreword.kernels.products.coded import Codes
 from foreword.model.checkpoint.gguf.architectures import Weight as GgufWeight
 from foreword.model.checkpoint.gguf.architectures import weights_of
 from foreword.model.checkpoint.gguf.file import open_gguf
-from foreword.model.cpu.coded_product import CodedRows, Weight
+from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,15 @@ class GgufPlace:
 
     def read(self, dtype: torch.dtype) -> Weight:
         """The weight's codes, or the weight in memory of its own. Raises OSError."""
-        tensor, minus = self.weight.tensor, self.weight.minus
+        tensor, minus, order = self.weight.tensor, self.weight.minus, self.weight.order
         if tensor.blocks.name == "F32" or minus or len(self.shape) != 2:
-            raw = self.weight.rows(0, math.prod(self.shape[:-1]))
-            values = tensor.blocks.expand(raw.reshape(-1, tensor.blocks.num_bytes)) - np.float32(minus)
-            return torch.from_numpy(values).to(dtype).view(self.shape)
+            whole = len(self.shape) < 2  # the order is one of values, then
+            raw = self.weight.rows(0, math.prod(self.shape[:-1]), in_order=not whole)
+            values = tensor.blocks.expand(raw.reshape(-1, tensor.blocks.num_bytes)).reshape(self.shape)
+            values = values[order] if whole and order is not None else values
+            return torch.from_numpy(values - np.float32(minus) if minus else values).to(dtype)
         rows = CodedRows(tensor.blocks.kind, (self.shape[0], self.shape[1]), self._codes)
-        return rows if self.keeps_codes else rows.plain(dtype)
+        return rows if self.keeps_codes and CodedProduct.can_take(rows) else rows.plain(dtype)
 
     def _codes(self, first: int, end: int) -> Codes:
         return self.weight.tensor.blocks.codes(self.weight.rows(first, end))

@@ -23,7 +23,7 @@ from foreword.config import ModelConfig, user_cache_folder
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
 from foreword.model.checkpoint.gguf.file import MAGIC, GgufFile, UnsoundGgufError, open_gguf
-from foreword.model.checkpoint.gguf.hub import find_hub
+from foreword.model.checkpoint.gguf.hub import find_hub, is_hub_name
 from foreword.model.checkpoint.gguf.local import find_local
 from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
 
@@ -122,18 +122,23 @@ def unfolded(options: ModelConfig) -> ModelConfig:
 
     Raises ConfigError, UnsoundGgufError, ModelLoadError or UnsupportedModelError.
     """
-    path = find_gguf(options.model, options.revision)
-    if path is None:
+    is_fetched = is_hub_name(options.model)
+    path = None if is_fetched else find_gguf(options.model)
+    if path is None and not is_fetched:
         return options
     if options.device != "cpu":
         raise UnsupportedModelError(
             f"device={options.device!r} runs no GGUF files yet; use 'cpu', or the model's safetensors checkpoint"
         )
-    if options.revision is not None and Path(options.model).expanduser().exists():
+    if path is None:
+        path = find_gguf(options.model, options.revision)
+        assert path is not None
+    elif options.revision is not None:
         raise ConfigError(
             f"revision={options.revision!r} names a version on the hub, but {str(path)!r} is here; drop it"
         )
-    return replace(options, model=str(unfold(path, with_tokenizer=options.tokenizer is None)))
+    folder = unfold(path, with_tokenizer=options.tokenizer is None)
+    return replace(options, model=str(folder), revision=None)
 
 
 def model_name(path: Path) -> str:
