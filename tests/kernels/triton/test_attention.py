@@ -200,8 +200,10 @@ def test_so_it_has_with_slopes(device: torch.device) -> None:
 
 
 @SLOW
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", [3, 5, 8, 9, 11])
+@pytest.mark.parametrize(
+    ("seed", "dtype"),
+    [*((seed, dtype) for seed in (3, 5, 11) for dtype in DTYPES), (8, DTYPES[1]), (9, DTYPES[2])],  # large heads
+)
 def test_a_query_has_the_same_bits_in_every_batch_of_many_shapes(
     seed: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -233,7 +235,7 @@ def test_sharing_chunks_changes_no_bit(dtype: torch.dtype, device: torch.device)
 
 
 @SLOW
-@settings(LENIENT, max_examples=15)
+@settings(LENIENT, max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(DTYPES))
 def test_sharing_random_chunks_changes_no_bit(seed: int, dtype: torch.dtype, device: torch.device) -> None:
     check_sharing(seed, dtype, device, longest=900)
