@@ -5,6 +5,7 @@ Knows codes and rows; knows no module and no file. Rows of any type are multipli
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class CodedProduct:
         a["form"], a["bias"], a["width"] = FORMS.index(kind), self._bias.data_ptr(), self.out_features
         a["kind"] = OFFSETS * kind.has_offset | GROUPS_OF_16 * (kind.group == 16)
         a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
-        self._of_thread = OfThread(lambda: CodedOperation(a, (memory, self._bias)))
+        self._of_thread = OfThread(functools.partial(CodedOperation, a, (memory, self._bias)))  # no circle with self
 
     @staticmethod
     def can_take(weight: CodedRows) -> bool:
