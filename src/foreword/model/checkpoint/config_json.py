@@ -136,11 +136,6 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     values = {**defaults, **raw}
     if family == "qwen3_moe" and "num_local_experts" not in raw:
         values.setdefault("num_experts", 128)
-    number = [name for name in ("num_experts", "num_local_experts") if name in values]  # two names of one number
-    if len(number) > 1 or any(type(values[name]) is not int for name in number):
-        raise UnreadableError(f"numbers of experts {[values[name] for name in number]}")
-    if number and not 1 <= values["num_experts_per_tok"] <= values[number[0]] <= MOST_EXPERTS:
-        raise UnreadableError(f"{values['num_experts_per_tok']} of {values[number[0]]} experts")
     null = [name for name in _NEVER_NULL if name in raw and raw[name] is None]
     if null:
         raise UnreadableError(f"config field {null[0]}=None")
@@ -149,6 +144,11 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise UnreadableError(f"config field {name}={values.get(name)!r}")
     for name, default in defaults.items():
         _check(name, values[name], default)
+    number = [name for name in ("num_experts", "num_local_experts") if name in values]  # two names of one number
+    if len(number) > 1 or any(type(values[name]) is not int for name in number):
+        raise UnreadableError(f"numbers of experts {[values[name] for name in number]}")
+    if number and not 1 <= values["num_experts_per_tok"] <= values[number[0]] <= MOST_EXPERTS:
+        raise UnreadableError(f"{values['num_experts_per_tok']} of {values[number[0]]} experts")
     if values["hidden_size"] % values["num_attention_heads"]:
         raise UnreadableError("heads that do not divide hidden_size")
     if values.get("num_key_value_heads") and values["num_attention_heads"] % values["num_key_value_heads"]:
