@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 
 from foreword import LLM, SamplingParams
 from foreword.model.checkpoint.gguf.unfold import unfold
-from real_models import real_gguf, real_model, real_tokenizer
+from foreword.model.cpu import coded_product
+from real_models import real_gguf, real_tokenizer
 
 WORDS = (
     "The quick brown fox 12345 3.14 don't I'LL naïve café Ünïcödé 你好世界 こんにちは привет שלום 🎉🙂 def "
@@ -45,24 +46,25 @@ def test_the_tokenizer_is_the_published_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-def test_answers_are_those_of_the_same_values_in_a_folder_and_outlive_a_restart(name: str, tmp_path: Path) -> None:
-    """The folder's values are multiplied as plain float32, in another order of sums."""
-    folder, params = real_model(name), SamplingParams(temperature=0, max_tokens=6, logprobs=2)
+def test_answers_are_those_of_the_same_values_as_plain_numbers_and_outlive_a_restart(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
     prompt = {"prompt_token_ids": [number * 37 % 40_000 for number in range(3, 200)]}
-    found = []
-    for model in (folder, real_gguf(name), real_gguf(name)):
-        with LLM(str(model), dtype="float32", kv_cache_memory_bytes=2**26, cache_dir=str(tmp_path / "tier")) as llm:
+    found: list[tuple[list[int], list[float]]] = []
+    cached = []
+    for takes_codes in (False, True, True):
+        monkeypatch.setattr(coded_product, "HAS_INSTRUCTIONS", takes_codes)
+        options = {"dtype": "float32", "kv_cache_memory_bytes": 2**26, "cache_dir": str(tmp_path / "tier")}
+        with LLM(str(real_gguf(name)), **options) as llm:
             [output] = llm.generate([prompt], params)
         [completion] = output.outputs
         assert completion.logprobs is not None
-        found.append(
-            (
-                completion.token_ids,
-                [one[token] for one, token in zip(completion.logprobs, completion.token_ids, strict=True)],
-            )
-        )
-        cached = output.num_cached_tokens
+        tokens = completion.token_ids
+        found.append((tokens, [one[token].logprob for one, token in zip(completion.logprobs, tokens, strict=True)]))
+        cached.append(output.num_cached_tokens)
+    assert cached[:2] == [0, 0], "codes do not find what plain numbers have stored"
+    assert cached[2] >= 176
     assert found[1] == found[2]
-    assert cached >= 176
     assert found[0][0] == found[1][0]
-    assert [one.logprob for one in found[0][1]] == pytest.approx([one.logprob for one in found[1][1]], abs=2e-3)
+    assert found[0][1] == pytest.approx(found[1][1], abs=2e-3)

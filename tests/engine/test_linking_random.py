@@ -136,7 +136,7 @@ def test_every_linked_answer_is_right_whatever_happens_around_it(seed: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", more_seeds(2000, 24))
+@pytest.mark.parametrize("seed", more_seeds(2000, 16))
 def test_every_linked_answer_is_right_in_many_more_episodes(seed: int) -> None:
     LinkingDriver(seed).run(2 * NUM_OPERATIONS)
 
