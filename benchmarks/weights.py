@@ -110,6 +110,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats} is too few; run at least 1")
+    if not Path(args.file).is_file():
+        parser.error(f"--file {args.file} is no file; give a GGUF file")
     if args.types and not args.llama_python:
         parser.error(f"--types {args.types} needs --llama-python: llama.cpp writes them")
     pythons = {"foreword": sys.executable} | ({"llama.cpp": args.llama_python} if args.llama_python else {})

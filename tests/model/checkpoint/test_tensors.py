@@ -120,3 +120,16 @@ def test_a_tied_head_that_differs_in_the_file_is_a_head_of_its_own(tmp_path: Pat
     for head, tied in ((table.clone(), True), (table + 1, False)):
         write(folder, "model.safetensors", {**weights, "lm_head.weight": head})
         assert load_model(ModelConfig(str(folder))).decoder.spec.tied is tied
+
+
+def test_what_is_made_of_a_stored_tensor_may_take_its_place(tmp_path: Path) -> None:
+    """As the experts of a layer, which some files join."""
+    write(tmp_path / "model", "model.safetensors", {"a": torch.ones(2), "b": torch.zeros(3)})
+    weights = StoredTensors.of_safetensors(tmp_path / "model", torch.float32)
+    joined = weights.pop("a")
+    assert isinstance(joined, Tensor)
+    weights["a.0"] = joined[:1]
+    assert (set(weights), len(weights), "a" in weights) == ({"a.0", "b"}, 2, False)
+    assert torch.equal(weights["a.0"], torch.ones(1))  # type: ignore[arg-type]
+    del weights["a.0"]
+    assert list(weights) == ["b"]

@@ -115,10 +115,10 @@ class StoredTensors(MutableMapping[str, Weight]):
         self._read.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter({**self._places, **self._read})
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places.keys() | self._read.keys())
 
 
 def safetensors_places(folder: Path, *, whole_numbers: bool = False) -> dict[str, StoredPlace]:
