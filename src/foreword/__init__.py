@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foreword.errors import ForewordError as ForewordError
     from foreword.llm import LLM as LLM
     from foreword.request import CompletionOutput as CompletionOutput
+    from foreword.request import LoRARequest as LoRARequest
     from foreword.request import RequestOutput as RequestOutput
     from foreword.request import SamplingParams as SamplingParams
 
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "foreword.llm",
     "SamplingParams": "foreword.request",
+    "LoRARequest": "foreword.request",
     "RequestOutput": "foreword.request",
     "CompletionOutput": "foreword.request",
     "ForewordError": "foreword.errors",

@@ -65,6 +65,7 @@ from foreword.tiers.tier import Tier
 if TYPE_CHECKING:
     from foreword.events.publisher import Publisher
     from foreword.grammar import Grammars
+    from foreword.model.adapters.loaded import LoadedAdapters
     from foreword.model.block_bytes import BlockBytes
     from foreword.model.deviation import LinkDeviations
     from foreword.model.gpu.runner import RunnerLimits
@@ -101,6 +102,8 @@ class Assembled:
     """What tells which linked tokens deviate; None if nothing may be linked."""
     kept_times: KeptTimes | None = None
     """Where the next process finds what steps take; None if this one times none."""
+    adapters: LoadedAdapters | None = None
+    """What reads and keeps adapters; None if requests may name none."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
@@ -156,6 +159,7 @@ def assemble(config: EngineConfig) -> Assembled:
             tokenizer = load_tokenizer(files)
             log.enter("reading the weights; the first start on a machine also compiles kernels")
             model = load(files)
+        adapters = model.adapters(config.model)
         from foreword.model.self_check import ShortPrompt, find_inexactness  # imports torch: a missing model needs none
 
         if config.model.self_check:
@@ -179,7 +183,19 @@ def assemble(config: EngineConfig) -> Assembled:
     deviations = model.deviations(engine.limits.max_model_len, config.cache.sink_token_ids)
     explain = model.kernel.explain
     times = KeptTimes.of(engine, identity)
-    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, explain, sampling, deviations, times)
+    return Assembled(
+        engine,
+        tokenizer,
+        layout,
+        identity,
+        publisher,
+        inexactness,
+        explain,
+        sampling,
+        deviations,
+        times,
+        adapters,
+    )
 
 
 def load(options: ModelConfig) -> LoadedModel:

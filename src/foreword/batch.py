@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK
 from foreword.cache.block_ids import Int64Array as Int64Array
-from foreword.request import FACTS, FactRows, Request, TokenLogprobs
+from foreword.request import FACTS, Adapter, FactRows, Request, TokenLogprobs
 from foreword.request.links import IntArray as IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -147,6 +147,14 @@ class Move(NamedTuple):
     """The number of rotary positions by which the keys are turned."""
 
 
+class Adapted(NamedTuple):
+    """The tokens that adapters change."""
+
+    adapters: list[Adapter]
+    numbers: Int64Array
+    """[num_tokens]: of each token the place of its adapter in `adapters`, or -1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Arrays of one step over `num_tokens` tokens of `len(entries)` requests."""
@@ -171,6 +179,8 @@ class Batch:
     """After the copies, and before anything is written; no source is another's target."""
     rotary: IntArray | None = None
     """[num_tokens]: the position by which each token's query and key are turned. None: `positions`."""
+    adapted: Adapted | None = None
+    """The tokens that adapters change; None: none."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: the number of a token, ascending, and the entry of the batch before that samples it."""
 
@@ -244,6 +254,7 @@ def build_batch(
         prompt_ends=entries.facts["num_prompt_tokens"].astype(np.int32),
         moves=moves,
         rotary=_rotary(entries, positions, query_starts),
+        adapted=_adapted(entries, positions, query_starts),
         expected=_expected(entries, query_starts),
     )
 
@@ -272,6 +283,23 @@ def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> In
         assert request.links is not None
         rotary[query_starts[number] : query_starts[number + 1]] = request.links.positions_of(start, end)
     return rotary
+
+
+def _adapted(entries: Entries, positions: IntArray, query_starts: IntArray) -> Adapted | None:
+    """The adapters' tokens; None if no adapter has begun."""
+    asking = entries.facts["is_adapted"].nonzero()[0]
+    adapters: list[Adapter] = []
+    numbers = np.full(len(positions) if len(asking) else 0, -1, np.int64)
+    for entry in asking.tolist():
+        request = entries.requests[entry]
+        assert request.adapter is not None
+        tokens = slice(query_starts[entry], query_starts[entry + 1])
+        begun = positions[tokens] >= request.sequence.extra_keys.adapter_offset
+        if begun.any():
+            if request.adapter not in adapters:
+                adapters.append(request.adapter)
+            numbers[tokens][begun] = adapters.index(request.adapter)
+    return Adapted(adapters, numbers) if adapters else None
 
 
 def _expected(entries: Entries, query_starts: IntArray) -> IntArray:

@@ -31,7 +31,7 @@ from foreword.pml.composition import Composition
 from foreword.pml.layout import Bounds
 from foreword.pml.library import Library
 from foreword.prompts import PromptInput, Prompts, priority_of
-from foreword.request import RequestOutput, SamplingParams, one_each
+from foreword.request import LoRARequest, RequestOutput, SamplingParams, one_each
 from foreword.text.conversation import ChatKeywords, template_inputs
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
@@ -81,6 +81,8 @@ class LLM:
         self._default_sampling = parts.default_sampling
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
+        self.adapters = parts.adapters
+        """The adapters in memory; None without `enable_lora`."""
         self._explain_attention, self._deviations = parts.explain_attention, parts.deviations
         self._request_numbers = itertools.count()
         self._grammars: Grammars | None = None
@@ -103,6 +105,7 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
         link: str | Method | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
@@ -111,11 +114,13 @@ class LLM:
         prompts; a list has one for each prompt. Raises InvalidRequestError, and runs nothing, if a prompt is invalid.
         With `show_progress=None` a progress bar appears if there are several prompts and standard error is a
         terminal; `use_tqdm` is vLLM's name for this option. `link` names the method by which documents, or modules of a
-        schema, are reused at any position: approximate, and only with `allow_links=True`.
+        schema, are reused at any position: approximate, and only with `allow_links=True`. `lora_request` names the
+        adapter of all prompts, or a list has one for each, None among them; it needs `enable_lora=True`.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
-        parsed = [self._prompt(prompt, link) for prompt in inputs]
+        adapters = _one_each(lora_request, len(inputs))
+        parsed = [self._prompt(prompt, link, own) for prompt, own in zip(inputs, adapters, strict=True)]
         if priority is not None:
             if len(priority) != len(parsed):
                 raise InvalidRequestError(f"{len(parsed)} prompts, but {len(priority)} priorities; give one each")
@@ -131,6 +136,7 @@ class LLM:
         *,
         show_progress: bool | None = None,
         use_tqdm: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or several; results in their order.
@@ -140,6 +146,7 @@ class LLM:
         `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking": False};
         `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends after the
         last message. With `continue_final_message=True` it ends inside the last message, and the answer continues it.
+        `lora_request` is as in `generate`.
         """
         if isinstance(messages, str | Mapping):
             raise InvalidRequestError(
@@ -149,7 +156,8 @@ class LLM:
             raise InvalidRequestError("there are no messages; give at least one {'role': ..., 'content': ...}")
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [self._chat_prompt(conversation, rendering) for conversation in conversations]
+        plain = [self._chat_prompt(conversation, rendering) for conversation in conversations]
+        prompts = list(map(self._under, plain, _one_each(lora_request, len(plain))))
         chats = [self._chat(prompt, rendering) for prompt in prompts]
         wishes = map(self._constrained, one_each(sampling_params or self._default_sampling, len(prompts)))
         each = [chat.limited(one) for chat, one in zip(chats, wishes, strict=True)]
@@ -164,10 +172,11 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         link: str | Method | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Queue one prompt; `engine.step()` runs it together with others, and fills the returned output."""
         params = self._constrained(sampling_params or self._default_sampling)
-        return self.engine.add_request(self._next_id(), self._prompt(prompt, link), params)
+        return self.engine.add_request(self._next_id(), self._prompt(prompt, link, lora_request), params)
 
     def stream(
         self,
@@ -175,22 +184,26 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         link: str | Method | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Continue one prompt, yielding its output (one object, which grows) after every step that
         brings tokens: one, or several if the engine drafted them.
 
         Leaving the loop early aborts the request.
         """
-        return self._stream(self._prompt(prompt, link), sampling_params)
+        return self._stream(self._prompt(prompt, link, lora_request), sampling_params)
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **rendering: Unpack[ChatKeywords],
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, yielding its output as `stream` does, with a `reply` that grows."""
-        chat = self._chat(prompt := self._chat_prompt(messages, rendering), rendering)
+        prompt = self._under(self._chat_prompt(messages, rendering), lora_request)
+        chat = self._chat(prompt, rendering)
         return map(
             chat.read, self._stream(prompt, chat.limited(self._constrained(sampling_params or self._default_sampling)))
         )
@@ -316,8 +329,20 @@ class LLM:
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
 
-    def _prompt(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
-        return self._prompts.read(prompt, link)
+    def _prompt(
+        self, prompt: PromptInput, link: str | Method | None = None, lora_request: LoRARequest | None = None
+    ) -> Prompt:
+        return self._under(self._prompts.read(prompt, link), lora_request)
+
+    def _under(self, prompt: Prompt, lora_request: LoRARequest | None) -> Prompt:
+        """The prompt under an adapter. Raises InvalidRequestError if it cannot be loaded."""
+        if lora_request is None:
+            return prompt
+        if self.adapters is None:
+            raise InvalidRequestError(
+                f"lora_request={lora_request.lora_name!r:.80} needs an LLM with enable_lora=True; open it with that"
+            )
+        return replace(prompt, adapter=self.adapters.get(lora_request.lora_path))
 
     def link(self, prompt: Prompt, composition: Composition, method: Method) -> Prompt:
         """An engine's prompt with its parts linked; any thread may call it. Raises InvalidRequestError."""
@@ -349,14 +374,14 @@ class LLM:
         """A text for people: the KV that attention read once for several requests, and the estimated saving."""
         return self._explain_attention()
 
-    def explain(self, prompt: PromptInput) -> LookupExplanation:
+    def explain(self, prompt: PromptInput, *, lora_request: LoRARequest | None = None) -> LookupExplanation:
         """Look a prompt up without running it: the part that the cache holds now, and why not more.
 
         Raises InvalidRequestError for an impossible prompt, ConfigError without `explain_misses` or caching.
         """
         if not self.engine.snapshot().has_ledger:
             raise ConfigError("the cache has no ledger; leave explain_misses and prefix caching on")
-        return self.engine.explain(self._prompt(prompt))
+        return self.engine.explain(self._prompt(prompt, lora_request=lora_request))
 
     def explain_links(self, prompt: PromptInput, link: str | Method) -> LinkExplanation:
         """What a method would link in a prompt now, by part, and whose sources are not cached. Runs nothing.
@@ -374,7 +399,7 @@ class LLM:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
         self.engine.reset_prefix_cache()
 
-    def pin_prefix(self, prompt: PromptInput, *, ttl_s: float = 300.0) -> int:
+    def pin_prefix(self, prompt: PromptInput, *, ttl_s: float = 300.0, lora_request: LoRARequest | None = None) -> int:
         """Keep a prompt cached for `ttl_s` seconds; compute it first if necessary. Returns the number of kept tokens.
 
         A pin keeps only whole blocks; all pins together keep at most `max_pinned_share` of the memory. Pins are soft:
@@ -386,16 +411,22 @@ class LLM:
                 f"nothing can be pinned with enable_prefix_caching={self.config.cache.enable_prefix_caching} and "
                 f"max_pinned_share={self.config.cache.max_pinned_share}; open the LLM with other options"
             )
-        checked, keep = self._prompt(prompt), Keep(ttl_s)
+        checked, keep = self._prompt(prompt, lora_request=lora_request), Keep(ttl_s)
         self._compute(checked)
         return self.engine.entries.pin(checked, keep).num_kept_tokens
 
-    def unpin_prefix(self, prompt: PromptInput) -> None:
+    def unpin_prefix(self, prompt: PromptInput, *, lora_request: LoRARequest | None = None) -> None:
         """End this prompt's pin: its blocks are evicted like all others, unless another prompt's pin keeps them too."""
-        self.engine.entries.unpin(self._prompt(prompt))
+        self.engine.entries.unpin(self._prompt(prompt, lora_request=lora_request))
 
     def export_prefix(
-        self, prompt: PromptInput, path: str | Path, *, with_text: bool = False, overwrite: bool = False
+        self,
+        prompt: PromptInput,
+        path: str | Path,
+        *,
+        with_text: bool = False,
+        overwrite: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> ExportReport:
         """Write a prompt's cached blocks to a file for another cache of this model; compute them first if necessary.
 
@@ -404,7 +435,7 @@ class LLM:
         from the KV. Raises InvalidRequestError for an impossible prompt, ConfigError for a path that cannot be written.
         """
         check_shareable(self.config.cache)
-        target, checked = Path(path).expanduser(), self._prompt(prompt)
+        target, checked = Path(path).expanduser(), self._prompt(prompt, lora_request=lora_request)
         check_target(target, overwrite=overwrite)
         least, length = self.layout.hit_granularity, len(checked.token_ids)
         if length < least:
@@ -439,7 +470,7 @@ class LLM:
         With tiers it first stores what is not stored yet, for at most 5 seconds. An exit of the program does the same.
         """
         self._close_engine()
-        self._engine = self._deviations = None
+        self._engine = self._deviations = self.adapters = None
         self._prompts = Prompts(self.config.model.model, self.tokenizer)
         gc.collect()  # engine and runner refer to each other: without it, a GPU's memory stays taken
 
@@ -448,6 +479,17 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _one_each(
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+) -> Sequence[LoRARequest | None]:
+    """The adapter of each of `count` prompts. Raises InvalidRequestError for a list of another length."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * count
+    if len(lora_request) != count:
+        raise InvalidRequestError(f"{count} prompts, but {len(lora_request)} lora_requests; give one each, or None")
+    return lora_request
 
 
 LLM.__signature__ = signature()  # type: ignore[attr-defined]

@@ -98,14 +98,22 @@ class ModelConfig:
     layers all attend to everything by rotary positions."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
+    enable_lora: bool = False
+    """Let requests name LoRA adapters (docs/guides/adapters.md). On a CPU, for the written families."""
+    max_loras: int = 8
+    """Adapters that stay in memory, besides those of running requests; the least recently used leaves first."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter."""
     self_check: bool = True
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
-        for name in ("exact", "cuda_graphs", "allow_links"):
+        for name in ("exact", "cuda_graphs", "allow_links", "enable_lora"):
             _of_type(name, getattr(self, name), bool, "True or False")
+        _at_least("max_loras", self.max_loras, 1)
+        _at_least("max_lora_rank", self.max_lora_rank, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         share = self.gpu_memory_utilization

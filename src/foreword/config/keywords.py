@@ -45,6 +45,9 @@ class ModelKeywords(TypedDict, total=False):
     cuda_graphs: bool
     allow_links: bool
     trust_remote_code: bool
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
     self_check: bool
 
 

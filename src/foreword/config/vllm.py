@@ -124,7 +124,10 @@ ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "logits_processors": _only([], (), remedy="use logit_bias, or a grammar"),
     "guided_decoding_backend": _only("auto", "guidance", remedy="grammars run in llguidance"),
     "structured_outputs_config": _only({}, remedy="grammars run in llguidance"),
-    "enable_lora": _only(False, remedy="LoRA is for a later version; merge the adapter into the weights"),
+    "max_cpu_loras": _any(),  # see max_loras
+    "fully_sharded_loras": _switch(),
+    "lora_dtype": _any(),  # adapters multiply in float32
+    "lora_extra_vocab_size": _any(),
     "enable_prompt_adapter": _only(False, remedy=_LATER),
     "enable_sleep_mode": _only(False, remedy=_LATER),
     "speculative_config": _only({}, remedy="tokens are drafted from the cache, without a model; see draft_tokens"),
@@ -160,7 +163,6 @@ SERVER_OPTIONS: Mapping[str, VllmOption] = {
     "reasoning_parser": _only("", remedy="reasoning stays part of the text"),
     "return_tokens_as_token_ids": _only(False, remedy=_LATER),
     "enable_force_include_usage": _only(False, remedy="requests ask for it with stream_options"),
-    "lora_modules": _only([], (), remedy="LoRA is for a later version; merge the adapter into the weights"),
     "middleware": _only([], (), remedy="put a proxy before the server"),
     "ssl_keyfile": _only(remedy=_TLS),
     "ssl_certfile": _only(remedy=_TLS),

@@ -110,7 +110,7 @@ class Engine:
         for own_id in (request_id, *continuation_ids(request_id, params.n)):
             if own_id in self._outputs or own_id in self.scheduler:
                 raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
-        prompt = self.truncate(prompt, params)
+        prompt = self.truncate(prompt, params).begun()
         requests = self._intake.requests(request_id, prompt, params)
         if answered:
             self._intake.resume(requests, answered)
@@ -340,7 +340,9 @@ class Engine:
         told: dict[str, Any] = {**facts, "keys": self._keys_digest}
         sequence = self._intake.sequence("", prompt)
         if with_text:
-            told |= {"token_ids": prompt.token_ids.tolist(), "cache_salt": prompt.extra_keys.salt}
+            keys = sequence.extra_keys
+            told |= {"token_ids": prompt.token_ids.tolist(), "cache_salt": keys.salt}
+            told |= {"adapter": keys.adapter, "adapter_offset": keys.adapter_offset} if keys.adapter else {}
         return self._tiers.prefix_files.export_to(path, sequence, told, overwrite=overwrite)
 
     def import_prefixes(self, path: Path, identity: CacheIdentity, model_name: str) -> ImportReport:
@@ -366,7 +368,7 @@ class Engine:
         token_ids = facts.get("token_ids")
         if token_ids is None:
             return None
-        keys = ExtraKeys(salt=facts.get("cache_salt"))
+        keys = ExtraKeys(facts.get("adapter"), facts.get("adapter_offset", 0), salt=facts.get("cache_salt"))
         return self._intake.sequence("", Prompt(np.array(token_ids, np.int32), extra_keys=keys))
 
     def close(self, flush_s: float = 5.0) -> None:

@@ -73,6 +73,8 @@ class Intake:
             request.tenant, request.is_fork = prompt.owner, index > 0
             if links is not None:
                 request.link(links, sources)
+            if prompt.adapter is not None:
+                request.adapt(prompt.adapter)
         return requests
 
     def _note_cut(self, prompt: Prompt, params: SamplingParams, room: int) -> None:
@@ -146,7 +148,7 @@ class Intake:
         self, request_id: str, prompt: Prompt, sources: tuple[TokenSequence, ...] | None = None
     ) -> TokenSequence:
         """A prompt's tokens and keys. `sources`: those of its links, if they are known already."""
-        links, keys = self._links(prompt), prompt.extra_keys
+        links, keys = self._links(prompt), prompt.begun().extra_keys
         if links is not None:
             sources = self._sources(links, prompt) if sources is None else sources
             keys = replace(keys, spans=self._spans(links, sources, prompt))
@@ -262,6 +264,7 @@ class Intake:
             "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
             "marks of what to keep": bool(prompt.marks),
             "embeddings": bool(prompt.extra_keys.embeddings_hash),
+            "adapter": prompt.adapter is not None,
             "adapter that begins inside it": bool(prompt.extra_keys.adapter and prompt.extra_keys.adapter_offset),
         }
         for what, is_given in unable.items():

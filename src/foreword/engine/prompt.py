@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from foreword.cache import NO_EXTRA_KEYS, PIN, BlockHash, ExtraKeys, HashFunction, chain_root, sha256
 from foreword.engine.outputs import OpenTextStream
 from foreword.errors import InvalidRequestError
-from foreword.request import Links
+from foreword.request import Adapter, Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,5 +109,16 @@ class Prompt:
     Otherwise it continues the prompt's text."""
     links: Links | None = None
     """Tokens that are copied from other sequences, and positions; None: all tokens are computed, in their places."""
+    adapter: Adapter | None = None
+    """What computes its tokens, from a place that the adapter finds in the prompt; None: the model alone."""
     owner: str | None = None
     """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""
+
+    def begun(self) -> Prompt:
+        """This prompt with keys that say where its adapter begins, however it is cut afterwards."""
+        if self.adapter is None or self.extra_keys.adapter is not None:
+            return self
+        begin = self.adapter.begin_in(self.token_ids)
+        if begin is None:
+            return replace(self, adapter=None)
+        return replace(self, extra_keys=replace(self.extra_keys, adapter=self.adapter.digest, adapter_offset=begin))

@@ -19,6 +19,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
+from foreword.model.adapters.loaded import LoadedAdapters
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.stored import StoredModel, check_shapes, quantized_as, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
@@ -127,6 +128,17 @@ class LoadedModel:
             return None
         beginning = Beginning(self.decoder) if len(self.layers) > 1 else None
         return LinkDeviations(beginning, self.rotation, self.vocab_size, max_model_len, sink_token_ids)
+
+    def adapters(self, options: ModelConfig) -> LoadedAdapters | None:
+        """What reads and keeps adapters; None if nobody asked. Raises ConfigError for a model that takes none."""
+        if not options.enable_lora:
+            return None
+        if not isinstance(self.network, Decoder):
+            raise ConfigError(
+                "enable_lora=True needs a model of a written family on a CPU, and this one runs in transformers' "
+                "modules; leave it out, and merge the adapter into the weights"
+            )
+        return LoadedAdapters(self.network.spec, options.max_loras, options.max_lora_rank)
 
     def activation_widths(self) -> list[int]:
         """The last dimensions of the activations that pass through elementwise functions."""

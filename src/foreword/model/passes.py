@@ -36,6 +36,7 @@ def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Bat
                 token_ids=batch.token_ids[start:end],
                 positions=batch.positions[start:end],
                 rotary=None if batch.rotary is None else batch.rotary[start:end],
+                adapted=batch.adapted and batch.adapted._replace(numbers=batch.adapted.numbers[start:end]),
                 query_starts=cuts.astype(np.int32),
                 group_tables=tuple(table[requests] for table in batch.group_tables),
                 write_from=batch.write_from[requests],

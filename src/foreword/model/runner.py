@@ -6,7 +6,7 @@ Knows batches, the model and its KV tensors; knows nothing of queues, prefixes o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.sampling.draw import compile_draws
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
+from foreword.model.adapters.rows import NONE, AdaptedRows
+from foreword.model.adapters.weights import AdapterWeights
 from foreword.model.loader import LoadedModel
 from foreword.model.moves import KeyMover
 from foreword.model.passes import split_batch
@@ -61,6 +63,7 @@ class ForwardPass:
     """The number of wanted rows in `keep`; the others are padding."""
     groups: dict[int, GroupPlan]
     runs: dict[int, list[StateRun]]
+    adapted: AdaptedRows | None = None
 
     def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
         """Write the KV and return logits [num_kept, vocab]."""
@@ -69,7 +72,7 @@ class ForwardPass:
             group_id: plan.step(own[: self.num_tokens])
             for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
         }
-        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups)
+        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, self.adapted)
         return model.forward(step, self.runs, offsets)
 
 
@@ -180,7 +183,8 @@ class ModelRunner:
         rows[:, : batch.num_tokens] = np.stack((batch.token_ids, turned, offsets, *slots))
         keep = np.zeros(self.pad_rows(len(logit_rows)) if len(logit_rows) else 1, np.int32)
         keep[: len(logit_rows)] = logit_rows
-        return ForwardPass(batch.num_tokens, self._put(rows), self._put(keep), len(logit_rows), groups, runs)
+        adapted = _adapted(batch, rows.shape[1])
+        return ForwardPass(batch.num_tokens, self._put(rows), self._put(keep), len(logit_rows), groups, runs, adapted)
 
     def _plan_attention(self, batch: Batch, group_id: int) -> GroupPlan:
         scrap, size = self._storage.scrap_block, self._storage.block_sizes[group_id]
@@ -193,3 +197,12 @@ class ModelRunner:
         if self._is_device_attention or self._storage.is_contiguous(group_id):
             return kernel
         return self._plain_attention
+
+
+def _adapted(batch: Batch, num_rows: int) -> AdaptedRows | None:
+    """What adapters change of a pass of `num_rows` rows, with padding."""
+    if batch.adapted is None:
+        return None
+    numbers = np.full(num_rows, NONE, np.int64)
+    numbers[: batch.num_tokens] = batch.adapted.numbers
+    return AdaptedRows([cast(AdapterWeights, adapter) for adapter in batch.adapted.adapters], numbers)

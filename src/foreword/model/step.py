@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from foreword.kernels.select import AttentionKernel
+from foreword.model.adapters.rows import NO_DELTAS, AdaptedRows, LayerDeltas
 from foreword.model.storage import KVStorage
 
 
@@ -40,6 +41,12 @@ class Step:
     storage: KVStorage
     groups: dict[int, GroupStep]
     """Attention group -> its step."""
+    adapted: AdaptedRows | None = None
+    """The rows that adapters change; None: none."""
+
+    def deltas(self, layer: int) -> LayerDeltas:
+        """What adapters add to the results of a layer's products."""
+        return NO_DELTAS if self.adapted is None else self.adapted.layer(layer)
 
     @property
     def num_tokens(self) -> int:

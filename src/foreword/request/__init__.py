@@ -3,6 +3,8 @@
 Knows token ids and token sequences; knows neither text nor tensors.
 """
 
+from foreword.request.adapter import Adapter as Adapter
+from foreword.request.adapter import LoRARequest as LoRARequest
 from foreword.request.links import LinkedRun as LinkedRun, LinkReport as LinkReport, Links as Links
 from foreword.request.reply import Reply as Reply
 from foreword.request.reply import ToolCall as ToolCall

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
+from foreword.request.adapter import Adapter
 from foreword.request.distinct import DistinctTokens
 from foreword.request.links import LinkReport, Links
 from foreword.request.reply import Reply
@@ -47,6 +48,7 @@ FACTS = np.dtype(
         ("changes_logits", np.bool_),  # whether tokens may be sampled from changed logits
         ("samples_by_tokens", np.bool_),  # whether sampling itself depends on earlier tokens
         ("may_run_dry", np.bool_),
+        ("is_adapted", np.bool_),  # whether an adapter computes some of its tokens
         ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
         ("reports_prompt", np.bool_),  # whether it reports log probabilities of prompt tokens
@@ -171,6 +173,8 @@ class Request:
     """For each run of the links the sequence that it is copied from."""
     num_copied_tokens = 0
     """Linked tokens that were copied since it was last admitted."""
+    adapter: Adapter | None = None
+    """What computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
     tenant: str | None = None
     """Who sent it, if that is known."""
     _distinct: DistinctTokens | None = None
@@ -219,6 +223,7 @@ class Request:
             changes_logits=bool(samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None),
             samples_by_tokens=samples_by_tokens,
             may_run_dry=self.may_run_dry,
+            is_adapted=False,
             has_gaps=False,
             reports=params.logprobs is not None,
             reports_prompt=params.prompt_logprobs is not None,
@@ -361,8 +366,16 @@ class Request:
     def link(self, links: Links, sources: tuple[TokenSequence, ...]) -> None:
         """Take the links of the prompt; call it before the request is queued."""
         self.links, self.sources = links, sources
+        self._set_fact("has_gaps", links.has_gaps)
+
+    def adapt(self, adapter: Adapter) -> None:
+        """Have an adapter compute its tokens; call it before the request is queued."""
+        self.adapter = adapter
+        self._set_fact("is_adapted", True)
+
+    def _set_fact(self, name: str, value: object) -> None:
         facts = dict(zip(FACTS.names or (), self.facts, strict=True))
-        self.facts = named_record(FACTS, **{**facts, "has_gaps": links.has_gaps})
+        self.facts = named_record(FACTS, **{**facts, name: value})
 
     def link_report(self) -> LinkReport | None:
         """What became of the prompt's tokens; None for a plain prompt."""

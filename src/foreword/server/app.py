@@ -23,7 +23,8 @@ from starlette.types import Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, cache_api, cache_entries, cluster_api, schemas_api
+from foreword.server import about, adapters_api, cache_api, cache_entries, cluster_api, schemas_api
+from foreword.server.adapters_api import LoadRequest, UnloadRequest
 from foreword.server.api_errors import APIError
 from foreword.server.arrival import Arrival
 from foreword.server.bodies.fields import Body
@@ -47,6 +48,8 @@ OWN_BODIES: tuple[type[Body], ...] = (
     PinRequest,
     EntryChange,
     SchemaRequest,
+    LoadRequest,
+    UnloadRequest,
 )
 
 
@@ -83,6 +86,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
         for router in dialect.routers:
             app.include_router(router)
     app.include_router(about.router)
+    app.include_router(adapters_api.router)
     app.include_router(cache_api.router)
     app.include_router(cache_entries.router)
     app.include_router(cluster_api.router)

@@ -23,7 +23,7 @@ from foreword.server.http import Authorized, authorized, json_response, service_
 from foreword.server.intake import body_of, takes
 from foreword.server.merging import all_prefixes, best, most
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
-from foreword.server.records import RequestRecord, TenantStats
+from foreword.server.records import RequestRecord, TenantStats, namespace_of
 from foreword.server.service import Service
 from foreword.text import Tokenizer
 
@@ -42,11 +42,14 @@ async def explain(
     service = service_of(request)
     token_ids = await read_prompt(service, body, request)
     service.check_length(len(token_ids))
-    prompt = service.prompt_of(token_ids, service.tenants.namespace(tenant, body.cache_salt))
+    adapter, salt = await service.adapter(body.model), service.tenants.namespace(tenant, body.cache_salt)
+    prompt = service.prompt_of(token_ids, salt, adapter).begun()
+    keys = prompt.extra_keys
+    namespace = namespace_of(keys.salt, None if keys.adapter_offset else keys.adapter)
     explanation = await service.thread.call(lambda engine: engine.explain(prompt), best)
 
     def answer() -> Response:
-        similar = most_similar(token_ids, prompt.extra_keys.salt, service.records.recent(200, tenant.name))
+        similar = most_similar(token_ids, namespace, service.records.recent(200, tenant.name))
         report = cache_report(explanation, token_ids, service.llm.tokenizer, similar=similar)
         return json_response({"object": "cache.explanation", "model": service.model_name, **report})
 

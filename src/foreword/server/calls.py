@@ -20,7 +20,15 @@ from foreword.server.service import Caller, Service
 def caller_of(body: Any, request: Request, tenant: Tenant, endpoint: str, *, cache_key: str | None = None) -> Caller:
     """The caller of an endpoint that generates, and its wishes for caching."""
     trace_parent = request.headers.get("traceparent")
-    return Caller(tenant, endpoint, body.cache_salt, cache_key, trace_parent, priority=body.priority or 0)
+    return Caller(
+        tenant,
+        endpoint,
+        body.cache_salt,
+        cache_key,
+        trace_parent,
+        priority=body.priority or 0,
+        model=getattr(body, "model", None),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,31 @@ def body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
     """A dependency that reads the fields of a request's body. Raises APIError 401, 413, 415 or 400."""
 
     async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> AnyBody:
-        service = service_of(request)
-        limits = service.body_limits
-        kind = request.headers.get("content-type", "")
-        data = await read_body(request, limits.most_bytes(model))
-        if data and "json" not in kind:  # a web page elsewhere could send other types without asking the user
-            message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
-            raise APIError(415, message, code="unsupported_media_type")
-        request.state.num_body_bytes = len(data)
-        return await off_loop(len(data), lambda: _fields(model, data, limits, service.unknown_fields))
+        return await _read(model, request)
 
     return read
+
+
+def operators_body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
+    """The same for endpoints of operators, who need no tenant's key. Raises APIError 403 too."""
+
+    async def read(request: Request) -> AnyBody:
+        service_of(request).operators.check(request.scope)
+        return await _read(model, request)
+
+    return read
+
+
+async def _read(model: type[AnyBody], request: Request) -> AnyBody:
+    service = service_of(request)
+    limits = service.body_limits
+    kind = request.headers.get("content-type", "")
+    data = await read_body(request, limits.most_bytes(model))
+    if data and "json" not in kind:  # a web page elsewhere could send other types without asking the user
+        message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
+        raise APIError(415, message, code="unsupported_media_type")
+    request.state.num_body_bytes = len(data)
+    return await off_loop(len(data), lambda: _fields(model, data, limits, service.unknown_fields))
 
 
 async def with_body(request: Request, work: Callable[[], T]) -> T:

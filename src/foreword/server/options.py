@@ -24,6 +24,8 @@ class ServerConfig:
     """Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for other machines too."""
     port: int = 8000
     """Port to listen on; 0: any free port."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters that clients may give as `model`, as name=path; needs `enable_lora`."""
     served_model_name: tuple[str, ...] = ()
     """Names that clients may give, the first one being the model's; none: the last part of its folder or hub id."""
     api_key: str | None = None

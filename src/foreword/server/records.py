@@ -65,6 +65,8 @@ class RequestRecord:
     num_output_tokens: int = 0
     explanation: LookupExplanation | None = None
     """Result of its cache lookup. Clients must see `salt_differs` as `never_seen`."""
+    adapter: str | None = None
+    """Digest of the adapter that computes all its tokens; None if it begins inside the prompt."""
     link_method: str | None = None
     """The method of linking that the call asked for."""
     linked_from: int | None = None
@@ -79,6 +81,11 @@ class RequestRecord:
     """Why it went to its replica, in a line; None if there is one engine."""
     outcome: str | None = None
     """Finish reason of its last choice, or "refused", "failed", "disconnected", "timeout"; None while it runs."""
+
+    @property
+    def namespace(self) -> str:
+        """Prompts of one namespace may share KV."""
+        return namespace_of(self.salt, self.adapter)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -113,6 +120,11 @@ class RequestRecord:
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token."""
         return self.token_times[0] - self.arrival_time if self.token_times else None
+
+
+def namespace_of(salt: str | None, adapter: str | None) -> str:
+    """One text for a salt and the adapter that computes all tokens."""
+    return (salt or "") + ("" if adapter is None else f" under adapter {adapter}")
 
 
 @dataclass(slots=True)

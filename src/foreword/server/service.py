@@ -23,7 +23,8 @@ from foreword.engine import Keep, Mark, Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
 from foreword.model.checkpoint.generation import differences
-from foreword.request import SamplingParams, StructuredOutputsParams, TokenConstraint
+from foreword.request import Adapter, SamplingParams, StructuredOutputsParams, TokenConstraint
+from foreword.server.access.adapters import ServedAdapters
 from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
 from foreword.server.access.quotas import Quotas
@@ -88,6 +89,8 @@ class Caller:
     """Whether its prompts neither use the cache nor leave anything in it that another could use."""
     priority: int = 0
     """Priority under the "priority" policy; lower goes first."""
+    model: str | None = None
+    """The model's name, or an adapter's; None: the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +127,8 @@ class Service:
         self.llm = llm
         self.config = config
         self.model_name = model_name
-        self.model_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
-        """All names that clients may give."""
+        self._own_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
+        self.adapters = ServedAdapters(llm, config.lora_modules, self._own_names)
         self.created = int(time.time())
         self.is_stopping = False
         """Whether a signal has asked the server to stop."""
@@ -222,6 +225,23 @@ class Service:
             raise wrong_key()
         self.quotas.note(tenant)
         return tenant
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that clients may give: the model's own, then those of adapters."""
+        return self._own_names + self.adapters.names
+
+    async def adapter(self, model: str | None) -> Adapter | None:
+        """The adapter that a model's name stands for; None: the model alone.
+
+        Raises APIError 404 for a name that is served no longer, InvalidRequestError for files that cannot be read.
+        """
+        if model is None or model in self._own_names:
+            return None
+        if model not in self.adapters:
+            raise unknown_model(model)
+        served = self.adapters.find(model)
+        return await self.crews.text.run(lambda: self.adapters.load(served))
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 unless this model is served."""
@@ -366,7 +386,17 @@ class Service:
         if caller.is_uncached:  # what it leaves is evicted like other blocks
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
             params = replace(params, skip_reading_prefix_cache=True)
-        size = self.llm.layout.block_size
+        size, adapter = self.llm.layout.block_size, await self.adapter(caller.model)
+        placed = [
+            replace(
+                prompt,
+                extra_keys=self._extra_keys(prompt.token_ids, salt),
+                adapter=adapter,
+                priority=caller.priority,
+                owner=self.tenants.owner(caller.tenant),
+            ).begun()
+            for prompt in prompts
+        ]
         jobs = [
             Job(
                 RequestRecord(
@@ -381,21 +411,17 @@ class Service:
                     caller.template_digests,
                     params.n,
                     stream,
+                    adapter=None if prompt.extra_keys.adapter_offset else prompt.extra_keys.adapter,
                     is_uncached=caller.is_uncached,
                     link_method=None if prompt.links is None else prompt.links.method,
                     linked_from=None if prompt.links is None else prompt.links.linked_from_in(size),
                     has_gaps=prompt.links is not None and prompt.links.has_gaps,
                     jumps=() if prompt.links is None else prompt.links.jumps_before_links(size),
                 ),
-                replace(
-                    prompt,
-                    extra_keys=self._extra_keys(prompt.token_ids, salt),
-                    priority=caller.priority,
-                    owner=self.tenants.owner(caller.tenant),
-                ),
+                prompt,
                 params,
             )
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(placed)
         ]
         answer = self.thread.submit(jobs, whole=not stream)
         try:
@@ -432,9 +458,9 @@ class Service:
             return NO_EXTRA_KEYS
         return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
 
-    def prompt_of(self, token_ids: npt.NDArray[np.int32], salt: str | None) -> Prompt:
+    def prompt_of(self, token_ids: npt.NDArray[np.int32], salt: str | None, adapter: Adapter | None = None) -> Prompt:
         """A prompt in the namespace of a salt, for a lookup."""
-        return Prompt(token_ids, None, self._extra_keys(token_ids, salt))
+        return Prompt(token_ids, None, self._extra_keys(token_ids, salt), adapter=adapter)
 
     def owner_of(self, salt: str | None) -> str | None:
         """Name of the tenant whose prefixes are under a salt; None for public ones, and for tenants not seen yet."""

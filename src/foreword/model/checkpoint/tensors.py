@@ -138,6 +138,14 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names))]
 
 
+def places_in(path: Path) -> dict[str, StoredPlace]:
+    """The tensors of one file of plain numbers by their names. Raises UnreadableError."""
+    try:
+        return _places(path, _TYPES)
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise UnreadableError(str(error)) from error
+
+
 def _places(path: Path, types: Mapping[str, torch.dtype]) -> dict[str, StoredPlace]:
     with safe_open(path, framework="np") as file:  # checks the header
         if (file.metadata() or {}).get("format") != "pt":

@@ -121,17 +121,27 @@ class CompactProduct:
         flat = torch.from_numpy(pairs.reshape(-1, self.in_features)).view(torch.bfloat16)
         return flat[self._columns()]
 
+    def before_gate(self, rows: Tensor) -> Tensor:
+        """The product of bfloat16 rows before the gate: [..., out_features], all of the gate and then all of up."""
+        constants, width = self._constants.copy(), self._num_panels * PRODUCT_PANEL
+        constants["gated"], constants["width"] = 0, width
+        operation = ProductOperation(self._worker, constants, (self._panels, self._bias))
+        return self._run(operation, rows, width)[..., self._columns()]
+
     def __call__(self, rows: Tensor) -> Tensor:
         """The product of bfloat16 rows, with the bias. Raises RuntimeError, as torch does."""
+        return self._run(self._of_thread.operation, rows, self.width)
+
+    def _run(self, own: ProductOperation, rows: Tensor, width: int) -> Tensor:
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"rows are {rows.dtype} of {rows.shape[-1]}, but the weight is torch.bfloat16 for {self.in_features}"
             )
         rows = rows.contiguous()
-        output = rows.new_empty(*rows.shape[:-1], self.width)
+        output = rows.new_empty(*rows.shape[:-1], width)
         num_rows = rows.numel() // self.in_features
         if num_rows:
-            own, scratch = self._of_thread.operation, thread_memory(self.thread_scratch * torch.get_num_threads())
+            scratch = thread_memory(self.thread_scratch * torch.get_num_threads())
             own.bind(rows.data_ptr(), num_rows, output.data_ptr(), scratch)
             own.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
         return output

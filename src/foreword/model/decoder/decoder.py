@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.reference import AttentionOptions
+from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations, Workspace
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
@@ -59,20 +60,22 @@ class Decoder:
         """Write the step's keys and values; return logits [num_kept, vocab] of the rows `keep`."""
         rows = self.embed(step)
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
-        if self.chain is not None:
+        if self.chain is not None and step.adapted is None:
             logits = self.chain.logits(rows, turns[0], step)
             if logits is not None:
                 return self._scaled(logits)
         normed = _normed(rows, self.layers[0].before_attention)
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
             mixed = layer.attend(normed, turns, step)
-            rows, normed = layer.add(rows, normed, mixed, following.before_attention, step.num_tokens)
+            deltas = step.deltas(layer.number)
+            rows, normed = layer.add(rows, normed, mixed, following.before_attention, step.num_tokens, deltas)
         last = self.layers[-1]
         mixed = last.attend(normed, turns, step)
         if not step.num_kept:
             return rows.new_empty(0, self._head.out_features)
         keep = step.keep  # padded as all rows are
-        _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept)
+        deltas = NO_DELTAS if step.adapted is None else step.adapted.of(keep).layer(last.number)
+        _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept, deltas)
         return self._scaled(self._head(normed))[: step.num_kept]  # all rows: see `row_padding.py`
 
     def run(self, step: Step, *, until: int) -> None:
@@ -200,7 +203,7 @@ class DecoderLayer:
     def write(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
         """Write keys and values of rows [rows, width]; return queries [rows, heads, head_dim]."""
         group, blocks = step.group(self.number), step.storage.blocks[self.number]
-        projected = self._project(normed)
+        projected = self._project(normed, step.deltas(self.number).project)
         if self._spec.head_norm == "all heads":
             query, key, value = torch.split(projected, list(self._spec.widths), -1)
             query_norm, key_norm = self._head_norms
@@ -226,18 +229,24 @@ class DecoderLayer:
         return query.contiguous(), key, value
 
     def add(
-        self, rows: Tensor, normed: Tensor, mixed: Tensor, following: RowNorm | None, count: int
+        self,
+        rows: Tensor,
+        normed: Tensor,
+        mixed: Tensor,
+        following: RowNorm | None,
+        count: int,
+        deltas: LayerDeltas = NO_DELTAS,
     ) -> tuple[Tensor, Tensor]:
         """The layer's result from its rows, their norm and mixed values; and the result's norm for the next layer.
 
-        `count`: the number of rows before padding.
+        `count`: the number of rows before padding; `deltas`: what adapters add.
         """
-        added = self._branch(self._output(mixed), self._after_attention)
+        added = self._branch(self._output(mixed, deltas.output), self._after_attention)
         if self._spec.parallel:
             rows = rows + added
         else:
             rows, normed = _sum(rows, added, self._before_network)
-        return _sum(rows, self._branch(self._network(normed, count), self._after_network), following)
+        return _sum(rows, self._branch(self._network(normed, count, deltas), self._after_network), following)
 
     def _branch(self, rows: Tensor, norm: RowNorm | None) -> Tensor:
         normed, scale = _normed(rows, norm), self._spec.residual_scale

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foreword.config import keep_onednn_to_vectors
+from foreword.model.adapters.rows import Deltas
 from foreword.model.cpu.coded_product import CodedLinear, CodedProduct, CodedRows, Weight
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import RowKernels
@@ -68,8 +69,10 @@ class Linear:
     def weight(self) -> Tensor:
         return self._product.weight
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._product(rows)
+    def __call__(self, rows: Tensor, deltas: Deltas | None = None) -> Tensor:
+        """`deltas`: what adapters add; rows without an adapter have the same bits with and without them."""
+        result = self._product(rows)
+        return result if deltas is None else deltas.add(rows, result)
 
 
 def _product_of(weights: Sequence[Weight], bias: Tensor | None) -> Product:
@@ -152,11 +155,20 @@ class GatedLinear:
     def format(self) -> str:
         return "12 bits" if self.product is None else self.product.format
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        if self.product is None:
-            assert self.compact is not None
-            return self.compact(rows)
-        both = self.product(rows)
+    def __call__(self, rows: Tensor, deltas: Deltas | None = None) -> Tensor:
+        """`deltas`: what adapters add to gate and up; rows without an adapter have the same bits either way."""
+        if self.product is not None:
+            return self._gated(self.product(rows, deltas))
+        assert self.compact is not None
+        result = self.compact(rows)
+        if deltas is not None:
+            changed = deltas.changed()
+            own = rows[changed]
+            result[changed] = self._gated(deltas.of(changed).add(own, self.compact.before_gate(own)))
+        return result
+
+    def _gated(self, both: Tensor) -> Tensor:
+        """activation(gate) * up, of rows that are gate and up end to end."""
         if self._may_have_kernel and RowKernels.can_take(self._width, both.dtype):
             return self._kernels.silu_gate(both)
         # Contiguous, so that a row's bits do not depend on its place: see `row_padding.py`.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch
 from torch import Tensor
 
+from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.row_functions import RowKernels
 from foreword.model.decoder.linear import GatedLinear, Linear
@@ -33,9 +34,9 @@ class Network:
     def products(self) -> tuple[Linear | GatedLinear, ...]:
         return self._gate, self._down
 
-    def __call__(self, rows: Tensor, count: int) -> Tensor:
+    def __call__(self, rows: Tensor, count: int, deltas: LayerDeltas = NO_DELTAS) -> Tensor:
         """Rows [rows, width] to the same shape; all are computed, though only the first `count` are no padding."""
-        return self._down(self._gate(rows))
+        return self._down(self._gate(rows, deltas.gate), deltas.down)
 
 
 class Experts:
@@ -58,8 +59,11 @@ class Experts:
         gates = [self._router] if self._shared_gate is None else [self._router, self._shared_gate]
         return (*(part for network in networks for part in network.products), *gates)
 
-    def __call__(self, rows: Tensor, count: int) -> Tensor:
-        """Rows [rows, width] to the same shape; rows from `count` on are padding, and no expert computes them."""
+    def __call__(self, rows: Tensor, count: int, deltas: LayerDeltas = NO_DELTAS) -> Tensor:
+        """Rows [rows, width] to the same shape; rows from `count` on are padding, and no expert computes them.
+
+        No adapter changes experts.
+        """
         weights, chosen = self._route(rows)
         pairs, choices = chosen[:count].flatten(), self._spec.chosen
         results = rows.new_zeros(len(pairs), rows.shape[1])

@@ -133,14 +133,14 @@ def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None
     return "".join(MEDIA if is_media else tokenizer.spell(list(run)) for is_media, run in runs)
 
 
-def most_similar(prompt: TokenIds, salt: str | None, records: Iterable[RequestRecord]) -> Divergence | None:
+def most_similar(prompt: TokenIds, namespace: str, records: Iterable[RequestRecord]) -> Divergence | None:
     """The point where a prompt differs from the most similar earlier one of its namespace.
 
     For indexes that know keys, not tokens. None if no earlier prompt continues differently.
     """
     best: tuple[int, TokenIds] | None = None
     for record in records:
-        if record.salt != salt or record.prompt_token_ids is prompt:
+        if record.namespace != namespace or record.prompt_token_ids is prompt:
             continue
         shared = common_length(prompt, record.prompt_token_ids)
         if best is None or shared > best[0]:

@@ -66,7 +66,7 @@ class Insight:
     def similar(self, record: RequestRecord) -> Divergence | None:
         """Where a prompt differs from an earlier one of its namespace, for indexes that do not know it."""
         earlier = (other for other in self._records.recent(200, record.tenant) if other is not record)
-        return most_similar(record.prompt_token_ids, record.salt, earlier)
+        return most_similar(record.prompt_token_ids, record.namespace, earlier)
 
     def _count_saved(self, record: RequestRecord) -> None:
         if record.first_scheduled_time is not None:

@@ -81,6 +81,8 @@ def block_keys(prompt: Prompt, answer: Sequence[int], block_tokens: int) -> Pref
     salt = prompt.extra_keys.salt
     if salt is not None:
         keys[prompt.extra_keys.salt_offset // block_tokens :] ^= _salt_key(salt)
+    if prompt.extra_keys.adapter is not None:
+        keys[prompt.extra_keys.adapter_offset // block_tokens :] ^= _salt_key(f"adapter {prompt.extra_keys.adapter}")
     return keys
 
 

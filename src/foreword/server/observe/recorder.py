@@ -122,7 +122,7 @@ class Recorder:
             timestamp_ms=round(1e3 * max(0.0, record.arrival_time - self._start), 3),
             prompt_token_ids=record.prompt_token_ids[: max(1, record.num_queried_tokens)],  # no line is without tokens
             num_output_tokens=record.num_output_tokens,
-            namespace=record.salt or "",
+            namespace=record.namespace,
             jumps=record.jumps,
             linked=None if record.link_method is None else _linked(record),
         )

@@ -123,7 +123,7 @@ def decode_manifest(pages: bytes) -> dict[str, Any]:
     for name, allowed in _RANGES.items():
         if facts[name] not in allowed:
             raise UnsoundFileError(f"{whose} says {name}={facts[name]}; a file has {allowed[0]} to {allowed[-1]}")
-    if not _is_prompt(facts.get("token_ids", []), facts.get("cache_salt")):
+    if not _is_prompt(facts):
         raise UnsoundFileError(f"{whose} has token ids or a salt that no prompt has")
     own = CacheIdentity(facts["model_id"], facts["arithmetic_id"], facts["layout"], facts["exact"])
     if own.namespace.hex() != facts["namespace"]:
@@ -131,9 +131,13 @@ def decode_manifest(pages: bytes) -> dict[str, Any]:
     return dict(facts)
 
 
-def _is_prompt(token_ids: Any, salt: Any) -> bool:
-    is_salt = salt is None or isinstance(salt, str)
-    return is_salt and isinstance(token_ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in token_ids)
+def _is_prompt(facts: Facts) -> bool:
+    token_ids, begin = facts.get("token_ids", []), facts.get("adapter_offset", 0)
+    texts = facts.get("cache_salt"), facts.get("adapter")
+    is_keyed = all(text is None or isinstance(text, str) for text in texts) and type(begin) is int and begin >= 0
+    return (
+        is_keyed and isinstance(token_ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in token_ids)
+    )
 
 
 def why_foreign(facts: Facts, identity: CacheIdentity, model_name: str) -> str | None:

@@ -170,7 +170,8 @@ async def use_of(service: Service, tenant: Tenant, body: GenerateContentRequest,
             "tool_config.\n\nProposed fix: move those values to CachedContent from GenerateContent request."
         )
     one = await _find(service, tenant, body.cached_content.removeprefix(PREFIX))
-    if one.model not in service.model_names:
+    of_adapter = {name for name in (one.model, model) if name in service.adapters}
+    if one.model not in service.model_names or (of_adapter and one.model != model):
         raise bad_request(
             f"the request is for the model {model!r}, and the cached content is of {one.model!r}; use the same model",
             param="cachedContent",
@@ -234,7 +235,7 @@ async def _compute(
     # The prompt ends where conversations will go on; the token after it is thrown away.
     ends = tuple(position for position in prompt.message_ends if position <= end)
     prompt = replace(prompt, token_ids=prompt.token_ids[:end], message_ends=ends)
-    caller = caller_of(body, request, tenant, "cached_contents")
+    caller = replace(caller_of(body, request, tenant, "cached_contents"), model=one.model)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     answer = await service.start(caller, new_id("cache-"), [prompt], params, stream=False)
     await finished(answer)

@@ -118,7 +118,7 @@ async def _start(
     config = body.generation_config or GenerationConfig()
     form = await with_body(request, lambda: structured_outputs(config))
     params = await sampling_params(service, config, form)
-    caller = caller_of(body, request, tenant, "generate_content")
+    caller = replace(caller_of(body, request, tenant, "generate_content"), model=model)
     if use is not None:
         caller = replace(caller, cache_salt=use.content.cache_salt)
     answer = await start_chat(service, caller, new_id("gen-"), chat, params, stream=stream)

@@ -52,7 +52,8 @@ def _body(error: APIError) -> dict[str, Any]:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
-    return {
+    parent = {"parent": service.model_name} if name in service.adapters else {}
+    return parent | {
         "id": name,
         "object": "model",
         "created": service.created,

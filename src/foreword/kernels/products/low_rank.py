@@ -1,0 +1,191 @@
+"""Products of float32 rows and pairs of low-rank matrices, compiled by numba: result += up(down(row)), row by row.
+
+Knows matrices and rows as memory addresses; knows neither adapters nor layers. A row names one table, or none; a table
+has up to three parts, each of which changes consecutive columns of the result. An element is computed in one order,
+whatever the other rows are:
+
+    low       16 lanes, each one chain of fused multiply-adds along every 16th input; then a tree over the lanes
+    result    one chain of fused multiply-adds along the ranks, which starts at 0; then result + that sum
+
+Rows without a table are not touched. Threads take units of rows from a counter. Consecutive rows with one table are
+multiplied up to three at a time, which reads each weight once for all of them and changes no order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import carray
+
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.llvm.emit import F32, LANES
+from foreword.kernels.runtime.compiled import Worker, compiled, record, view, worker
+
+PARTS = 3
+"""Parts of a table."""
+RANKS = 2
+"""Ranks are padded to a multiple of this number: as many chains of a row run beside each other."""
+MOST_ROWS = 3
+PART = record(
+    "down",  # [rank, inputs] float32
+    "up",  # panels of 16 columns; a panel: [rank, 16] float32
+    "rank",  # 0: there is no such part
+    "first",  # the first column that it changes
+    "width",  # the number of columns
+)
+LOW_RANK = record(
+    "rows",
+    "row_bytes",
+    "num_rows",
+    "num_steps",  # 16 inputs each
+    "target",
+    "target_bytes",
+    "numbers",  # of each row the number of its table, or -1
+    "tables",  # their addresses; 0 for one that changes nothing
+    "unit_rows",
+    "counters",
+    "scratch",
+    "thread_scratch",
+)
+"""The arguments of a product: addresses, and counts."""
+_STAGED = MOST_ROWS * 4 * LANES
+_part_at = view(PART)
+
+Floats = npt.NDArray[np.float32]
+
+
+def thread_scratch(most_rank: int) -> int:
+    """Bytes of scratch memory for each thread."""
+    return _STAGED + MOST_ROWS * 4 * most_rank
+
+
+def padded_inputs(count: int) -> int:
+    """The number of inputs that rows must have for matrices of `count`."""
+    return -(-count // LANES) * LANES
+
+
+def pack_down(matrix: Floats) -> Floats:
+    """A matrix [rank, inputs], with zeros after its ranks and inputs."""
+    rank, inputs = matrix.shape
+    packed = np.zeros((-(-rank // RANKS) * RANKS, padded_inputs(inputs)), np.float32)
+    packed[:rank, :inputs] = matrix
+    return packed
+
+
+def pack_up(matrix: Floats) -> Floats:
+    """A matrix [columns, rank] as panels [panels, rank, 16], with zeros after its columns and ranks."""
+    columns, rank = matrix.shape
+    padded = np.zeros((-(-columns // LANES) * LANES, -(-rank // RANKS) * RANKS), np.float32)
+    padded[:columns, :rank] = matrix
+    return np.ascontiguousarray(padded.reshape(-1, LANES, padded.shape[1]).transpose(0, 2, 1))
+
+
+def _emit_down(builder: Any, count: int, arguments: Sequence[Any]) -> None:
+    rows, row_bytes, down, rank, num_steps, low = arguments
+    own = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
+    rank_bytes = builder.mul(num_steps, emit.integer(4 * LANES))
+
+    def of_ranks(first: Any) -> list[Any]:
+        weights = [
+            builder.add(down, builder.mul(builder.add(first, emit.integer(number)), rank_bytes))
+            for number in range(RANKS)
+        ]
+
+        def of_step(step: Any, *chains: Any) -> list[Any]:
+            at = builder.mul(step, emit.integer(4 * LANES))
+            inputs = [emit.load(builder, builder.add(row, at)) for row in own]
+            loaded = [emit.load(builder, builder.add(weight, at)) for weight in weights]
+            pairs = [(value, weight) for value in inputs for weight in loaded]
+            return [emit.fma(builder, *pair, chain) for pair, chain in zip(pairs, chains, strict=True)]
+
+        empty = [emit.constant(0.0)] * (count * RANKS)
+        chains = emit.loop(builder, emit.integer(0), num_steps, 1, empty, of_step)
+        for number, chain in enumerate(chains):
+            total = builder.extract_element(emit.reduce(builder, chain, builder.fadd), ir.Constant(emit.I32, 0))
+            row, at = divmod(number, RANKS)
+            place = builder.add(first, builder.add(builder.mul(rank, emit.integer(row)), emit.integer(at)))
+            emit.store(builder, total, builder.add(low, builder.mul(place, emit.integer(4))))
+        return []
+
+    emit.loop(builder, emit.integer(0), rank, RANKS, [], of_ranks)
+
+
+def _emit_up(builder: Any, count: int, arguments: Sequence[Any]) -> None:
+    low, rank, up, num_panels, target, target_bytes = arguments
+
+    def of_panel(panel: Any) -> list[Any]:
+        weights = builder.add(up, builder.mul(builder.mul(panel, rank), emit.integer(4 * LANES)))
+
+        def of_rank(number: Any, *chains: Any) -> list[Any]:
+            weight = emit.load(builder, builder.add(weights, builder.mul(number, emit.integer(4 * LANES))))
+            found = []
+            for row, chain in enumerate(chains):
+                place = builder.add(number, builder.mul(rank, emit.integer(row)))
+                factor = emit.load(builder, builder.add(low, builder.mul(place, emit.integer(4))), 0, F32)
+                found.append(emit.fma(builder, emit.splat(builder, factor), weight, chain))
+            return found
+
+        chains = emit.loop(builder, emit.integer(0), rank, 1, [emit.constant(0.0)] * count, of_rank)
+        start = builder.add(target, builder.mul(panel, emit.integer(4 * LANES)))
+        for row, chain in enumerate(chains):
+            place = builder.add(start, builder.mul(target_bytes, emit.integer(row)))
+            emit.store(builder, builder.fadd(emit.load(builder, place), chain), place)
+        return []
+
+    emit.loop(builder, emit.integer(0), num_panels, 1, [], of_panel)
+
+
+_down = emit.by_rows("aiaiia", range(1, MOST_ROWS + 1), _emit_down)
+_up = emit.by_rows("aiaiai", range(1, MOST_ROWS + 1), _emit_up)
+
+
+@compiled
+def _add_part(part: Any, a: Any, row: int, count: int, scratch: int) -> None:
+    """Add one part's sums to some rows of the result."""
+    low = scratch + _STAGED
+    _down(count, a.rows + row * a.row_bytes, a.row_bytes, part.down, part.rank, a.num_steps, low)
+    target = a.target + row * a.target_bytes + 4 * part.first
+    whole = part.width // 16
+    _up(count, low, part.rank, part.up, whole, target, a.target_bytes)
+    left = part.width - 16 * whole
+    if left:
+        for number in range(count):
+            simd.copy_bytes(scratch + 64 * number, target + 64 * whole + number * a.target_bytes, 4 * left)
+        _up(count, low, part.rank, part.up + whole * part.rank * 64, 1, scratch, 64)
+        for number in range(count):
+            simd.copy_bytes(target + 64 * whole + number * a.target_bytes, scratch + 64 * number, 4 * left)
+
+
+@functools.cache
+def compile_worker() -> Worker:
+    """Compile the function that every thread runs: it computes units of rows until none is left."""
+
+    @worker(LOW_RANK)
+    def add_products(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+        while True:
+            row = simd.fetch_add(a.counters, a.unit_rows)
+            if row >= a.num_rows:
+                return
+            end = min(row + a.unit_rows, a.num_rows)
+            while row < end:
+                number, count = simd.load_int(a.numbers + 8 * row), 1
+                while count < MOST_ROWS and row + count < end:
+                    if simd.load_int(a.numbers + 8 * (row + count)) != number:
+                        break
+                    count += 1
+                table = simd.load_int(a.tables + 8 * number) if number >= 0 else 0
+                if table != 0:
+                    for place in range(PARTS):
+                        part = _part_at(table, place)
+                        if part.rank != 0:
+                            _add_part(part, a, row, count, scratch)
+                row += count
+
+    return add_products

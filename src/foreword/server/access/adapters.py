@@ -1,0 +1,85 @@
+"""The adapters that a server offers as models, by name.
+
+Knows names and folders; the engine knows adapters by their content alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.llm import LLM
+from foreword.request import Adapter, LoRARequest
+
+MOST_NAMES = 1024
+
+
+class ServedAdapters:
+    """Names of adapters. Any thread may read; the event loop alone changes it."""
+
+    def __init__(self, llm: LLM, modules: Sequence[str], taken: Collection[str]) -> None:
+        """`modules`: "name=path", or vLLM's JSON. `taken`: names of the model itself.
+
+        Raises ConfigError or InvalidRequestError for one that cannot be served.
+        """
+        self._loaded, self._taken = llm.adapters, taken
+        self._served: dict[str, LoRARequest] = {}
+        if modules and self._loaded is None:
+            raise ConfigError("lora_modules needs enable_lora; give --enable-lora too")
+        for module in modules:
+            one = _parse(module)
+            self.check_new(one)
+            self.load(one)
+            self.add(one)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._served)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._served
+
+    def load(self, request: LoRARequest) -> Adapter:
+        """The adapter in a folder, from memory or from its files; any thread. Raises InvalidRequestError."""
+        if self._loaded is None:
+            raise InvalidRequestError("this server runs no adapters; start it with --enable-lora")
+        return self._loaded.get(request.lora_path)
+
+    def find(self, name: str) -> LoRARequest:
+        """The adapter that is served under a name."""
+        return self._served[name]
+
+    def check_new(self, request: LoRARequest) -> None:
+        """Raise InvalidRequestError for a name under which nothing can be served."""
+        name = request.lora_name
+        if not name or len(name) > 256:
+            raise InvalidRequestError(f"lora_name={name!r:.80} is no name; use 1 to 256 characters")
+        if name in self._taken or (name in self._served and not request.load_inplace):
+            raise InvalidRequestError(
+                f"{name!r:.80} is served already; unload it first, or load it with load_inplace=true"
+            )
+        if name not in self._served and len(self._served) >= MOST_NAMES:
+            raise InvalidRequestError(f"{MOST_NAMES} adapters are served, which is the limit; unload one first")
+
+    def add(self, request: LoRARequest) -> None:
+        """Serve an adapter under its name, in place of another one."""
+        self._served[request.lora_name] = request
+
+    def remove(self, name: str) -> bool:
+        """Serve it no longer; False if it was not. Running requests end under it."""
+        return self._served.pop(name, None) is not None
+
+
+def _parse(module: str) -> LoRARequest:
+    """Raises ConfigError."""
+    name, equals, path = module.partition("=")
+    if module.startswith("{"):
+        try:
+            said = json.loads(module)
+            name, equals, path = said["name"], "=", said["path"]
+        except (ValueError, LookupError, TypeError):
+            equals = ""
+    if not equals or not isinstance(name, str) or not isinstance(path, str) or not path:
+        raise ConfigError(f"lora_modules has {module!r:.120}; use name=path, or {{'name': ..., 'path': ...}} as JSON")
+    return LoRARequest(name, lora_path=path)

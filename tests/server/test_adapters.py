@@ -1,0 +1,142 @@
+"""Adapters over HTTP: as models in every dialect, loaded and unloaded by operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.errors import ConfigError
+from foreword.llm import LLM
+from foreword.server.access.adapters import ServedAdapters
+from foreword.server.options import ServerConfig
+from live_server import MODEL, ServerThread, client
+from peft_folders import save_adapter
+from tiny_models import TinyModels
+
+TEXT = "The prefix that two requests share is computed once, whoever asks for it."
+OPERATOR = {"Authorization": "Bearer op"}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_models: TinyModels) -> Path:
+    return tiny_models.folder_with_tokenizer("llama")
+
+
+@pytest.fixture(scope="module")
+def sql(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "sql", base)
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, sql: Path) -> Iterator[ServerThread]:
+    config = ServerConfig(lora_modules=(f"sql={sql}",), operator_key="op")
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "self_check": False, "enable_lora": True}
+    with LLM(str(base), **options) as llm, ServerThread(llm, config) as server:
+        yield server
+
+
+def complete(server: ServerThread, model: str, prompt: str = TEXT, **more: Any) -> Any:
+    return client(server.url).completions.create(
+        model=model, prompt=prompt, max_tokens=6, temperature=0, extra_body={"ignore_eos": True}, **more
+    )
+
+
+def change(server: ServerThread, path: str, key: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body, headers=key or OPERATOR, timeout=60)
+
+
+def cached(answer: Any) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def test_an_adapter_is_a_model_in_every_dialect(server: ServerThread) -> None:
+    [own, adapter] = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert (own["id"], own.get("parent")) == (MODEL, None)
+    assert (adapter["id"], adapter["parent"]) == ("sql", MODEL)
+    plain, changed = complete(server, MODEL), complete(server, "sql")
+    assert plain.choices[0].text != changed.choices[0].text
+    assert changed.model == "sql"
+    assert cached(changed) == 0
+    assert cached(complete(server, "sql")) > 0
+
+    messages = [{"role": "user", "content": "a b c"}]
+    anthropic = {"max_tokens": 6, "temperature": 0, "messages": messages}
+    gemini = {
+        "contents": [{"role": "user", "parts": [{"text": "a b c"}]}],
+        "generationConfig": {"maxOutputTokens": 6, "temperature": 0},
+    }
+    openai = {"max_tokens": 6, "temperature": 0, "messages": messages}
+    answers: dict[str, list[str]] = {"sql": [], MODEL: []}
+    for model, texts in answers.items():
+        chat = httpx.post(f"{server.url}/v1/chat/completions", json={"model": model, **openai}, timeout=60).json()
+        texts.append(chat["choices"][0]["message"]["content"])
+        message = httpx.post(f"{server.url}/v1/messages", json={"model": model, **anthropic}, timeout=60).json()
+        texts.append("".join(part["text"] for part in message["content"]))
+        content = httpx.post(f"{server.url}/v1beta/models/{model}:generateContent", json=gemini, timeout=60).json()
+        texts.append("".join(part["text"] for part in content["candidates"][0]["content"]["parts"]))
+        response = {"model": model, "input": messages, "max_output_tokens": 6, "temperature": 0}
+        said = httpx.post(f"{server.url}/v1/responses", json=response, timeout=60).json()
+        texts.append(said["output"][0]["content"][0]["text"])
+    assert len(set(answers["sql"])) == len(set(answers[MODEL])) == 1
+    assert answers["sql"] != answers[MODEL]
+    names = httpx.get(f"{server.url}/v1beta/models").json()["models"]
+    assert {name["name"] for name in names} == {"models/sql", f"models/{MODEL}"}
+
+
+def test_a_lookup_is_explained_under_the_adapter(server: ServerThread) -> None:
+    text = "Another text, which only the model itself has seen so far, and which fills a few blocks of its cache."
+    complete(server, MODEL, text)
+
+    def explain(model: str) -> Any:
+        return httpx.post(f"{server.url}/v1/cache/explain", json={"model": model, "prompt": text}).json()
+
+    assert explain(MODEL)["hit_tokens"] > 0
+    told = explain("sql")
+    assert told["hit_tokens"] == 0
+    assert told["reason"] == "adapter_differs"
+
+
+def test_operators_load_and_unload_adapters(server: ServerThread, base: Path, sql: Path, tmp_path: Path) -> None:
+    new = save_adapter(tmp_path / "new", base, seed=1)
+    assert change(server, "load_lora_adapter", {"x": "y"}, lora_name="new", lora_path=str(new)).status_code == 401
+    assert change(server, "load_lora_adapter", lora_name=MODEL, lora_path=str(new)).status_code == 400
+    assert change(server, "load_lora_adapter", lora_name="sql", lora_path=str(new)).status_code == 400
+    wrong = change(server, "load_lora_adapter", lora_name="new", lora_path=str(tmp_path))
+    assert wrong.status_code == 400
+    assert "adapter_config.json" in wrong.text
+    assert complete(server, "sql").choices
+    with pytest.raises(Exception, match="404"):
+        complete(server, "new")
+
+    assert change(server, "load_lora_adapter", lora_name="new", lora_path=str(new)).status_code == 200
+    first = complete(server, "new")
+    assert first.choices[0].text != complete(server, "sql").choices[0].text
+    # Other bytes under the name: no hit. The bytes of "sql": its hits.
+    changed = change(server, "load_lora_adapter", lora_name="new", lora_path=str(sql), load_inplace=True)
+    assert changed.status_code == 200
+    second = complete(server, "new")
+    assert second.choices[0].text == complete(server, "sql").choices[0].text
+    assert cached(second) > 0
+    save_adapter(new, base, seed=2)
+    assert (
+        change(server, "load_lora_adapter", lora_name="new", lora_path=str(new), load_inplace=True).status_code == 200
+    )
+    assert cached(complete(server, "new")) == 0
+    assert change(server, "unload_lora_adapter", {"x": "y"}, lora_name="new").status_code == 401
+    assert change(server, "unload_lora_adapter", lora_name="new", lora_int_id=3).status_code == 200
+    assert change(server, "unload_lora_adapter", lora_name="new").status_code == 404
+    with pytest.raises(Exception, match="404"):
+        complete(server, "new")
+
+
+def test_modules_are_names_and_paths_or_vllms_json(server: ServerThread, sql: Path) -> None:
+    llm = server.service.llm
+    served = ServedAdapters(llm, [f"a={sql}", f'{{"name": "b", "path": "{sql}"}}'], ())
+    assert served.names == ("a", "b")
+    for wrong in ("a", "{", '{"name": 1, "path": "x"}', "a="):
+        with pytest.raises(ConfigError, match="use name=path"):
+            ServedAdapters(llm, [wrong], ())
