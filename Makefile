@@ -19,7 +19,7 @@ BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchm
 	benchmarks/hybrid.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels test-fast test-slow test-gpu check format bench clean
+.PHONY: help demo test kernels test-fast test-slow test-gpu check house format bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ check: $(INSTALLED_DEV) ## formatting, lint, types, import rules and plain Engli
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/plain_english.py
+
+house: $(INSTALLED_DEV) ## a report: lines by room, arrows and circles of imports
+	$(BIN)/python .ci/house.py
 
 format: $(INSTALLED_DEV) ## format, and repair what lint can repair
 	$(BIN)/ruff format .
