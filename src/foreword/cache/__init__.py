@@ -103,9 +103,12 @@ from foreword.cache.keys.hashing import (
 )
 from foreword.cache.keys.links import jump_span as jump_span, linked_span as linked_span
 from foreword.cache.keys.sequence import TokenSequence as TokenSequence, common_length as common_length
-from foreword.cache.manager import KVCacheManager as KVCacheManager
-from foreword.cache.tiered import elsewhere as elsewhere, in_pool as in_pool
-from foreword.cache.view import BlockState as BlockState
+from foreword.cache.manager import (
+    BlockState as BlockState,
+    KVCacheManager as KVCacheManager,
+    elsewhere as elsewhere,
+    in_pool as in_pool,
+)
 
 __all__ = sorted(name for name, one in vars().items() if not (name.startswith("_") or isinstance(one, ModuleType)))
 __all__.remove("ModuleType")

@@ -17,7 +17,6 @@ from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.coordinator import KVCacheCoordinator
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
-from foreword.cache.view import CacheView
 from foreword.errors import ConfigError
 
 PIN = "pin"
@@ -77,11 +76,16 @@ MAX_ENTRIES, MAX_ENTRIES_BY_OWNER = 16_384, 4_096
 """Entries that share their kept blocks take no budget, so their number is bounded too."""
 
 
-class PinnableCache(CacheView):
-    """A cache that can keep prefixes, if its eviction policy is a PinnedPolicy."""
+class EntryKeeper:
+    """The half of a cache that keeps prefixes, if its eviction policy is a PinnedPolicy."""
 
     def __init__(self, coordinator: KVCacheCoordinator, policy: EvictionPolicy, block_size: int) -> None:
-        super().__init__(coordinator, policy, block_size)
+        self.block_size = block_size
+        """Tokens per block of the sequences that it serves."""
+        self._coordinator, self._pool = coordinator, coordinator.pool
+        self._pins = policy if isinstance(policy, PinnedPolicy) else None
+        self._policy = policy.inner if isinstance(policy, PinnedPolicy) else policy
+        """The order of blocks without pins."""
         self._entries: dict[str, _Entry] = {}
 
     @property

@@ -11,8 +11,16 @@ priorities or clocks. One request's life, as in vLLM v1:
     take_copies()                                  blocks that the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
 
-`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. view.py has the
-reading half of a cache, entries.py has pins, tiered.py has blocks that come from elsewhere.
+`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. entries.py has pins. Blocks can
+also be filled from elsewhere, or copied to there, while no request holds them:
+
+    tables = find_hit_with(sequence, keys)         the hit if blocks with these keys were in the pool, as ELSEWHERE
+    hold_blocks(...), take_blocks(count)           the part that is here stays; blocks for the part that is not
+    ... somebody fills the taken blocks ...
+    adopt(group, sequence, first, block_ids)       now lookups find them
+    release_blocks(...)                            they are cached like any others
+
+A taken block is not indexed, so no lookup finds it before it is filled and adopted. What never arrives is released.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch
@@ -21,33 +29,52 @@ before it reads any.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.cache.account.ledger import CacheLedger, EvictionCause
-from foreword.cache.account.stats import CachingMetrics
-from foreword.cache.block_ids import BlockIds, Int64Array, as_block_ids
+from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids
+from foreword.cache.blocks.block_pool import KVCacheBlock, KVCacheBlocks
+from foreword.cache.entries import EntryKeeper
 from foreword.cache.eviction.choose import make_policy
-from foreword.cache.eviction.policy import EvictionPolicy
+from foreword.cache.eviction.policy import EvictionPolicy, LearningPolicy
 from foreword.cache.explain import Below, LookupExplanation, explain_lookup
-from foreword.cache.groups.choose import get_kv_cache_coordinator
+from foreword.cache.groups.choose import get_kv_cache_coordinator, is_one_full_group
+from foreword.cache.groups.coordinator import ELSEWHERE, Keys
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
 from foreword.cache.groups.managers import MambaManager, Position
 from foreword.cache.groups.prefix_hit import PrefixHit
 from foreword.cache.index.prefix_index import PrefixIndex
+from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
-from foreword.cache.tiered import TieredCache
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
 
 DEFAULT_BLOCK_SIZE = 16
 
 
-class KVCacheManager(TieredCache):
+class BlockState(enum.IntEnum):
+    """The state of a block in the pool."""
+
+    FREE = 0
+    """A lookup cannot find it, and no request holds it."""
+    CACHED = 1
+    """A lookup can find it, and no request holds it."""
+    IN_USE = 2
+    """A request holds it, whether a lookup can find it or not."""
+    PINNED = 3
+    """It has a pin, whether a request holds it or not."""
+
+
+class KVCacheManager(EntryKeeper):
     """Gives blocks to requests and finds the blocks that earlier requests left behind.
 
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
@@ -93,6 +120,9 @@ class KVCacheManager(TieredCache):
             deduplicate=deduplicate,
         )
         super().__init__(coordinator, policy, block_size)
+        self.groups, self.num_blocks = coordinator.specs, num_blocks
+        self._row_of: dict[str, int] = {}
+        """Request id -> row in the tables of all groups, of the requests that hold blocks."""
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         coordinator.reserve()
         self.below: Below | None = None
@@ -420,6 +450,184 @@ class KVCacheManager(TieredCache):
         self._drop_empty_entries()
         self.recent.reset()
 
+    # -------------------------------------------------------- blocks from elsewhere
+
+    def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
+        """For each group, the keys of the sequence's full blocks, as far as other sequences may find them."""
+        return self._coordinator.keys_by_group(sequence)
+
+    def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
+        """The tables of the longest hit if the blocks with these keys, by group, were in the pool too.
+
+        The entry of such a block is ELSEWHERE; it is NULL_BLOCK where a group needs none. Changes and counts nothing.
+        """
+        return self._coordinator.find_hit_with(sequence, elsewhere)
+
+    def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
+        """For each group, the blocks with the keys of `keys_by_group`; NULL_BLOCK where the pool lacks one.
+
+        Blocks that the present step fills count too, so copy none before its commit.
+        """
+        return self._coordinator.cached_blocks(sequence)
+
+    def chance_of_return(self, num_blocks: int) -> float:
+        """The share of blocks that are used again, of requests that add `num_blocks`; 1.0 if the policy learns none."""
+        policy = self._policy
+        return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
+
+    def take_blocks(self, count: int) -> BlockIds | None:
+        """Take blocks to be filled, which nothing finds before `adopt`; None, and no change, if fewer are free."""
+        return self._coordinator.take_apart(count) if count <= self.get_num_free_blocks() else None
+
+    def next_empty(self, num_blocks: int) -> BlockIds:
+        """Of the blocks that hold nothing, those that are given away next, at most `num_blocks`. Changes nothing."""
+        return self._pool.next_empty(num_blocks)
+
+    def hold_blocks(self, block_ids: BlockIds) -> None:
+        """Keep these (distinct) blocks, which a lookup found, from being given away; no use of them is counted."""
+        self._coordinator.hold_apart(block_ids)
+
+    def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
+        """Hold the first blocks of a sequence, to copy them in the next step, and count a use of them.
+
+        None, and no change, if the pool lacks one of them, or if the present step fills one. Needs one full group.
+        """
+        [table] = self._coordinator.find_longest_cache_hit(sequence).tables
+        if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
+            return None
+        block_ids: BlockIds = table[:num_blocks].copy()
+        self._coordinator.hold_apart(block_ids)
+        self._pool.note_use(block_ids)
+        return block_ids
+
+    def release_blocks(self, block_ids: BlockIds) -> None:
+        """Release blocks that were taken or held. Those that are indexed stay cached; the last are evicted first."""
+        self._coordinator.release_apart(block_ids)
+
+    def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
+        """Index taken blocks, now filled, as the group's blocks number `first` and on of `sequence`.
+
+        Call it before `begin_step`: the step after that may read them. False, and no change, if the blocks before them
+        are gone or others stand in their place, so that these could not be found.
+        """
+        return self._coordinator.adopt(group_id, sequence, first, block_ids)
+
+    # ----------------------------------------------------------------- reading
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """Counters of lookups, hits and evictions since the last `reset_prefix_cache`."""
+        return self._coordinator.stats
+
+    @property
+    def has_one_full_group(self) -> bool:
+        """Whether every layer needs every block, so that hits are prefixes."""
+        return is_one_full_group(self.groups)
+
+    def is_cached(self, sequence: TokenSequence, block: int) -> bool:
+        """Whether the full block number `block` is cached, given that those before it are."""
+        return self._coordinator.holds(sequence, block)
+
+    def handles(self, request_ids: Iterable[str]) -> Int64Array:
+        """The rows of held requests, as `admit` gave them: small numbers, each valid until its request is freed."""
+        return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64)
+
+    def block_ids(self, request_id: str, group_id: int = 0) -> BlockIds:
+        """Block table of one request in one group (a copy)."""
+        return self._coordinator.tables.groups[group_id].row(self._row_of[request_id]).copy()
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The blocks of one request in all groups, as objects."""
+        rows = (tables.row(self._row_of[request_id]) for tables in self._coordinator.tables.groups)
+        return KVCacheBlocks(tuple([KVCacheBlock(self._pool, block_id) for block_id in row.tolist()] for row in rows))
+
+    def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
+        """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).
+
+        An entry is NULL_BLOCK where the group no longer needs a block.
+        """
+        return self._coordinator.tables.groups[group_id].gather(self.handles(request_ids))
+
+    def group_block_tables(self, rows: Int64Array) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
+        """`block_tables` of every group."""
+        return [tables.gather(rows) for tables in self._coordinator.tables.groups]
+
+    def sink_block_ids(self) -> BlockIds:
+        """Blocks that hold the groups' sinks, in the order of the groups; in no request's table (a copy)."""
+        return self._coordinator.held_for_ever()
+
+    def num_required_blocks(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Free blocks that admitting a request with this hit takes, for its first `num_tokens` tokens."""
+        return self._coordinator.num_required_blocks(hit, num_tokens)
+
+    def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
+        """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
+        usable = self.num_blocks - len(self.sink_block_ids())
+        return self.max_num_blocks(num_tokens, max_step_tokens) <= usable
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
+
+    def held_request_ids(self) -> list[str]:
+        return list(self._row_of)
+
+    def get_num_common_prefix_blocks(self, request_ids: Sequence[str], group_id: int = 0) -> int:
+        """Number of leading table entries of one group that all these requests share physically."""
+        if not request_ids:
+            return 0
+        tables, lengths = self.block_tables(request_ids, group_id)
+        shared = (tables == tables[0]).all(axis=0)[: int(lengths.min())]
+        return int(shared.argmin()) if not shared.all() else len(shared)
+
+    def get_num_free_blocks(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def get_num_cached_blocks(self) -> int:
+        """Full blocks that hold an indexed prefix, held by requests or not."""
+        return self._coordinator.num_indexed
+
+    def get_num_tails(self) -> int:
+        """Partly filled blocks that hold the end of an indexed prefix; nobody holds them."""
+        return self._coordinator.num_tails
+
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV is cached in full blocks, in the group that has most of them; duplicates count."""
+        counts = self._coordinator.num_indexed_by_group()
+        return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
+
+    def get_usage(self) -> float:
+        """Share of the blocks held by requests, 0.0 to 1.0."""
+        return self._pool.get_usage()
+
+    def block_states(self) -> npt.NDArray[np.uint8]:
+        """The present state of each block, as `BlockState` numbers, [num_blocks] (a copy)."""
+        states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
+        states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
+        states[self._coordinator.tail_block_ids()] = BlockState.CACHED
+        states[self._pool.ref_counts() > 0] = BlockState.IN_USE
+        if self._pins is not None:
+            states[self._pins.pinned_block_ids()] = BlockState.PINNED
+        return states
+
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
+        """The cached prefixes that were reused most, a parent before its children; None without a radix index.
+
+        With `under_salt`, only prefixes under salts that begin with it.
+        """
+        return self._coordinator.top_prefixes(limit, under_salt)
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        """At most `num_tokens` tokens that followed all of a sequence in a cached one, under the same extra keys.
+
+        Of several ways to go on, the last one that was cached. Empty if none is known, or if the index has no tokens.
+        """
+        return self._coordinator.following(sequence, num_tokens)
+
+    def free_block_ids(self) -> BlockIds:
+        """Free blocks in the order in which they will be given away (a copy)."""
+        return self._pool.free_block_ids()
+
     def check_integrity(self) -> None:
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
         rows = list(self._row_of.values())
@@ -432,3 +640,15 @@ class KVCacheManager(TieredCache):
                     f"{self._sequences[row].request_id!r} has slots for {num_slots} tokens, but not the blocks for them"
                 )
                 assert manager.num_indexed[row] * manager.block_size <= num_slots, "an uncomputed block is indexed"
+
+
+def elsewhere(table: BlockIds) -> BlockIds:
+    """The numbers of a table's blocks that are not in the pool, ascending."""
+    return np.flatnonzero(table == ELSEWHERE).astype(np.int32)
+
+
+def in_pool(tables: Sequence[BlockIds]) -> BlockIds:
+    """The blocks of all these tables that are in the pool."""
+    entries = np.concatenate(tables)
+    found: BlockIds = entries[(entries != ELSEWHERE) & (entries != NULL_BLOCK)]
+    return found
