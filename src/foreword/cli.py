@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from foreword import __version__
 from foreword.config import Environment, engine_options, let_threads_rest
 from foreword.config.flags import Flags, unknown_argument, with_hyphens
+from foreword.config.help import grouped
 from foreword.config.option import options_of
 from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError
@@ -80,6 +82,13 @@ def _taken(options: dict[str, Any], config: type) -> dict[str, Any]:
     return {field.name: options.pop(field.name) for field in fields(config) if field.name in options}
 
 
+class _HelpLines(argparse.HelpFormatter):
+    """Help in which no flag is broken at its hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _LateParser(argparse.ArgumentParser):
     """A command whose arguments are added, by a module that is imported then, only when the command is given.
 
@@ -87,7 +96,7 @@ class _LateParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _HelpLines, **options})
         self.later: Callable[[argparse.ArgumentParser], None] | None = None
         self.set_defaults(parser=self, log_level="WARNING")
 
@@ -119,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue prompts, or answer a chat message")
     generate.later = _add_generate_arguments
 
-    serve = commands.add_parser("serve", help="answer over HTTP, in OpenAI's dialect")
+    serve = commands.add_parser("serve", help="answer over HTTP, in OpenAI's, Anthropic's and Gemini's APIs")
     serve.later = _add_serve_arguments
 
     models = commands.add_parser("models", help="GGUF models on this machine: of Ollama, LM Studio and Python packages")
@@ -208,7 +217,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         name: replace(fields[name], default=SAMPLING_DEFAULTS.get(name, fields[name].default)) for name in SAMPLING
     }
     engine = {name: option for name, option in engine_options().items() if name not in SAMPLING}
-    flags = Flags({"sampling": sampling, "engine": engine, "logging": options_of(LogConfig)}, ENGINE_OPTIONS)
+    flags = Flags({"sampling": sampling, **grouped({**engine, **options_of(LogConfig)})}, ENGINE_OPTIONS)
     flags.add_to(parser)
     parser.usage = "%(prog)s MODEL --prompt TEXT [OPTIONS]"
     parser.set_defaults(run=_generate, flags=flags)
@@ -222,7 +231,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
     parser.add_argument("--with-text", action="store_true", help="write the prompt's token ids into the file too")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    flags = Flags({"engine": engine_options(), "logging": options_of(LogConfig)}, ENGINE_OPTIONS)
+    flags = Flags(grouped({**engine_options(), **options_of(LogConfig)}), ENGINE_OPTIONS)
     flags.add_to(parser)
     parser.usage = "%(prog)s MODEL --prompt-file TEXT FILE [OPTIONS]"
     parser.set_defaults(run=_export, flags=flags, chat=False)
@@ -236,9 +245,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "given_model", metavar="MODEL", nargs="?", help="folder or hub id; the embedded model if left out"
     )
     engine = {**engine_options(), "model": replace(engine_options()["model"], default="the embedded model")}
-    server, replicas = options_of(ServerConfig), options_of(FleetConfig)
-    groups = {"server": server, "replicas": replicas, "logging": options_of(LogConfig), "engine": engine}
-    flags = Flags(groups, {**ENGINE_OPTIONS, **SERVER_OPTIONS})
+    options = {**engine, **options_of(ServerConfig, FleetConfig, LogConfig)}
+    flags = Flags(grouped(options), {**ENGINE_OPTIONS, **SERVER_OPTIONS})
     flags.add_to(parser)
     parser.usage = "%(prog)s [MODEL] [OPTIONS]"
     parser.set_defaults(run=_serve, flags=flags, log_level="INFO")

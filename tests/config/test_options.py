@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import inspect
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,11 +16,14 @@ import pytest
 from foreword import LLM, cli
 from foreword.config import EngineConfig, engine_options
 from foreword.config.flags import Flags
+from foreword.config.help import DEVELOPER_OPTIONS, GROUPS, example, grouped
 from foreword.config.keywords import EngineKeywords
 from foreword.config.option import Option, options_of
 from foreword.config.sizes import format_bytes, parse_bytes
 from foreword.config.vllm import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
 from foreword.errors import ConfigError
+from foreword.fleet.options import FleetConfig
+from foreword.log_lines import LogConfig
 from foreword.server.options import ServerConfig
 
 
@@ -50,10 +55,35 @@ def test_every_flag_has_a_description_and_its_default(name: str, capsys: pytest.
     assert [action.dest for action in actions if not action.help] == []
     with_default = [action for action in actions if action.dest.startswith("option:") or action.default]
     untold = {action.dest for action in with_default if "(default: " not in (action.help or "")}
-    assert untold <= {"help"}
+    assert untold <= {"help", "help_all"}
     capsys.readouterr()
     parser.print_help()  # % and brackets in descriptions do not break it
     assert "None:" not in capsys.readouterr().out
+
+
+def test_help_has_a_place_and_an_example_for_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = command("serve")
+    options = {**engine_options(), **options_of(ServerConfig, FleetConfig, LogConfig)}
+    placed = [*DEVELOPER_OPTIONS, *(name for names in GROUPS.values() for name in names)]
+    assert sorted(placed) == sorted(options), "foreword.config.help has a title and an example for each option, once"
+    shown = {
+        option.name: example(title, option) for title, group in grouped(options).items() for option in group.values()
+    }
+    for name, text in shown.items():
+        assert bool(text) is (name not in DEVELOPER_OPTIONS)
+        if text:
+            assert given(*shlex.split(text))[name] != options[name].default, f"{text} changes nothing"
+    capsys.readouterr()
+    parser.print_help()
+    plain = capsys.readouterr().out
+    assert re.findall(r"^(\w+):$", plain, re.MULTILINE) == ["options", *GROUPS]
+    assert all(text in " ".join(plain.split()) for text in shown.values()), "a flag is broken in two"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help-all"])
+    full = capsys.readouterr().out
+    for name in DEVELOPER_OPTIONS:
+        line = re.compile(rf"^  {options[name].flag}\b", re.MULTILINE)
+        assert (bool(line.search(full)), bool(line.search(plain))) == (True, False), name
 
 
 def test_every_option_of_an_engine_is_a_flag_and_a_keyword() -> None:
@@ -137,7 +167,11 @@ def test_torchs_own_types_name_a_precision_and_a_device() -> None:
     ("options", "message"),
     [
         ({"max_modl_len": 5}, "did you mean 'max_model_len'"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2, an option of vLLM, is not .*only 1: .*a server each"),
+        (
+            {"tensor_parallel_size": 2},
+            r"tensor_parallel_size=2, an option of vLLM.*only 1: .*serve --replicas",
+        ),
+        ({"data_parallel_size": 4}, "data_parallel_size=4.*serve --replicas"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
         (
             {"limit_mm_per_prompt": {"image": 2}},
@@ -188,6 +222,7 @@ def test_vllms_flags_are_accepted_where_they_change_nothing() -> None:
     assert given(
         "--enforce-eager", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
         "--disable-log-requests", "--quantization", "none", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_coder", "--data-parallel-size", "1",
         "--enable-chunked-prefill", "--disable-log-stats", "--uvicorn-log-level", "info", "a-model",
     ) == {"cuda_graphs": False, "log_interval_s": 0.0}  # fmt: skip
 
@@ -213,6 +248,9 @@ def test_every_option_of_vllm_has_a_flag_that_takes_its_harmless_values() -> Non
     [
         (["--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
         (["--no-enable-chunked-prefill"], "enable_chunked_prefill=False"),
+        (["--tool-call-parser", "jamba"], "tool_call_parser='jamba'.*llama3_json.*response_template chooses"),
+        (["--reasoning-parser", "mine"], "reasoning_parser='mine'.*response_template chooses"),
+        (["--data-parallel-size", "4"], "data_parallel_size=4.*serve --replicas"),
         (["--port", "many"], "port='many' is not an integer"),
         (["--kv-cache-memory-bytes", "4 apples"], "kv_cache_memory_bytes='4 apples'"),
         (["--sink-token-ids", "1,x"], "sink_token_ids='x'"),

@@ -33,7 +33,7 @@ LIBRARY_SWITCHES = (
     "ONEDNN_MAX_CPU_ISA",
 )
 HashName = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
-EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
+EvictionName = Literal["lru", "value"]
 AdmissionName = Literal["all", "twice", "room", "heads"]
 DraftTokens = int | Literal["auto"]
 
@@ -132,7 +132,8 @@ class CacheConfig:
     prefix_index: IndexName = "radix"
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "value"
-    """Which cached block is evicted when memory is short; `foreword.cache.eviction` describes the orders."""
+    """Which cached block goes when memory is short: "value" learns from the traffic which ones come back, "lru" takes
+    the least recently used one."""
     num_gpu_blocks_override: int | None = None
     """Number of blocks in the pool, on any device. None: as many as the memory for KV holds."""
     keep_all_kv: bool = False
@@ -160,10 +161,10 @@ class CacheConfig:
     hash_function: HashName = "sha256"
     """Hash for block keys; docs/concepts/keys.md says which one suits whom."""
     key_salt: str = ""
-    """Part of all block keys, beside the model, that separates deployments that share a store."""
+    """Text that keeps apart the blocks of deployments that share a store."""
     cache_exact: bool = True
-    """Keep apart blocks that other kernels, library versions or processors computed, whose bits may differ. False:
-    share them, in a namespace of their own."""
+    """Reuse stored blocks only where the same kernels, library versions and processors computed them, so that answers
+    keep their bits. False: reuse them anywhere, in a namespace of their own."""
 
     def __post_init__(self) -> None:
         for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events", "cache_exact"):
@@ -244,7 +245,7 @@ class SchedulerConfig:
     """Order of service: "fcfs" by arrival; "priority": tenants by turns, of each the lowest priority, then arrival;
     "prefix": tenants by turns, of each the lowest priority, then what is cached most, within `max_overtake_s`."""
     max_overtake_s: float = 2.0
-    """Under the policy "prefix": most seconds of computation that later requests take from one that waits."""
+    """Under the policy "prefix": most seconds that a waiting request loses to requests that came after it."""
     coalesce_in_flight: bool = True
     """Let a request whose prefix another one is computing wait for those blocks instead of computing them too."""
     draft_tokens: DraftTokens = "auto"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.config.config_file import read_config_file
+from foreword.config.help import DEVELOPERS, example
 from foreword.config.option import Option, read_options
 from foreword.config.vllm import RENAMED, VllmOption
 from foreword.errors import ConfigError
@@ -41,10 +42,16 @@ class Flags:
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Add a flag for each option, with its description and default."""
         parser.add_argument("--config", type=Path, metavar="FILE", help=CONFIG_HELP)
+        hidden: list[tuple[argparse.Action, str | None]] = []
         for title, options in self.groups.items():
             group = parser.add_argument_group(title)
             for option in options.values():
-                _add_flag(group, option)
+                action = _add_flag(group, option, example(title, option))
+                if title == DEVELOPERS:
+                    hidden.append((action, action.help))
+                    action.help = argparse.SUPPRESS
+        if hidden:
+            parser.add_argument("--help-all", action=_HelpAll, hidden=hidden, help="show developers' options too")
         known = self.options
         for name, renamed in RENAMED.items():
             if name not in known and renamed.name in known and renamed.convert is not None:
@@ -73,6 +80,20 @@ class Flags:
         return {**found, **read_options(flags, known, self.vllm)}
 
 
+class _HelpAll(argparse.Action):
+    """Shows help with the options that --help leaves out."""
+
+    def __init__(self, *args: Any, hidden: list[tuple[argparse.Action, str | None]], **options: Any) -> None:
+        super().__init__(*args, nargs=0, default=argparse.SUPPRESS, **options)
+        self._hidden = hidden
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for action, text in self._hidden:
+            action.help = text
+        parser.print_help()
+        parser.exit()
+
+
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
     """Replace underscores in the names of flags by hyphens; values stay as they are."""
 
@@ -91,21 +112,22 @@ def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigEr
     return ConfigError(f"unknown argument {argument!r}; {hint}")
 
 
-def _add_flag(group: argparse._ActionsContainer, option: Option) -> None:
+def _add_flag(group: argparse._ActionsContainer, option: Option, example: str) -> argparse.Action:
     others = [_flag(name) for name, one in RENAMED.items() if one.name == option.name and one.convert is None]
     how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if option.kind is not bool:
         how = {"action": "append" if option.is_list else "store", "metavar": _metavar(option)}
     dest, default = PREFIX + option.name, argparse.SUPPRESS
-    group.add_argument(option.flag, *others, dest=dest, default=default, help=_help(option), **how)
+    return group.add_argument(option.flag, *others, dest=dest, default=default, help=_help(option, example), **how)
 
 
-def _help(option: Option) -> str:
-    """The help text: `description (default: value)`."""
+def _help(option: Option, example: str) -> str:
+    """The help text: `description (default: value), for example --flag value`."""
     text, none, meaning = option.help.rstrip(".").partition("None: ")
     default = meaning if none and option.default is None else option.default_text
     repeated = "; may be given several times" if option.is_list else ""
-    return f"{text.rstrip(' .;')}{repeated} (default: {default})".replace("%", "%%")  # argparse formats it with %
+    such = f", for example {example}" if example else ""
+    return f"{text.rstrip(' .;')}{repeated} (default: {default}){such}".replace("%", "%%")  # argparse formats it with %
 
 
 def _add_hidden(parser: argparse.ArgumentParser, name: str, *, takes_value: bool) -> None:

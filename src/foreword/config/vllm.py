@@ -79,7 +79,40 @@ def _allows_none(limits: Any) -> bool:
     return all(str(count).strip() == "0" for count in counts)
 
 
-_ONE_DEVICE = "a model runs in one process on one device; for several, start a server each behind a proxy"
+_REPLICAS = "`foreword serve --replicas` runs several engines behind one server"
+_ONE_DEVICE = f"a model runs in one process on one device; {_REPLICAS}"
+_SPLIT = "replies are split in the form that the model's chat template has; response_template chooses another one"
+_REASONING = (
+    "",
+    "deepseek_r1",
+    "deepseek_v3",
+    "gemma4",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "nemotron_v3",
+    "openai_gptoss",
+    "qwen3",
+)
+_CALLS = (
+    "deepseek_v3",
+    "deepseek_v31",
+    "functiongemma",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "granite",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_json",
+    "minimax_m2",
+    "mistral",
+    "openai",
+    "qwen3_coder",
+    "qwen3_xml",
+)
 _TLS = "the server speaks plain HTTP; put a proxy before it for TLS"
 _MEDIA = "requests with images, sounds or videos are refused in this version"
 _LATER = "this version has no such thing; leave it out"
@@ -87,7 +120,7 @@ _LATER = "this version has no such thing; leave it out"
 ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "tensor_parallel_size": _only(1, remedy=_ONE_DEVICE),
     "pipeline_parallel_size": _only(1, remedy=_ONE_DEVICE),
-    "data_parallel_size": _only(1, remedy=_ONE_DEVICE),
+    "data_parallel_size": _only(1, remedy=_REPLICAS),
     "decode_context_parallel_size": _only(1, remedy=_ONE_DEVICE),
     "enable_expert_parallel": _only(False, remedy=_ONE_DEVICE),
     "distributed_executor_backend": _only("uni", "mp", remedy=_ONE_DEVICE),
@@ -154,13 +187,13 @@ SERVER_OPTIONS: Mapping[str, VllmOption] = {
     "disable_frontend_multiprocessing": _switch(),
     "enable_prompt_tokens_details": _switch(),  # always there
     "enable_server_load_tracking": _only(False, remedy="/metrics has the running and waiting requests"),
-    "api_server_count": _only(1, remedy="one process serves; start several behind a proxy"),
+    "api_server_count": _only(1, remedy=f"one process serves; {_REPLICAS}"),
     "headless": _only(False, remedy=_LATER),
     "response_role": _only("assistant", remedy="answers have the role assistant"),
     "chat_template_content_format": _only("auto", "string", remedy="text parts reach the template as one text"),
     "enable_auto_tool_choice": _only(True, remedy="calls are read wherever a request brings tools; send none"),
-    "tool_call_parser": _only("hermes", remedy="calls are read in the form <tool_call>{...}</tool_call>"),
-    "reasoning_parser": _only("", remedy="reasoning stays part of the text"),
+    "tool_call_parser": _only(*_CALLS, remedy=_SPLIT),
+    "reasoning_parser": _only(*_REASONING, remedy=_SPLIT),
     "return_tokens_as_token_ids": _only(False, remedy=_LATER),
     "enable_force_include_usage": _only(False, remedy="requests ask for it with stream_options"),
     "middleware": _only([], (), remedy="put a proxy before the server"),

@@ -8,13 +8,14 @@ from typing import Any
 
 from foreword.config import engine_options
 from foreword.config.flags import Flags
+from foreword.config.help import grouped
 from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, arguments: str) -> None:
     """Add the options of an engine; `arguments` stand before them in the usage."""
-    flags = Flags({"engine": engine_options()}, ENGINE_OPTIONS)
+    flags = Flags(grouped(engine_options()), ENGINE_OPTIONS)
     flags.add_to(parser)
     parser.usage = f"%(prog)s {arguments} [OPTIONS]"
     parser.set_defaults(flags=flags)

@@ -66,8 +66,8 @@ class ServerConfig:
     """File of `foreword pml measure --save`: how well this model answers linked prompts, those with gaps between
     positions if measured with `--gaps`; needs `allow_links`."""
     link_gate: float | None = None
-    """0 to 1: a method of linking is served if, as measured with 95% confidence, it loses at most 1 less this share of
-    the prompts' right answers; 0 serves every method, measured or not. None: 0.95."""
+    """Serve a method of linking only if it keeps this share of the right answers, as measured with 95% confidence; 0
+    serves every method, measured or not. None: 0.95."""
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
