@@ -1,14 +1,15 @@
-"""The language of schemas: what it reads, what it refuses and where, and that it writes what it reads."""
+"""The language of schemas: what it reads, what it refuses and where; it reads what is written of any schema."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from xml.sax.saxutils import escape, quoteattr
 
 import pytest
 from hypothesis import given, settings
 
 from foreword.errors import PMLError, PMLSyntaxError, SchemaError
-from foreword.pml.language import read_schema, write_schema
+from foreword.pml.language import read_schema
 from foreword.pml.library import load_schema
 from foreword.pml.markup import MAX_BYTES, Place
 from foreword.pml.schema import Child, Module, Parameter, Schema, Text, Turn, Union
@@ -246,6 +247,32 @@ def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- round trip
+
+
+def write_schema(schema: Schema) -> str:
+    """A schema as XML that reads as the same schema; the texts of files are in it."""
+    inner = "".join(map(_written, schema.root.children))
+    return f'<schema name={quoteattr(schema.name)} xml:space="preserve">{inner}</schema>\n'
+
+
+def _written(child: Child) -> str:
+    if isinstance(child, Text):
+        return escape(child.text, {"\r": "&#13;"})
+    if isinstance(child, Parameter):
+        optional = ' optional="true"' if child.is_optional else ""
+        scaffold = f" scaffold={quoteattr(child.scaffold)}" if child.scaffold else ""
+        rest = f'{scaffold}{optional} recompute="{child.recomputed}"'
+        return f'<parameter name={quoteattr(child.name)} length="{child.length}"{rest}/>'
+    if isinstance(child, Union):
+        scaffold = f" scaffold={quoteattr(child.scaffold)}" if child.scaffold else ""
+        return f"<union{scaffold}>{''.join(map(_written, child.members))}</union>"
+    inner = "".join(map(_written, child.children))
+    if isinstance(child, Turn):
+        return f"<{child.role}>{inner}</{child.role}>"
+    cache = "" if child.is_cached else ' cache="false"'
+    scaffold = f" scaffold={quoteattr(' '.join(child.scaffold))}" if child.scaffold else ""
+    recompute = "" if child.first_k is None else f' recompute="{f"first-{child.first_k}" if child.first_k else "none"}"'
+    return f"<module name={quoteattr(child.name)}{cache}{scaffold}{recompute}>{inner}</module>"
 
 
 @settings(max_examples=60, deadline=None)

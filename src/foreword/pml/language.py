@@ -1,4 +1,4 @@
-"""Language: reads a schema from XML, and writes one.
+"""Language: reads a schema from XML.
 
 Knows tags, attributes and names; knows neither tokens nor positions. The language is that of Prompt Cache (Gim et al.,
 MLSys 2024) as real XML: every well-formed schema of its repository reads unchanged.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from xml.sax.saxutils import escape, quoteattr
 
 from foreword.errors import PMLSyntaxError, SchemaError
 from foreword.pml.markup import Element, Place, TextNode, parse
@@ -299,32 +298,3 @@ def _check_scaffolds(schema: Schema) -> None:
                     "modules, such as plan/rome",
                 )
         earlier.add(path)
-
-
-# ------------------------------------------------------------------------------------------------------ write
-
-
-def write_schema(schema: Schema) -> str:
-    """A schema as XML that reads as the same schema; the texts of files are in it."""
-    inner = "".join(map(_written, schema.root.children))
-    return f'<schema name={quoteattr(schema.name)} xml:space="preserve">{inner}</schema>\n'
-
-
-def _written(child: Child) -> str:
-    if isinstance(child, Text):
-        return escape(child.text, {"\r": "&#13;"})
-    if isinstance(child, Parameter):
-        optional = ' optional="true"' if child.is_optional else ""
-        scaffold = f" scaffold={quoteattr(child.scaffold)}" if child.scaffold else ""
-        rest = f'{scaffold}{optional} recompute="{child.recomputed}"'
-        return f'<parameter name={quoteattr(child.name)} length="{child.length}"{rest}/>'
-    if isinstance(child, Union):
-        scaffold = f" scaffold={quoteattr(child.scaffold)}" if child.scaffold else ""
-        return f"<union{scaffold}>{''.join(map(_written, child.members))}</union>"
-    inner = "".join(map(_written, child.children))
-    if isinstance(child, Turn):
-        return f"<{child.role}>{inner}</{child.role}>"
-    cache = "" if child.is_cached else ' cache="false"'
-    scaffold = f" scaffold={quoteattr(' '.join(child.scaffold))}" if child.scaffold else ""
-    recompute = "" if child.first_k is None else f' recompute="{f"first-{child.first_k}" if child.first_k else "none"}"'
-    return f"<module name={quoteattr(child.name)}{cache}{scaffold}{recompute}>{inner}</module>"

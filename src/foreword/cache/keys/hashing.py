@@ -72,7 +72,7 @@ HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
 def make_hash_function(name: str) -> HashFunction:
-    """The hash function with this name. Raises ConfigError if it is unknown or not installed."""
+    """The hash function with this name. Raises ConfigError if it is unknown."""
     if name in ("sha256", "sha256_cbor"):
         return sha256 if name == "sha256" else sha256_cbor
     if name in HASH_FUNCTION_NAMES:
@@ -81,14 +81,9 @@ def make_hash_function(name: str) -> HashFunction:
 
 
 def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction:
-    """128-bit xxh3. Raises ConfigError without the package xxhash."""
-    try:
-        import xxhash
-    except ImportError as error:
-        raise ConfigError(
-            f"hash function {name!r} needs the package xxhash, which is not installed; "
-            "run `pip install foreword[xxhash]` or choose sha256"
-        ) from error
+    """128-bit xxh3."""
+    import xxhash
+
     logger.warning(
         "xxhash is not collision-safe: whoever can send prompts can construct two with equal keys, and so reach "
         "the cache of another tenant; use it only where all prompts come from people who trust each other"

@@ -48,9 +48,6 @@ def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
     return Ending(body.add_generation_prompt, body.continue_final_message)
 
 
-_SAME_NAMES = ("name", "tool_call_id", "reasoning_content")
-
-
 def plain_messages(messages: Sequence[ChatMessage], breakpoints: Breakpoints) -> list[dict[str, Any]]:
     """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
     return [_plain_message(message, index, breakpoints) for index, message in enumerate(messages)]
