@@ -110,7 +110,7 @@ def test_batches_after_a_snapshot_are_kept_while_it_is_under_way_and_those_it_in
     mirror.observe(pool.batches[1], 0.0)
     mirror.observe(pool.batches[2], 0.0)
     assert not mirror.is_synced
-    assert mirror.num_gaps == 0, "it was never synced"
+    assert mirror.follower.counts["gaps"] == 0, "it was never synced"
     mirror.install(snapshot, 0.0)
     assert mirror.is_synced
     assert len(mirror.parents) == 6
@@ -128,7 +128,7 @@ def test_a_replica_restarted_at_the_same_address_is_followed_from_its_first_batc
         keys += new.take([0, 0, 1])
         mirror.observe(new.batches[0], 0.0)
         assert mirror.is_synced
-        assert mirror.num_restarts == 1
+        assert mirror.follower.counts["restarts"] == 1
         assert set(mirror.parents) == new.held()
         mirror.check_integrity([*keys, b"expected"])
         late = Pool(b"c")
@@ -144,7 +144,7 @@ def test_a_reset_closes_a_gap_and_a_removal_of_an_unknown_block_needs_a_snapshot
     mirror.observe(EventBatch(b"a", 0, (BlockStored((b"x",), None, (), 2),)), 0.0)
     mirror.observe(EventBatch(b"a", 1, (BlockRemoved((b"y",)),)), 0.0)
     assert not mirror.is_synced
-    assert mirror.num_gaps == 1
+    assert mirror.follower.counts["gaps"] == 1
     mirror.observe(EventBatch(b"a", 2), 0.0)
     assert not mirror.is_synced
     reset = (BlockRemoved((b"z",)), AllBlocksCleared(), BlockStored((b"w",), None, (), 2))

@@ -2,7 +2,13 @@
 
 import zmq
 
-from foreword.events.wire import Event, EventBatch, encode_batch, encode_seq
+from foreword.cache import BlockHash, KVCacheEvent
+from foreword.events.wire import Format, encode_seq
+
+
+def key(number: int) -> BlockHash:
+    """A key that is this number on the wire."""
+    return BlockHash(number.to_bytes(8, "big"))
 
 
 class RawPublisher:
@@ -23,8 +29,8 @@ class RawPublisher:
         assert self._socket.poll(round(1000 * timeout_s)), "nobody came"
         self._socket.recv()
 
-    def send(self, time: float, *events: Event) -> None:
-        self._socket.send_multipart([b"", encode_seq(self._seq), encode_batch(EventBatch(time, events), "map")])
+    def send(self, time: float, *events: KVCacheEvent) -> None:
+        self._socket.send_multipart([b"", encode_seq(self._seq), Format().batch(events, time)])
         self._seq += 1
 
     def __enter__(self) -> "RawPublisher":

@@ -5,19 +5,33 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.events.mirror import CommonPrefix, Follower, Mirror, Need
-from foreword.events.wire import (
-    REPLAY_END,
-    Cleared,
-    Event,
-    EventBatch,
-    Removed,
-    Stored,
-    Unknown,
-    encode_batch,
-    encode_replay,
-    encode_seq,
-)
+from events.raw_publisher import key
+from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from foreword.cluster.follower import EventBatch, Follower, Need, UnknownEvent
+from foreword.events.mirror import CommonPrefix, Mirror, take_live, take_replay, take_snapshot
+from foreword.events.wire import REPLAY_END, Format, encode_replay, encode_seq
+
+FORMAT = Format()
+
+
+class Consumer(Follower):
+    """A follower with its mirror, and the messages that it gets."""
+
+    def __init__(self, *, has_replay: bool, has_snapshot: bool) -> None:
+        self.mirror = Mirror()
+        super().__init__(self.mirror, has_replay=has_replay, has_snapshot=has_snapshot)
+
+    def take_live(self, frames: list[bytes]) -> None:
+        take_live(self, frames)
+
+    def take_replay(self, frames: list[bytes]) -> None:
+        take_replay(self, frames)
+
+    def take_snapshot(self, frames: list[bytes]) -> None:
+        take_snapshot(self, frames)
+
+    def names(self) -> set[Any]:
+        return {name[2] for name in self.mirror.blocks}
 
 
 class FakeEngine:
@@ -25,21 +39,21 @@ class FakeEngine:
 
     def __init__(self, publisher_id: bytes | None, kept: int) -> None:
         self.publisher_id, self._num_kept = publisher_id, kept
-        self.held: dict[int, Stored] = {}
+        self.held: dict[int, BlockStored] = {}
         self.kept: list[tuple[int, bytes]] = []
         self.seq = 0
 
     def step(self, number: int) -> list[bytes]:
         """Store a block, or remove it if it is there, or clear all; the message that says so."""
-        event: Event
+        event: KVCacheEvent
         if number == 0:
-            self.held, event = {}, Cleared()
+            self.held, event = {}, AllBlocksCleared()
         elif number in self.held:
             del self.held[number]
-            event = Removed((number,), "GPU")
+            event = BlockRemoved((key(number),))
         else:
-            event = self.held[number] = Stored((number,), None, (number,), 1, medium="GPU")
-        payload = encode_batch(EventBatch(float(self.seq), (event,), publisher_id=self.publisher_id), "map")
+            event = self.held[number] = BlockStored((key(number),), None, (number,), 1)
+        payload = FORMAT.batch((event,), float(self.seq), self.publisher_id)
         self.kept = [*self.kept, (self.seq, payload)][-self._num_kept :]
         self.seq += 1
         return [b"", encode_seq(self.seq - 1), payload]
@@ -47,17 +61,12 @@ class FakeEngine:
     def answer(self, follower: Follower) -> None:
         if follower.need is Need.REPLAY:
             for seq, payload in self.kept:
-                if seq >= follower.next_seq:
-                    follower.take_replay(encode_replay(b"", seq, payload))
-            follower.take_replay([b"", b"", REPLAY_END, b""])
+                if seq >= follower.next_number:
+                    take_replay(follower, encode_replay(b"", seq, payload))
+            take_replay(follower, [b"", b"", REPLAY_END, b""])
         elif follower.need is Need.SNAPSHOT:
-            events = tuple(self.held.values())
-            batch = encode_batch(EventBatch(0.0, events, publisher_id=self.publisher_id), "map")
-            follower.take_snapshot([encode_seq(self.seq - 1), self.publisher_id or bytes(16), batch])
-
-
-def names(follower: Follower) -> set[Any]:
-    return {name[2] for name in follower.mirror.blocks}
+            batch = FORMAT.batch(tuple(self.held.values()), 0.0, self.publisher_id)
+            take_snapshot(follower, [encode_seq(self.seq - 1), self.publisher_id or bytes(16), batch])
 
 
 TROUBLE = st.sampled_from(["", "", "", "lose", "repeat", "late", "cut", "forge", "restart", "answer", "answer"])
@@ -68,7 +77,7 @@ class Troubled:
 
     def __init__(self, kept: int, has_replay: bool) -> None:
         self._kept, self._lives = kept, 0
-        self.follower = Follower(has_replay=has_replay, has_snapshot=True)
+        self.follower = Consumer(has_replay=has_replay, has_snapshot=True)
         self.restart()
 
     def restart(self) -> None:
@@ -99,7 +108,7 @@ class Troubled:
     def check(self) -> None:
         """After the newest message, a mirror that claims to be exact is."""
         if self.follower.is_exact:
-            assert names(self.follower) == set(self.engine.held)
+            assert self.follower.names() == set(self.engine.held)
 
 
 @settings(deadline=None)
@@ -119,63 +128,69 @@ def test_a_mirror_is_exact_or_says_that_it_is_not(
     for _ in range(20):
         network.step(1, "answer", forged)
     assert network.follower.is_exact
-    assert names(network.follower) == set(network.engine.held)
+    assert network.follower.names() == set(network.engine.held)
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.binary(max_size=12), max_size=5), max_size=20), st.booleans(), st.booleans())
 def test_no_frames_crash_a_follower(hostile: list[list[bytes]], has_replay: bool, has_snapshot: bool) -> None:
-    follower = Follower(has_replay=has_replay, has_snapshot=has_snapshot)
+    follower = Consumer(has_replay=has_replay, has_snapshot=has_snapshot)
     engine = FakeEngine(bytes(16), 5)
     for frames in hostile:
         for take in (follower.take_live, follower.take_replay, follower.take_snapshot):
             take(frames)
             follower.take_live(engine.step(1 + len(frames)))
         follower.request_failed()
-    follower.fell_silent()
+    follower.fall_silent()
     follower.take_live(engine.step(1))
 
 
 def test_without_replay_and_snapshot_a_mirror_is_incomplete_until_the_cache_is_cleared() -> None:
-    engine, follower = FakeEngine(None, 5), Follower(has_replay=False, has_snapshot=False)
+    engine, follower = FakeEngine(None, 5), Consumer(has_replay=False, has_snapshot=False)
     engine.step(1)
     follower.take_live(engine.step(2))
-    assert (names(follower), follower.is_exact) == ({2}, False)
+    assert (follower.names(), follower.is_exact) == ({2}, False)
     engine.step(3)
     follower.take_live(engine.step(4))
-    assert (names(follower), follower.is_exact, follower.counts["gaps"]) == ({4}, False, 1)
+    assert (follower.names(), follower.is_exact, follower.counts["gaps"]) == ({4}, False, 1)
     follower.take_live(engine.step(0))
     follower.take_live(engine.step(5))
-    assert (names(follower), follower.is_exact) == ({5}, True)
+    assert (follower.names(), follower.is_exact) == ({5}, True)
 
 
 def test_a_silent_publisher_is_not_trusted() -> None:
-    engine, follower = FakeEngine(bytes(16), 5), Follower(has_replay=True, has_snapshot=True)
+    engine, follower = FakeEngine(bytes(16), 5), Consumer(has_replay=True, has_snapshot=True)
     follower.take_live(engine.step(1))
     assert follower.is_exact
-    follower.fell_silent()
-    assert (names(follower), follower.is_exact, follower.need) == (set(), False, Need.NOTHING)
+    follower.fall_silent()
+    assert (follower.names(), follower.is_exact, follower.need) == (set(), False, Need.NOTHING)
     follower.take_live(engine.step(2))
     assert follower.need is Need.SNAPSHOT
     follower.take_snapshot([encode_seq(-2), bytes(16)])
     engine.answer(follower)  # a replay that reaches back to the first message
-    assert (names(follower), follower.is_exact) == ({1, 2}, True)
+    assert (follower.names(), follower.is_exact) == ({1, 2}, True)
 
 
 def test_blocks_media_and_common_prefixes() -> None:
     mirror = Mirror()
-    mirror.apply(Stored((1, 2), None, (5, 6, 7, 8), 2, medium="GPU", lora_name="sql", extra_keys=(("red",), None)))
-    for end in (3, 4, 5):
-        mirror.apply(Stored((end,), 2, (9, 9), 2))
-    mirror.apply(Stored((6, 7), 5, (1, 1, 1), 2, medium="CPU"))  # three tokens: a block was left out
-    assert mirror.blocks[("GPU", 0, 2)].token_ids == (7, 8)
-    assert mirror.blocks[("GPU", 0, 1)].extra_keys == ("red",)
-    assert mirror.blocks[("CPU", 0, 7)].token_ids is None
+    one, two, *ends, six, seven, eight = map(key, range(1, 9))
+    mirror.store(BlockStored((one, two), None, (5, 6, 7, 8), 2, lora_name="sql", extra_keys=(("red",), ())))
+    for end in ends:
+        mirror.store(BlockStored((end,), two, (9, 9), 2))
+    mirror.store(BlockStored((six, seven), ends[-1], (1, 1, 1), 2, medium="CPU"))  # three tokens: a block was left out
+    assert mirror.blocks[("device", 0, two)].token_ids == (7, 8)
+    assert mirror.blocks[("device", 0, one)].extra_keys == ("red",)
+    assert mirror.blocks[("CPU", 0, seven)].token_ids is None
     assert mirror.common_prefixes(5) == [CommonPrefix(4, 3)]
-    mirror.apply(Removed((6,), "GPU"))
-    mirror.apply(Removed((6,), "CPU"))
-    mirror.apply(Unknown("BlockMoved"))
+    assert mirror.remove(BlockRemoved((six,)))
+    assert mirror.remove(BlockRemoved((six,), "CPU"))
     assert (len(mirror.blocks), mirror.num_tokens) == (6, 12)
-    assert mirror.counts == {"stored": 7, "removed": 1, "removed_unknown": 1, "unknown_events": 1}
-    mirror.apply(Stored((8,), 8, (1,), 1))  # its own parent
+    assert mirror.counts == {"stored": 7, "removed": 1, "removed_unknown": 1}
+    mirror.store(BlockStored((eight,), eight, (1,), 1))  # its own parent
     assert mirror.common_prefixes(5) == [CommonPrefix(4, 3)]
+
+
+def test_an_event_of_a_later_version_is_counted_and_passed_over() -> None:
+    consumer = Consumer(has_replay=False, has_snapshot=True)
+    consumer.take(EventBatch(None, 0, (UnknownEvent("BlockMoved"), BlockStored((key(1),), None, (1,), 1))))
+    assert (consumer.is_exact, len(consumer.mirror.blocks), consumer.counts["unknown_events"]) == (True, 1, 1)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
+from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.cluster.follower import Event, EventBatch, Follower
 from foreword.engine import Prompt
-from foreword.events.mirror import Follower, Mirror
+from foreword.events.mirror import Mirror
 from foreword.events.requests import IDLE_S, Requests, SeenRequest
 from foreword.events.subscriber import Subscriber
-from foreword.events.wire import Cleared, Event, EventBatch, Removed, Stored, encode_batch, encode_seq
 from foreword.request import SamplingParams
 
 
@@ -19,13 +20,13 @@ class Stream:
     """A mirror and its witness, fed with batches."""
 
     def __init__(self, num_blocks: int | None = None) -> None:
-        self.follower = Follower(has_replay=False, has_snapshot=False)
-        self.requests = self.follower.witness = Requests(self.follower.mirror, num_blocks)
+        mirror = Mirror()
+        self.follower = Follower(mirror, has_replay=False, has_snapshot=False)
+        self.requests = self.follower.witness = Requests(mirror, num_blocks)
         self._seq = 0
 
     def send(self, time: float, *events: Event) -> None:
-        payload = encode_batch(EventBatch(time, events), "map")
-        self.follower.take_live([b"", encode_seq(self._seq), payload])
+        self.follower.take(EventBatch(None, self._seq, events, time))
         self._seq += 1
 
     def shapes(self) -> list[tuple[int, int, int]]:
@@ -34,8 +35,8 @@ class Stream:
         return [(one.num_found_blocks, one.num_prompt_blocks, len(one.keys) - one.num_prompt_blocks) for one in taken]
 
 
-def stored(parent: int | None, *keys: int, size: int = 16, **more: object) -> Stored:
-    return Stored(keys, parent, tuple(range(size * len(keys))), size, medium="GPU", **more)
+def stored(parent: int | None, *keys: int, size: int = 16, **more: object) -> BlockStored:
+    return BlockStored(keys, parent, tuple(range(size * len(keys))), size, **more)
 
 
 def test_a_request_has_found_the_blocks_before_its_first_new_one() -> None:
@@ -111,25 +112,25 @@ def test_what_twice_the_memory_would_have_kept() -> None:
     stream = Stream()
     stream.send(0.0, stored(None, 1, 2, 3, 4))
     assert stream.requests.num_blocks is None, "an engine that has never evicted does not show its size"
-    stream.send(30.0, Removed((4, 3), "GPU"), stored(None, 5, 6))
+    stream.send(30.0, BlockRemoved((4, 3)), stored(None, 5, 6))
     assert stream.requests.num_blocks == 4
-    stream.send(60.0, Removed((6,), "GPU"), stored(2, 3))
+    stream.send(60.0, BlockRemoved((6,)), stored(2, 3))
     assert stream.requests.num_again_tokens == 16
     for at in range(7, 12):
-        stream.send(30.0 * at, Removed((at - 2,) if at != 8 else (7,), "GPU"), stored(None, at))
+        stream.send(30.0 * at, BlockRemoved((at - 2,) if at != 8 else (7,)), stored(None, at))
     before = stream.requests.num_again_tokens
     stream.send(900.0, stored(3, 4))
     assert stream.requests.num_again_tokens == before, "five others were evicted after it"
-    stream.send(930.0, Cleared())
+    stream.send(930.0, AllBlocksCleared())
     stream.send(960.0, stored(None, 10))
     assert stream.requests.num_again_tokens == before, "a reset is not for want of memory"
 
 
 def test_other_media_groups_kinds_and_sizes_are_not_the_prefix() -> None:
     stream = Stream(num_blocks=10)
-    window = {"kv_cache_spec_kind": "sliding_window"}
+    window = {"group_kind": "sliding_window"}
     stream.send(0.0, stored(None, 1, group_idx=0, **window), stored(None, 1, 2, group_idx=1))
-    stream.send(0.0, replace(stored(None, 7, 8), medium="CPU", group_idx=1), Removed((7,), "CPU", 1))
+    stream.send(0.0, replace(stored(None, 7, 8), medium="CPU", group_idx=1), BlockRemoved((7,), "CPU", 1))
     stream.send(0.0, stored(None, 5, size=4, group_idx=1), stored(None, 6, group_idx=2))
     assert stream.shapes() == [(0, 2, 0)]
     counts = stream.requests.counts
@@ -159,7 +160,9 @@ def test_no_events_crash_a_witness() -> None:
     for time in range(3000):
         keys = tuple(rng.randrange(8) for _ in range(rng.randrange(4)))
         parent = rng.choice([None, *range(8)])
-        event = rng.choice([Stored(keys, parent, (), rng.choice([1, 1, 2])), Removed(keys), Cleared()])
+        event = rng.choice(
+            [BlockStored(keys, parent, (), rng.choice([1, 1, 2])), BlockRemoved(keys), AllBlocksCleared()]
+        )
         stream.send(time * rng.random(), event)
     stream.requests.take(everything=True)
     requests = stream.requests
@@ -199,9 +202,9 @@ def test_the_requests_of_a_real_engine(index: str) -> None:
 
 def test_a_snapshot_is_no_traffic() -> None:
     mirror = Mirror()
-    mirror.apply(stored(None, 1, 2))
+    mirror.store(stored(None, 1, 2))
     requests = Requests(mirror)
     requests.note(1.0, stored(2, 3))
-    mirror.apply(stored(2, 3))
+    mirror.store(stored(2, 3))
     requests.end_batch(1.0)
     assert requests.take(everything=True) == [SeenRequest(1.0, [1, 2, 3], 16, 2, 3)]

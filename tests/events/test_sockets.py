@@ -206,7 +206,7 @@ def test_topics_and_wrong_requests() -> None:
         live.connect(reachable(engine.publisher.addresses["kv_events"]))
         frames = live.recv_multipart()
         assert frames[0] == b"kv@10.0.0.7@demo"
-        assert decode_live(frames)[0] >= 0
+        assert decode_live(frames).number >= 0
         asked.connect(engine.publisher.addresses["kv_events_snapshot"])
         asked.send(b"everything")
         assert asked.recv_multipart() == [(-2).to_bytes(8, "big", signed=True), engine.publisher.publisher_id]

@@ -25,7 +25,7 @@ from foreword.cluster.explain import DecisionLog as DecisionLog
 from foreword.cluster.explain import Explanation as Explanation
 from foreword.cluster.explain import LogCounts as LogCounts
 from foreword.cluster.explain import Reason as Reason
-from foreword.cluster.mirror import EventBatch as EventBatch
+from foreword.cluster.follower import EventBatch as EventBatch
 from foreword.cluster.mirror import ReplicaMirror as ReplicaMirror
 from foreword.cluster.options import ReplicaLoad as ReplicaLoad
 from foreword.cluster.options import ReplicaSpec as ReplicaSpec

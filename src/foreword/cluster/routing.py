@@ -41,9 +41,10 @@ from foreword.cache.block_ids import Int64Array
 from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
 from foreword.cluster.demand import Demand, PromptNode, lost_shares
 from foreword.cluster.explain import DecisionLog
+from foreword.cluster.follower import EventBatch, Follower
 from foreword.cluster.holders import HolderIndex, Key
 from foreword.cluster.loads import Loads, Work
-from foreword.cluster.mirror import EventBatch, ReplicaMirror
+from foreword.cluster.mirror import ReplicaMirror
 from foreword.cluster.options import ReplicaLoad, ReplicaSpec, RoutingCounts, RoutingOptions
 from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad
 from foreword.cluster.reuse_ages import FloatArray, ReuseAges
@@ -149,7 +150,7 @@ class RoutingCore:
         lost = [reservation for reservation, work in self._loads.open.items() if work.slot == slot]
         for reservation in lost:
             self.release(reservation, now)
-        self._slots.mirrors[slot].forget()
+        self._slots.mirrors[slot].forget(now)
         self._note_mirror(slot, now)
         self._ring.remove(slot)
         self._loads.rates.leave(slot)
@@ -185,21 +186,18 @@ class RoutingCore:
 
     def observe(self, name: str, batch: EventBatch, now: float) -> bool:
         """Take a replica's next events. False: its cache is not known now, and a snapshot is needed."""
-        slot = self._slot(name)
-        self._slots.mirrors[slot].observe(batch, now)
-        return self._note_mirror(slot, now)
+        return self.learn(name, lambda follower: follower.take(batch), now)
 
     def install_snapshot(self, name: str, snapshot: EventBatch, now: float) -> bool:
         """Take a replica's whole state. False: batches after it are missing, and a newer one is needed."""
-        slot = self._slot(name)
-        self._slots.mirrors[slot].install(snapshot, now)
-        return self._note_mirror(slot, now)
+        return self.learn(name, lambda follower: follower.install(snapshot), now)
 
-    def doubt(self, name: str, now: float) -> None:
-        """Count on nothing of a replica's cache until a snapshot comes: its events have stopped."""
+    def learn(self, name: str, tell: Callable[[Follower], object], now: float) -> bool:
+        """Let `tell` give a replica's follower what has arrived. False: its cache is not known now."""
         slot = self._slot(name)
-        self._slots.mirrors[slot].forget()
-        self._note_mirror(slot, now)
+        mirror = self._slots.mirrors[slot]
+        mirror.learn(lambda: tell(mirror.follower), now)
+        return self._note_mirror(slot, now)
 
     def mirror(self, name: str) -> ReplicaMirror:
         """What is known of a replica's cache. Read only."""

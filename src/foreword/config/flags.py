@@ -83,8 +83,10 @@ class Flags:
 class _HelpAll(argparse.Action):
     """Shows help with the options that --help leaves out."""
 
-    def __init__(self, *args: Any, hidden: list[tuple[argparse.Action, str | None]], **options: Any) -> None:
-        super().__init__(*args, nargs=0, default=argparse.SUPPRESS, **options)
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, hidden: list[tuple[argparse.Action, str | None]], help: str
+    ) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
         self._hidden = hidden
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:

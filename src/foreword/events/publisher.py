@@ -46,12 +46,10 @@ from foreword.events.wire import (
     REPLAY_END,
     SNAPSHOT_REQUEST,
     UNAVAILABLE,
-    EventBatch,
     Format,
     GroupKind,
     WireError,
     decode_replay_request,
-    encode_batch,
     encode_replay,
     encode_seq,
 )
@@ -363,8 +361,7 @@ class Publisher:
 
     def _publish(self, events: Sequence[KVCacheEvent]) -> None:
         publisher_id = self.publisher_id if self._has_snapshots else None
-        batch = EventBatch(time.time(), tuple(map(self._format.event, events)), publisher_id=publisher_id)
-        payload = encode_batch(batch, self._format.encoding)
+        payload = self._format.batch(events, time.time(), publisher_id)
         self._sockets["kv_events"].send_multipart((self._topic, encode_seq(self._next_seq), payload))
         if "kv_events_replay" in self._sockets:
             if len(self._kept) == self._kept.maxlen:
@@ -411,8 +408,7 @@ class Publisher:
             if num_blocks >= SNAPSHOT_BLOCKS:
                 break
         if events:
-            batch = EventBatch(time.time(), tuple(map(self._format.event, events)), publisher_id=self.publisher_id)
-            snapshot.frames.append(encode_batch(batch, self._format.encoding))
+            snapshot.frames.append(self._format.batch(events, time.time(), self.publisher_id))
         else:
             self._snapshot = None
             reply.send_multipart(snapshot.frames)

@@ -20,14 +20,15 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from foreword.events.mirror import BlockName, Mirror
-from foreword.events.wire import Cleared, Event, Removed, Stored, WireHash
+from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.cluster.follower import Event
+from foreword.events.mirror import BlockName, Key, Mirror
+from foreword.events.wire import DEVICE
 
 IDLE_S = 10.0
 """A request has ended if no block follows its last one for this time."""
 MAX_WAITING_BLOCKS = 1_000_000
 """Most blocks of requests that wait until those before them have ended; beyond, the earliest one counts as ended."""
-DEVICE = "GPU"
 WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Groups whose blocks hold the whole prefix; windows and recurrent states do not."""
 
@@ -38,7 +39,7 @@ class SeenRequest:
 
     time: float
     """Of its first new block, in seconds on the engine's clock."""
-    keys: list[WireHash]
+    keys: list[Key]
     """The engine's keys of the blocks of its prompt and answer."""
     block_tokens: int
     num_found_blocks: int
@@ -85,13 +86,13 @@ class _Open:
 class _Run:
     """Blocks that were stored together, each after the one before it."""
 
-    parent: WireHash | None
-    held: list[WireHash] = field(default_factory=list)
+    parent: Key | None
+    held: list[Key] = field(default_factory=list)
     """Those at its beginning that the engine had; some publishers report them again."""
-    new: list[WireHash] = field(default_factory=list)
+    new: list[Key] = field(default_factory=list)
 
     @property
-    def last(self) -> WireHash | None:
+    def last(self) -> Key | None:
         known = self.new or self.held
         return known[-1] if known else self.parent
 
@@ -113,7 +114,7 @@ class Requests:
         self._group = 0
         self._time = -math.inf
         self._run: _Run | None = None
-        self._open: OrderedDict[WireHash, _Open] = OrderedDict()
+        self._open: OrderedDict[Key, _Open] = OrderedDict()
         """Requests by their last block, those with the latest blocks at the end."""
         self._open_numbers: set[int] = set()
         """Of the open requests that were not taken."""
@@ -121,7 +122,7 @@ class Requests:
         """The requests that were not taken, with their numbers, the earliest first."""
         self._next_number = 0
         self._num_waiting_blocks = 0
-        self._ghosts: OrderedDict[WireHash, None] = OrderedDict()
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
         """Blocks that the engine evicted lately, at most as many as its pool has."""
 
     # ------------------------------------------------------------------ events
@@ -130,12 +131,12 @@ class Requests:
         """An event, before the mirror applies it."""
         self._tell_time(time)
         match event:
-            case Stored() if event.block_hashes and self._is_followed(event):
+            case BlockStored() if event.block_hashes and self._is_followed(event):
                 self._store(event)
-            case Removed() if (event.medium or DEVICE, event.group_idx or 0) == self._place:
+            case BlockRemoved() if (event.medium, event.group_idx) == self._place:
                 self._end_run()
                 self._remove(event)
-            case Cleared():
+            case AllBlocksCleared():
                 self._end_run()
                 self._ghosts.clear()
             case _:
@@ -185,11 +186,11 @@ class Requests:
         if math.isfinite(time):
             self._time = max(self._time, time)
 
-    def _is_followed(self, event: Stored) -> bool:
+    def _is_followed(self, event: BlockStored) -> bool:
         """Whether the event has blocks that hold whole prefixes, in the group and of the size of the first of them."""
-        if (event.medium or DEVICE) != DEVICE or event.kv_cache_spec_kind not in WHOLE_KINDS:
+        if event.medium != DEVICE or event.group_kind not in WHOLE_KINDS:
             return False
-        group = event.group_idx or 0
+        group = event.group_idx
         if self.block_tokens is None:
             self.block_tokens, self._group = event.block_size, group
         if group != self._group:
@@ -197,7 +198,7 @@ class Requests:
         self.counts.other_sizes += event.block_size != self.block_tokens
         return event.block_size == self.block_tokens
 
-    def _store(self, event: Stored) -> None:
+    def _store(self, event: BlockStored) -> None:
         if self._run is None or event.parent_block_hash != self._run.last:
             self._end_run()
             self._run = _Run(event.parent_block_hash)
@@ -212,7 +213,7 @@ class Requests:
                 del self._ghosts[key]
                 self.num_again_tokens += self.block_tokens
 
-    def _remove(self, event: Removed) -> None:
+    def _remove(self, event: BlockRemoved) -> None:
         held = self._mirror.num_blocks[self._place]
         if not self._is_size_given:
             self.num_blocks = max(self.num_blocks or 1, held)
@@ -259,7 +260,7 @@ class Requests:
         if one.number in self._open_numbers:
             self._num_waiting_blocks += len(run.new)
 
-    def _begin(self, path: list[WireHash], run: _Run) -> None:
+    def _begin(self, path: list[Key], run: _Run) -> None:
         assert self.block_tokens is not None
         keys = path + run.held + run.new
         found = len(path) + len(run.held)
@@ -271,12 +272,12 @@ class Requests:
             self._open[keys[-1]] = _Open(number, request, self._time, False)
             self._open_numbers.add(number)
 
-    def _close(self, last: WireHash) -> None:
+    def _close(self, last: Key) -> None:
         self._open_numbers.discard(self._open.pop(last).number)
 
-    def _path(self, end: WireHash | None) -> list[WireHash] | None:
+    def _path(self, end: Key | None) -> list[Key] | None:
         """The blocks up to this one, the first one first; None if they are not all known."""
-        path: list[WireHash] = []
+        path: list[Key] = []
         blocks = self._mirror.blocks
         while end is not None:
             name: BlockName = (*self._place, end)

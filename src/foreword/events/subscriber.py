@@ -1,6 +1,6 @@
 """Subscriber: follows one publisher of cache events over ZeroMQ: foreword's, vLLM's or SGLang's.
 
-Knows sockets and time; `mirror.py` knows what messages mean. One thread calls it.
+Knows sockets and time; a `Follower` knows what messages mean. One thread calls it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from foreword.cluster.follower import Follower, Need
 from foreword.errors import ConfigError
-from foreword.events.mirror import Follower, Mirror, Need
+from foreword.events.mirror import Mirror, take_live, take_replay, take_snapshot
 from foreword.events.publisher import is_wildcard
 from foreword.events.wire import SNAPSHOT_REQUEST, encode_seq
 
@@ -30,11 +31,27 @@ MOST_AT_ONCE = 1000
 
 
 class Subscriber:
-    """A mirror of what an engine's cache holds. `poll` reads what has arrived; `close` ends it."""
+    """Feeds a follower of one publisher. `poll` reads what has arrived; `close` ends it."""
 
-    def __init__(self, events: str, *, replay: str | None = None, snapshot: str | None = None, topic: str = "") -> None:
-        """Addresses such as tcp://HOST:5557. Raises ConfigError for one that cannot be used."""
-        self.follower = Follower(has_replay=replay is not None, has_snapshot=snapshot is not None)
+    def __init__(
+        self,
+        events: str,
+        *,
+        replay: str | None = None,
+        snapshot: str | None = None,
+        topic: str = "",
+        follower: Follower | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Addresses such as tcp://HOST:5557; `follower` None: one that keeps `mirror` right.
+
+        Raises ConfigError for an address that cannot be used.
+        """
+        self.mirror = Mirror()
+        """The blocks that the engine holds, as far as its events say; empty if another follower was given."""
+        has = {"has_replay": replay is not None, "has_snapshot": snapshot is not None}
+        self.follower = follower or Follower(self.mirror, **has)
+        self._silence_s = silence_s
         self._events, self._first_poll = events, math.inf
         self._num_contacts = 0
         """Publishers at the other end of the stream now."""
@@ -58,11 +75,6 @@ class Subscriber:
             raise
 
     @property
-    def mirror(self) -> Mirror:
-        """The blocks that the engine holds, as far as its events say."""
-        return self.follower.mirror
-
-    @property
     def is_exact(self) -> bool:
         """Whether the mirror has all blocks; False while messages are missing, and without a way to get them."""
         return self.follower.is_exact
@@ -73,14 +85,22 @@ class Subscriber:
         is_early = time.monotonic() - self._first_poll < CONTACT_S
         return [*([] if self._num_contacts > 0 or is_early else [self._events]), *sorted(self._unanswered)]
 
-    def poll(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for messages, apply those that are there, ask for what is missing."""
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets at which something may arrive."""
+        return [self._live, *([] if self._request is None else [self._request])]
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` seconds for messages, apply those that are there, ask for what is missing.
+
+        Returns whether there were any.
+        """
         self._first_poll = min(self._first_poll, time.monotonic())
         self._note_contacts()
         self._ask()
         must_ask = self._request is None and self.follower.need is not Need.NOTHING
         ready = dict(self._poller.poll(round(1000 * min(timeout_s, PAUSE_S if must_ask else timeout_s))))
-        if self._live in ready and self._read_all(self._live, self.follower.take_live):
+        if self._live in ready and self._read_all(self._live, lambda frames: take_live(self.follower, frames)):
             self._heard = time.monotonic()
         if self._request is not None and self._request in ready:
             self._read_all(self._request, self._take_answer)
@@ -89,10 +109,11 @@ class Subscriber:
             self._forget_request()
             self._unanswered.update(filter(None, [self._addresses.get(self._asked[0])]))
             self.follower.request_failed()
-        if self.follower.publisher_id is not None and now - self._heard > SILENCE_S:
+        if self.follower.publisher_id is not None and now - self._heard > self._silence_s:
             self._heard = now
-            self.follower.fell_silent()
+            self.follower.fall_silent()
         self._ask()
+        return bool(ready)
 
     def poll_until(self, condition: Callable[[Subscriber], bool], timeout_s: float = 30.0) -> bool:
         """Poll until a condition holds; False if it does not within the time."""
@@ -127,7 +148,9 @@ class Subscriber:
         self._request = self._open(zmq.REQ if is_snapshot else zmq.DEALER, address)
         self._poller.register(self._request, zmq.POLLIN)
         self._asked, self._deadline = wanted, now + ANSWER_S
-        self._request.send_multipart([SNAPSHOT_REQUEST] if is_snapshot else [b"", encode_seq(self.follower.next_seq)])
+        self._request.send_multipart(
+            [SNAPSHOT_REQUEST] if is_snapshot else [b"", encode_seq(self.follower.next_number)]
+        )
 
     def _note_contacts(self) -> None:
         while self._contacts.poll(0):
@@ -139,8 +162,8 @@ class Subscriber:
         self._deadline = time.monotonic() + ANSWER_S
         if self._asked[0] is Need.SNAPSHOT:
             self._forget_request()
-            self.follower.take_snapshot(frames)
-        elif self.follower.take_replay(frames):
+            take_snapshot(self.follower, frames)
+        elif take_replay(self.follower, frames):
             self._forget_request()
 
     def _forget_request(self) -> None:

@@ -19,15 +19,15 @@ snapshots; the form of both is that of its pull request 57789.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgpack
 
-from foreword.cache import SPAN_KINDS, AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.cache import SPAN_KINDS, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVCacheEvent
+from foreword.cluster.follower import Event, EventBatch, UnknownEvent
 
-WireHash = int | bytes
 Encoding = Literal["map", "array"]
 Hashes = Literal["int", "bytes"]
 
@@ -36,65 +36,30 @@ SNAPSHOT_REQUEST = b"snapshot"
 UNAVAILABLE = -2
 """Number in a snapshot's answer that says that there is none."""
 ID_BYTES = 16
-MEDIA = {"device": "GPU"}
-"""Names of media where vLLM's differ from ours."""
+DEVICE, GPU = "device", "GPU"
+"""Our name of the fastest medium, and that of the wire."""
+
+STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
+STORED_FIELDS = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+)
+REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+ALWAYS = {STORED: 7, REMOVED: 2, CLEARED: 0}
+"""The number of fields that a map has even if they are None."""
 
 
 class WireError(ValueError):
     """Bytes that are no message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Consecutive blocks became findable. The fields and their order are vLLM's."""
-
-    block_hashes: tuple[WireHash, ...]
-    parent_block_hash: WireHash | None
-    token_ids: tuple[int, ...]
-    """Those of all blocks; there may be more if the publisher leaves blocks out."""
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    """For each block: salts, digests, and (content, offset) of media; None without any. SGLang names a salt only."""
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Blocks are no longer findable."""
-
-    block_hashes: tuple[WireHash, ...]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """The cache is empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """An event of a later version."""
-
-    tag: str
-
-
-Event = Stored | Removed | Cleared | Unknown
-
-
-@dataclass(frozen=True, slots=True)
-class EventBatch:
-    """Events that belong together, usually those of one step."""
-
-    time: float
-    events: tuple[Event, ...]
-    data_parallel_rank: int | None = None
-    publisher_id: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,31 +80,49 @@ class Format:
     groups: tuple[GroupKind, ...] = ()
     """The groups of the model's layers; empty if there is only one, which attends to everything."""
 
-    def event(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> Event:
-        """The cache's event as a consumer is to see it."""
+    def batch(self, events: Sequence[KVCacheEvent], time: float, publisher_id: bytes | None = None) -> bytes:
+        """A batch as msgpack, with the fields that vLLM's structs give: only maps leave out fields without a value."""
+        fields: list[Any] = [time, list(map(self._event, events)), None]
+        if publisher_id is not None:
+            fields.append(publisher_id)
+        packed: bytes = msgpack.packb(fields)
+        return packed
+
+    def _event(self, event: KVCacheEvent) -> Any:
+        tag, fields = self._fields(event)
+        if self.encoding == "array":
+            return [tag, *fields.values()]
+        named = enumerate(fields.items())
+        return {"type": tag, **dict(field for at, field in named if at < ALWAYS[tag] or field[1] is not None)}
+
+    def _fields(self, event: KVCacheEvent) -> tuple[str, dict[str, Any]]:
+        """The tag and the fields of an event, in their order."""
         if isinstance(event, AllBlocksCleared):
-            return Cleared()
-        hashes = tuple(map(self._hash, event.block_hashes))
-        medium = MEDIA.get(event.medium, event.medium)
+            return CLEARED, {}
+        hashes = list(map(self._hash, event.block_hashes))
+        medium = GPU if event.medium == DEVICE else event.medium
         group = event.group_idx if self.groups else None
         if isinstance(event, BlockRemoved):
-            return Removed(hashes, medium, group)
+            return REMOVED, dict(zip(REMOVED_FIELDS, (hashes, medium, group), strict=True))
         kind = self.groups[event.group_idx] if self.groups else GroupKind("")
         extra = tuple(map(_extra_keys, event.extra_keys or ()))
-        return Stored(
+        parent = None if event.parent_block_hash is None else self._hash(event.parent_block_hash)
+        values = (
             hashes,
-            None if event.parent_block_hash is None else self._hash(event.parent_block_hash),
+            parent,
             event.token_ids,
             event.block_size,
-            medium=medium,
-            lora_name=event.lora_name,
-            extra_keys=extra if any(extra) else None,
-            group_idx=group,
-            kv_cache_spec_kind=kind.name or None,
-            kv_cache_spec_sliding_window=kind.sliding_window,
+            None,
+            medium,
+            event.lora_name,
+            extra if any(extra) else None,
+            group,
+            kind.name or None,
+            kind.sliding_window,
         )
+        return STORED, dict(zip(STORED_FIELDS, values, strict=True))
 
-    def _hash(self, key: bytes) -> WireHash:
+    def _hash(self, key: bytes) -> int | bytes:
         return key if self.hashes == "bytes" else int.from_bytes(key[-8:], "big")
 
 
@@ -156,69 +139,39 @@ def _extra_keys(keys: Sequence[str]) -> tuple[Any, ...] | None:
     return tuple(found) or None
 
 
-STORED_FIELDS = tuple(Stored.__dataclass_fields__)
-REMOVED_FIELDS = tuple(Removed.__dataclass_fields__)
-_LAYOUT: dict[type, tuple[str, tuple[str, ...], int]] = {
-    Stored: ("BlockStored", STORED_FIELDS, 7),
-    Removed: ("BlockRemoved", REMOVED_FIELDS, 2),
-    Cleared: ("AllBlocksCleared", (), 0),
-}
-"""The tag of each event, its fields, and the number of fields that a map has even if they are None."""
+def decode_batch(payload: bytes, number: int) -> EventBatch:
+    """The batch of a payload, in either form, as the cache's own events. Raises WireError.
 
-
-def encode_batch(batch: EventBatch, encoding: Encoding) -> bytes:
-    """A batch as msgpack, with the fields that vLLM's structs give: only maps leave out fields without a value."""
-    events = [_encode_event(event, encoding) for event in batch.events]
-    fields: list[Any] = [batch.time, events, batch.data_parallel_rank]
-    if batch.publisher_id is not None:
-        fields.append(batch.publisher_id)
-    packed: bytes = msgpack.packb(fields)
-    return packed
-
-
-def _encode_event(event: Event, encoding: Encoding) -> Any:
-    tag, names, num_always = _LAYOUT[type(event)]
-    values = [getattr(event, name) for name in names]
-    if encoding == "array":
-        return [tag, *values]
-    named = enumerate(zip(names, values, strict=True))
-    return {"type": tag, **dict(field for at, field in named if at < num_always or field[1] is not None)}
-
-
-def decode_batch(payload: bytes) -> EventBatch:
-    """The batch of a payload, in either form. Raises WireError."""
+    Keys are what the publisher sends, whole or as a number of 8 bytes; extra keys are values without names.
+    """
     try:
         fields = msgpack.unpackb(payload, strict_map_key=False)
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"a payload of {len(payload)} bytes is not msgpack: {error}") from error
     if not isinstance(fields, list) or len(fields) < 2 or not isinstance(fields[1], list):
         raise WireError("a batch is not [time, events, ...]")
-    rank, publisher_id = (*fields[2:4], None, None)[:2]
     _check("time", fields[0], (int, float))
-    _check("data_parallel_rank", rank, (int, type(None)))
-    _check("publisher_id", publisher_id, (bytes, type(None)))
-    return EventBatch(float(fields[0]), tuple(map(_decode_event, fields[1])), rank, publisher_id)
+    publisher_id = _check("publisher_id", fields[3] if len(fields) > 3 else None, (bytes, type(None)))
+    return EventBatch(publisher_id, number, tuple(map(_decode_event, fields[1])), float(fields[0]))
 
 
 def _decode_event(fields: Any) -> Event:
-    if isinstance(fields, dict):
+    if isinstance(fields, Mapping):
         tag, value_of = fields.get("type"), fields.get
     elif isinstance(fields, list) and fields:
         tag = fields[0]
-        names = STORED_FIELDS if tag == "BlockStored" else REMOVED_FIELDS
-        value_of = dict(zip(names, fields[1:], strict=False)).get
+        value_of = dict(zip(STORED_FIELDS if tag == STORED else REMOVED_FIELDS, fields[1:], strict=False)).get
     else:
         raise WireError("an event is neither a map nor an array")
     tag = _check("type", tag, (str,))
-    if tag == "BlockStored":
+    if tag == STORED:
         return _decode_stored(value_of)
-    if tag == "BlockRemoved":
-        group = _check("group_idx", value_of("group_idx"), (int, type(None)))
-        return Removed(_hashes(value_of), _check("medium", value_of("medium"), (str, type(None))), group)
-    return Cleared() if tag == "AllBlocksCleared" else Unknown(tag)
+    if tag == REMOVED:
+        return BlockRemoved(_hashes(value_of), *_place(value_of))
+    return AllBlocksCleared() if tag == CLEARED else UnknownEvent(tag)
 
 
-def _decode_stored(value_of: Callable[[str], Any]) -> Stored:
+def _decode_stored(value_of: Callable[[str], Any]) -> BlockStored:
     hashes = _hashes(value_of)
     token_ids = _check("token_ids", value_of("token_ids"), (list,))
     if not all(type(token) is int for token in token_ids):
@@ -229,24 +182,28 @@ def _decode_stored(value_of: Callable[[str], Any]) -> Stored:
     extra = _check("extra_keys", value_of("extra_keys"), (list, type(None)))
     if extra is None and (salt := _check("cache_salt", value_of("cache_salt"), (str, type(None)))) is not None:
         extra = [[salt]] * len(hashes)  # SGLang's
-    return Stored(
+    medium, group = _place(value_of)
+    return BlockStored(
         hashes,
         _check("parent_block_hash", value_of("parent_block_hash"), (int, bytes, type(None))),
         tuple(token_ids),
         size,
-        _check("lora_id", value_of("lora_id"), (int, type(None))),
-        _check("medium", value_of("medium"), (str, type(None))),
         _check("lora_name", value_of("lora_name"), (str, type(None))),
-        None
-        if extra is None
-        else tuple(tuple(map(_frozen, keys)) if isinstance(keys, list) else None for keys in extra),
-        _check("group_idx", value_of("group_idx"), (int, type(None))),
+        None if extra is None else tuple(_frozen(keys) if isinstance(keys, list) else () for keys in extra),
+        medium,
+        group,
         _check("kv_cache_spec_kind", value_of("kv_cache_spec_kind"), (str, type(None))),
-        _check("kv_cache_spec_sliding_window", value_of("kv_cache_spec_sliding_window"), (int, type(None))),
     )
 
 
-def _hashes(value_of: Callable[[str], Any]) -> tuple[WireHash, ...]:
+def _place(value_of: Callable[[str], Any]) -> tuple[str, int]:
+    """The medium and the group of an event."""
+    medium = _check("medium", value_of("medium"), (str, type(None)))
+    group = _check("group_idx", value_of("group_idx"), (int, type(None)))
+    return DEVICE if medium in (GPU, None) else medium, group or 0
+
+
+def _hashes(value_of: Callable[[str], Any]) -> tuple[BlockHash, ...]:
     hashes = _check("block_hashes", value_of("block_hashes"), (list,))
     if not all(type(one) in (int, bytes) for one in hashes):
         raise WireError("block_hashes has something else than integers and bytes")
@@ -254,7 +211,10 @@ def _hashes(value_of: Callable[[str], Any]) -> tuple[WireHash, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    """A value that can be compared and hashed."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return repr(value) if isinstance(value, Mapping) else value
 
 
 def _check(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
@@ -278,11 +238,11 @@ def decode_seq(frame: bytes, *, signed: bool = False) -> int:
     return int.from_bytes(frame, "big", signed=signed)
 
 
-def decode_live(frames: Sequence[bytes]) -> tuple[int, bytes]:
-    """The number and payload of a live message. Raises WireError."""
+def decode_live(frames: Sequence[bytes]) -> EventBatch:
+    """The batch of a live message. Raises WireError."""
     if len(frames) != 3:
         raise WireError(f"a live message has {len(frames)} frames instead of 3")
-    return decode_seq(frames[1]), frames[2]
+    return decode_batch(frames[2], decode_seq(frames[1]))
 
 
 def encode_replay(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
@@ -290,13 +250,13 @@ def encode_replay(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
     return [b"", topic, encode_seq(seq), payload]
 
 
-def decode_replay(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
-    """The number and payload of an answer, with its topic or, from older publishers, without; None at the end."""
+def decode_replay(frames: Sequence[bytes]) -> EventBatch | None:
+    """The batch of an answer, with its topic or, from older publishers, without; None at the end. Raises WireError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise WireError(f"a replayed message has {len(frames)} frames instead of 4")
     if frames[-2] == REPLAY_END:
         return None
-    return decode_seq(frames[-2]), frames[-1]
+    return decode_batch(frames[-1], decode_seq(frames[-2]))
 
 
 def decode_replay_request(frames: Sequence[bytes]) -> int:
@@ -306,8 +266,10 @@ def decode_replay_request(frames: Sequence[bytes]) -> int:
     return decode_seq(frames[1])
 
 
-def decode_snapshot(frames: Sequence[bytes]) -> tuple[int, bytes, tuple[EventBatch, ...]]:
-    """The last number that a snapshot includes, its publisher, and its batches. Raises WireError."""
+def decode_snapshot(frames: Sequence[bytes]) -> EventBatch:
+    """A publisher's whole state; its number is `UNAVAILABLE` if there is none. Raises WireError."""
     if len(frames) < 2 or len(frames[1]) != ID_BYTES:
         raise WireError("a snapshot does not begin with a number and a publisher id")
-    return decode_seq(frames[0], signed=True), frames[1], tuple(map(decode_batch, frames[2:]))
+    number = decode_seq(frames[0], signed=True)
+    batches = [decode_batch(payload, number) for payload in frames[2:]]
+    return EventBatch(frames[1], number, tuple(event for batch in batches for event in batch.events))

@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from events.engine_with_events import EVERYTHING, EngineWithEvents, reachable
-from events.raw_publisher import RawPublisher
+from events.raw_publisher import RawPublisher, key
 from foreword import cli
+from foreword.cache import BlockRemoved, BlockStored, KVCacheEvent
 from foreword.events.subscriber import Subscriber
-from foreword.events.wire import Event, Removed, Stored
 from foreword.replay.trace import TraceReader
 from foreword.server.watch.page import figure_texts, more_memory
 from foreword.server.watch.watcher import Report, Watcher
@@ -30,16 +30,21 @@ from server.dashboard.test_dashboard import BUILD, browser, needs_browser
 __all__ = ["browser"]
 
 
-def stored(parent: int | None, *keys: int) -> Stored:
-    return Stored(keys, parent, tuple(range(16 * len(keys))), 16, medium="GPU")
+def stored(parent: int | None, *numbers: int) -> BlockStored:
+    before = None if parent is None else key(parent)
+    return BlockStored(tuple(map(key, numbers)), before, tuple(range(16 * len(numbers))), 16)
 
 
-BATCHES: list[tuple[float, tuple[Event, ...]]] = [
+def removed(*numbers: int) -> BlockRemoved:
+    return BlockRemoved(tuple(map(key, numbers)))
+
+
+BATCHES: list[tuple[float, tuple[KVCacheEvent, ...]]] = [
     (0.0, (stored(None, 1, 2, 3, 4),)),
     (30.0, (stored(2, 5, 6),)),
-    (60.0, (Removed((4, 3), "GPU"), stored(2, 7, 8))),
-    (90.0, (Removed((6, 5), "GPU"), stored(2, 3, 4))),
-    (120.0, (Removed((8, 7), "GPU"), stored(2, 5, 6))),
+    (60.0, (removed(4, 3), stored(2, 7, 8))),
+    (90.0, (removed(6, 5), stored(2, 3, 4))),
+    (120.0, (removed(8, 7), stored(2, 5, 6))),
     (150.0, ()),
 ]
 """Three conversations after one prompt of two blocks take turns in a pool of six blocks."""
@@ -192,7 +197,7 @@ def test_the_page_in_a_browser(browser) -> None:
         publisher.send(180.0, stored(2, 20, 21, 22, 23))
         publisher.send(210.0)
         page.get_by_text("6 requests seen").wait_for()
-        publisher.send(240.0, Removed((99,), "GPU"))
+        publisher.send(240.0, removed(99))
         page.screenshot(path=str(BUILD / "watch.png"))
 
 

@@ -30,6 +30,8 @@ class BlockStored:
     """The extra keys of each block; None if no block has any."""
     medium: str = "device"
     group_idx: int = 0
+    group_kind: str | None = None
+    """What the layers of its group attend to, such as "sliding_window", in events of other engines; None: not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from foreword.errors import ConfigError
-from foreword.events.mirror import CommonPrefix
+from foreword.events.mirror import CommonPrefix, Key
 from foreword.events.requests import RequestCounts, Requests, SeenRequest
 from foreword.events.subscriber import Subscriber
-from foreword.events.wire import WireHash
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.live_curve import CurvePoint, LiveLruCurve
 from foreword.replay.trace import TraceWriter
@@ -229,12 +228,12 @@ class _Curve:
         return tuple(self._curve.points())
 
 
-def _numbers(keys: Sequence[WireHash]) -> PrefixKeys:
+def _numbers(keys: Sequence[Key]) -> PrefixKeys:
     """An engine's keys as 64-bit numbers: those of signed numbers and of the last bytes of digests."""
     return np.array([_number(key) for key in keys], np.uint64)
 
 
-def _number(key: WireHash) -> int:
+def _number(key: Key) -> int:
     return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) % 2**64
 
 
