@@ -1,11 +1,10 @@
-"""What `value` loses at worst to the better of `lru` and `ValuePolicy` alone, on traffic it was not tuned on.
+"""What `value` finds beyond `lru`, and what it loses to it at worst, on traffic that it was not tuned on, too.
 
-    python benchmarks/eviction.py [--traces FOLDER] [--blocks 300000] [--only NAME] [--apart] [--json FILE]
+    python benchmarks/eviction.py [--traces FOLDER] [--blocks 300000] [--only NAME] [--others] [--json FILE]
 
 Each trace is replayed on the real manager at three pools: where LRU finds 30%, 70% and 95% of what unlimited memory
-finds, but no smaller than the longest prompt. Regret is the best of the two others less `value`, as a share of all
-blocks. `alone` is what the shadow pool under `ValuePolicy` counted; with --apart it has a manager of its own, as `lru`
-always has. The last line is JSON.
+finds, but no smaller than the longest prompt. `gain` is `value` less `lru`, as a share of all blocks. With --others
+the policies that only a replay has are replayed, too. The last line is JSON.
 
 The first table is about blocks that hold nothing: `lru` with them in the order of freeing, and `lru` as it is.
 """
@@ -16,6 +15,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +23,13 @@ import numpy as np
 from eviction_traffic import HELD_OUT, TUNED_ON, make_requests
 from foreword.cache import EvictionPolicy, FreeKVCacheBlockQueue, KVCacheManager, RadixIndex, TokenSequence
 from foreword.cache.block_ids import BlockIds
-from foreword.cache.eviction.safe_value import SafeValuePolicy
-from foreword.cache.eviction.value import ValuePolicy
 from foreword.replay.caches import LruCache, ManagerCache
 from foreword.replay.one_pass import OnePass
 from foreword.replay.optimum import Optimum
+from foreword.replay.policies import POLICIES
 from foreword.replay.trace import RecordedRequest, TraceReader
 
+OTHERS = tuple(name for name in POLICIES if name not in ("lru", "value", "priority"))
 POOLS = {"small": 0.3, "middle": 0.7, "large": 0.95}
 RECORDED = ("conversation", "synthetic")
 BLOCK_TOKENS = {  # each kind in one size, so that all sizes are among those held out
@@ -73,19 +73,16 @@ def replay(requests: list[RecordedRequest], cache: LruCache | ManagerCache) -> t
 
 
 def measure(
-    name: str, requests: list[RecordedRequest], capacities: dict[str, int], use: str, *, apart: bool
+    name: str, requests: list[RecordedRequest], capacities: dict[str, int], use: str, others: Sequence[str]
 ) -> list[Row]:
     """One row a pool."""
     num_blocks = sum(len(request.keys) for request in requests)
     optimum = Optimum([request.keys for request in requests])
     rows = []
     for pool, capacity in capacities.items():
-        safe = SafeValuePolicy(capacity)
-        found, seconds = replay(requests, ManagerCache(capacity, safe))
+        found, seconds = replay(requests, ManagerCache(capacity, "value"))
         lru, _ = replay(requests, LruCache(capacity))
-        alone, seconds_alone = safe.num_hits_alone, 0.0
-        if apart:
-            alone, seconds_alone = replay(requests, ManagerCache(capacity, ValuePolicy(capacity)))
+        rest = {other: replay(requests, ManagerCache(capacity, other))[0] for other in others}
         best = int(optimum.hits(capacity).sum())
         rows.append(
             {
@@ -96,21 +93,19 @@ def measure(
                 "capacity": capacity,
                 "uses_per_block": round(num_blocks / capacity, 1),
                 "lru": round(lru / num_blocks, 5),
-                "alone": round(alone / num_blocks, 5),
                 "value": round(found / num_blocks, 5),
                 "optimum": round(best / num_blocks, 5),
-                "regret": round((max(lru, alone) - found) / num_blocks, 5),
+                "gain": round((found - lru) / num_blocks, 5),
                 "gap_closed": round((found - lru) / max(1, best - lru), 4),
-                "switches": safe.num_switches,
                 "us_per_block": round(1e6 * seconds / num_blocks, 1),
-                "us_per_block_alone": round(1e6 * seconds_alone / num_blocks, 1),
+                **{other: round(hits / num_blocks, 5) for other, hits in rest.items()},
             }
         )
         row = rows[-1]
         print(
             f"{name:19s} {use:9s} {row['block_tokens']:4} {pool:6s} {capacity:7,} {row['uses_per_block']:7} "
-            f"{row['lru']:.4f} {row['alone']:.4f} {row['value']:.4f} {row['optimum']:.4f} {row['regret']:+.5f} "
-            f"{row['gap_closed']:+.1%} {safe.num_switches:3} {row['us_per_block']:5} {row['us_per_block_alone']:5}",
+            f"{row['lru']:.4f} {row['value']:.4f} {row['optimum']:.4f} {row['gain']:+.5f} {row['gap_closed']:+.1%} "
+            f"{row['us_per_block']:5} {' '.join(f'{other} {row[other]:.4f}' for other in others)}",
             flush=True,
         )
     return rows
@@ -160,7 +155,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's conversation and synthetic traces")
     parser.add_argument("--blocks", type=int, default=300_000, help="of each made trace (default: 300,000)")
     parser.add_argument("--only", action="append", help="traces by name")
-    parser.add_argument("--apart", action="store_true", help="replay ValuePolicy on a manager of its own")
+    parser.add_argument("--others", action="store_true", help="replay the policies that the engine has not, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
     args = parser.parse_args()
 
@@ -171,9 +166,7 @@ def main() -> None:
                 policy = FreedOrder(500) if name == "in order of freeing" else name
                 short[f"{index}, {name}"] = round(short_prompts(policy, index), 4)
         print("tokens found of short prompts:", short, flush=True)
-    print(
-        f"{'trace':19s} {'use':9s} size pool   capacity    uses    lru  alone  value   best   regret   gap  sw us/block"
-    )
+    print(f"{'trace':19s} {'use':9s} size pool   capacity    uses    lru  value   best     gain   gap us/block")
     rows: list[Row] = []
     for name in (*RECORDED, *TUNED_ON, *HELD_OUT):
         if args.only and name not in args.only:
@@ -188,17 +181,18 @@ def main() -> None:
             seed = TUNED_SEED if name in TUNED_ON else HELD_OUT_SEED
             requests = make_requests(name, seed, BLOCK_TOKENS[name], args.blocks)
             capacities, _ = pools(requests)
-        rows += measure(name, requests, capacities, use, apart=args.apart)
+        rows += measure(name, requests, capacities, use, OTHERS if args.others else ())
     if not rows:
         return
-    worst = max(rows, key=lambda row: float(str(row["regret"])))
+    worst = min(rows, key=lambda row: float(str(row["gain"])))
     recorded = [float(str(row["gap_closed"])) for row in rows if row["use"] == "recorded" and row["pool"] != "large"]
     report = {
         "benchmark": "eviction",
         "machine": platform.processor() or platform.machine(),
         "short_prompts": short,
-        "worst_regret": worst["regret"],
-        "worst_regret_of": f"{worst['trace']}, {worst['pool']}",
+        "mean_gain": round(float(np.mean([float(str(row["gain"])) for row in rows])), 5),
+        "worst_gain": worst["gain"],
+        "worst_gain_of": f"{worst['trace']}, {worst['pool']}",
         "recorded_gap_closed_at_1000_and_10000": round(float(np.mean(recorded)), 4) if recorded else None,
         "rows": rows,
     }

@@ -43,11 +43,10 @@ from foreword.cache import (
     SinkFullSpec,
     SlidingWindowSpec,
     TokenSequence,
-    make_policy,
     sha256,
 )
-from foreword.cache.eviction.choose import POLICIES
 from foreword.errors import CacheBusyError
+from foreword.replay.policies import POLICIES, make_policy
 
 Numbers = npt.NDArray[np.int64]
 MAX_TOKENS = 40

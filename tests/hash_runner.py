@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchEntry, BatchResult, Int64Array
-from foreword.cache import CacheLedger, EventLog, EvictionPolicy, KVCacheManager, PinnedPolicy, make_index, make_policy
+from foreword.cache import CacheLedger, EventLog, EvictionPolicy, KVCacheManager, PinnedPolicy, make_index
 from foreword.config import SchedulerConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt, TierDirector
 from foreword.engine.scheduler import Scheduler
+from foreword.replay.policies import make_policy
 from foreword.request import Links, SamplingParams
 
 _MASK = 2**64 - 1

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from cache_world import KINDS, Happened, World, drive, random_world
-from foreword.cache.eviction.choose import POLICIES
+from foreword.replay.policies import POLICIES
 
 small, bits = st.integers(0, 63), st.integers(0, 0xFFFF)
 when_running = precondition(lambda self: self.world.running)

@@ -7,12 +7,12 @@ import xml.etree.ElementTree
 
 import pytest
 
-from foreword.cache.eviction.choose import POLICIES
 from foreword.cli import main
 from foreword.errors import ConfigError, ModelLoadError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.picture import HEIGHT, WIDTH, as_html, as_png
+from foreword.replay.policies import POLICIES
 from foreword.replay.report import advice, capacity_for, interval_shares, knee
 from foreword.replay.trace import RecordedRequest
 from replay.workloads import simulate

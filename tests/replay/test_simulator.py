@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreword.cache.eviction.choose import POLICIES
 from foreword.errors import ConfigError
 from foreword.replay import one_pass
 from foreword.replay.caches import LruCache, ManagerCache
@@ -15,6 +14,7 @@ from foreword.replay.capacity import Capacity
 from foreword.replay.distances import LruCurve
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.optimum import Optimum
+from foreword.replay.policies import POLICIES
 from foreword.replay.stack import LruStack
 from foreword.replay.trace import RecordedRequest, TraceReader
 from replay.workloads import KINDS, chat, requests, simulate

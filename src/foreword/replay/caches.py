@@ -20,6 +20,7 @@ import numpy as np
 from foreword.cache import CacheLedger, EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
 from foreword.errors import ConfigError
 from foreword.replay.keys import NO_KEYS, PrefixKeys
+from foreword.replay.policies import make_policy
 from foreword.replay.trace import RecordedRequest
 
 PIECE_BITS = np.uint64(31)
@@ -88,9 +89,8 @@ class ManagerCache:
         _check_capacity(capacity)
         self.capacity = capacity
         index = RadixIndex(capacity, PIECES)
-        self.manager = KVCacheManager(
-            capacity, block_size=PIECES, index=index, eviction_policy=eviction_policy, ledger=ledger
-        )
+        policy = make_policy(eviction_policy, capacity) if isinstance(eviction_policy, str) else eviction_policy
+        self.manager = KVCacheManager(capacity, block_size=PIECES, index=index, eviction_policy=policy, ledger=ledger)
 
     def admit(self, request: RecordedRequest) -> int:
         return self.admit_sequence(as_sequence(request))

@@ -12,13 +12,13 @@ from typing import TypeVar
 import numpy as np
 
 from foreword.cache.account.ledger import MissReason
-from foreword.cache.eviction.choose import POLICIES
 from foreword.errors import ConfigError
 from foreword.replay.caches import HitCount, ManagerCache, SimulatedCache
 from foreword.replay.capacity import Capacity
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.one_pass import OnePass, ReuseIntervals
 from foreword.replay.optimum import Optimum
+from foreword.replay.policies import POLICIES
 from foreword.replay.trace import RecordedRequest
 
 T = TypeVar("T")

@@ -20,6 +20,7 @@ from foreword.config import SchedulerConfig
 from foreword.engine import SimulatedScheduler
 from foreword.errors import ConfigError
 from foreword.replay.capacity import kv_bytes_per_token
+from foreword.replay.policies import make_policy
 from foreword.replay.trace import RecordedRequest
 from foreword.request import Request, SamplingParams
 
@@ -124,7 +125,7 @@ class Replica:
             num_blocks,
             block_size=block_tokens,
             index=RadixIndex(num_blocks, block_tokens),
-            eviction_policy=eviction_policy,
+            eviction_policy=make_policy(eviction_policy, num_blocks),
             ledger=CacheLedger(num_blocks) if config.scheduling_policy == "prefix" else None,
         )
         self.runner = SimulatedRunner(cost)

@@ -18,8 +18,8 @@ from foreword.cache import (
     RadixIndex,
     TokenSequence,
     entry_name,
-    make_policy,
 )
+from foreword.replay.policies import make_policy
 
 SIZE = 4
 
@@ -270,7 +270,7 @@ def test_without_what_is_before_it_no_tail_is_kept(manager):
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"])
 def test_tails_go_after_empty_blocks_and_before_every_full_one(policy):
-    manager = manager_of(8, policy)
+    manager = manager_of(8, make_policy(policy, 8))
     run(manager, "ABCDEFGHij", name="old")  # two full blocks and a tail
     run(manager, "QRSTu", name="new")  # one and a tail
     assert manager.get_num_tails() == 2

@@ -9,7 +9,6 @@ from itertools import pairwise
 import numpy as np
 
 from foreword.cache import PriorityPolicy
-from foreword.cache.eviction.choose import POLICIES
 from foreword.cache.eviction.value import (
     BINS_PER_DOUBLING,
     MIN_REMEMBERED,
@@ -20,8 +19,8 @@ from foreword.cache.eviction.value import (
     SHRINKAGE,
     STEPS_PER_DOUBLING,
     USE_CLASS,
-    ValuePolicy,
 )
+from foreword.replay.policies import POLICIES
 
 
 def ids(*block_ids):
@@ -281,28 +280,6 @@ class ValueModel(Model):
         return max([self.value(content["use"].kind, self.age(content["use"])), *map(self.worth, following)])
 
 
-class ForetoldModel(Model):
-    """Whatever the policy foretold when it was last asked."""
-
-    policy = None
-
-    def __init__(self, num_blocks):
-        self.order = list(range(num_blocks))
-
-    def look(self, *_):
-        self.order = self.policy.in_order().tolist()
-
-    append = remove = note_cached = note_hit = note_forgotten = look
-
-    def popleft(self, count):
-        given = self.order[:count]
-        self.look()
-        return given
-
-    def in_order(self):
-        return self.order
-
-
 MODELS = {
     "lru": LruModel,
     "lfu": LfuModel,
@@ -310,10 +287,8 @@ MODELS = {
     "fifo": FifoModel,
     "last_accessed": LastAccessedModel,
     "priority": PriorityModel,
-    "value": ForetoldModel,
-    "value alone": ValueModel,
+    "value": ValueModel,
 }
-MAKERS = {**POLICIES, "value alone": ValuePolicy}
 
 
 class RandomLife:
@@ -377,7 +352,7 @@ class RandomLife:
 def lives(name, num_steps, *sizes):
     """Yield after each step of one random life per pool size."""
     for num_blocks in sizes:
-        life = RandomLife(random.Random(num_blocks), num_blocks, MAKERS[name](num_blocks), MODELS[name](num_blocks))
+        life = RandomLife(random.Random(num_blocks), num_blocks, POLICIES[name](num_blocks), MODELS[name](num_blocks))
         for _ in range(num_steps):
             life.step()
             yield life

@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from foreword.cache import BlockPool, KVCacheManager, PinnedPolicy, TokenSequence, make_policy
-from foreword.cache.eviction.choose import POLICIES
+from foreword.cache import BlockPool, KVCacheManager, PinnedPolicy, TokenSequence
 from foreword.errors import ConfigError
+from foreword.replay.policies import POLICIES, make_policy
 
 NAMES = list(POLICIES)
 

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from cache.eviction.policy_models import MAKERS, ids, lives
-from foreword.cache import PriorityPolicy, make_policy
+from cache.eviction.policy_models import ids, lives
+from foreword.cache import PriorityPolicy
+from foreword.replay.policies import POLICIES, make_policy
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_gives_blocks_in_the_order_of_its_model(name):
     for life in lives(name, 600, 1, 2, 5, 12, 17, 40, 63):
         assert life.policy.in_order().tolist() == life.model.in_order()

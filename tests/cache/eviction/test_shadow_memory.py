@@ -35,7 +35,7 @@ from foreword.cache import (
     TokenSequence,
     sha256_cbor,
 )
-from foreword.cache.eviction.choose import POLICIES
+from foreword.replay.policies import POLICIES, make_policy
 
 MAX_TOKENS = 30
 NUM_BLOCKS = 40
@@ -115,7 +115,7 @@ class Shadow:
             block_size=None if groups else size,
             groups=groups,
             index=index,
-            eviction_policy=rng.choice(list(POLICIES)),
+            eviction_policy=make_policy(rng.choice(list(POLICIES)), NUM_BLOCKS),
             ledger=CacheLedger(NUM_BLOCKS) if rng.random() < 0.5 else None,
         )
         self.memory: dict[tuple[int, int], Held | None] = {}

@@ -8,27 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from foreword.cache.eviction.policies import (
-    FifoPolicy,
-    LastAccessedPolicy,
-    LfuPolicy,
-    LruPolicy,
-    PriorityPolicy,
-    SlruPolicy,
-)
+from foreword.cache.eviction.policies import LruPolicy, PriorityPolicy
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.eviction.safe_value import SafeValuePolicy
+from foreword.cache.eviction.value import ValuePolicy
 from foreword.errors import ConfigError
 
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {
         "lru": LruPolicy,
-        "lfu": LfuPolicy,
-        "slru": SlruPolicy,
-        "fifo": FifoPolicy,
-        "last_accessed": LastAccessedPolicy,
+        "value": ValuePolicy,
         "priority": PriorityPolicy,
-        "value": SafeValuePolicy,
     }
 )
 """Policies by name."""

@@ -314,12 +314,9 @@ class ValuePolicy(EmptyFirstPolicy):
         self._entry[block_ids] = -1
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        self.note_key_numbers(block_ids, key_numbers(keys))
-
-    def note_key_numbers(self, block_ids: BlockIds, keys: npt.NDArray[np.uint64]) -> None:
-        """Like `note_keys`, for keys that `key_numbers` has converted."""
-        self._key[block_ids] = keys
-        entries = self._history.find(keys.tolist())
+        numbers = key_numbers(keys)
+        self._key[block_ids] = numbers
+        entries = self._history.find(numbers.tolist())
         again = self._history.is_latest(entries)
         if again.any():
             entries = entries[again]

@@ -1,0 +1,195 @@
+"""Eviction policies to compare others with: no measurement recommends them, so the engine has none of them.
+
+Each class implements `EvictionPolicy`. docs/decisions/0028-safe-value.md has the figures.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import BlockIds, EvictionPolicy, FreeKVCacheBlockQueue
+from foreword.cache.eviction.choose import POLICIES as ENGINE_POLICIES
+from foreword.cache.eviction.empty_first import EmptyFirstPolicy
+from foreword.cache.eviction.policies import QueuedPolicy, RankedPolicy
+from foreword.errors import ConfigError
+
+
+class LfuPolicy(RankedPolicy):
+    """Fewest hits first; among equals the least recently freed first.
+
+    The count of hits starts when the content is cached. Whoever hits a tail hits its head too, so no block outlives the
+    head of its prefix. Content that was once hit often stays long: choose this policy where the popular prefixes are
+    the same all day. O(1) a block, O(log hits) for each different count in a call.
+    """
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        self._rank[block_ids] += 1
+
+
+class SlruPolicy(EmptyFirstPolicy):
+    """Segmented LRU: first blocks that were never hit (probation), then those that were (protected); each LRU.
+
+    A flood of prompts that nobody repeats passes through probation and leaves the reused prefixes alone; plain LRU
+    would lose them. At most `PROTECTED_SHARE` of the pool's blocks are free and protected. Beyond that, the least
+    recently freed of them go to the end of probation, and need another hit. O(1) a block. After Karedla, Love and
+    Wherry, "Caching strategies to improve disk system performance" (1994).
+    """
+
+    PROTECTED_SHARE = 0.8
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._probation = FreeKVCacheBlockQueue.empty(num_blocks)
+        self._protected = FreeKVCacheBlockQueue.empty(num_blocks)
+        self._max_protected = int(self.PROTECTED_SHARE * num_blocks)
+        self._is_protected: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        self._is_protected[block_ids] = self._is_cached[block_ids]
+
+    def _unlearn(self, block_ids: BlockIds) -> None:
+        self._is_protected[block_ids] = False
+
+    def _add(self, block_ids: BlockIds) -> None:
+        protected = self._is_protected[block_ids]
+        self._probation.append(block_ids[~protected])
+        self._protected.append(block_ids[protected])
+        excess = len(self._protected) - self._max_protected
+        if excess > 0:
+            demoted = self._protected.popleft(excess)
+            self._is_protected[demoted] = False
+            self._probation.append(demoted)
+
+    def _discard(self, block_ids: BlockIds) -> None:
+        protected = self._is_protected[block_ids]
+        self._probation.remove(block_ids[~protected])
+        self._protected.remove(block_ids[protected])
+
+    def _take(self, count: int) -> BlockIds:
+        unproven = self._probation.popleft(min(count, len(self._probation)))
+        return np.concatenate((unproven, self._protected.popleft(count - len(unproven))))
+
+    def _kept(self) -> BlockIds:
+        return np.concatenate((self._probation.in_order(), self._protected.in_order()))
+
+    def _check_kept(self) -> None:
+        self._probation.check_integrity()
+        self._protected.check_integrity()
+        assert not self._is_protected[self._probation.in_order()].any(), "a protected block is on probation"
+        assert self._is_protected[self._protected.in_order()].all(), "a block is protected without a hit"
+        assert len(self._protected) <= self._max_protected, "too many blocks are protected"
+
+
+class FifoPolicy(EmptyFirstPolicy):
+    """Longest cached first, hit or not; among blocks cached in one call the deepest first.
+
+    This order ignores use: compare other policies with it, or choose it where prefixes are popular for a while and then
+    never again. A head is cached no later than its tail, and may be evicted before it.
+
+    Held blocks are in `_queue` too. A held block that the front of the queue passes becomes overdue: once free, it goes
+    before all queued blocks. O(1) a block, O(log n) for an overdue one.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._queue = FreeKVCacheBlockQueue.empty(num_blocks)
+        self._cached_at: npt.NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
+        self._num_cached = 0
+        self._overdue: list[tuple[int, int]] = []
+        """Heap of (cached at, block id); stale unless the block is free and still holds that content."""
+        self._in_heap: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+
+    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        block_ids = block_ids[np.argsort(-depths, kind="stable")]
+        self._cached_at[block_ids] = np.arange(self._num_cached, self._num_cached + len(block_ids))
+        self._num_cached += len(block_ids)
+        self._queue.append(block_ids)
+
+    def _unlearn(self, block_ids: BlockIds) -> None:
+        self._queue.remove(block_ids[self._queue.holds(block_ids)])
+        self._cached_at[block_ids] = -1
+        self._in_heap[block_ids] = False
+
+    def _add(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids[~(self._queue.holds(block_ids) | self._in_heap[block_ids])].tolist():
+            heapq.heappush(self._overdue, (int(self._cached_at[block_id]), block_id))
+            self._in_heap[block_id] = True
+        if len(self._overdue) > 2 * len(self._in_heap):
+            self._overdue = [entry for entry in self._overdue if self._cached_at[entry[1]] == entry[0]]
+            heapq.heapify(self._overdue)
+
+    def _discard(self, block_ids: BlockIds) -> None:
+        pass  # `_is_free` shows it; a block that is freed again has kept its place
+
+    def _take(self, count: int) -> BlockIds:
+        overdue: list[int] = []
+        while self._overdue and len(overdue) < count:
+            cached_at, block_id = heapq.heappop(self._overdue)
+            if self._cached_at[block_id] == cached_at:
+                self._in_heap[block_id] = False
+                if self._is_free[block_id]:
+                    overdue.append(block_id)
+        taken: list[BlockIds] = [np.array(overdue, np.int32)]
+        missing = count - len(overdue)
+        while missing:
+            front = self._queue.popleft(missing)
+            taken.append(front[self._is_free[front]])
+            missing -= len(taken[-1])
+        return np.concatenate(taken)
+
+    def _kept(self) -> BlockIds:
+        kept = np.flatnonzero(self._is_free & self._is_cached).astype(np.int32)
+        return kept[np.argsort(self._cached_at[kept])]
+
+    def _check_kept(self) -> None:
+        self._queue.check_integrity()
+        queued = self._queue.in_order()
+        assert self._is_cached[queued].all(), "a block that holds nothing is queued as cached"
+        assert (np.diff(self._cached_at[queued]) > 0).all(), "a block cached later goes first"
+        alive = [block_id for cached_at, block_id in self._overdue if self._cached_at[block_id] == cached_at]
+        assert len(set(alive)) == len(alive), "a block is overdue twice"
+        assert sorted(alive) == np.flatnonzero(self._in_heap).tolist(), "a block is overdue without an entry"
+        found = self._in_heap | self._queue.holds(np.arange(len(self._in_heap), dtype=np.int32))
+        assert found[self._kept()].all(), "a free cached block would never be given away"
+
+
+class LastAccessedPolicy(QueuedPolicy[FreeKVCacheBlockQueue]):
+    """Least recently accessed first; among equals the one that ends the longer prefix: vLLM v0's evictor.
+
+    A request accesses its blocks until it frees them, all in one call and so at one time. So a tail goes before its
+    head, by depth, even if a caller frees them in another order. O(log k) a block for a call of k.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, FreeKVCacheBlockQueue.empty(num_blocks))
+        self._depths: BlockIds = np.zeros(num_blocks, np.int32)
+
+    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        self._depths[block_ids] = depths
+
+    def _add(self, block_ids: BlockIds) -> None:
+        self._queue.append(block_ids[np.argsort(-self._depths[block_ids], kind="stable")])
+
+
+POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
+    {
+        **ENGINE_POLICIES,
+        "lfu": LfuPolicy,
+        "slru": SlruPolicy,
+        "fifo": FifoPolicy,
+        "last_accessed": LastAccessedPolicy,
+    }
+)
+"""The policies that can be replayed, by name."""
+
+
+def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """The policy with this name, for block ids below `num_blocks`. Raises ConfigError for other names."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r} is unknown; use one of {', '.join(POLICIES)}")
+    return POLICIES[name](num_blocks)
