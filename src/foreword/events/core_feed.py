@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 SILENCE_S = 30.0
 """Longest time without a message of a replica, which sends one each second."""
+MAX_SOCKETS = 8192
+"""Most sockets of a router: three for each replica."""
 TROUBLES = {
     "bad": "an event of replica %s cannot be read",
     "failed": "no snapshot of replica %s",
@@ -33,6 +35,8 @@ class CoreFeed:
     def __init__(self, core: RoutingCore) -> None:
         self._core = core
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
     def follow(self, name: str, events: str, snapshots: str) -> None:
         """Follow a replica, by the addresses of its events and of its snapshots."""
@@ -50,10 +54,13 @@ class CoreFeed:
         for name in list(self._tasks):
             self.leave(name)
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
 
     async def _follow(self, name: str, events: str, snapshots: str) -> None:
         follower = self._core.mirror(name).follower
-        with Subscriber(events, snapshot=snapshots, follower=follower, silence_s=SILENCE_S) as subscriber:
+        with Subscriber(
+            events, snapshot=snapshots, follower=follower, silence_s=SILENCE_S, context=self._context
+        ) as subscriber:
             while True:
                 before = follower.counts.copy()
                 ready: list[bool] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from weakref import WeakSet
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -42,8 +43,9 @@ class Subscriber:
         topic: str = "",
         follower: Follower | None = None,
         silence_s: float = SILENCE_S,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """Addresses such as tcp://HOST:5557; `follower` None: one that keeps `mirror` right.
+        """Addresses such as tcp://HOST:5557; `follower` None: one that keeps `mirror` right; `context` None: its own.
 
         Raises ConfigError for an address that cannot be used.
         """
@@ -58,7 +60,8 @@ class Subscriber:
         self._unanswered: set[str] = set()
         """Addresses whose last request got no answer."""
         self._addresses = {Need.REPLAY: replay, Need.SNAPSHOT: snapshot}
-        self._context = zmq.Context()
+        self._context, self._owns_context = context or zmq.Context(), context is None
+        self._opened: WeakSet[zmq.Socket[bytes]] = WeakSet()
         self._poller = zmq.Poller()
         self._request: zmq.Socket[bytes] | None = None
         self._asked = (Need.NOTHING, 0)
@@ -126,7 +129,10 @@ class Subscriber:
 
     def close(self) -> None:
         """Close the sockets. May be called twice."""
-        self._context.destroy(linger=0)
+        for one in list(self._opened):
+            one.close(linger=0)
+        if self._owns_context:
+            self._context.destroy(linger=0)
 
     def __enter__(self) -> Subscriber:
         return self
@@ -187,9 +193,11 @@ class Subscriber:
 
     def _open(self, kind: int, address: str) -> zmq.Socket[bytes]:
         one = self._context.socket(kind)
+        self._opened.add(one)
         one.ipv6 = "[" in address
         if kind == zmq.SUB:  # before it connects, or the first contact goes unseen
             self._contacts = one.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._opened.add(self._contacts)
         one.rcvhwm = 0  # a long replay does not fit into the default
         try:
             if kind == zmq.SUB and is_wildcard(address):
