@@ -11,7 +11,6 @@ faster. (`foreword.replay.one_pass` is faster still, where every request fits.)
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +19,7 @@ import numpy as np
 from foreword.cache import CacheLedger, EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
 from foreword.errors import ConfigError
 from foreword.replay.keys import NO_KEYS, PrefixKeys
+from foreword.replay.lru import Lru
 from foreword.replay.policies import make_policy
 from foreword.replay.trace import RecordedRequest
 
@@ -54,31 +54,22 @@ class HitCount:
 
 
 class LruCache:
-    """Evicts the least recently used blocks, the tail of a request before its head. About 0.3 us a block."""
+    """Evicts the least recently used blocks, the tail of a request before its head."""
 
     def __init__(self, capacity: int, held: PrefixKeys = NO_KEYS) -> None:
         """Hold the first `held` blocks, at most `capacity`, the most recently used one at the end."""
         _check_capacity(capacity)
-        assert len(held) <= capacity
         self.capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict.fromkeys(held.tolist())
+        self._blocks = Lru[int](capacity, held.tolist())
 
     def admit(self, request: RecordedRequest) -> int:
-        keys = request.keys.tolist()
+        keys, blocks = request.keys.tolist(), self._blocks
         if len(keys) > self.capacity:
             return 0
-        blocks = self._blocks
-        held = _num_leading(keys, blocks)
-        move = blocks.move_to_end
-        num_evicted = len(blocks) + len(keys) - held - self.capacity
-        if num_evicted > 0:
-            deque(map(move, keys[:held]), maxlen=0)  # the request holds them while others are evicted
-            for _ in range(num_evicted):
-                blocks.popitem(last=False)
-        keys.reverse()
-        missed = len(keys) - held
-        blocks.update(dict.fromkeys(keys[:missed]))
-        deque(map(move, keys[missed:]), maxlen=0)
+        held = bisect_left(keys, True, key=lambda key: key not in blocks)
+        for key in reversed(keys):
+            blocks.use(key)
+        blocks.shrink()
         return held
 
 
@@ -125,14 +116,6 @@ def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np
     tokens[0:-1:2] = (request.keys & mask).astype(np.int32)
     tokens[1::2] = ((request.keys >> PIECE_BITS) & mask).astype(np.int32)
     return tokens
-
-
-def _num_leading(keys: list[int], held: OrderedDict[int, None]) -> int:
-    if not keys or keys[0] not in held:
-        return 0
-    if keys[-1] in held:  # then all earlier ones are, too
-        return len(keys)
-    return bisect_left(keys, True, key=lambda key: key not in held)
 
 
 def _check_capacity(capacity: int) -> None:

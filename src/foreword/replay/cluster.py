@@ -29,7 +29,7 @@ from foreword.cluster.options import TURN_S
 from foreword.errors import ConfigError, NoReplicaError
 from foreword.replay.caches import ManagerCache, as_sequence
 from foreword.replay.rivals import COST, make_rule
-from foreword.replay.trace import RecordedRequest
+from foreword.replay.trace import RecordedRequest, arrivals
 
 STABLE_BLOCKS = 2
 """The boundary that routers hash without knowledge; recordings do not say where system prompts end."""
@@ -145,16 +145,13 @@ class ClusterSimulation:
         self._num_blocks = self._num_hits = self._num_refused = self._num_retried = 0
 
     def serve(self, recording: Iterable[RecordedRequest]) -> ClusterReport:
-        """Serve requests as they arrive. Those out of order arrive with the one before them.
+        """Serve requests as they arrive.
 
         Raises ConfigError for a recording without times.
         """
-        for number, recorded in enumerate(recording):
-            if recorded.timestamp_ms is None:
-                raise ConfigError("the recording has no arrival times; its time cannot be simulated")
+        for number, (at_s, recorded) in enumerate(arrivals(recording)):
             if not number:
                 self._open(recorded.block_tokens)
-            at_s = max(self.now, recorded.timestamp_ms / 1000)
             self._run(until=at_s)
             self.now = at_s
             self._arrive(recorded, number)

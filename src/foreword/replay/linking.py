@@ -9,12 +9,12 @@ other one again. A chunk counts as a whole: it is found or not.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.errors import ConfigError
 from foreword.replay.chunks import Chunk
+from foreword.replay.lru import Lru
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class _Followed:
     def __init__(self, capacity: int | None, methods: Sequence[LinkMethod]) -> None:
         self.result = LinkReplay(capacity, recomputed={method.name: 0.0 for method in methods})
         self._methods = methods
-        self._prefixes, self._chunks = _WeighedLru(capacity), _WeighedLru(capacity)
+        self._prefixes, self._chunks = Lru[int | str](capacity), Lru[int | str](capacity)
 
     def admit(self, chunks: Sequence[Chunk], prefixes: Sequence[int]) -> None:
         result = self.result
@@ -118,24 +118,3 @@ class _Followed:
             self._chunks.use(chunk.id, chunk.num_tokens)
         self._prefixes.shrink()
         self._chunks.shrink()
-
-
-class _WeighedLru:
-    """Keys with weights, of which the least recently used go beyond a capacity."""
-
-    def __init__(self, capacity: int | None) -> None:
-        self._capacity, self._weight = capacity, 0
-        self._weights: OrderedDict[int | str, int] = OrderedDict()
-
-    def __contains__(self, key: int | str) -> bool:
-        return key in self._weights
-
-    def use(self, key: int | str, weight: int) -> None:
-        self._weight += weight - self._weights.get(key, 0)
-        self._weights[key] = weight
-        self._weights.move_to_end(key)
-
-    def shrink(self) -> None:
-        """Evict down to the capacity."""
-        while self._capacity is not None and self._weight > self._capacity:
-            self._weight -= self._weights.popitem(last=False)[1]

@@ -8,13 +8,13 @@ before its first one that neither level has. What it computes goes to memory and
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from foreword.config import AdmissionName
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, parse_capacity, parse_with_unit
+from foreword.replay.lru import Lru
 from foreword.replay.trace import RecordedRequest
 from foreword.tiers.admission import ADMISSIONS, Admission
 
@@ -69,8 +69,7 @@ class TwoLevels:
     def __init__(self, memory_blocks: int, tier_blocks: int, admission: AdmissionName, block_tokens: int) -> None:
         self.result = TierReplay(memory_blocks, tier_blocks, admission)
         self._admission = Admission(admission, block_tokens)
-        self._memory: OrderedDict[int, None] = OrderedDict()
-        self._tier: OrderedDict[int, None] = OrderedDict()
+        self._memory, self._tier = Lru[int](memory_blocks), Lru[int](tier_blocks)
 
     def admit(self, keys: list[int]) -> None:
         """Serve a request whose prompt has these blocks."""
@@ -86,21 +85,18 @@ class TwoLevels:
                 break
             found += 1
         for number, key in enumerate(keys):
-            memory[key] = None
-            memory.move_to_end(key)
+            memory.use(key)
             if key in tier:
-                tier.move_to_end(key)
+                tier.use(key)
             elif number >= found:  # blocks found in memory alone were not admitted when they were computed
                 self._store(number, key)
-        for level, most in ((memory, result.memory_blocks), (tier, result.tier_blocks)):
-            while len(level) > most:
-                level.popitem(last=False)
+        memory.shrink()
+        tier.shrink()
 
     def _store(self, number: int, key: int) -> None:
         """Store a block that was computed, if the rule admits it."""
-        has_room = len(self._tier) < self.result.tier_blocks
-        if self._admission.admits(number, key, has_room=has_room):
-            self._tier[key] = None
+        if self._admission.admits(number, key, has_room=not self._tier.is_full):
+            self._tier.use(key)
             self.result.num_written += 1
 
 

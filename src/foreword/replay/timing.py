@@ -21,7 +21,7 @@ from foreword.engine import SimulatedScheduler
 from foreword.errors import ConfigError
 from foreword.replay.capacity import kv_bytes_per_token
 from foreword.replay.policies import make_policy
-from foreword.replay.trace import RecordedRequest
+from foreword.replay.trace import RecordedRequest, arrivals
 from foreword.request import Request, SamplingParams
 
 Routing = Literal["round_robin", "least_loaded", "prefix_aware"]
@@ -223,18 +223,14 @@ class TimingReport:
 
 
 def simulate_time(requests: Iterable[RecordedRequest], options: TimingOptions) -> TimingReport:
-    """Serve requests as they arrive. Those out of order arrive with the one before them.
+    """Serve requests as they arrive.
 
     Raises ConfigError for a recording without times.
     """
     replicas: list[Replica] = []
-    arrivals: dict[str, float] = {}
+    arrived: dict[str, float] = {}
     num_refused = num_prompt_tokens = 0
-    now = 0.0
-    for number, recorded in enumerate(requests):
-        if recorded.timestamp_ms is None:
-            raise ConfigError("the recording has no arrival times; its time cannot be simulated")
-        now = max(now, recorded.timestamp_ms / 1000)
+    for number, (now, recorded) in enumerate(arrivals(requests)):
         if not replicas:
             replicas = [
                 Replica(
@@ -250,26 +246,26 @@ def simulate_time(requests: Iterable[RecordedRequest], options: TimingOptions) -
         for replica in replicas:
             replica.run_until(now)
         _route(replicas, request, options.routing, number).add(request, now)
-        arrivals[request.request_id] = now
+        arrived[request.request_id] = now
         num_prompt_tokens += request.num_prompt_tokens
     for replica in replicas:
         replica.run_until(float("inf"))
-    return report_of(replicas, arrivals, num_prompt_tokens, num_refused)
+    return report_of(replicas, arrived, num_prompt_tokens, num_refused)
 
 
 def report_of(
-    replicas: Sequence[Replica], arrivals: Mapping[str, float], num_prompt_tokens: int, num_refused: int
+    replicas: Sequence[Replica], arrived: Mapping[str, float], num_prompt_tokens: int, num_refused: int
 ) -> TimingReport:
-    """The results of replicas that have answered everything. `arrivals`: seconds by request id."""
+    """The results of replicas that have answered everything. `arrived`: seconds by request id."""
     first = {name: at for replica in replicas for name, at in replica.first_token.items()}
     started = {name: at for replica in replicas for name, at in replica.started.items()}
-    seconds = max([replica.runner.now for replica in replicas], default=0.0) - min(arrivals.values(), default=0.0)
+    seconds = max([replica.runner.now for replica in replicas], default=0.0) - min(arrived.values(), default=0.0)
     hits = sum(replica.manager.stats.hits for replica in replicas)
     return TimingReport(
-        requests=len(arrivals),
+        requests=len(arrived),
         requests_refused=num_refused,
-        ttft_ms=_percentiles([first[name] - at for name, at in arrivals.items()]),
-        queue_ms=_percentiles([started[name] - at for name, at in arrivals.items()]),
+        ttft_ms=_percentiles([first[name] - at for name, at in arrived.items()]),
+        queue_ms=_percentiles([started[name] - at for name, at in arrived.items()]),
         hit_ratio=hits / max(1, num_prompt_tokens),
         generated_tokens_per_s=sum(replica.num_generated for replica in replicas) / max(seconds, 1e-9),
         prompt_tokens_per_s=num_prompt_tokens / max(seconds, 1e-9),

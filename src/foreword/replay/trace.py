@@ -56,6 +56,19 @@ class RecordedRequest(NamedTuple):
         return min(num_blocks * self.block_tokens, self.num_prompt_tokens)
 
 
+def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, RecordedRequest]]:
+    """Each request with its second of arrival; those out of order arrive with the one before them.
+
+    Raises ConfigError for a recording without times.
+    """
+    now = 0.0
+    for request in recording:
+        if request.timestamp_ms is None:
+            raise ConfigError("the recording has no arrival times; its time cannot be simulated")
+        now = max(now, request.timestamp_ms / 1000)
+        yield now, request
+
+
 # --------------------------------------------------------------------------------------------- reading
 
 
