@@ -117,6 +117,9 @@ def measure(
 class FreedOrder(FreeKVCacheBlockQueue):
     """An LRU that goes by the time of freeing alone, whatever blocks hold."""
 
+    num_empty = 0
+    """It does not know which blocks hold nothing."""
+
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         pass
 

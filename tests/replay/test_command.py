@@ -245,8 +245,11 @@ def test_the_advice_names_the_policy_and_the_capacity_that_pay():
     assert "Beyond 200 blocks, memory finds hardly anything more" in text
     short = advice(simulate(loop, ["lru"], [Capacity("60", 60)]))
     assert "With 60 blocks, 95.0% of the blocks are still evicted before they are wanted again" in short
-    better = advice(simulate(requests_with_scans(), ["lru", "slru"], [Capacity("30", 30)]))
-    assert "With 30 blocks, choose slru: it finds" in better
+    scans = simulate(requests_with_scans(), ["lru", "slru", "value"], [Capacity("30", 30)])
+    assert "With 30 blocks, choose value: it finds" in advice(scans)
+    without = simulate(requests_with_scans(), ["lru", "slru"], [Capacity("30", 30)])
+    assert without.hits["slru"]["30"].blocks > without.hits["lru"]["30"].blocks
+    assert "slru" not in advice(without), "the engine has none"
 
 
 def requests_with_scans():

@@ -5,7 +5,7 @@ Knows results; knows nothing of how they were computed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from foreword.cache.account.ledger import MissReason
-from foreword.replay.simulator import OPTIMUM, ReplayResult
+from foreword.config import EvictionName
+from foreword.replay.simulator import ReplayResult
 
 LITTLE_REUSE = 0.3
 """Share of blocks seen before; below it, the advice is to look at the prompts themselves."""
@@ -71,8 +72,8 @@ def _on_memory(result: ReplayResult, kv_bytes_per_token: int | None) -> list[str
 
 
 def _on_policies(result: ReplayResult) -> list[str]:
-    """The capacity at which another policy beats LRU most, and the cost of evictions at the largest capacity."""
-    online = {policy: hits for policy, hits in result.hits.items() if policy != OPTIMUM}
+    """The capacity at which an engine's policy beats LRU most, and the cost of evictions at the largest capacity."""
+    online = {policy: hits for policy, hits in result.hits.items() if policy in get_args(EvictionName)}
     if not online or not result.capacities:
         return []
     sentences = []
