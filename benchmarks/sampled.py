@@ -4,7 +4,7 @@ Each kind of sampling is interleaved with greedy decoding (A B C, then C B A, ..
 minute. Prompts are pieces of this repository's architecture page, different in every round. No drafts: they would
 answer how repetitive a model is. `engine.py` has the same kinds for random weights, and more engines.
 
-    python benchmarks/sampled.py --model FOLDER [--vllm-python PATH] [--repeats N]
+    python benchmarks/sampled.py --model FOLDER [--vllm-python PATH] [--dtype float32] [--repeats N]
 
 The last line is JSON: for each engine and each figure the median of tokens per second, and of the ratio to greedy.
 """
@@ -33,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="what sampling costs beside greedy decoding")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a real checkpoint with its tokenizer")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of every engine")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one to warm up (default: 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
     args = parser.parse_args()
@@ -43,7 +44,7 @@ def main() -> int:
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in pythons}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="foreword-sampled-")))
-        options = Options(args.model, args.threads, KV_BYTES, DECODE_IN + DECODE_OUT, NUM_REQUESTS, drafts=False)
+        options = Options(args.model, args.threads, KV_BYTES, DECODE_IN + DECODE_OUT, NUM_REQUESTS, False, args.dtype)
         engines = []
         for name, python in pythons.items():
             engines.append(EngineProcess(name, python, options, folder / f"{name}.log"))

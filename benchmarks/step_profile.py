@@ -103,7 +103,7 @@ def watch_parts(clock: Clock, llm: LLM) -> None:
     clock.watch("products", linear.Linear, "__call__")
     clock.watch("products", product.CompactProduct, "__call__")
     clock.watch("norms and gates", row_functions.RowKernels, "rms_norm")
-    clock.watch("norms and gates", row_functions.RowKernels, "silu_gate")
+    clock.watch("norms and gates", row_functions.RowKernels, "gate")
     clock.watch("norms and gates", row_functions.RowKernels, "add_norm")
     clock.watch("heads turned, KV written", rotary.RotaryKernel, "__call__")
     clock.watch("attention", cpu_attention.CpuAttention, "attend")
@@ -128,7 +128,8 @@ def watch_programs(clock: Clock, decoder: Decoder) -> None:
     part_of = {
         operation: PARTS.get(name, "norms and gates")
         for layer in layers
-        for name, operation in layer.operations.items()
+        for name, operations in layer.operations.items()
+        for operation in operations
     }
 
     def run_one_by_one(program: Program, number: int | None = None) -> None:

@@ -22,7 +22,7 @@ class VllmDriver:
         self._llm = vllm.LLM(
             options.model,
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=options.weights,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             enable_prefix_caching=True,

@@ -1,32 +1,67 @@
-"""Layers that run as one program compute the bits of the layers, whatever lies between them."""
+"""Layers that run as one program compute the bits of the layers, whatever lies between them.
+
+Weights are 12 bits with rows of bfloat16, where the processor has instructions for it, or bfloat16 with float32 rows.
+"""
 
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from foreword.config import KernelName, ModelConfig
 from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.select import ReferenceAttention
+from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
-from foreword.model.cpu.product import ProductOperation, can_multiply
+from foreword.model.cpu.product import can_multiply
 from foreword.model.foreign.loading import load_foreign_model
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.storage import KVStorage
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
-pytestmark = pytest.mark.skipif(not can_multiply(), reason="this processor has no instructions for such products")
+needs_pairs = pytest.mark.skipif(not can_multiply(), reason="this processor has no products of bfloat16")
+needs_codes = pytest.mark.skipif(not HAS_INSTRUCTIONS, reason="this processor has no products of codes")
 LENGTHS = (1, 5, 40, 90, 300)
+WIDE = {
+    "wide_gemma3": Recipe(
+        "gemma3_text", {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6, "query_pre_attn_scalar": 32}
+    ),
+    "wide_granite": Recipe("granite", {"num_attention_heads": 2, "num_key_value_heads": 1, "residual_multiplier": 0.7}),
+}
+"""Norms after a layer's parts and two rotary embeddings; scaled residuals."""
 MIXED = {"head_dim": 32, "use_sliding_window": True, "sliding_window": 24, "num_hidden_layers": 4}
 """Layers of two groups, which have plans of their own."""
+
+
+Load = Callable[[Path], LoadedModel]
+
+
+@pytest.fixture(params=[pytest.param("bfloat16", marks=needs_pairs), pytest.param("float32", marks=needs_codes)])
+def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
+    """Loads a checkpoint's weights, rounded to bfloat16, for rows of one type."""
+
+    def load_rounded(folder: Path, kernel: KernelName = "auto") -> LoadedModel:
+        rounded = tmp_path / "rounded"
+        if not rounded.exists():
+            shutil.copytree(folder, rounded)
+            weights = load_file(folder / "model.safetensors")
+            halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+            save_file(halves, rounded / "model.safetensors", metadata={"format": "pt"})
+        model = load_model(ModelConfig(str(rounded), dtype=request.param, attention_kernel=kernel))
+        assert chain_of(model).layers
+        return model
+
+    return load_rounded
 
 
 @pytest.fixture
@@ -49,9 +84,13 @@ def answers(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> list[object
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs]
 
 
-def plain(folder: Path, kernel: KernelName = "auto") -> LoadedModel:
-    """The model in transformers' modules."""
-    return load_foreign_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel=kernel))
+def in_parts(model: LoadedModel) -> list[object]:
+    """What the layers answer operation by operation."""
+    decoder, chain = model.decoder, model.decoder.chain
+    decoder.chain = None
+    found = answers(model)
+    decoder.chain = chain
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +99,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("mixed"), Recipe("qwen2", {**MIXED, "layer_types": layer_types}))
 
 
+@needs_pairs
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "wide_llama"])
-def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(tiny_models: TinyModels, name: str, threads: int) -> None:
-    expected = answers(plain(tiny_models.folder(name)))
+def test_a_chain_of_all_layers_gives_the_bits_of_transformers_modules(
+    tiny_models: TinyModels, name: str, threads: int
+) -> None:
+    expected = answers(load_foreign_model(ModelConfig(str(tiny_models.folder(name)), dtype="bfloat16")))
     torch.set_num_threads(threads)
     model = load_model(ModelConfig(str(tiny_models.folder(name)), dtype="bfloat16"))
     chain = chain_of(model)
@@ -73,23 +115,38 @@ def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(tiny_models: TinyMod
     assert chain._is_for_storage, "it has run"
 
 
-def test_layers_of_two_groups_are_one_chain(mixed: Path) -> None:
-    model = load_model(ModelConfig(str(mixed), dtype="bfloat16"))
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "wide_llama", "wide_gemma3", "wide_granite"])
+def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(
+    tiny_models: TinyModels, tmp_path: Path, name: str, load: Load
+) -> None:
+    wide = WIDE.get(name)
+    model = load(save_model(tmp_path / "wide", wide) if wide else tiny_models.folder(name))
+    expected = in_parts(model)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert answers(model) == expected
+    assert chain_of(model)._is_for_storage, "it has run"
+
+
+def test_layers_of_two_groups_are_one_chain(mixed: Path, load: Load) -> None:
+    model = load(mixed)
     assert len(chain_of(model).layers) == 4
-    assert answers(model) == answers(plain(mixed))
+    assert answers(model) == in_parts(model)
 
 
 @pytest.mark.usefixtures("num_threads")
-def test_threads_blocks_and_rows_may_change_between_steps(tiny_models: TinyModels) -> None:
-    model, expected = tiny_models.loaded("qwen3", "bfloat16"), answers(plain(tiny_models.folder("qwen3")))
+def test_threads_blocks_and_rows_may_change_between_steps(tiny_models: TinyModels, load: Load) -> None:
+    model = load(tiny_models.folder("qwen3"))
+    expected = in_parts(model)
     for threads in (1, 3, 2):
         torch.set_num_threads(threads)
         assert answers(model) == expected  # each time with an engine, and so with blocks, of its own
 
 
-def test_what_lay_in_its_memory_changes_nothing(tiny_models: TinyModels) -> None:
+def test_what_lay_in_its_memory_changes_nothing(tiny_models: TinyModels, load: Load) -> None:
     """Padding's rows are never written: they may hold anything."""
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen2")), dtype="bfloat16"))
+    model = load(tiny_models.folder("qwen2"))
     chain = chain_of(model)
     expected = answers(model)
     run = chain.program.run
@@ -98,7 +155,8 @@ def test_what_lay_in_its_memory_changes_nothing(tiny_models: TinyModels) -> None
         layer = chain.layers[0]
         assert layer._bound is not None
         wide = layer._bound[0].wide - chain._space._memory.data_ptr()
-        chain._space._memory[wide : wide + 2 * layer._bound[0].num_rows * chain._space._wide].fill_(0xFF)  # not numbers
+        size = model.dtype.itemsize * layer._bound[0].num_rows * chain._space._wide
+        chain._space._memory[wide : wide + size].fill_(0xFF)  # not numbers
         run(number)
 
     chain.program.run = run_poisoned  # type: ignore[method-assign]
@@ -106,20 +164,21 @@ def test_what_lay_in_its_memory_changes_nothing(tiny_models: TinyModels) -> None
 
 
 def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, load: Load
 ) -> None:
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    model = load(tiny_models.folder("qwen3"))
     expected = answers(model, (5,))
     chain = chain_of(model)
-    bind, at = ProductOperation.bind, iter(range(100))
+    kind: Any = type(chain.layers[0].operations["down"][0])
+    bind, at = kind.bind, iter(range(100))
 
-    def interrupted(self: ProductOperation, *places: int) -> None:
+    def interrupted(self: object, *places: int) -> None:
         if next(at) == 6:
             raise KeyboardInterrupt
         bind(self, *places)
 
     chain.layers[0]._bound = chain.layers[1]._bound = None
-    monkeypatch.setattr(ProductOperation, "bind", interrupted)
+    monkeypatch.setattr(kind, "bind", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answers(model, (5,))
     monkeypatch.undo()
@@ -127,9 +186,9 @@ def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
 
 
 def test_an_interrupt_between_engines_leaves_no_layer_with_the_others_blocks(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, load: Load
 ) -> None:
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    model = load(tiny_models.folder("qwen3"))
     prompts = [random_tokens(np.random.default_rng(3), 40)]
     engine, other = build_engine(model), build_engine(model)
 
@@ -154,16 +213,16 @@ def test_an_interrupt_between_engines_leaves_no_layer_with_the_others_blocks(
     assert tokens() == expected
 
 
-def test_rows_with_gaps_between_them_are_kept_until_they_have_been_read(tiny_models: TinyModels) -> None:
+def test_rows_with_gaps_between_them_are_kept_until_they_have_been_read(tiny_models: TinyModels, load: Load) -> None:
     """What is made of them for the program is nobody else's."""
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    model = load(tiny_models.folder("qwen3"))
     expected = answers(model)
     decoder, chain = model.decoder, chain_of(model)
     embed, run, junk = decoder.embed, chain.program.run, []
 
     def run_late(number: int | None = None) -> None:
         sizes = range(1, 600)
-        junk[:] = [torch.full((num_rows, 64), torch.nan, dtype=torch.bfloat16) for num_rows in sizes]
+        junk[:] = [torch.full((num_rows, 64), torch.nan, dtype=model.dtype) for num_rows in sizes]
         run(number)
 
     chain.program.run = run_late  # type: ignore[method-assign]
@@ -171,11 +230,8 @@ def test_rows_with_gaps_between_them_are_kept_until_they_have_been_read(tiny_mod
     assert answers(model) == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_model_does_not_keep_the_blocks_of_an_engine_that_is_gone(
-    tiny_models: TinyModels, dtype: Literal["bfloat16", "float32"]
-) -> None:
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype=dtype))
+def test_a_model_does_not_keep_the_blocks_of_an_engine_that_is_gone(tiny_models: TinyModels, load: Load) -> None:
+    model = load(tiny_models.folder("qwen3"))
     engine = build_engine(model)
     complete(engine, [random_tokens(np.random.default_rng(3), 20)], greedy(3))
     storage = engine._runner._storage  # type: ignore[attr-defined]
@@ -185,17 +241,12 @@ def test_a_model_does_not_keep_the_blocks_of_an_engine_that_is_gone(
     assert all(one() is None for one in gone)
 
 
-def test_a_model_may_be_asked_with_another_kernel_in_between(tiny_models: TinyModels) -> None:
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+def test_another_kernel_is_served_layer_by_layer_also_in_between(tiny_models: TinyModels, load: Load) -> None:
+    model = load(tiny_models.folder("qwen3"))
     other = replace(model, kernel=ReferenceAttention())
-    expected = answers(model), answers(plain(tiny_models.folder("qwen3"), "reference"))
+    expected = answers(model), in_parts(other)
     for _ in range(2):
-        assert (answers(model), answers(other)) == expected
-
-
-def test_another_kernel_is_served_layer_by_layer(tiny_models: TinyModels) -> None:
-    folder = tiny_models.folder("qwen3")
-    model = load_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel="reference"))
-    assert len(chain_of(model).layers) == 3
-    assert answers(model) == answers(plain(folder, "reference"))
-    assert not chain_of(model)._is_for_storage, "it has not run"
+        assert answers(model) == expected[0]
+        assert chain_of(model)._is_for_storage, "it has run"
+        assert answers(other) == expected[1]
+        assert not chain_of(model)._is_for_storage, "it has not run"

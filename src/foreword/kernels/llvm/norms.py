@@ -6,6 +6,8 @@ of 16. Arithmetic is float32, rounded to bfloat16 wherever a model would write b
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -43,10 +45,22 @@ def store(builder: Any, value: Any, address: Any, index: Any, to_bf16: bool) -> 
 
 
 def silu(builder: Any, value: Any) -> Any:
-    """x / (1 + exp(-x)), with the exponential of a negative number whatever x is."""
-    tail = emit.exp2(builder, builder.fmul(emit.call(builder, "llvm.fabs.v16f32", value), emit.constant(-LOG2_E)))
+    """x / (1 + exp(-x))."""
+    return _share(builder, value, value)
+
+
+def gelu(builder: Any, value: Any) -> Any:
+    """x / (1 + exp(-2 z)), which is x (1 + tanh z) / 2, with z = sqrt(2 / pi) (x + 0.044715 x ** 3)."""
+    factor = 2 * math.sqrt(2 / math.pi)
+    square = emit.fma(builder, builder.fmul(value, value), emit.constant(0.044715 * factor), emit.constant(factor))
+    return _share(builder, value, builder.fmul(value, square))
+
+
+def _share(builder: Any, value: Any, power: Any) -> Any:
+    """value / (1 + exp(-power)), with the exponential of a negative number whatever `power` is."""
+    tail = emit.exp2(builder, builder.fmul(emit.call(builder, "llvm.fabs.v16f32", power), emit.constant(-LOG2_E)))
     share = builder.fdiv(emit.constant(1.0), builder.fadd(emit.constant(1.0), tail))
-    negative = builder.fcmp_ordered("<", value, emit.constant(0.0))
+    negative = builder.fcmp_ordered("<", power, emit.constant(0.0))
     return builder.fmul(value, builder.select(negative, builder.fmul(tail, share), share))
 
 
@@ -81,13 +95,13 @@ def _norm(bf16: bool) -> Any:
     return norm
 
 
-def _gate(bf16: bool) -> Any:
+def _gate(bf16: bool, activation: Callable[[Any, Any], Any]) -> Any:
     @emit.instructions("aaai")
     def gate(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
-        """silu(x) * y of one row; silu is rounded as if it were written to memory, `width` is whole vectors."""
+        """activation(x) * y of one row; the first is rounded as if it were written; `width` is whole vectors."""
 
         def body(index: Any) -> list[Any]:
-            factor = silu(builder, load(builder, x, index, bf16))
+            factor = activation(builder, load(builder, x, index, bf16))
             if bf16:
                 factor = emit.widened(builder, rounded(builder, factor))
             store(builder, builder.fmul(factor, load(builder, y, index, bf16)), target, index, bf16)
@@ -99,13 +113,16 @@ def _gate(bf16: bool) -> Any:
 
 
 def _add(bf16: bool) -> Any:
-    @emit.instructions("aaai")
-    def add(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
-        """x + y of one row; `width` is whole vectors."""
+    @emit.instructions("aafai")
+    def add(builder: Any, x: Any, y: Any, scale: Any, target: Any, width: Any) -> None:
+        """x + scale * y of one row; the product is rounded as if it were written, `width` is whole vectors."""
+        factor = emit.splat(builder, scale)
 
         def body(index: Any) -> list[Any]:
-            total = builder.fadd(load(builder, x, index, bf16), load(builder, y, index, bf16))
-            store(builder, total, target, index, bf16)
+            scaled = builder.fmul(load(builder, y, index, bf16), factor)
+            if bf16:
+                scaled = emit.widened(builder, rounded(builder, scaled))
+            store(builder, builder.fadd(load(builder, x, index, bf16), scaled), target, index, bf16)
             return []
 
         emit.loop(builder, emit.integer(0), width, LANES, [], body)
@@ -139,6 +156,7 @@ def _rotate(bf16: bool) -> Any:
 
 
 norm_bf16, norm_f32 = _norm(True), _norm(False)
-gate_bf16, gate_f32 = _gate(True), _gate(False)
+silu_gate_bf16, silu_gate_f32 = _gate(True, silu), _gate(False, silu)
+gelu_gate_bf16, gelu_gate_f32 = _gate(True, gelu), _gate(False, gelu)
 add_bf16, add_f32 = _add(True), _add(False)
 rotate_bf16, rotate_f32 = _rotate(True), _rotate(False)

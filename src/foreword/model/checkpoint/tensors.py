@@ -19,10 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foreword.errors import ModelLoadError, UnsupportedModelError
+from foreword.kernels.products.coded import FORMATS, Codes
 from foreword.model.checkpoint.weights_progress import WeightsLog
-from foreword.model.cpu.coded_product import Weight
+from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_KEPT = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
+"""Types of numbers that products read as they are, and multiply by rows of float32."""
 _WHOLE_NUMBERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 """Types of the parts of quantized weights."""
 
@@ -51,17 +54,29 @@ class StoredPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """The tensor in memory of its own. Raises OSError."""
+    def read(self, dtype: torch.dtype) -> Weight:
+        """The tensor in memory of its own; numbers of 16 bits that rows of float32 multiply stay so. Raises OSError."""
+        kind = _KEPT.get(self.dtype) if dtype == torch.float32 and len(self.shape) == 2 else None
+        if kind is not None:
+            coded = CodedRows(kind, (self.shape[0], self.shape[1]), self._codes)
+            if CodedProduct.can_take(coded):
+                return coded
         return self.stored().to(dtype)
 
     def stored(self) -> Tensor:
         """The tensor in its own type. Raises OSError."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
+        return self._rows(0, self.shape)
+
+    def _codes(self, first: int, end: int) -> Codes:
+        return Codes(self._rows(first, (end - first, self.shape[1])).view(torch.uint16).numpy(), None)
+
+    def _rows(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape from row `first` on. Raises OSError."""
+        tensor = torch.empty(shape, dtype=self.dtype)
         if tensor.numel():
             memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             with self.path.open("rb", buffering=0) as file:
-                file.seek(self.start)
+                file.seek(self.start + first * math.prod(shape[1:]) * self.dtype.itemsize)
                 while memory:
                     num_read = file.readinto(memory)
                     if not num_read:

@@ -6,6 +6,7 @@ Knows codes and rows; knows no module and no file. Rows of any type are multipli
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -79,8 +80,11 @@ Weight = Tensor | CodedRows
 class CodedProduct:
     """A weight in its codes: rows [..., in_features] to columns of a result."""
 
-    def __init__(self, weight: CodedRows, bias: Tensor | None) -> None:
-        """Pack a weight, whose inputs are a multiple of 32; `bias` [out_features]."""
+    def __init__(self, weight: CodedRows, bias: Tensor | None, column: int, width: int) -> None:
+        """Pack a weight, whose inputs are a multiple of 32; `bias` [out_features].
+
+        `column`: the first of its columns in a result of `width` columns.
+        """
         self.out_features, self.in_features = weight.shape
         memory = _WEIGHTS.allocate(Panels.num_bytes(weight.kind, weight.shape))
         self._panels = Panels(weight.kind, weight.shape, memory)
@@ -98,7 +102,10 @@ class CodedProduct:
         a["form"], a["bias"], a["width"] = FORMS.index(kind), self._bias.data_ptr(), self.out_features
         a["kind"] = OFFSETS * kind.has_offset | GROUPS_OF_16 * (kind.group == 16)
         a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
-        self._of_thread = OfThread(functools.partial(CodedOperation, a, (memory, self._bias)))  # no circle with self
+        a["target"], a["target_bytes"] = 4 * column, 4 * width
+        self.operation = functools.partial(CodedOperation, a, (memory, self._bias))  # no circle with self
+        """Makes the product as a new operation; there may be many."""
+        self._of_thread = OfThread(self.operation)
 
     @staticmethod
     def can_take(weight: CodedRows) -> bool:
@@ -127,18 +134,23 @@ class CodedProduct:
             found[first : first + step] = self._panels.rows(outputs[first : first + step])
         return torch.from_numpy(found)
 
+    @property
+    def thread_scratch(self) -> int:
+        """Bytes of scratch memory that each thread needs."""
+        return int(self._constants["thread_scratch"])
+
     def write(self, rows: Tensor, target: Tensor) -> None:
-        """Write the products of float32 rows [rows, in_features] to `target` [rows, out_features], whose rows may lie
-        apart.
-        """
-        own = self._of_thread.operation
-        scratch = thread_memory(int(self._constants["thread_scratch"]) * torch.get_num_threads())
-        own.bind(rows.data_ptr(), len(rows), target.data_ptr(), 4 * target.stride(0), scratch)
+        """Write the products of float32 rows [rows, in_features] to their columns of `target` [rows, width]."""
+        own, scratch = self._of_thread.operation, thread_memory(self.thread_scratch * torch.get_num_threads())
+        own.bind(rows.data_ptr(), len(rows), target.data_ptr(), scratch)
         own.run(alone=len(rows) * self.in_features * self.out_features < ALONE_OPERATIONS)
 
 
 class CodedLinear:
     """Coded weights with the same inputs, whose outputs follow each other."""
+
+    dtype = torch.float32
+    """In which rows are multiplied."""
 
     def __init__(self, weights: Sequence[CodedRows], bias: Tensor | None) -> None:
         joined: list[CodedRows] = []
@@ -148,12 +160,22 @@ class CodedLinear:
             joined.append(weight)
         sizes = [len(weight) for weight in joined]
         biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
-        self._products = [CodedProduct(*one) for one in zip(joined, biases, strict=True)]
-        self._width, self._in_features = sum(sizes), weights[0].shape[1]
+        self.width, self._in_features = sum(sizes), weights[0].shape[1]
+        columns = itertools.accumulate(sizes, initial=0)
+        self._products = [CodedProduct(*one, self.width) for one in zip(joined, biases, columns, strict=False)]
 
     @property
     def format(self) -> str:
         return ", ".join(dict.fromkeys(product.format for product in self._products))
+
+    @property
+    def thread_scratch(self) -> int:
+        """Bytes of scratch memory that each thread needs."""
+        return max(product.thread_scratch for product in self._products)
+
+    def operations(self) -> list[CodedOperation]:
+        """The product as new operations; there may be many."""
+        return [product.operation() for product in self._products]
 
     @property
     def weight(self) -> Tensor:
@@ -168,10 +190,9 @@ class CodedLinear:
         if rows.shape[-1] != self._in_features:
             raise RuntimeError(f"rows of {rows.shape[-1]}, but the weight is for {self._in_features}")
         own = rows.float().reshape(-1, rows.shape[-1]).contiguous()
-        output, start = own.new_empty(len(own), self._width), 0
+        output = own.new_empty(len(own), self.width)
         for product in self._products:
-            product.write(own, output[:, start : start + product.out_features])
-            start += product.out_features
+            product.write(own, output)
         return output.view(*rows.shape[:-1], -1).to(rows.dtype)
 
 
@@ -181,14 +202,13 @@ class CodedOperation(Operation):
     def __init__(self, constants: Record, kept: object) -> None:
         """`constants`: arguments that `bind` does not set; `kept`: the memory that they are addresses of."""
         super().__init__(coded_worker.compile_worker())
-        self._kept = kept
+        self._kept, self._first_byte = kept, int(constants["target"])
         for name in CODED.names or ():
             if name != "counters":
                 self.arguments[name] = constants[name]
 
-    def bind(self, rows: int, num_rows: int, target: int, target_bytes: int, scratch: int) -> None:
-        """Set the addresses of rows, the result, and `thread_scratch` bytes for each thread."""
+    def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
+        """Set the addresses of rows, of the whole result, and of `thread_scratch` bytes for each thread."""
         a = self.arguments
-        a["rows"], a["num_rows"], a["target"], a["target_bytes"] = rows, num_rows, target, target_bytes
-        a["scratch"] = scratch
+        a["rows"], a["num_rows"], a["target"], a["scratch"] = rows, num_rows, target + self._first_byte, scratch
         coded_worker.set_units(a, torch.get_num_threads())

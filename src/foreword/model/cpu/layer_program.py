@@ -1,14 +1,15 @@
-"""Decoder layers as one program: threads run the ten operations of each without returning to Python in between.
+"""Decoder layers as one program: threads run the operations of each without returning to Python in between.
 
-Knows products, norms, heads and attention as operations, and the memory between them; knows no module. All products
-of its layers are `CompactProduct`s. `model/spec.py` has the formula of such layers.
+Norms, products, heads and attention are operations here; rows wait between them in one memory. Weights may have any
+format whose products are operations (`RowProduct`): 12 bits in bfloat16, the codes of a file in float32.
+`model/spec.py` has the formula of such layers.
 
 In a step of few rows an operation takes 10 to 500 us. Running each from Python cost a quarter of such a step: weights
 had driven Python's code and data from the caches, and threads had to be woken.
 
     memory    written by                                  read by
     rows      a layer's last sum                          the next one's sum after attention
-    wide      project, heads, attention; later gate       heads, attention, output; later down
+    wide      project, heads, attention; later gate, up   heads, attention, output; later down
     normed    norms                                       project, gate
     added     output; later down                          the sums after them
     total     the sum after attention                     the layer's last sum
@@ -19,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -33,16 +34,65 @@ from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
 from foreword.model.cpu import rotary
-from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.rotary import RotaryKernel
-from foreword.model.cpu.row_functions import Norm, RowOperation
+from foreword.model.cpu.row_functions import Gate, Norm, RowOperation
 from foreword.model.step import Step
 from foreword.model.storage import KVStorage
 
-_ITEM_BYTES = 2
 _LINE = 64
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines [1, rows, turned]."""
 _NUMBERS = len(rotary.STEP_ARGUMENTS) + len(cpu_attention.STEP_ARGUMENTS)
 """Numbers of a step for layers of one kind."""
+
+
+class ProductPart(Protocol):
+    """An operation that computes some columns of a product."""
+
+    def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
+        """Set the addresses of rows, of the result's first column, and of scratch memory for all threads."""
+
+
+class RowProduct(Protocol):
+    """A product of rows and weights that a program can run."""
+
+    dtype: torch.dtype
+    """Of the rows and of the result."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of the result."""
+
+    @property
+    def thread_scratch(self) -> int:
+        """Bytes of scratch memory that each thread needs."""
+
+    def operations(self) -> Sequence[Operation]:
+        """The product as new operations, each a `ProductPart`."""
+
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What a layer consists of."""
+
+    before_attention: Norm
+    after_attention: Norm | None
+    before_network: Norm
+    after_network: Norm | None
+    project: RowProduct
+    """Rows to queries, keys and values."""
+    output: RowProduct
+    gate_up: RowProduct
+    down: RowProduct
+    gate: Gate | None
+    """How gate and up become one; None if `gate_up` does it by itself."""
+    residual_scale: float
+    """Of what attention and the network add to rows."""
+    heads: RotaryKernel
+    rotary: int
+    """The number of the layer's rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +112,8 @@ class Places:
 class Workspace:
     """Memory between operations, shared by all layers of a model. One thread at a time may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._wide = self._narrow = self._thread_scratch = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: Places | None = None
@@ -74,7 +125,7 @@ class Workspace:
 
     def places(self, num_rows: int) -> Places:
         """Addresses for a number of rows: the same object until memory moves."""
-        wide, narrow = (_in_lines(num_rows * width * _ITEM_BYTES) for width in (self._wide, self._narrow))
+        wide, narrow = (_in_lines(num_rows * width * self.dtype.itemsize) for width in (self._wide, self._narrow))
         num_bytes = wide + 4 * narrow + torch.get_num_threads() * self._thread_scratch
         if self._places is None or num_rows != self._places.num_rows or self._memory.numel() < num_bytes:
             if self._memory.numel() < num_bytes:
@@ -89,61 +140,65 @@ class Workspace:
         """The rows in `normed`, [rows, width]: a view, valid until the next run."""
         assert self._places is not None
         start, num_rows = self._places.normed - self._memory.data_ptr(), self._places.num_rows
-        rows = self._memory[start : start + num_rows * width * _ITEM_BYTES]
-        return rows.view(torch.bfloat16).view(num_rows, width)
+        rows = self._memory[start : start + num_rows * width * self.dtype.itemsize]
+        return rows.view(self.dtype).view(num_rows, width)
 
 
 class LayerOperations:
     """The operations of one layer."""
 
-    def __init__(
-        self,
-        layer: int,
-        norms: tuple[Norm, Norm],
-        products: tuple[CompactProduct, CompactProduct, CompactProduct, CompactProduct],
-        heads: RotaryKernel,
-        options: AttentionOptions,
-    ) -> None:
-        """`norms`: before attention and before the network; `products`: heads, output, gate and up, down."""
-        self.layer = layer
-        self.first_norm = norms[0]
-        self._project, self._output, self._gate, self._down = (product.operation() for product in products)
-        self._widths = products[0].width, products[2].width, products[3].width
+    def __init__(self, layer: int, parts: LayerParts, options: AttentionOptions) -> None:
+        self.layer, self.rotary, self.first_norm = layer, parts.rotary, parts.before_attention
+        products = parts.project, parts.output, parts.gate_up, parts.down
+        self._project, self._output, self._gate_up, self._down = (product.operations() for product in products)
+        self._widths = parts.project.width, parts.output.width, parts.gate_up.width
         self._thread_scratch = max(product.thread_scratch for product in products)
-        self._shapes, self._rotary = heads.shapes, heads.operation()
+        self._item_bytes = parts.project.dtype.itemsize
+        self._shapes, self._rotary = parts.heads.shapes, parts.heads.operation()
         self._options = options
-        self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
-        self._norm.set_norm(norms[0])
-        self._norm_of_sum.set_norm(norms[1])
+        self._norm = RowOperation(parts.before_attention)
+        self._norm_of_sum = RowOperation(parts.before_network, parts.residual_scale)
+        self._next_norm = RowOperation(scale=parts.residual_scale)
+        self._after_attention = None if parts.after_attention is None else RowOperation(parts.after_attention)
+        self._after_network = None if parts.after_network is None else RowOperation(parts.after_network)
+        self._gate: RowOperation | None = None
+        if parts.gate is not None:
+            self._gate = RowOperation()
+            self._gate.set_gate(parts.gate, self._widths[2] // 2, parts.gate_up.dtype)
         self.attention = AttentionOperations()
         shapes = self._shapes
-        self._query_bytes = shapes.query_heads * shapes.key_dim * _ITEM_BYTES
-        self._mixed_bytes = shapes.query_heads * shapes.value_dim * _ITEM_BYTES
+        self._query_bytes = shapes.query_heads * shapes.key_dim * self._item_bytes
+        self._mixed_bytes = shapes.query_heads * shapes.value_dim * self._item_bytes
         self._bound: tuple[Places, int, bool, tuple[int, int] | None] | None = None
         self._queries = self._mixed = 0
-        self.operations: dict[str, Operation] = {  # in the order in which they run
-            "norm": self._norm,
+        self.operations: dict[str, Sequence[Operation]] = {  # in the order in which they run
+            "norm": [self._norm],
             "project": self._project,
-            "heads": self._rotary,
-            "attention": self.attention.items,
-            "merge": self.attention.merges,
+            "heads": [self._rotary],
+            "attention": [self.attention.items],
+            "merge": [self.attention.merges],
             "output": self._output,
-            "sum, norm": self._norm_of_sum,
-            "gate, up": self._gate,
+            "norm after attention": _if_any(self._after_attention),
+            "sum, norm": [self._norm_of_sum],
+            "gate, up": self._gate_up,
+            "gate": _if_any(self._gate),
             "down": self._down,
-            "sum, next norm": self._next_norm,
+            "norm after network": _if_any(self._after_network),
+            "sum, next norm": [self._next_norm],
         }
 
     @property
     def num_after_keys(self) -> int:
         """The number of operations after the one that writes keys and values."""
-        return len(self.operations) - list(self.operations).index("heads") - 1
+        names = list(self.operations)
+        return sum(len(self.operations[name]) for name in names[names.index("heads") + 1 :])
 
     def sizes(self) -> tuple[int, int, int]:
         """Elements of a row of `wide`, and of the other memory; bytes that products need for each thread."""
-        project, gate, width = self._widths
-        heads = project + (self._query_bytes + self._mixed_bytes) // _ITEM_BYTES
-        return max(heads + _LINE, gate), width, self._thread_scratch
+        project, width, gate_up = self._widths
+        heads = project + (self._query_bytes + self._mixed_bytes) // self._item_bytes
+        network = gate_up if self._gate is None else gate_up + gate_up // 2
+        return max(heads, network) + _LINE, width, self._thread_scratch
 
     def end_with(self, norm: Norm) -> None:
         """Normalise the layer's last sum by `norm`, which is the next layer's first or the model's last."""
@@ -172,52 +227,69 @@ class LayerOperations:
             return
         self._bound = None
         num_rows, wide, normed, scratch = places.num_rows, places.wide, places.normed, places.scratch
-        self._queries = wide + _in_lines(num_rows * self._widths[0] * _ITEM_BYTES)
+        self._queries = wide + _in_lines(num_rows * self._widths[0] * self._item_bytes)
         self._mixed = self._queries + num_rows * self._query_bytes
         self._rotary.bind_rows(wide, num_rows, self._queries)
-        query = self._queries, self._query_bytes, self._shapes.key_dim * _ITEM_BYTES
+        query = self._queries, self._query_bytes, self._shapes.key_dim * self._item_bytes
         self.attention.bind_rows(query, self._mixed)
         self._norm.bind(rows, 0, 0, normed, 0 if is_normed else num_rows)
-        self._project.bind(normed, num_rows, wide, scratch)
+        _bind(self._project, normed, num_rows, wide, scratch)
         first, count = (0, num_rows) if wanted is None else wanted
-        skipped = first * self._widths[2] * _ITEM_BYTES
-        self._output.bind(self._mixed + first * self._mixed_bytes, count, places.added, scratch)
+        skipped = first * self._widths[1] * self._item_bytes
+        _bind(self._output, self._mixed + first * self._mixed_bytes, count, places.added, scratch)
+        if self._after_attention is not None:
+            self._after_attention.bind(places.added, 0, 0, places.added, count)
         self._norm_of_sum.bind(rows + skipped, places.added, places.total, normed, count)
-        self._gate.bind(normed, count, wide, scratch)
-        self._down.bind(wide, count, places.added, scratch)
+        _bind(self._gate_up, normed, count, wide, scratch)
+        gated = wide
+        if self._gate is not None:
+            gated += _in_lines(count * self._widths[2] * self._item_bytes)
+            self._gate.bind(wide, wide + self._widths[2] // 2 * self._item_bytes, 0, gated, count)
+        _bind(self._down, gated, count, places.added, scratch)
+        if self._after_network is not None:
+            self._after_network.bind(places.added, 0, 0, places.added, count)
         self._next_norm.bind(places.total, places.added, places.rows + skipped, normed + skipped, count)
         self._bound = places, rows, is_normed, wanted
 
 
-class LayerChain:
-    """All layers of a model, its last norm and its head, for rows of bfloat16."""
+def _if_any(operation: Operation | None) -> list[Operation]:
+    return [] if operation is None else [operation]
 
-    def __init__(
-        self, layers: Sequence[LayerOperations], workspace: Workspace, norm: Norm, head: CompactProduct
-    ) -> None:
-        self.layers = layers
-        self._space = workspace
+
+def _bind(parts: Sequence[Operation], rows: int, num_rows: int, target: int, scratch: int) -> None:
+    for part in parts:
+        cast(ProductPart, part).bind(rows, num_rows, target, scratch)
+
+
+class LayerChain:
+    """All layers of a model, its last norm and its head."""
+
+    def __init__(self, layers: Sequence[LayerOperations], norm: Norm, head: RowProduct) -> None:
+        self.layers, self._space = layers, Workspace(head.dtype)
+        for layer in layers:
+            self._space.widen(*layer.sizes())
         self._space.widen(0, 0, head.thread_scratch)
         for layer, following in zip(layers, (*(own.first_norm for own in layers[1:]), norm), strict=True):
             layer.end_with(following)
-        self._head, self._head_operation = head, head.operation()
-        self._of_layers = [one for layer in layers for one in layer.operations.values()]
-        self.program = Program([*self._of_layers, self._head_operation])
+        self._head, self._head_operations = head, head.operations()
+        self._of_layers = [one for layer in layers for own in layer.operations.values() for one in own]
+        self.program = Program([*self._of_layers, *self._head_operations])
         self._storage: Callable[[], KVStorage | None] = lambda: None
         """Weak: a model outlives engines, whose blocks must be freed."""
         self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
         self._kinds: list[tuple[int, int, LayerOperations]] = []
-        """For layers of one group and shape: the group, the bytes of a token in all of them, and one of them."""
+        """For layers of one group, shape and rotary embedding: the group, the bytes of a token in all of them, and one
+        of them."""
         self._wires = Wires([])
         self._kept: object = None
         """Tensors that the step's numbers are addresses of, if the caller may not keep them."""
 
-    def logits(self, rows: Tensor, turns: tuple[Tensor, Tensor], step: Step) -> Tensor | None:
+    def logits(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> Tensor | None:
         """Logits [num_kept, vocab] from the rows [rows, width] that enter; None if the program cannot run such a step.
 
-        `turns`: cosines and sines [1, rows, turned]. For rows before the first and after the last of those that are
-        kept, the last layer computes only attention.
+        `turns`: of each rotary embedding cosines and sines [1, rows, turned]. For rows before the first and after the
+        last of those that are kept, the last layer computes only attention.
         """
         if not self._can_run(rows, step):
             return None
@@ -233,8 +305,8 @@ class LayerChain:
             self.program.run(len(self._of_layers))
             return self._head(self._space.normed_rows(width)[keep])
         logits = rows.new_empty(len(keep), self._head.width)
-        start = places.normed + first * width * _ITEM_BYTES
-        self._head_operation.bind(start, len(keep), logits.data_ptr(), places.scratch)
+        start = places.normed + first * width * rows.element_size()
+        _bind(self._head_operations, start, len(keep), logits.data_ptr(), places.scratch)
         self.program.run()
         return logits
 
@@ -246,7 +318,7 @@ class LayerChain:
             self._storage = lambda: None  # an interrupt must not leave layers bound to unknown blocks
             kernels = [step.group(layer.layer).kernel for layer in self.layers]
             blocks = [storage.blocks[layer.layer] for layer in self.layers]
-            wanted = KVFormat(torch.bfloat16)
+            wanted = KVFormat(self._space.dtype)
             self._is_for_storage = all(own.is_contiguous and own.format == wanted for own in blocks)
             self._is_for_storage &= all(type(kernel) is CpuAttention for kernel in kernels)
             if self._is_for_storage:
@@ -254,11 +326,9 @@ class LayerChain:
                     layer.set_storage(storage, cast(CpuAttention, kernel))
                 self._lay_wires(storage)
             self._storage, self._kernel = weakref.ref(storage), kernel
-        return self._is_for_storage and rows.dtype == torch.bfloat16
+        return self._is_for_storage and rows.dtype == self._space.dtype
 
-    def _bind(
-        self, x: Tensor, turns: tuple[Tensor, Tensor], step: Step, *, wanted: tuple[int, int] | None = None
-    ) -> Places:
+    def _bind(self, x: Tensor, turns: Sequence[Turns], step: Step, *, wanted: tuple[int, int] | None = None) -> Places:
         """Bind all layers. The last one leaves its `wanted` rows where the others do."""
         places = self._space.places(len(x))
         first, last = self.layers[0], self.layers[-1]
@@ -269,21 +339,22 @@ class LayerChain:
                 is_normed=layer is not first,
                 wanted=wanted if layer is last else None,
             )
-        self._bind_step((turns[0].contiguous(), turns[1].contiguous()), step)
+        self._bind_step([(cosines.contiguous(), sines.contiguous()) for cosines, sines in turns], step)
         return places
 
     def _lay_wires(self, storage: KVStorage) -> None:
-        """Wire layers; those of one group and shape take the same numbers of a step."""
+        """Wire layers; those of one kind take the same numbers of a step."""
         kinds: dict[tuple[object, ...], list[LayerOperations]] = {}
         for layer in self.layers:
-            kinds.setdefault((storage.group_of[layer.layer], layer.attention.shape), []).append(layer)
+            kind = storage.group_of[layer.layer], layer.attention.shape, layer.rotary
+            kinds.setdefault(kind, []).append(layer)
         alike = list(kinds.values())
         self._kinds = [
             (storage.group_of[own[0].layer], sum(one.attention.token_bytes for one in own), own[0]) for own in alike
         ]
         self._wires = Wires([w for kind, own in enumerate(alike) for one in own for w in one.wires(kind * _NUMBERS)])
 
-    def _bind_step(self, turns: tuple[Tensor, Tensor], step: Step) -> None:
+    def _bind_step(self, turns: Sequence[Turns], step: Step) -> None:
         """Set the arguments that change in every step.
 
         Rows of padding attend to nothing: they get stale memory, which no other row sees.
@@ -291,7 +362,7 @@ class LayerChain:
         numbers = np.empty((len(self._kinds), _NUMBERS), np.int64)
         for own, (group, token_bytes, layer) in zip(numbers, self._kinds, strict=True):
             planned = step.groups[group]
-            own[: len(rotary.STEP_ARGUMENTS)] = rotary.step_numbers(turns, planned.slots)
+            own[: len(rotary.STEP_ARGUMENTS)] = rotary.step_numbers(turns[layer.rotary], planned.slots)
             kernel = cast(CpuAttention, planned.kernel)
             own[len(rotary.STEP_ARGUMENTS) :] = kernel.step_numbers(layer.attention.shape, token_bytes, planned.plan)
         self._wires.carry(numbers)

@@ -43,6 +43,7 @@ class CompactProduct:
     """Weights, packed: rows [..., in_features] to [..., out_features], or [..., out_features / 2] if they are gated."""
 
     format = "12 bits"
+    dtype = torch.bfloat16
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False) -> None:
         """`weights` [any, in_features] bfloat16 with consecutive outputs, and the bias of all outputs.
@@ -77,9 +78,8 @@ class CompactProduct:
         a["row_bytes"], a["bias"], a["width"] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a["num_steps"], a["num_panels"], a["gated"] = num_steps, self._num_panels, gated
         a["thread_scratch"] = self._worker.thread_scratch(num_steps)
-        self.operation = functools.partial(ProductOperation, self._worker, a, (self._panels, self._bias))
-        """Makes the product as a new operation; there may be many."""
-        self._of_thread = OfThread(self.operation)
+        self._operation = functools.partial(ProductOperation, self._worker, a, (self._panels, self._bias))
+        self._of_thread = OfThread(self._operation)
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
@@ -100,6 +100,10 @@ class CompactProduct:
     def thread_scratch(self) -> int:
         """Bytes of scratch memory that each thread needs."""
         return int(self._constants["thread_scratch"])
+
+    def operations(self) -> list[ProductOperation]:
+        """The product as a new operation; there may be many."""
+        return [self._operation()]
 
     @property
     def num_bytes(self) -> int:

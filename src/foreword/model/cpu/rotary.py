@@ -64,11 +64,11 @@ class HeadShapes:
     key_dim: int
     value_dim: int
     turned: int
-    """The number of a head's elements that the rotary embedding rotates."""
+    """The number of a head's elements that the rotary embedding rotates, from the first on."""
 
     def can_take(self) -> bool:
         """Whether heads, and the halves of their rotated parts, are whole vectors."""
-        return self.turned > 0 and not (
+        return not (
             self.turned % (2 * LANES) or self.key_dim % LANES or self.value_dim % LANES or self.turned > self.key_dim
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,10 +40,15 @@ ROWS = record(
     "form",
     "counters",
     epsilon=np.float32,
+    scale=np.float32,  # of y in a sum
 )
 """The arguments of an operation on rows: addresses, and sizes in elements."""
 BFLOAT16 = 4
 """Bit of `form`, beside those of norms: all numbers are bfloat16; float32 without it."""
+GELU = 8
+"""Bit of `form` of a gate: gelu, by its tanh; silu without it."""
+Gate = Literal["silu", "gelu_tanh"]
+"""activation(gate) * up."""
 
 
 @functools.cache
@@ -62,16 +67,20 @@ def _compile_worker() -> Worker:
                 x, target = a.x + row * a.x_bytes, a.target + row * a.width * size
                 y, total = a.y + row * a.x_bytes, a.sum + row * a.width * size
                 if a.weight == 0:
-                    if size == 2:
-                        rows.gate_bf16(x, y, target, a.width)
+                    if a.form == GELU | BFLOAT16:
+                        rows.gelu_gate_bf16(x, y, target, a.width)
+                    elif a.form == GELU:
+                        rows.gelu_gate_f32(x, y, target, a.width)
+                    elif size == 2:
+                        rows.silu_gate_bf16(x, y, target, a.width)
                     else:
-                        rows.gate_f32(x, y, target, a.width)
+                        rows.silu_gate_f32(x, y, target, a.width)
                     continue
                 if a.y != 0:
                     if size == 2:
-                        rows.add_bf16(x, y, total, a.width)
+                        rows.add_bf16(x, y, a.scale, total, a.width)
                     else:
-                        rows.add_f32(x, y, total, a.width)
+                        rows.add_f32(x, y, a.scale, total, a.width)
                     x = total
                 if size == 2:
                     rows.norm_bf16(x, a.weight, target, a.width, a.epsilon, a.form)
@@ -95,8 +104,11 @@ class Norm:
 class RowOperation(Operation):
     """A norm, a norm of a sum, or a gate, of rows of one width and type."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Norm | None = None, scale: float = 1.0) -> None:
         super().__init__(_compile_worker())
+        self.arguments["scale"] = scale
+        if norm is not None:
+            self.set_norm(norm)
 
     def set_norm(self, norm: Norm) -> None:
         """Compute norms from now on."""
@@ -105,14 +117,14 @@ class RowOperation(Operation):
         a["weight"], a["form"] = norm.weight.data_ptr(), norm.form | (BFLOAT16 if size == 2 else 0)
         a["width"], a["x_bytes"], a["epsilon"] = width, width * size, norm.epsilon
 
-    def set_gate(self, width: int, dtype: torch.dtype) -> None:
+    def set_gate(self, gate: Gate, width: int, dtype: torch.dtype) -> None:
         """Compute gates from now on, of X and Y that lie side by side."""
         a, size = self.arguments, dtype.itemsize
-        a["weight"], a["form"] = 0, BFLOAT16 if size == 2 else 0
+        a["weight"], a["form"] = 0, (BFLOAT16 if size == 2 else 0) | (GELU if gate == "gelu_tanh" else 0)
         a["width"], a["x_bytes"] = width, 2 * width * size
 
     def bind(self, x: int, y: int, total: int, target: int, num_rows: int) -> None:
-        """Set the addresses of rows [num_rows, width]: X and Y (0 in a plain norm), their sum (written), the result."""
+        """Set the addresses of rows [num_rows, width]: X, Y (0 in a plain norm), their sum (written), the result."""
         a = self.arguments
         unit = max(1, min(UNIT_ELEMENTS // int(a["width"]), -(-num_rows // torch.get_num_threads())))
         a["x"], a["y"], a["sum"], a["target"], a["num_rows"], a["unit_rows"] = x, y, total, target, num_rows, unit
@@ -137,20 +149,21 @@ class RowKernels:
         self._run(x.data_ptr(), 0, 0, output)
         return output
 
-    def add_norm(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x + y, rounded to its type, and the norm of the sum; both in the shape of `x`."""
+    def add_norm(self, x: Tensor, y: Tensor, norm: Norm, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """x + scale * y, both rounded to their type, and the norm of the sum; all in the shape of `x`."""
         x, y = x.contiguous(), y.contiguous()
         total, output = torch.empty_like(x), torch.empty_like(x)
         self._of_thread.operation.set_norm(norm)
+        self._of_thread.operation.arguments["scale"] = scale
         self._run(x.data_ptr(), y.data_ptr(), total.data_ptr(), output)
         return total, output
 
-    def silu_gate(self, gate_up: Tensor) -> Tensor:
-        """silu(g) * u of `gate_up` [..., 2 * width], whose rows are g and u end to end; [..., width]."""
+    def gate(self, gate: Gate, gate_up: Tensor) -> Tensor:
+        """activation(g) * u of `gate_up` [..., 2 * width], whose rows are g and u end to end; [..., width]."""
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], width)
-        self._of_thread.operation.set_gate(width, gate_up.dtype)
+        self._of_thread.operation.set_gate(gate, width, gate_up.dtype)
         self._run(gate_up.data_ptr(), gate_up.data_ptr() + width * gate_up.element_size(), 0, output)
         return output
 

@@ -1,8 +1,8 @@
 """Decoder: one formula for all families that are written down, run from a spec and weights.
 
-Knows the formula of `spec.py`, products, norms and attention; knows no family by name. On processors with instructions
-for products in 12 bits, the layers of usual families are one program (`cpu/layer_program.py`); everywhere else Python
-calls an operation after the other, with the same bits. Each operation gives a row bits that depend on that row alone.
+Knows the formula of `spec.py`, products, norms and attention; knows no family by name. With weights in 12 bits or in
+the codes of a file, the layers of usual families are one program (`cpu/layer_program.py`); everywhere else Python calls
+an operation after the other, with the same bits. Each operation gives a row bits that depend on that row alone.
 
 In the last layer, rows whose logits nobody wants are computed up to their keys and values.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from foreword.kernels.reference import AttentionOptions
 from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
-from foreword.model.cpu.layer_program import LayerChain, LayerOperations, Workspace
+from foreword.model.cpu.layer_program import LayerChain, LayerOperations, LayerParts
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import RowKernels
 from foreword.model.decoder.linear import Embedding, GatedLinear, Linear
@@ -61,7 +61,7 @@ class Decoder:
         rows = self.embed(step)
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
         if self.chain is not None and step.adapted is None:
-            logits = self.chain.logits(rows, turns[0], step)
+            logits = self.chain.logits(rows, turns, step)
             if logits is not None:
                 return self._scaled(logits)
         normed = _normed(rows, self.layers[0].before_attention)
@@ -96,15 +96,14 @@ class Decoder:
 
     def _make_chain(self) -> LayerChain | None:
         """Join the layers into one program; None if one of them has none, or computes something else."""
-        operations = [layer.operations() for layer in self.layers]
-        own = [one for one in operations if one is not None]
-        one_kind = {layer.rotary for layer in self.spec.layers} == {0}
-        if len(own) < len(operations) or not one_kind or self._norm.norm is None or self._head.compact is None:
+        own, head, norm = [layer.parts() for layer in self.layers], self._head.in_program, self._norm.norm
+        parts = [one for one in own if one is not None]
+        if len(parts) < len(own) or norm is None or head is None or head.dtype != self.dtype:
             return None
-        workspace = Workspace()
-        for one in own:
-            workspace.widen(*one.sizes())
-        return LayerChain(own, workspace, self._norm.norm, self._head.compact)
+        operations = [
+            LayerOperations(layer.number, one, layer.attention) for layer, one in zip(self.layers, parts, strict=True)
+        ]
+        return LayerChain(operations, norm, head)
 
     @property
     def layouts(self) -> dict[int, LayerLayout]:
@@ -209,8 +208,7 @@ class DecoderLayer:
             query_norm, key_norm = self._head_norms
             projected = torch.cat((_normed(query, query_norm), _normed(key, key_norm), value), -1)
         if self._heads is not None and self._heads.can_write(blocks, projected.dtype):
-            assert self._own.rotary is not None
-            return self._heads(projected, turns[self._own.rotary], group.slots, blocks)
+            return self._heads(projected, turns[self._own.rotary or 0], group.slots, blocks)
         queries, keys, values = self._split(projected, turns)
         count = len(group.slots)
         step.storage.write(self.number, group.slots, keys[:count], values[:count])
@@ -241,61 +239,56 @@ class DecoderLayer:
 
         `count`: the number of rows before padding; `deltas`: what adapters add.
         """
-        added = self._branch(self._output(mixed, deltas.output), self._after_attention)
+        added = _normed(self._output(mixed, deltas.output), self._after_attention)
+        scale = self._spec.residual_scale
         if self._spec.parallel:
-            rows = rows + added
+            rows, _ = _sum(rows, added, None, scale)
         else:
-            rows, normed = _sum(rows, added, self._before_network)
-        return _sum(rows, self._branch(self._network(normed, count, deltas), self._after_network), following)
-
-    def _branch(self, rows: Tensor, norm: RowNorm | None) -> Tensor:
-        normed, scale = _normed(rows, norm), self._spec.residual_scale
-        return normed if scale == 1.0 else normed * scale
+            rows, normed = _sum(rows, added, self._before_network, scale)
+        added = _normed(self._network(normed, count, deltas), self._after_network)
+        return _sum(rows, added, following, scale)
 
     def _rotary_kernel(self, dtype: torch.dtype) -> RotaryKernel | None:
         """One pass over the heads, if there is one that computes what this layer does."""
         spec, rotary = self._spec, self._rotary
-        if rotary is None or rotary.spec.interleaved:
+        turned = 0 if rotary is None else rotary.spec.turned
+        if rotary is not None and (rotary.spec.interleaved or (rotary.spec.in_float32 and dtype != torch.float32)):
             return None
-        if dtype not in (torch.bfloat16, torch.float32) or (rotary.spec.in_float32 and dtype != torch.float32):
+        if dtype not in (torch.bfloat16, torch.float32) or not spec.rotaries:
             return None
         norms = self._head_norms if spec.head_norm == "each head" else (None, None)
         if any(norm is not None and norm.norm is None for norm in norms):
             return None
-        shapes = HeadShapes(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim, rotary.spec.turned)
+        shapes = HeadShapes(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim, turned)
         if not shapes.can_take():
             return None
         query, key = (None if norm is None else norm.norm for norm in norms)
         return RotaryKernel(shapes, query, key)
 
-    def operations(self) -> LayerOperations | None:
-        """The layer as operations of a program; None if a part has none, or if it computes another formula."""
-        spec, before, inner = self._spec, self.before_attention, self._before_network
-        others = self._after_attention, self._after_network
+    def parts(self) -> LayerParts | None:
+        """What a program needs of this layer; None if a part is no operation, or if it computes another formula."""
+        spec, heads, network = self._spec, self._heads, self._network
         has_own_norms = spec.head_norm == "all heads" and any(self._head_norms)
-        if (
-            self._own.has_experts
-            or spec.parallel
-            or spec.residual_scale != 1.0
-            or any(others)
-            or has_own_norms
-            or self._heads is None
-        ):
+        if heads is None or has_own_norms or spec.parallel or isinstance(network, Experts):
             return None
-        products = tuple(part.compact for part in self.products)
-        if before is None or inner is None or before.norm is None or inner.norm is None or None in products:
+        norms = self.before_attention, self._after_attention, self._before_network, self._after_network
+        if norms[0] is None or norms[2] is None or any(norm is not None and norm.norm is None for norm in norms):
             return None
-        norms = before.norm, inner.norm
-        return LayerOperations(self.number, norms, products, self._heads, self.attention)  # type: ignore[arg-type]
+        own = [norm and norm.norm for norm in norms]
+        products = [part.in_program for part in self.products]
+        if any(product is None or product.dtype != norms[0].weight.dtype for product in products):
+            return None
+        last = network.gate, spec.residual_scale, heads, self._own.rotary or 0
+        return LayerParts(*own, *products, *last)  # type: ignore[arg-type, call-arg]
 
 
 def _normed(rows: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     return rows if norm is None else norm(rows)
 
 
-def _sum(x: Tensor, y: Tensor, norm: RowNorm | None) -> tuple[Tensor, Tensor]:
-    """The sum and its norm; the sum twice if there is no norm."""
+def _sum(x: Tensor, y: Tensor, norm: RowNorm | None, scale: float) -> tuple[Tensor, Tensor]:
+    """x + scale * y and its norm; the sum twice if there is no norm."""
     if norm is not None:
-        return norm.of_sum(x, y)
-    total = x + y
+        return norm.of_sum(x, y, scale)
+    total = x + (y if scale == 1.0 else y * scale)
     return total, total

@@ -18,8 +18,9 @@ from torch import Tensor
 from foreword.config import keep_onednn_to_vectors
 from foreword.model.adapters.rows import Deltas
 from foreword.model.cpu.coded_product import CodedLinear, CodedProduct, CodedRows, Weight
+from foreword.model.cpu.layer_program import RowProduct
 from foreword.model.cpu.product import CompactProduct
-from foreword.model.cpu.row_functions import RowKernels
+from foreword.model.cpu.row_functions import Gate, RowKernels
 from foreword.model.spec import ActivationName, GateClamp
 
 keep_onednn_to_vectors()
@@ -55,6 +56,11 @@ class Linear:
     def compact(self) -> CompactProduct | None:
         """The product in 12 bits, if this processor has instructions for it."""
         return self._product if isinstance(self._product, CompactProduct) else None
+
+    @property
+    def in_program(self) -> RowProduct | None:
+        """The product, if a program can run it."""
+        return self._product if isinstance(self._product, CompactProduct | CodedLinear) else None
 
     @property
     def coded(self) -> CodedLinear | None:
@@ -149,7 +155,18 @@ class GatedLinear:
             self.compact = CompactProduct(plain, bias, gated=True)
         else:
             self.product = Linear(weights, bias)
-        self._may_have_kernel = is_silu and (not plain or plain[0].device.type == "cpu")
+        takes = clamp is None and (not plain or plain[0].device.type == "cpu")
+        self.gate: Gate | None = activation if takes and self.product is not None else None
+        """What follows the product as one operation, if there is one."""
+
+    @property
+    def in_program(self) -> RowProduct | None:
+        """The product, if a program can run it and what follows."""
+        if self.product is None:
+            return self.compact
+        product = self.product.in_program
+        has_gate = product is not None and self.gate is not None and RowKernels.can_take(self._width, product.dtype)
+        return product if has_gate else None
 
     @property
     def format(self) -> str:
@@ -169,8 +186,8 @@ class GatedLinear:
 
     def _gated(self, both: Tensor) -> Tensor:
         """activation(gate) * up, of rows that are gate and up end to end."""
-        if self._may_have_kernel and RowKernels.can_take(self._width, both.dtype):
-            return self._kernels.silu_gate(both)
+        if self.gate is not None and RowKernels.can_take(self._width, both.dtype):
+            return self._kernels.gate(self.gate, both)
         # Contiguous, so that a row's bits do not depend on its place: see `row_padding.py`.
         gate, up = both[..., : self._width].contiguous(), both[..., self._width :]
         if self._clamp is not None:

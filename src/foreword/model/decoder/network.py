@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
-from foreword.model.cpu.row_functions import RowKernels
+from foreword.model.cpu.row_functions import Gate, RowKernels
 from foreword.model.decoder.linear import GatedLinear, Linear
 from foreword.model.row_padding import RowPadding
 from foreword.model.spec import DecoderSpec, NetworkNames
@@ -29,6 +29,11 @@ class Network:
     def __init__(self, names: NetworkNames, spec: DecoderSpec, take: Take, kernels: RowKernels) -> None:
         self._gate = GatedLinear(*take(*names.gate_up), kernels, spec.activation, spec.clamp)
         self._down = Linear(*take(names.down))
+
+    @property
+    def gate(self) -> Gate | None:
+        """What follows the product with gate and up, if that is one operation."""
+        return self._gate.gate
 
     @property
     def products(self) -> tuple[Linear | GatedLinear, ...]:

@@ -36,9 +36,9 @@ class RowNorm:
         scales = self.weight.float() + 1.0 if self._spec.scales == "one more" else self.weight.float()
         return (scales * normed).to(rows.dtype)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + y, rounded to its type, and its norm."""
+    def of_sum(self, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return x + scale * y, both rounded to their type, and the norm of the sum."""
         if self.norm is not None:
-            return self._kernels.add_norm(x, y, self.norm)
-        total = x + y
+            return self._kernels.add_norm(x, y, self.norm, scale)
+        total = x + (y if scale == 1.0 else y * scale)
         return total, self(total)
