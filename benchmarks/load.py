@@ -1,13 +1,14 @@
-"""The start: seconds of `foreword generate` until its first token, beyond those of `import torch`.
+"""The start: seconds of `foreword generate` until its first token, and its memory, beyond those of `import torch`.
 
 Both run in processes of their own, in turn, in a new order each round. The clock runs from the start of the process to
-the first byte it writes; processor time is the whole process's, all threads. A checkpoint of Qwen2-0.5B's shape with
+the first byte it writes; processor time is the whole process's, all threads, and memory is the most that was resident
+at any moment. A checkpoint of Qwen2-0.5B's shape with
 random weights and a tokenizer of 32,000 tokens is made by this script unless `--model` names one. One round before the
 others is not counted: it fills the page cache and compiles what is compiled once per machine, modules of Python among
 it, even where the environment forbids Python to keep them. `--against` adds the same from the `src` folder of another
 checkout.
 
-    python benchmarks/load.py [--rounds 7] [--model FOLDER] [--against OTHER/src] [--json]
+    python benchmarks/load.py [--rounds 7] [--model FOLDER|FILE.gguf] [--against OTHER/src] [--json]
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Times = tuple[float, float]
-"""Seconds to the first byte of output, and of processor time until the process ended."""
+Costs = tuple[float, float, float]
+"""Seconds to the first byte of output, of processor time until the process ended, and megabytes that were resident."""
+KINDS = "wall_s", "cpu_s", "peak_mb"
 TORCH, OURS, OTHER = "torch", "foreword", "against"
 GENERATE = ("--prompt-token-ids", "5,17,9", "--max-tokens", "1", "--kv-cache-memory-bytes", str(2**26))
 
@@ -46,8 +48,8 @@ def checkpoint(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def start(command: list[str], sources: Path | None) -> Times:
-    """How long a Python process takes with its modules from `sources`."""
+def start(command: list[str], sources: Path | None) -> Costs:
+    """What a Python process takes with its modules from `sources`."""
     environment = dict(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if sources is not None:
@@ -63,38 +65,38 @@ def start(command: list[str], sources: Path | None) -> Times:
     process.returncode = os.waitstatus_to_exitcode(status)
     if not first or process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
-    return seconds, used.ru_utime + used.ru_stime
+    return seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6
 
 
-def measure(folder: Path, rounds: int, against: Path | None) -> dict[str, list[Times]]:
-    """Every contender's times, round by round."""
+def measure(folder: Path, rounds: int, against: Path | None) -> dict[str, list[Costs]]:
+    """Every contender's costs, round by round."""
     generate = ["-m", "foreword.cli", "generate", str(folder), *GENERATE]
     ours = Path(__file__).resolve().parents[1] / "src"
     commands = {TORCH: (["-c", "import torch; print()"], None), OURS: (generate, ours)}
     if against is not None:
         commands[OTHER] = (generate, against.resolve())
-    found: dict[str, list[Times]] = {name: [] for name in commands}
+    found: dict[str, list[Costs]] = {name: [] for name in commands}
     shuffle = random.Random(0)
     for number in range(rounds + 1):
         for name in shuffle.sample(list(commands), len(commands)):
-            times = start(*commands[name])
+            costs = start(*commands[name])
             if number:
-                found[name].append(times)
+                found[name].append(costs)
     return found
 
 
-def report(found: dict[str, list[Times]]) -> dict[str, dict[str, float]]:
-    """Medians and least times; beyond torch: the median of the rounds' differences, the difference of least times."""
+def report(found: dict[str, list[Costs]]) -> dict[str, dict[str, float]]:
+    """Medians and least costs; beyond torch: the median of the rounds' differences, the difference of least costs."""
     result = {}
     for name in found:
         row = {}
-        for number, kind in enumerate(("wall", "cpu")):
-            own, torch = ([times[number] for times in found[key]] for key in (name, TORCH))
-            row |= {f"{kind}_s": statistics.median(own), f"least_{kind}_s": min(own)}
+        for number, kind in enumerate(KINDS):
+            own, torch = ([costs[number] for costs in found[key]] for key in (name, TORCH))
+            row |= {kind: statistics.median(own), f"least_{kind}": min(own)}
             if name != TORCH:
                 beyond = [mine - theirs for mine, theirs in zip(own, torch, strict=True)]
-                row[f"beyond_torch_{kind}_s"] = statistics.median(beyond)
-                row[f"least_beyond_torch_{kind}_s"] = min(own) - min(torch)
+                row[f"beyond_torch_{kind}"] = statistics.median(beyond)
+                row[f"least_beyond_torch_{kind}"] = min(own) - min(torch)
         result[name] = {key: round(value, 3) for key, value in row.items()}
     return result
 
@@ -108,14 +110,19 @@ def main() -> int:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds} is too few; run at least 1")
-    for folder in (args.model, args.against):
-        if folder is not None and not folder.is_dir():
-            parser.error(f"{str(folder)!r} is no folder; name one that exists")
+    if args.against is not None and not args.against.is_dir():
+        parser.error(f"--against {str(args.against)!r} is no folder; name one that exists")
+    if args.model is not None and not args.model.exists():
+        parser.error(f"--model {str(args.model)!r} does not exist; name a folder or a GGUF file")
     with checkpoint(args.model) as folder:
         result = report(measure(folder, args.rounds, args.against))
     if not args.json:
         for name, row in result.items():
-            print(f"{name:9}" + "".join(f"  {key[:-2].replace('_', ' ')} {value:.2f} s" for key, value in row.items()))
+            costs = (
+                f"  {key.rpartition('_')[0].replace('_', ' ')} {value:.2f} {key.rpartition('_')[2]}"
+                for key, value in row.items()
+            )
+            print(f"{name:9}" + "".join(costs).replace("mb", "MB"))
     print(json.dumps({"rounds": args.rounds, **result}))
     return 0
 

@@ -54,6 +54,10 @@ def grouped(name: str, outputs: int, inputs: int, seed: int) -> CodedRows:
     kind, rng = FORMATS[name], np.random.default_rng(seed)
     codes = rng.integers(0, 1 << kind.planes[0], (outputs, inputs), np.uint8)
     scales = (rng.standard_normal((outputs, inputs // 32, 1)) * 0.01).astype(np.float32)
+    if kind.is_e4m3:
+        codes[(codes & 0x7F) == 0x7F] = 0  # no numbers
+        heads = scales.view(np.uint32)
+        return CodedRows(kind, (outputs, inputs), lambda first, end: Codes(codes[first:end], heads[first:end]))
     is_half = kind.scale == "half"
     heads = scales.astype(np.float16).view(np.uint16) if is_half else (scales.view(np.uint32) >> 16).astype(np.uint16)
     # A difference of codes fits a signed byte: zeros of eight bits are near the middle.

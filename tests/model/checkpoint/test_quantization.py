@@ -13,9 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foreword import LLM, SamplingParams
+from foreword.config import Dtype, ModelConfig
 from foreword.errors import ModelLoadError, UnsupportedModelError
+from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
+from foreword.model.decoder.linear import can_pack
+from foreword.model.loader import load_model
 from tiny_models import RECIPES, TinyModels, save_model
 
+needs_packed = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="codes take its place")
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([*range(20, 60)], [*range(20, 52)], [7, 5, 3])]
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -26,7 +31,7 @@ def describe(folder: Path, **description: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **description}))
 
 
-def answers(folder: Path, dtype: str = "bfloat16") -> list[list[int]]:
+def answers(folder: Path, dtype: Dtype = "bfloat16") -> list[list[int]]:
     with LLM(folder, dtype=dtype, kv_cache_memory_bytes=1 << 20) as llm:
         assert llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1))
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
@@ -47,14 +52,18 @@ def rewrite(plain: Path, quantized: Path, names: str, quantize: Any) -> None:
     save_file({**kept, **packed}, quantized / "model.safetensors", {"format": "pt"})
 
 
-def to_fp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Blocks of 16 x 16 numbers with a scale each."""
-    rows, columns = (size // 16 for size in weight.shape)
-    blocks = weight.view(rows, 16, columns, 16)
-    scales = blocks.abs().amax((1, 3)) / 448
-    eighths = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-    value = eighths.float() * scales[:, None, :, None]
-    return {"": eighths.view(weight.shape), "_scale_inv": scales}, value.view(weight.shape)
+def to_fp8(height: int, width: int, name: str = "_scale_inv") -> Any:
+    """Blocks of numbers with a scale each; 0: a whole row or column."""
+
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        size = height or weight.shape[0], width or weight.shape[1]
+        blocks = weight.view(weight.shape[0] // size[0], size[0], weight.shape[1] // size[1], size[1])
+        scales = blocks.abs().amax((1, 3)) / 448
+        eighths = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        value = eighths.float() * scales[:, None, :, None]
+        return {"": eighths.view(weight.shape), name: scales}, value.view(weight.shape)
+
+    return quantize
 
 
 def to_mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -69,22 +78,61 @@ def to_mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"_blocks": blocks, "_scales": scales}, numbers.flatten(2).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("llama", "float32"), ("qwen3_moe", "bfloat16")])
-def test_an_fp8_checkpoint_answers_as_the_numbers_that_it_stands_for(tmp_path: Path, name: str, dtype: str) -> None:
+def formats(folder: Path, dtype: Dtype) -> set[str]:
+    """The formats of weights that a model is held in."""
+    return set(load_model(ModelConfig(str(folder), dtype=dtype)).parts())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [("llama", "bfloat16", 16), ("llama", "float32", 16), ("llama", "float32", 32), ("qwen3_moe", "bfloat16", 16)],
+)
+def test_an_fp8_checkpoint_answers_as_the_numbers_that_it_stands_for(
+    tmp_path: Path, name: str, dtype: Dtype, size: int
+) -> None:
     plain, quantized = (save_model(tmp_path / kind, RECIPES[name]) for kind in ("plain", "quantized"))
-    rewrite(plain, quantized, r"_proj\.weight", to_fp8)
-    describe(quantized, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]}, dtype="bfloat16")
+    rewrite(plain, quantized, r"_proj\.weight", to_fp8(size, size))
+    said = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    describe(quantized, quantization_config=said, dtype="bfloat16")
     assert answers(quantized, dtype) == answers(plain, dtype)
+    if size == 32 and dtype == "float32":
+        assert ("E4M3" in formats(quantized, dtype)) == HAS_INSTRUCTIONS
 
 
-def test_an_mxfp4_checkpoint_answers_as_the_numbers_that_it_stands_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("height", [1, 0])
+def test_floats_of_compressed_tensors_have_scales_of_rows_or_one(tmp_path: Path, height: int) -> None:
+    plain, quantized = (save_model(tmp_path / kind, RECIPES["llama"]) for kind in ("plain", "quantized"))
+    rewrite(plain, quantized, r"_proj\.weight", to_fp8(height, 0, "_scale"))
+    groups = {"group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel" if height else "tensor"}}}
+    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    describe(quantized, quantization_config=said, dtype="bfloat16")
+    assert answers(quantized, "float32") == answers(plain, "float32")
+    assert ("E4M3" in formats(quantized, "float32")) == HAS_INSTRUCTIONS
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_packed)])
+def test_an_mxfp4_checkpoint_answers_as_the_numbers_that_it_stands_for(tmp_path: Path, dtype: Dtype) -> None:
     """As every gpt-oss comes."""
     plain, quantized = (save_model(tmp_path / kind, RECIPES["gpt_oss"]) for kind in ("plain", "quantized"))
     rewrite(plain, quantized, r"experts\.(gate_up|down)_proj$", to_mxfp4)
     describe(
         quantized, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     )
-    assert answers(quantized) == answers(plain)
+    assert answers(quantized, dtype) == answers(plain, dtype)
+    if dtype == "float32":
+        assert ("MXFP4" in formats(quantized, dtype)) == HAS_INSTRUCTIONS
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    plain, quantized = (save_model(tmp_path / kind, RECIPES["gpt_oss"]) for kind in ("plain", "quantized"))
+    rewrite(plain, quantized, r"experts\.(gate_up|down)_proj$", to_mxfp4)
+    weights = load_file(quantized / "model.safetensors")
+    for place in [place for place in weights if place.endswith("_scales")]:
+        weights[place] = weights[place][:, :1].contiguous()
+    save_file(weights, quantized / "model.safetensors", {"format": "pt"})
+    describe(quantized, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises((ModelLoadError, UnsupportedModelError)):
+        load_model(ModelConfig(str(quantized), dtype="float32"))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -47,11 +47,11 @@ def test_logits_are_those_of_transformers_however_a_prompt_is_cut(tiny_models: T
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "granite", "gemma2", "gemma3_text", "smollm3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "granite", "smollm3"])
 def test_a_written_decoder_has_the_bits_of_transformers_modules(
     tiny_models: TinyModels, name: str, dtype: Dtype
 ) -> None:
-    """KV included. Caches on disk and golden answers are older than the written decoder."""
+    """KV included. Caches on disk and golden answers are older than the written decoder. Gates by gelu are our own."""
     foreign = load_foreign_model(ModelConfig(str(tiny_models.folder(name)), dtype=dtype))
     if dtype == "bfloat16" and not foreign.is_packed:
         pytest.skip("without packed products, rounding depends on how rows are joined")

@@ -41,9 +41,9 @@ class CodeFormat:
     """The code of the number 0, for codes that are numbers; modulo 256."""
     table: tuple[int, ...] | None = None
     """The number of each code of four bits."""
-    scale: Literal["half", "bfloat16", "exponent", "integers", "none"] = "half"
-    """float16; bfloat16; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share; there is
-    none."""
+    scale: Literal["half", "bfloat16", "float", "exponent", "integers", "none"] = "half"
+    """float16; bfloat16; float32; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share;
+    there is none."""
     has_offset: bool = False
     has_zeros: bool = False
     """Whether each group has a zero of its own, a byte, beside a scale of 16 bits."""
@@ -52,6 +52,11 @@ class CodeFormat:
     def is_bfloat16(self) -> bool:
         """Whether whole floats are bfloat16; else they are float16."""
         return self.name == "BF16"
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether codes are floats of eight bits, of which E4M3_SCALE is taken out."""
+        return self.name == "E4M3"
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -69,7 +74,7 @@ class CodeFormat:
 
     @property
     def head_bytes(self) -> int:
-        own = {"none": 0, "exponent": PANEL}.get(self.scale, 2 * PANEL * self.parts)
+        own = {"none": 0, "exponent": PANEL, "float": 4 * PANEL}.get(self.scale, 2 * PANEL * self.parts)
         return own + PANEL * self.has_zeros
 
     @property
@@ -86,6 +91,8 @@ class CodeFormat:
         return self.head_bytes + self.head_steps * self.step_bytes
 
 
+E4M3_SCALE = 256.0
+"""Bits of e4m3, put into a float16, are a number that is this many times smaller; scales have the factor."""
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of four-bit floats."""
@@ -108,6 +115,7 @@ FORMATS = {
         CodeFormat("IQ4_NL", (4,), table=_NONLINEAR),
         CodeFormat("IQ4_XS", (4,), table=_NONLINEAR, scale="integers"),
         CodeFormat("MXFP4", (4,), table=_FP4, scale="exponent"),
+        CodeFormat("E4M3", (8,), scale="float"),
         CodeFormat("int4", (4,), zero=8, scale="bfloat16"),
         CodeFormat("int8", (8,), scale="bfloat16"),
         *(
@@ -127,7 +135,7 @@ class Codes:
     codes: npt.NDArray[Any]
     """[outputs, inputs]; bits of floats if there is no scale."""
     heads: npt.NDArray[Any] | None
-    """[outputs, heads, parts]: bits of float16 or bfloat16, or exponents."""
+    """[outputs, heads, parts]: bits of floats, or exponents."""
     integers: npt.NDArray[np.int8] | None = None
     """[outputs, groups, parts]"""
     zeros: Bytes | None = None
@@ -144,11 +152,16 @@ class Codes:
         assert self.heads is not None
         if kind.table is not None:
             numbers = np.array(kind.table, np.float32)[self.codes]
+        elif kind.is_e4m3:
+            own = self.codes.astype(np.uint16)
+            numbers = ((own & 0x80) << 8 | (own & 0x7F) << 7).view(np.float16).astype(np.float32)
         else:
             zeros = np.uint8(kind.zero) if self.zeros is None else np.repeat(self.zeros, kind.group, axis=1)
             numbers = (self.codes - zeros).view(np.int8).astype(np.float32)
         if kind.scale == "exponent":
             scales: Floats = np.ldexp(np.float32(1), self.heads.astype(np.int32) - 128)
+        elif kind.scale == "float":
+            scales = self.heads.view(np.float32)
         elif kind.scale == "bfloat16":
             scales = (self.heads.astype(np.uint32) << 16).view(np.float32)
         else:
@@ -212,7 +225,7 @@ class Panels:
             zeros = own[:, :, kind.head_bytes - PANEL : kind.head_bytes][which, :, lanes]
         if kind.head_bytes:
             heads = np.ascontiguousarray(own[:, :, : kind.head_bytes - PANEL * kind.has_zeros])
-            heads = heads if kind.scale == "exponent" else heads.view(np.uint16)
+            heads = heads.view({"exponent": np.uint8, "float": np.uint32}.get(kind.scale, np.uint16))
             heads = heads.reshape(count, -1, kind.parts, PANEL)[which, :, :, lanes]
         steps = own[:, :, kind.head_bytes :].reshape(count, -1, kind.step_bytes)
         if kind.integer_bytes:

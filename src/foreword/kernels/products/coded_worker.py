@@ -86,6 +86,16 @@ def _number(builder: Any, codes: Any) -> Any:
     return builder.sitofp(builder.sext(codes, I32S), F32S)
 
 
+def _e4m3(builder: Any, codes: Any) -> Any:
+    """Bits of e4m3 as those of float16, as float32."""
+
+    def shifted(mask: int, places: int) -> Any:
+        own = builder.zext(builder.and_(codes, _bytes(mask)), I16S)
+        return builder.shl(own, ir.Constant(I16S, [places] * PANEL))
+
+    return builder.fpext(builder.bitcast(builder.or_(shifted(0x80, 8), shifted(0x7F, 7)), _HALVES), F32S)
+
+
 def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
     """The scales, and perhaps the offsets, of a head."""
     if kind.scale == "none":
@@ -99,6 +109,8 @@ def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
             biased = builder.add(part, ir.Constant(I32S, [63] * LANES))
             factors.append(builder.bitcast(builder.shl(biased, ir.Constant(I32S, [23] * LANES)), F32S))
         return [builder.fmul(*factors)]
+    if kind.scale == "float":
+        return [emit.load(builder, source)]
     if kind.scale == "bfloat16":
         return [emit.widened(builder, emit.load(builder, source, 0, I16S))]
     return [builder.fpext(emit.load(builder, source, 32 * part, _HALVES), F32S) for part in range(kind.parts)]
@@ -131,6 +143,8 @@ def _values(builder: Any, kind: CodeFormat, planes: Sequence[Any], zeros: Any, o
     if kind.table is not None:
         table = ir.Constant(_BYTES, [number % 256 for number in kind.table])
         codes = [emit.call(builder, "llvm.x86.ssse3.pshuf.b.128", table, code) for code in codes]
+    elif kind.is_e4m3:
+        return [_e4m3(builder, code) for code in codes]
     elif kind.has_zeros:
         codes = [builder.sub(code, zeros) for code in codes]
     elif kind.zero:

@@ -22,6 +22,8 @@ SUPPORTED = (
     "mpt, ...), recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
+"""`quant_method` of weights that transformers turns into plain numbers -> the usual name of the format."""
 SIDE_FILES: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",

@@ -1,5 +1,7 @@
 """Checkpoints of compressed-tensors, GPTQ and AWQ: whole numbers in groups of inputs, with a scale for each group.
 
+`small_floats.py` has those of floats.
+
 Knows the files' tensors and their order (compressed_tensors 0.17, AutoGPTQ and AutoAWQ as vLLM reads them); knows no
 architecture. A weight is scale * (code - zero), and stays in its codes where products take them. Scales keep their 16
 bits, and a group of 64 or more inputs becomes groups of 32 with the same scale. Activations are not rounded, whatever
@@ -24,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from foreword.kernels.products.coded import FORMATS, STEP, Bytes, Codes
+from foreword.model.checkpoint.small_floats import float8_places, mxfp4_places
 from foreword.model.checkpoint.tensors import Place, StoredPlace, UnreadableError
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
@@ -31,7 +34,7 @@ _PARTS = frozenset(
     "qweight qzeros scales g_idx weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
 )
 """How names of a weight's parts end."""
-METHODS = ("gptq", "awq", "compressed-tensors")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 _AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """The place in an int32 of each of its codes."""
 Tensors = Mapping[str, torch.Tensor]
@@ -96,6 +99,10 @@ def grouped_places(
     `said["quant_method"]` is one of METHODS. Raises UnreadableError for what is not read here.
     """
     method = said.get("quant_method")
+    if method == "mxfp4":
+        return mxfp4_places(places, keeps_codes=keeps_codes)
+    if method == "fp8" or said.get("format") == "float-quantized":
+        return float8_places(places, said, keeps_codes=keeps_codes)
     _check(said)
     read, ends = {
         "gptq": (_gptq, ".qweight"),

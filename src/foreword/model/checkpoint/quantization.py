@@ -19,12 +19,10 @@ from transformers.utils.hub import cached_file
 
 from foreword.config import ModelConfig
 from foreword.errors import UnsupportedModelError
-from foreword.model.checkpoint.facts import SIDE_FILES
+from foreword.model.checkpoint.facts import LOADABLE, SIDE_FILES
 
 logger = logging.getLogger(__name__)
 
-LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
-"""Value of `quant_method` -> the usual name of the format."""
 REMEDY = (
     "foreword loads unquantized weights, FP8 (quant_method 'fp8' or 'mxfp8'), MXFP4, GGUF files, and folders on this "
     "machine in GPTQ, AWQ and compressed-tensors; choose a checkpoint of the model in one of these, or a .gguf file"

@@ -18,7 +18,7 @@ import torch
 from foreword.config import ModelConfig
 from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.config_json import read_config
-from foreword.model.checkpoint.facts import SIDE_FILES, choose_dtype, max_positions, token_ids
+from foreword.model.checkpoint.facts import LOADABLE, SIDE_FILES, choose_dtype, max_positions, token_ids
 from foreword.model.checkpoint.gguf.tensors import gguf_places
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.grouped import METHODS, grouped_places
@@ -79,19 +79,21 @@ def read_stored(options: ModelConfig) -> StoredModel:
 
 
 def quantized_as(folder: Path) -> str | None:
-    """The quant_method of a folder that is read here, if its family and form are known; None for others."""
+    """The quant_method of a folder that is read here alone, if its family and form are known; None for others."""
     try:
         found = json.loads((folder / "config.json").read_bytes())["quantization_config"]["quant_method"]
     except (OSError, ValueError, TypeError, LookupError):
         return None
-    return found if found in METHODS else None
+    return found if found in METHODS and found not in LOADABLE else None
 
 
 def _grouped(folder: Path, said: Any, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of a quantized folder. Raises UnsupportedModelError."""
+    """The weights of a quantized folder. Raises UnsupportedModelError, or UnreadableError if transformers may do."""
     try:
-        return grouped_places(safetensors_places(folder, whole_numbers=True), said, keeps_codes=keeps_codes)
+        return grouped_places(safetensors_places(folder, quantized=True), said, keeps_codes=keeps_codes)
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if said["quant_method"] in LOADABLE:
+            raise UnreadableError(f"weights in {LOADABLE[said['quant_method']]} ({error})") from error
         raise UnsupportedModelError(
             f"the weights of model {str(folder)!r} are quantized as {said['quant_method']!r}, which foreword does not "
             f"read in this form: {error}; choose another checkpoint of the model"

@@ -26,7 +26,9 @@ from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _KEPT = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 """Types of numbers that products read as they are, and multiply by rows of float32."""
-_WHOLE_NUMBERS = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+_PARTS = {
+    "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn
+}  # fmt: skip
 """Types of the parts of quantized weights."""
 
 
@@ -65,13 +67,13 @@ class StoredPlace:
 
     def stored(self) -> Tensor:
         """The tensor in its own type. Raises OSError."""
-        return self._rows(0, self.shape)
+        return self.rows(0, self.shape)
 
     def _codes(self, first: int, end: int) -> Codes:
-        return Codes(self._rows(first, (end - first, self.shape[1])).view(torch.uint16).numpy(), None)
+        return Codes(self.rows(first, (end - first, self.shape[1])).view(torch.uint16).numpy(), None)
 
-    def _rows(self, first: int, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of this shape from row `first` on. Raises OSError."""
+    def rows(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        """A part [rows, ...] of this shape, in the tensor's type, from row `first` on. Raises OSError."""
         tensor = torch.empty(shape, dtype=self.dtype)
         if tensor.numel():
             memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -136,9 +138,9 @@ class StoredTensors(MutableMapping[str, Weight]):
         return len(self._places.keys() | self._read.keys())
 
 
-def safetensors_places(folder: Path, *, whole_numbers: bool = False) -> dict[str, StoredPlace]:
-    """The tensors of a folder by their names, `whole_numbers` too or refused. Raises UnreadableError."""
-    types = {**_TYPES, **(_WHOLE_NUMBERS if whole_numbers else {})}
+def safetensors_places(folder: Path, *, quantized: bool = False) -> dict[str, StoredPlace]:
+    """The tensors of a folder by their names. Raises UnreadableError, unless `quantized` also for parts of weights."""
+    types = {**_TYPES, **(_PARTS if quantized else {})}
     try:
         return {name: place for path in _files(folder) for name, place in _places(path, types).items()}
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:

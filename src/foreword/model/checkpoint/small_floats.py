@@ -1,0 +1,184 @@
+"""Weights of small floats: FP8 (e4m3) with scales of blocks, and MXFP4.
+
+Tensors, their order and their names are those of transformers 5 and of compressed-tensors 0.17. Weights stay in their
+codes where products take them.
+
+    fp8                 weight e4m3 [out, in], weight_scale_inv [out / rows, in / columns] of a block
+    compressed-tensors  weight e4m3 [out, in], weight_scale of the whole, of each row, or of each block
+    mxfp4               NAME_blocks [experts, out, in / 32, 16], two codes a byte, the first in the low half;
+                        NAME_scales [experts, out, in / 32]; rows of gate and up alternate
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.kernels.products.coded import E4M3_SCALE, FORMATS, STEP, Codes
+from foreword.model.checkpoint.tensors import Place, StoredPlace, UnreadableError
+from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
+
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_(blocks|scales|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Place:
+    """Where a weight of e4m3 and its scales lie."""
+
+    weight: StoredPlace
+    scales: StoredPlace
+    block: tuple[int, int]
+    """Rows and columns that share a scale."""
+    keeps_codes: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def read(self, dtype: torch.dtype) -> Weight:
+        """The weight's codes, or the weight in memory of its own. Raises OSError or UnreadableError."""
+        outputs, inputs = self.shape
+        rows, columns = self.block
+        grid = -(-outputs // rows), -(-inputs // columns)
+        scales = self.scales.stored().float().reshape(grid)
+        if self.keeps_codes and (columns % STEP == 0 or grid[1] == 1):
+            starts = torch.arange(0, inputs, STEP) // columns
+
+            def codes(first: int, end: int) -> Codes:
+                own = (scales[torch.arange(first, end) // rows] * E4M3_SCALE)[:, starts]
+                heads = own.numpy().view(np.uint32)[:, :, None]
+                return Codes(self.weight.rows(first, (end - first, inputs)).view(torch.uint8).numpy(), heads)
+
+            coded = CodedRows(FORMATS["E4M3"], (outputs, inputs), codes)
+            if CodedProduct.can_take(coded):
+                return coded
+        wide = scales.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+        return (self.weight.stored().float() * wide).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Place:
+    """Where some rows of an expert's weight lie."""
+
+    blocks: StoredPlace
+    """[experts * rows, in / 32, 16]"""
+    scales: StoredPlace
+    """[experts * rows, in / 32]"""
+    first: int
+    step: int
+    """From one of its rows to the next."""
+    count: int
+    keeps_codes: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.count, 32 * self.blocks.shape[1]
+
+    def read(self, dtype: torch.dtype) -> Weight:
+        """The weight's codes, or the weight in memory of its own. Raises OSError."""
+        rows = CodedRows(FORMATS["MXFP4"], (self.count, 32 * self.blocks.shape[1]), self._codes)
+        return rows if self.keeps_codes and CodedProduct.can_take(rows) else rows.plain(dtype)
+
+    def _codes(self, first: int, end: int) -> Codes:
+        start, count = self.first + first * self.step, (end - first - 1) * self.step + 1
+        packed, scales = (
+            place.rows(start, (count, *place.shape[1:]))[:: self.step].numpy() for place in (self.blocks, self.scales)
+        )
+        codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(len(packed), -1)
+        return Codes(codes, np.ascontiguousarray(scales)[:, :, None])
+
+
+@dataclass(frozen=True, slots=True)
+class BiasPlace:
+    """Where some numbers of an expert's bias lie."""
+
+    biases: StoredPlace
+    """[experts, numbers]"""
+    expert: int
+    first: int
+    step: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(range(self.first, self.biases.shape[1], self.step)),)
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The numbers in memory of their own. Raises OSError."""
+        own = self.biases.rows(self.expert, (1, self.biases.shape[1]))
+        return own[0, self.first :: self.step].to(dtype).contiguous()
+
+
+def float8_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool) -> dict[str, Place]:
+    """The weights of an FP8 checkpoint by their names. Raises UnreadableError for what is not read here."""
+    is_compressed = said.get("quant_method") == "compressed-tensors"
+    end = ".weight_scale" if is_compressed else ".weight_scale_inv"
+    found: dict[str, Place] = {}
+    for name, place in places.items():
+        if name.endswith((".input_scale", ".weight_scale", ".weight_scale_inv")):
+            if not (name.endswith(end) and name.removesuffix(end) + ".weight" in places):
+                raise UnreadableError(f"a scale {name}")
+        elif place.dtype != torch.float8_e4m3fn:
+            found[name] = place
+        else:
+            stem = name.removesuffix(".weight")
+            scales = places.get(stem + end)
+            if len(place.shape) != 2 or scales is None or not scales.dtype.is_floating_point:
+                raise UnreadableError(f"{name} of e4m3 without {stem}{end}")
+            found[name] = Float8Place(place, scales, _block(name, place.shape, scales.shape, said), keeps_codes)
+    return found
+
+
+def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], said: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    size = said.get("weight_block_size")
+    if said.get("quant_method") == "compressed-tensors":
+        sizes = [own["weights"].get("block_structure") for own in said["config_groups"].values()]
+        size = sizes[0] if len(sizes) == 1 else None
+    choices = [(shape[0], shape[1]), (1, shape[1])]
+    if isinstance(size, list | tuple) and len(size) == 2 and all(type(one) is int and one > 0 for one in size):
+        choices.append((size[0], size[1]))
+    for rows, columns in choices:
+        grid = -(-shape[0] // rows), -(-shape[1] // columns)
+        if scales == grid or (grid == (1, 1) and scales in ((), (1,))):
+            return rows, columns
+    raise UnreadableError(f"scales {scales} that do not fit {name} of {shape}")
+
+
+def mxfp4_places(places: Mapping[str, StoredPlace], *, keeps_codes: bool) -> dict[str, Place]:
+    """The weights of an MXFP4 checkpoint by their names: experts one by one. Raises UnreadableError."""
+    found: dict[str, Place] = {}
+    stacks: dict[tuple[str, str], dict[str, StoredPlace]] = {}
+    for name, place in places.items():
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            found[name] = place
+        else:
+            stacks.setdefault((match[1], match[2]), {})[match[3]] = place
+    for (stem, kind), parts in stacks.items():
+        blocks, scales, bias = (parts.get(part) for part in ("blocks", "scales", "bias"))
+        if blocks is None or scales is None or len(blocks.shape) != 4 or blocks.shape[3] != 16:
+            raise UnreadableError(f"{stem}.{kind}_proj without blocks of 16 bytes and scales")
+        count, rows = blocks.shape[:2]
+        if scales.shape != blocks.shape[:3] or {blocks.dtype, scales.dtype} != {torch.uint8}:
+            raise UnreadableError(f"scales {scales.shape} that do not fit {stem}.{kind}_proj of {blocks.shape}")
+        if bias is not None and bias.shape != (count, rows):
+            raise UnreadableError(f"biases {bias.shape} that do not fit {stem}.{kind}_proj of {blocks.shape}")
+        flat = (
+            replace(blocks, shape=(count * rows, *blocks.shape[2:])),
+            replace(scales, shape=(count * rows, blocks.shape[2])),
+        )
+        names = ("gate_proj", "up_proj") if kind == "gate_up" else ("down_proj",)
+        for expert in range(count):
+            for number, name in enumerate(names):
+                first, step = expert * rows + number, len(names)
+                own = f"{stem}.{expert}.{name}"
+                found[f"{own}.weight"] = Mxfp4Place(*flat, first, step, rows // step, keeps_codes)
+                if bias is not None:
+                    found[f"{own}.bias"] = BiasPlace(bias, expert, number, step)
+    return found
