@@ -156,8 +156,12 @@ class GatedLinear:
         else:
             self.product = Linear(weights, bias)
         takes = clamp is None and (not plain or plain[0].device.type == "cpu")
-        self.gate: Gate | None = activation if takes and self.product is not None else None
-        """What follows the product as one operation, if there is one."""
+        self._gate: Gate | None = activation if takes else None
+
+    @property
+    def gate(self) -> Gate | None:
+        """What follows the product as one operation; None if there is no such operation, or the product does it."""
+        return None if self.product is None else self._gate
 
     @property
     def in_program(self) -> RowProduct | None:
@@ -186,8 +190,8 @@ class GatedLinear:
 
     def _gated(self, both: Tensor) -> Tensor:
         """activation(gate) * up, of rows that are gate and up end to end."""
-        if self.gate is not None and RowKernels.can_take(self._width, both.dtype):
-            return self._kernels.gate(self.gate, both)
+        if self._gate is not None and RowKernels.can_take(self._width, both.dtype):
+            return self._kernels.gate(self._gate, both)
         # Contiguous, so that a row's bits do not depend on its place: see `row_padding.py`.
         gate, up = both[..., : self._width].contiguous(), both[..., self._width :]
         if self._clamp is not None:
