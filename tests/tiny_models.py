@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from foreword.assembly import make_runner
-from foreword.cache import FullAttentionSpec, KVCacheManager
+from foreword.cache import CacheLedger, FullAttentionSpec, KVCacheManager, make_index
 from foreword.config import Dtype, ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt, TierDirector
 from foreword.model.gpu.runner import RunnerLimits
@@ -389,6 +389,9 @@ def build_engine(
     keep_all_kv: bool = False,
     holds_tokens: int | None = None,
     enable_prefix_caching: bool = True,
+    prefix_index: Literal["radix", "hash"] = "hash",
+    deduplicate: bool = False,
+    with_ledger: bool = False,
     runner_class: Callable[[LoadedModel, KVStorage], ModelRunner] | None = None,
     make_tiers: Callable[[KVCacheManager, KVStorage], TierDirector] | None = None,
     **scheduler_options: Any,
@@ -418,6 +421,9 @@ def build_engine(
         block_size=None if groups else block_size,
         groups=groups,
         enable_prefix_caching=enable_prefix_caching,
+        index=None if groups else make_index(prefix_index, num_blocks, block_size),
+        ledger=CacheLedger(num_blocks) if with_ledger else None,
+        deduplicate=deduplicate,
     )
     storage = KVStorage(layout, num_blocks, model.device)
     config = SchedulerConfig(**scheduler_options)

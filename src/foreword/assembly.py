@@ -47,6 +47,7 @@ from foreword.engine.entry_file import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.generation import recommended_sampling
 from foreword.model.checkpoint.gguf.unfold import unfolded
+from foreword.model.checkpoint.pooling import Pooling
 from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
@@ -98,6 +99,8 @@ class Assembled:
     explain_attention: Callable[[], str]
     default_sampling: SamplingParams
     """What requests sample by unless they say otherwise."""
+    pooling: Pooling
+    """How a text becomes a vector."""
     deviations: LinkDeviations | None = None
     """What tells which linked tokens deviate; None if nothing may be linked."""
     kept_times: KeptTimes | None = None
@@ -192,6 +195,7 @@ def assemble(config: EngineConfig) -> Assembled:
         inexactness,
         explain,
         sampling,
+        Pooling.of(files),
         deviations,
         times,
         adapters,
@@ -392,6 +396,7 @@ def build_engine(
         longer_by=None if max_model_len == max_positions else longer_by,
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         allows_links=model.can_link(layout),
+        gives_hidden_states=model.gives_hidden_states,
     )
     size = layout.bytes_per_block / 2**20
     facts = num_blocks, size, num_blocks * size / 1024, limits.max_model_len, layout.describe()

@@ -232,6 +232,8 @@ class BatchResult:
     """The log probabilities of sampled tokens, by row, if requested."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """The log probabilities of the prompt tokens after the computed positions, by entry number."""
+    hidden_states: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """Hidden states [width] of prompts' last tokens, by entry number, if requested."""
 
 
 def build_batch(

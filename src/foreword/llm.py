@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import ExtraKeys, LookupExplanation, NumberedEvent
@@ -78,7 +79,7 @@ class LLM:
         """Bytes of one block of the pool."""
         self.event_addresses = {} if parts.publisher is None else parts.publisher.addresses
         """Where cache events are published, by the name of the option."""
-        self._default_sampling = parts.default_sampling
+        self._default_sampling, self.pooling = parts.default_sampling, parts.pooling
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
         self.adapters = parts.adapters
@@ -165,6 +166,25 @@ class LLM:
         for chat, output in zip(chats, outputs, strict=True):
             chat.read(output)
         return outputs
+
+    def embed(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        dimensions: int | None = None,
+        show_progress: bool | None = None,
+    ) -> list[npt.NDArray[np.float32]]:
+        """Embeddings of texts, [dimensions] each: the hidden state of the last token, as the model's files say.
+
+        `dimensions` keeps the first ones, for models that were trained to have fewer. Raises InvalidRequestError for
+        models that give none, such as those that pool otherwise.
+        """
+        self.pooling.check(dimensions)
+        inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
+        parsed = [self._prompt(prompt) for prompt in inputs]
+        outputs = self._run(parsed, SamplingParams(max_tokens=1, temperature=0.0, embeds=True), show_progress)
+        states = [output.hidden_state for output in outputs]
+        return [self.pooling.embedding(state, dimensions) for state in states if state is not None]
 
     def add_request(
         self,

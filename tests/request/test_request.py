@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from foreword.cache import TokenSequence
-from foreword.request import FACTS, Request, SamplingParams, TokenLimits
+from foreword.request import FACTS, NO_REPORT, Request, SamplingParams, TokenLimits
 from foreword.request.request import named_record
 
 
@@ -27,7 +27,7 @@ def test_facts_carry_the_names_of_what_was_asked_for() -> None:
         "top_k": 7,
     }
     assert (facts["top_p"], facts["min_p"], facts["seed"]) == (0.9, 0.1, 2**64 - 1)
-    assert (facts["reports"], facts["reports_prompt"], facts["changes_logits"]) == (True, False, False)
+    assert (facts["reports"], facts["reports_prompt_from"], facts["changes_logits"]) == (True, NO_REPORT, False)
 
 
 def test_a_record_is_refused_that_lacks_a_field_or_has_one_too_many() -> None:

@@ -113,6 +113,9 @@ def explain_lookup(
         return LookupExplanation(length, 0, MissReason.LOOKUP_SKIPPED)
     if hit.num_tokens >= length - 1:
         return LookupExplanation(length, hit.num_tokens, None)
+    most = sequence.most_hit_tokens
+    if most is not None and hit.num_tokens + coordinator.alignment > most:
+        return LookupExplanation(length, hit.num_tokens, MissReason.LOOKUP_SKIPPED)
     reason, eviction = coordinator.why_missed(sequence, hit)
     missing = hit.num_shared_tokens // sequence.block_size
     if reason in COMPUTED_ELSEWHERE_IF_AT_ALL and _is_in_flight(sequence, missing, others):
@@ -131,7 +134,9 @@ def explain_lookup(
         reason,
         eviction,
         divergence,
-        max(0, min(ghosts_end, length - 1) - hit.num_tokens),  # a hit that ends inside a block includes some of them
+        max(
+            0, min(ghosts_end, sequence.num_hittable_tokens) - hit.num_tokens
+        ),  # a hit that ends inside a block includes some of them
         max(0, num_filling),
     )
 

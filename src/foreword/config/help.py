@@ -66,6 +66,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "max_body_bytes": "1MB",
             "max_cached_contents": "16",
             "max_schema_tokens": "100000",
+            "score_template": "qwen3-reranker",
             "request_timeout_s": "120",
             "body_timeout_s": "10",
         },

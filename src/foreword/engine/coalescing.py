@@ -89,7 +89,7 @@ class Coalescing:
             return False
         keys = request.sequence.block_hashes()
         missing = hit.num_shared_tokens // self._manager.block_size
-        if missing == len(keys) or keys[missing] not in self._in_flight:
+        if missing == len(keys) or not request.sequence.may_hit(missing) or keys[missing] not in self._in_flight:
             return False
         if self._states is not None and not self._will_save_state(self._states, request, hit, missing):
             return False

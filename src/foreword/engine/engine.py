@@ -277,8 +277,10 @@ class Engine:
             self._fail(batch, error)
         self.num_computed_tokens += batch.num_tokens
         for number, logprobs in result.prompt_logprobs.items():
-            entry = batch.entries[number]  # a resumed request computes the same positions again
-            entry.request.prompt_logprobs[entry.start :] = logprobs
+            entry = batch.entries[number]
+            entry.request.note_prompt_logprobs(entry.start, logprobs)
+        for number, state in result.hidden_states.items():
+            batch.entries[number].request.hidden_state = state
         seconds = None if self._in_flight else time.monotonic() - started  # alone, so that the time is its own
         moved = self.scheduler.commit(batch.entries, result, seconds)
         for request, entries in self.entries.keep_marked(moved):

@@ -71,6 +71,8 @@ class Intake:
         ]
         for index, request in enumerate(requests):
             request.tenant, request.is_fork = prompt.owner, index > 0
+            if params.prompt_logprobs is not None:
+                request.sequence.most_hit_tokens = params.first_reported
             if links is not None:
                 request.link(links, sources)
             if prompt.adapter is not None:
@@ -206,7 +208,8 @@ class Intake:
                 f"prompt token {prompt.token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
                 f"the model's ids are 0 to {self._limits.vocab_size - 1}"
             )
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "prediction_token_ids"):
+        self._check_reports(params, length)
+        for name in ("logit_bias", "stop_token_ids", "logprob_token_ids", "allowed_token_ids", "prediction_token_ids"):
             token_ids = getattr(params, name) or (0,)
             for token_id in (min(token_ids), max(token_ids)):
                 if not 0 <= token_id < self._limits.vocab_size:
@@ -250,6 +253,19 @@ class Intake:
                 "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
+
+    def _check_reports(self, params: SamplingParams, length: int) -> None:
+        """Raise InvalidRequestError if what is asked about a prompt of this length cannot be reported."""
+        if params.embeds and not self._limits.gives_hidden_states:
+            raise InvalidRequestError(
+                "embeds=True needs a decoder of a written family on a CPU, and this model is none: it gives no hidden "
+                "states; leave it out, or choose another model"
+            )
+        if params.score_from >= length and params.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                f"score_from={params.score_from} is beyond the prompt, whose {length} tokens have positions 0 to "
+                f"{length - 1}; use one of them"
+            )
 
     def _check_links(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise InvalidRequestError if a prompt's links cannot be served."""

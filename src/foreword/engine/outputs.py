@@ -95,7 +95,7 @@ class Outputs:
         """
         answers, after = [], () if begins_reply else prompt_token_ids
         for index, request in enumerate(requests):
-            logprobs = None if request.params.logprobs is None else request.logprobs
+            logprobs = request.logprobs if request.params.reports_answer else None
             completion = CompletionOutput(
                 index, token_ids=request.sequence.shown, logprobs=logprobs, drafts=request.drafts
             )
@@ -178,7 +178,8 @@ class Outputs:
         output.num_cached_tokens, output.cached_tokens_by_tier = first.num_cached_tokens, first.cached_tokens_by_tier
         output.explanation, output.link = first.explanation, first.link_report()
         if first.params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *first.prompt_logprobs]
+            output.prompt_logprobs = [*[None] * (first.params.first_reported + 1), *first.prompt_logprobs]
+        output.hidden_state = first.hidden_state
         group.describes_prompt = first.metrics.first_token_time is not None
         if group.describes_prompt and len(group.answers) == 1 and group.answers[0].stream is None:
             group.quiet = first

@@ -110,6 +110,7 @@ class Answering:
         output.metrics.first_token_time = time.monotonic()
         output.num_cached_tokens, output.cached_tokens_by_tier = found.num_cached_tokens, found.cached_tokens_by_tier
         output.explanation, output.prompt_logprobs = found.explanation, found.prompt_logprobs
+        output.hidden_state = found.hidden_state
         output.link = record.link = found.link
         moved = self._clock() - message.clock
         output.kept = tuple(replace(entry, until=entry.until + moved) for entry in found.kept)

@@ -16,6 +16,7 @@ from foreword.errors import EngineError
 from foreword.llm import LLM
 from foreword.model.checkpoint.generation import recommended_sampling
 from foreword.model.checkpoint.gguf.unfold import unfolded
+from foreword.model.checkpoint.pooling import Pooling
 from foreword.model.layout import CacheLayout
 from foreword.tiers.identity import CacheIdentity
 
@@ -62,6 +63,7 @@ def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
         facts.inexactness,
         lambda: "the replicas attend",
         recommended_sampling(files),
+        pooling=Pooling.of(files),
     )
     return LLM.of(config, parts)
 

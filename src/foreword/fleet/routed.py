@@ -430,4 +430,4 @@ def _keys_to(end: int, source: TokenSequence) -> list[Key]:
 
 
 def _reads_cache(params: SamplingParams) -> bool:
-    return not params.skip_reading_prefix_cache and params.prompt_logprobs is None
+    return params.reads_cache

@@ -88,6 +88,11 @@ class LoadedModel:
         return self.network
 
     @property
+    def gives_hidden_states(self) -> bool:
+        """Whether it can say what the last norm gave the head."""
+        return isinstance(self.network, Decoder) and self.device.type == "cpu"
+
+    @property
     def code(self) -> dict[str, str]:
         """Whose code computes: a written family, or a class of transformers."""
         return {"family": self.network.spec.family} if isinstance(self.network, Decoder) else self.network.code

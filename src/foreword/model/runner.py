@@ -141,7 +141,12 @@ class ModelRunner:
             rows = logit_rows(batch)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
             taken = readout.take(self.forward(batch, rows.rows))
-            return taken.read(taken.packed().cpu().numpy())
+            result = taken.read(taken.packed().cpu().numpy())
+            embedded = (batch.entries.facts["embeds"] & batch.entries.samples).nonzero()[0].tolist()
+            if embedded:
+                hidden = self._model.decoder.hidden_rows()[rows.ends[embedded] - 1].float().numpy()
+                result.hidden_states = dict(zip(embedded, hidden, strict=True))
+            return result
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
         """Write the batch's KV; return logits [len(logit_rows), vocab] of the given rows (ascending).

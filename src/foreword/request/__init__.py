@@ -10,6 +10,7 @@ from foreword.request.reply import Reply as Reply
 from foreword.request.reply import ToolCall as ToolCall
 from foreword.request.request import (
     FACTS as FACTS,
+    NO_REPORT as NO_REPORT,
     NO_ROW as NO_ROW,
     NOTHING_ALLOWED as NOTHING_ALLOWED,
     CompletionOutput as CompletionOutput,

@@ -35,6 +35,8 @@ NOTHING_ALLOWED = (
 
 
 NO_ROW = -1
+NO_REPORT = np.iinfo(np.int64).max
+"""In place of a position: the request reports no log probabilities of prompt tokens."""
 
 FACTS = np.dtype(
     [
@@ -51,7 +53,8 @@ FACTS = np.dtype(
         ("is_adapted", np.bool_),  # whether an adapter computes some of its tokens
         ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
-        ("reports_prompt", np.bool_),  # whether it reports log probabilities of prompt tokens
+        ("embeds", np.bool_),  # whether it gives the hidden state of the prompt's last token
+        ("reports_prompt_from", np.int64),  # position whose logits are the first that it reports, or NO_REPORT
     ],
     align=True,
 )
@@ -177,6 +180,8 @@ class Request:
     """What computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
     tenant: str | None = None
     """Who sent it, if that is known."""
+    hidden_state: npt.NDArray[np.float32] | None = None
+    """Of the prompt's last token, [width], if it was asked for."""
     _distinct: DistinctTokens | None = None
 
     def __init__(
@@ -225,8 +230,9 @@ class Request:
             may_run_dry=self.may_run_dry,
             is_adapted=False,
             has_gaps=False,
-            reports=params.logprobs is not None,
-            reports_prompt=params.prompt_logprobs is not None,
+            reports=params.reports_answer,
+            embeds=params.embeds,
+            reports_prompt_from=NO_REPORT if params.prompt_logprobs is None else params.first_reported,
         )
         """A record of FACTS, as a tuple."""
         self.priority = priority
@@ -255,7 +261,7 @@ class Request:
         """Result of the lookup at its first admission; None if the cache keeps no ledger."""
         self.num_preemptions = 0
         self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the tokens after position `params.first_reported`
         self.metrics = RequestMetrics(time.monotonic())
 
     def __len__(self) -> int:
@@ -395,10 +401,17 @@ class Request:
             has_gaps=links.has_gaps,
         )
 
+    def note_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take what a step from position `start` on reported. A resumed request may compute positions again."""
+        first = self.params.first_reported
+        self.prompt_logprobs[max(start, first) - first :] = logprobs
+        end = first + len(self.prompt_logprobs)  # whoever resumes it need not compute those before
+        self.sequence.most_hit_tokens = None if end == self.num_prompt_tokens - 1 else end
+
     @property
     def skips_cache(self) -> bool:
-        """Whether it must not read the cache; prompt logprobs need the logits of every prompt position."""
-        return self.params.skip_reading_prefix_cache or self.params.prompt_logprobs is not None
+        """Whether it must not read the cache."""
+        return not self.params.reads_cache
 
 
 @dataclass(slots=True)
@@ -441,6 +454,8 @@ class RequestOutput:
     """The entries that the prompt's marks made, in their order, as they were when the prompt was computed."""
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    hidden_state: npt.NDArray[np.float32] | None = None
+    """Of the prompt's last token, [width], after the last norm; None unless `SamplingParams.embeds`."""
     link: LinkReport | None = None
     """What was linked; None for a plain prompt."""
 

@@ -144,8 +144,14 @@ class SamplingParams:
     """Words that may not come, as the tokenizer spells them alone and after a space."""
     logprobs: int | None = None
     """Report the sampled token's log probability and those of this many likeliest tokens."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Report the log probabilities of these tokens too, wherever a token is sampled."""
     prompt_logprobs: int | None = None
-    """The same for prompt tokens. Such a request does not read the prefix cache."""
+    """The same for prompt tokens, from `score_from` on."""
+    score_from: int = 0
+    """Position of the first prompt token that `prompt_logprobs` reports. Those before it may be read from the cache."""
+    embeds: bool = False
+    """Give the hidden state of the prompt's last token (`RequestOutput.hidden_state`)."""
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the answer must have; `LLM` turns it into an `open_constraint`."""
     open_constraint: Callable[[], TokenConstraint] | None = None
@@ -162,6 +168,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids or ()))
         object.__setattr__(self, "prediction_token_ids", tuple(self.prediction_token_ids or ()))
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
@@ -173,6 +180,10 @@ class SamplingParams:
         _check(self, "n", self.n >= 1, "use 1 or more")
         _check(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "use 1 or more, or None")
         _check(self, "min_tokens", self.min_tokens >= 0, "use 0 or more")
+        _check(self, "score_from", self.score_from >= 0, "use 0 or more")
+        if self.score_from and (self.prompt_logprobs is None or self.truncate_prompt_tokens is not None):
+            other = "with prompt_logprobs alone" if self.prompt_logprobs is None else "without truncate_prompt_tokens"
+            raise InvalidRequestError(f"score_from={self.score_from} is only allowed {other}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         _check(self, "temperature", 0.0 <= self.temperature < math.inf, "use 0 (greedy) or more")
@@ -199,9 +210,24 @@ class SamplingParams:
         _check(self, "bad_words", all(map(str.strip, self.bad_words)), "a bad word cannot be empty")
         _check(self, "truncate_prompt_tokens", keep is None or keep == -1 or keep >= 1, "use 1 or more, or -1")
 
+    @property
+    def reports_answer(self) -> bool:
+        """Whether it reports log probabilities of sampled tokens."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
+    def first_reported(self) -> int:
+        """The position whose logits give the first log probability of a prompt token: the one before `score_from`."""
+        return max(0, self.score_from - 1)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether anything of the prompt may be read from the prefix cache."""
+        return not self.skip_reading_prefix_cache and (self.prompt_logprobs is None or self.first_reported > 0)
+
     def _check_types(self) -> None:
         optional = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
-        for name in ("n", "min_tokens", "top_k", *optional):
+        for name in ("n", "min_tokens", "top_k", "score_from", *optional):
             value = getattr(self, name)
             if not (isinstance(value, Integral) or (value is None and name in optional)):
                 raise InvalidRequestError(f"{name}={value!r} is not an integer")
@@ -211,11 +237,12 @@ class SamplingParams:
             if not isinstance(value, Real):
                 raise InvalidRequestError(f"{name}={value!r} is not a number")
         long_lists = (*_not_ints(self.allowed_token_ids or ()), *_not_ints(self.prediction_token_ids))
+        long_lists += (*_not_ints(self.logprob_token_ids),)
         for token_id in (*self.stop_token_ids, *self.logit_bias, *long_lists):
             if not isinstance(token_id, Integral):
                 raise InvalidRequestError(
-                    f"token id {token_id!r} in stop_token_ids, logit_bias, allowed_token_ids or prediction_token_ids "
-                    "is not an integer"
+                    f"token id {token_id!r} in stop_token_ids, logit_bias, allowed_token_ids, logprob_token_ids or "
+                    "prediction_token_ids is not an integer"
                 )
         for kind, texts in (("stop string", self.stop), ("bad word", self.bad_words)):
             for text in texts:

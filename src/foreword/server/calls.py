@@ -60,7 +60,7 @@ async def sampling_params(
 
 _SAME_NAMES = (
     "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens presence_penalty frequency_penalty "
-    "repetition_penalty include_stop_str_in_output ignore_eos skip_reading_prefix_cache "
+    "repetition_penalty score_from include_stop_str_in_output ignore_eos skip_reading_prefix_cache "
     "allowed_token_ids bad_words truncate_prompt_tokens"
 ).split()
 

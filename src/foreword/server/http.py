@@ -199,6 +199,19 @@ class JsonArray:
         return b"[]" if self._opening == "[" else b"]"
 
 
+class JsonLines:
+    """A JSON text on each line; names of events are left out."""
+
+    media_type = "application/x-ndjson"
+    ping: bytes | None = None
+
+    def frame(self, event: Event) -> str:
+        return f"{event[1] if isinstance(event[1], str) else to_json(event[1])}\n"
+
+    def end(self) -> bytes:
+        return b""
+
+
 async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> AsyncIterator[bytes]:
     try:
         async for events in _pinged(writer.events(), frames.ping):

@@ -62,6 +62,8 @@ class ServerConfig:
     """Most cached contents (Gemini's API) of one tenant; all together have at most 16 times as many. 0: none."""
     max_schema_tokens: int = 1_000_000
     """Most tokens of one tenant's schemas of prompt modules; all together have at most 16 times as many. 0: none."""
+    score_template: str | None = None
+    """How /v1/rerank asks the model about a document: qwen3-reranker, or a TOML file. None: it refuses."""
     link_measurements: Path | None = None
     """File of `foreword pml measure --save`: how well this model answers linked prompts, those with gaps between
     positions if measured with `--gaps`; needs `allow_links`."""

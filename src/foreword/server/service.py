@@ -35,6 +35,7 @@ from foreword.server.api_errors import LongPromptError, bad_request, too_busy, u
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.bodies.unknown_fields import UnknownFields
+from foreword.server.chats.score_template import ScoreTemplate
 from foreword.server.chats.told_patterns import ToldPatterns
 from foreword.server.crews import Crews
 from foreword.server.engine_door import EngineDoor
@@ -163,6 +164,14 @@ class Service:
         self.metrics = Metrics(model_name, self.insight, infos_of(llm, now), self.http_requests)
         self.records.on_finished(Listener("metrics", self.metrics.observe))
         self._open_listeners(config)
+        named = config.score_template
+        self.score_template = None if named is None else ScoreTemplate.named(named)
+        """How documents are shown to the model for a score; None: they are not."""
+        self.score_labels: tuple[int, ...] = ()
+        if self.score_template is not None:
+            if llm.tokenizer is None:
+                raise ConfigError("score_template needs a tokenizer, and this model has none")
+            self.score_labels = self.score_template.label_ids(llm.tokenizer)
         self.template_report = TemplateReport() if llm.tokenizer is None else llm.tokenizer.template_report()
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         log_template(llm.tokenizer, self.template_report, self.template_changes)

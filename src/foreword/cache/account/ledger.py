@@ -50,7 +50,7 @@ class MissReason(enum.StrEnum):
     STATE_NOT_SAVED = "state_not_saved"
     """Keys and values of more tokens are cached, but no recurrent state was saved after them."""
     LOOKUP_SKIPPED = "lookup_skipped"
-    """The request asked for its whole prompt to be computed."""
+    """The request asked for its whole prompt, or the rest of it, to be computed."""
     IN_FLIGHT = "in_flight"
     """Another request is computing it right now."""
     LOADING = "loading"

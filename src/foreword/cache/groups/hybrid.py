@@ -72,7 +72,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     def _agree(self, sequence: TokenSequence, finders: Sequence[BlockFinder]) -> tuple[tuple[BlockIds, ...], int]:
         """The tables of the longest hit that all groups accept, and its length in tokens; `finders`: by group."""
-        length = min(len(sequence) - 1, self._num_findable(sequence)) // self.alignment * self.alignment
+        length = min(sequence.num_hittable_tokens, self._num_findable(sequence)) // self.alignment * self.alignment
         tables: dict[int, BlockIds] = {}
         agreed = False
         while length > 0 and not agreed:

@@ -71,13 +71,18 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         match = self._index.match(sequence)
         if match is NO_MATCH:
             return self.nothing
-        num_shared = len(match.block_ids) * self._size
-        computed_last = max(0, len(sequence) - 1)
-        partial = match.partial
+        block_ids, partial = match.block_ids, match.partial
+        computed_last = sequence.num_hittable_tokens
+        if (most := sequence.most_hit_tokens) is not None and len(block_ids) * self._size > most:
+            # |--- whole blocks ---|-- rest --:--|   the first `most` tokens end at the colon
+            whole, rest = divmod(most, self._size)
+            partial = PartialBlock(int(block_ids[whole]), rest) if rest else None
+            block_ids = block_ids[:whole]
+        num_shared = len(block_ids) * self._size
         if partial is None or num_shared >= computed_last:
-            return PrefixHit((match.block_ids,), None, min(num_shared, computed_last), num_shared)
+            return PrefixHit((block_ids,), None, min(num_shared, computed_last), num_shared)
         num_tokens = min(num_shared + partial.num_tokens, computed_last)
-        return PrefixHit((match.block_ids,), partial, num_tokens, num_shared)
+        return PrefixHit((block_ids,), partial, num_tokens, num_shared)
 
     def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
         return self._index.match(sequence).partial

@@ -44,6 +44,7 @@ class TokenSequence:
         "block_size",
         "extra_keys",
         "linked_from",
+        "most_hit_tokens",
         "request_id",
         "root",
         "shown",
@@ -63,6 +64,8 @@ class TokenSequence:
         """`linked_from`: the first token whose KV is copied from another sequence; None: there is none."""
         self.request_id = request_id
         self.linked_from = linked_from
+        self.most_hit_tokens: int | None = None
+        """Leading tokens that a hit may have at most, because the others are computed for their logits; None: all."""
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.root = root
@@ -91,6 +94,16 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return self._num_given + len(self._generated)
+
+    @property
+    def num_hittable_tokens(self) -> int:
+        """Leading tokens that a hit may have: the last one is always computed."""
+        most = max(0, len(self) - 1)
+        return most if self.most_hit_tokens is None else min(most, self.most_hit_tokens)
+
+    def may_hit(self, block: int) -> bool:
+        """Whether a hit may have all of the full block number `block`, as far as `most_hit_tokens` says."""
+        return self.most_hit_tokens is None or (block + 1) * self.block_size <= self.most_hit_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

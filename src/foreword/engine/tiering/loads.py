@@ -192,6 +192,8 @@ class Loads:
         if request.skips_cache or not request.loads.may_ask:
             return False
         keys, number = request.sequence.block_hashes(), hit.num_shared_tokens // self._manager.block_size
+        if not request.sequence.may_hit(number):
+            return False
         load = self._owner_of.get(keys[number]) if number < len(keys) else None
         if load is None:
             if request.loads.no_room_at == self._num_ended and self._loads:

@@ -74,7 +74,11 @@ def read_stored(options: ModelConfig) -> StoredModel:
     elif files:
         weights = StoredTensors(str(folder), gguf_places(files, keeps_codes=keeps_codes), dtype)
     else:
-        weights = StoredTensors.of_safetensors(folder, dtype)
+        places = safetensors_places(folder)
+        if "embed_tokens.weight" in places:  # a model without a head, as embedding models are stored
+            places = {f"model.{name}": place for name, place in places.items()}
+            values = {**values, "tie_word_embeddings": True}
+        weights = StoredTensors(str(folder), places, dtype)
     return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))
 
 

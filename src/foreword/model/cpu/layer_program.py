@@ -310,6 +310,10 @@ class LayerChain:
         self.program.run()
         return logits
 
+    def normed_rows(self, keep: Tensor, width: int) -> Tensor:
+        """A copy of the normed rows `keep` of the last run."""
+        return self._space.normed_rows(width)[keep]
+
     def _can_run(self, rows: Tensor, step: Step) -> bool:
         """Whether the program can run these rows with the blocks and the kernel of this step."""
         storage = step.storage

@@ -50,6 +50,8 @@ class Decoder:
         self._embedding = Embedding(embedding, self._head if spec.tied else None, self.dtype)
         self.chain = self._make_chain()
         """The program of all layers, if there is one."""
+        self._kept: Tensor | None = None
+        self._keep = torch.empty(0, dtype=torch.int64)
 
     def embed(self, step: Step) -> Tensor:
         """The rows that enter the first layer, [rows, width]."""
@@ -60,6 +62,7 @@ class Decoder:
         """Write the step's keys and values; return logits [num_kept, vocab] of the rows `keep`."""
         rows = self.embed(step)
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
+        self._keep, self._kept = step.keep[: step.num_kept], None
         if self.chain is not None and step.adapted is None:
             logits = self.chain.logits(rows, turns, step)
             if logits is not None:
@@ -76,7 +79,15 @@ class Decoder:
         keep = step.keep  # padded as all rows are
         deltas = NO_DELTAS if step.adapted is None else step.adapted.of(keep).layer(last.number)
         _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept, deltas)
+        self._kept = normed
         return self._scaled(self._head(normed))[: step.num_kept]  # all rows: see `row_padding.py`
+
+    def hidden_rows(self) -> Tensor:
+        """The normed rows that gave the logits of the last call, [num_kept, width]."""
+        if self._kept is not None:
+            return self._kept[: len(self._keep)]
+        assert self.chain is not None
+        return self.chain.normed_rows(self._keep, self.spec.hidden_size)
 
     def run(self, step: Step, *, until: int) -> None:
         """Write the keys and values of the first `until` layers, by any thread."""

@@ -1,7 +1,7 @@
 """Log probabilities of chosen tokens, computed where the logits are, read where requests are.
 
 Knows logits and token ids; knows nothing of requests. Only the chosen token's id and rank and the likeliest tokens of
-each row leave the device.
+each row, and tokens that were asked for by id, leave the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Reports of rows that ask for the same number of likeliest tokens; all tensors are on the device."""
+    """Reports of rows that ask for the same; all tensors are on the device."""
 
     token_ids: Tensor
     """[rows]: the chosen tokens."""
@@ -28,44 +28,58 @@ class LogprobRows:
     """[rows] float32: their log probabilities."""
     ranks: Tensor
     """[rows]: 1 is the likeliest token."""
-    likeliest: Tensor
-    """[rows, k]"""
+    others: Tensor
+    """[rows, k]: the likeliest tokens, and those that were asked for."""
     values: Tensor
-    """[rows, k] float32: log probabilities of the likeliest."""
+    """[rows, k] float32: their log probabilities."""
+    places: Tensor
+    """[rows, k]: their ranks."""
 
     @classmethod
-    def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int) -> LogprobRows:
-        """Report on `token_ids` [rows], given `logprobs` [rows, vocab]."""
+    def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int, wanted: Tensor | None = None) -> LogprobRows:
+        """Report on `token_ids` [rows], and in each row on `wanted` [tokens], given `logprobs` [rows, vocab]."""
+
+        def ranks(values: Tensor) -> Tensor:
+            return (logprobs > values).sum(1, dtype=torch.int32) + 1
+
         own = logprobs.gather(1, token_ids[:, None])
-        values, likeliest = logprobs.topk(min(num_likeliest, logprobs.shape[1]))
-        return cls(token_ids, own[:, 0], (logprobs > own).sum(1, dtype=torch.int32) + 1, likeliest, values)
+        values, others = logprobs.topk(min(num_likeliest, logprobs.shape[1]))
+        places = torch.arange(1, values.shape[1] + 1, device=values.device).expand_as(values)
+        if wanted is not None:
+            more = logprobs[:, wanted]
+            others = torch.cat((others, wanted.expand(len(more), -1)), 1)
+            places = torch.cat((places, torch.stack([ranks(one[:, None]) for one in more.unbind(1)], 1)), 1)
+            values = torch.cat((values, more), 1)
+        return cls(token_ids, own[:, 0], ranks(own), others, values, places)
 
     @property
     def num_ints(self) -> int:
         """Length of `packed`."""
-        return 3 * len(self.own) + 2 * self.values.numel()
+        return 3 * len(self.own) + 3 * self.values.numel()
 
     def packed(self) -> Tensor:
         """Everything as one [n] int32 tensor; floats keep their bits."""
-        parts = (self.token_ids, self.own, self.ranks, self.likeliest, self.values)
+        parts = (self.token_ids, self.own, self.ranks, self.others, self.values, self.places)
         return torch.cat([as_int32(part).flatten() for part in parts])
 
     def read(self, packed: Int32s) -> list[TokenLogprobs]:
         """Unpack `packed` on the host: one report per row."""
         rows, count = self.values.shape
-        token_ids, own, ranks, likeliest, values = np.split(packed, np.cumsum([rows, rows, rows, rows * count]))
+        ends = np.cumsum([rows, rows, rows, rows * count, rows * count])
+        token_ids, own, ranks, others, values, places = np.split(packed, ends)
         reports: list[TokenLogprobs] = []
         columns = zip(
             token_ids.tolist(),
             own.view(np.float32).tolist(),
             ranks.tolist(),
-            likeliest.reshape(rows, count).tolist(),
+            others.reshape(rows, count).tolist(),
             values.view(np.float32).reshape(rows, count).tolist(),
+            places.reshape(rows, count).tolist(),
             strict=True,
         )
-        for token_id, value, rank, others, their_values in columns:
+        for token_id, value, rank, *of_others in columns:
             report = {token_id: Logprob(value, rank)}
-            for place, (other, logprob) in enumerate(zip(others, their_values, strict=True), 1):
+            for other, logprob, place in zip(*of_others, strict=True):
                 report.setdefault(other, Logprob(logprob, place))
             reports.append(report)
         return reports

@@ -17,6 +17,7 @@ from foreword.batch import Batch, BatchResult
 from foreword.model.sampling.draws import Put
 from foreword.model.sampling.logprobs import Int32s, LogprobRows
 from foreword.model.sampling.sampler import Drawn, Sampled, SamplingPlan
+from foreword.request import NO_REPORT
 
 Rows = npt.NDArray[np.int64]
 
@@ -35,12 +36,14 @@ def logit_rows(batch: Batch) -> LogitRows:
     """Rows of the tokens after which entries sample, and of every prompt token that an entry reports on."""
     entries = batch.entries
     ends = batch.query_starts[1:].astype(np.int64)
-    reports = entries.facts["reports_prompt"] & (entries.starts < entries.facts["num_prompt_tokens"] - 1)
+    lengths = ends - batch.query_starts[:-1]
+    begins = np.maximum(entries.starts, entries.facts["reports_prompt_from"]) - entries.starts
+    reports = (begins < lengths) & (entries.starts + begins < entries.facts["num_prompt_tokens"] - 1)
     counts = entries.samples.astype(np.int64)
     if entries.drafts:
         counts += entries.num_drafts()
     if reports.any():
-        counts[reports] = (ends - batch.query_starts[:-1])[reports]
+        counts[reports] = (lengths - begins)[reports]
     row_ends = counts.cumsum()
     return LogitRows(np.arange(counts.sum()) + (ends - row_ends).repeat(counts), row_ends)
 
@@ -96,7 +99,7 @@ class Readout:
         samples, counts = batch.entries.samples, batch.entries.num_drafts() + 1
         entries = samples.repeat(counts).nonzero()[0] if batch.entries.drafts else samples.nonzero()[0]
         lasts = _last_rows(asked.ends[samples], counts[samples]) if len(entries) < len(asked.rows) else None
-        reporting = batch.entries.facts["reports_prompt"].nonzero()[0].tolist()
+        reporting = (batch.entries.facts["reports_prompt_from"] != NO_REPORT).nonzero()[0].tolist()
         firsts = np.append(0, asked.ends)
         prompts = (_prompt_rows(batch, number, int(firsts[number]), put) for number in reporting)
         return cls(
@@ -129,11 +132,12 @@ def _last_rows(ends: Rows, counts: Rows) -> Rows:
 
 
 def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> tuple[int, slice, Tensor, int] | None:
-    """One of `Readout.prompts`: an entry reports on the tokens after positions `entry.start` and later."""
+    """One of `Readout.prompts`: an entry reports on the tokens after positions `first_reported` and later."""
     entry = batch.entries[number]
     request = entry.request
     assert request.params.prompt_logprobs is not None
     end = min(entry.end, request.num_prompt_tokens - 1)
-    following = request.sequence.token_ids[entry.start + 1 : end + 1].astype(np.int64)
+    begin = max(entry.start, request.params.first_reported)
+    following = request.sequence.token_ids[begin + 1 : max(begin, end) + 1].astype(np.int64)
     rows = slice(first, first + len(following))
     return (number, rows, put(following), request.params.prompt_logprobs) if len(following) else None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,17 @@ class Drawn:
         return packed[: len(self.token_ids)], logprobs
 
 
+class Reported(NamedTuple):
+    """Rows that report the same about their tokens."""
+
+    numbers: list[int]
+    rows: Tensor
+    """The same numbers, on the device."""
+    num_likeliest: int
+    wanted: Tensor | None
+    """Tokens that are reported besides; None: none."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """How the rows of a step are sampled; its tensors are on the logits' device."""
@@ -121,8 +133,8 @@ class SamplingPlan:
     """The draws of rows that are not greedy."""
     greedy: Tensor | None
     """Rows [n] int64 that are, beside random ones; None: all are, or none is."""
-    reported: list[tuple[list[int], Tensor, int]]
-    """Rows that report log probabilities, as a list and as a tensor, and the number of likeliest tokens to report."""
+    reported: list[Reported]
+    """Rows that report log probabilities."""
 
     @classmethod
     def make(cls, asked: Sampled, vocab: int, put: Put) -> SamplingPlan:
@@ -173,7 +185,7 @@ class SamplingPlan:
 
     def draw(self, logits: Tensor) -> Drawn:
         """Sample `logits` [rows, vocab]. If the plan needs it, they are contiguous float32 and change in place."""
-        logprobs = [logits[rows].log_softmax(-1) for _, rows, _ in self.reported]
+        logprobs = [logits[asked.rows].log_softmax(-1) for asked in self.reported]
         self._adjust(logits)
         if self.random is None:
             token_ids = _largest(logits)
@@ -183,8 +195,8 @@ class SamplingPlan:
             if self.greedy is not None:
                 token_ids.index_copy_(0, self.greedy, _largest(logits[self.greedy]))
         reports = [
-            (numbers, LogprobRows.of(own, token_ids[rows], count))
-            for (numbers, rows, count), own in zip(self.reported, logprobs, strict=True)
+            (asked.numbers, LogprobRows.of(own, token_ids[asked.rows], asked.num_likeliest, asked.wanted))
+            for asked, own in zip(self.reported, logprobs, strict=True)
         ]
         return Drawn(token_ids, reports)
 
@@ -253,13 +265,15 @@ def _greedy_rows(asked: Sampled, put: Put) -> Tensor | None:
     return None if is_greedy.all() or not is_greedy.any() else put(is_greedy.nonzero()[0])
 
 
-def _reported(asked: Sampled, put: Put) -> list[tuple[list[int], Tensor, int]]:
-    rows_of: dict[int, list[int]] = {}
+def _reported(asked: Sampled, put: Put) -> list[Reported]:
+    rows_of: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for row in asked.facts["reports"].nonzero()[0].tolist():
-        count = asked.requests[row].params.logprobs
-        assert count is not None
-        rows_of.setdefault(count, []).append(row)
-    return [(rows, put(np.array(rows, np.int64)), count) for count, rows in rows_of.items()]
+        params = asked.requests[row].params
+        rows_of.setdefault((params.logprobs or 0, params.logprob_token_ids), []).append(row)
+    return [
+        Reported(rows, put(np.array(rows, np.int64)), count, put(np.array(ids, np.int64)) if ids else None)
+        for (count, ids), rows in rows_of.items()
+    ]
 
 
 def _largest(logits: Tensor) -> Tensor:

@@ -106,13 +106,13 @@ class BodyLimits:
             case "input":
                 self._check_conversation(name, value)
                 self._check_text(name, value)
-            case "prompt":
-                self._check_prompt(value)
-            case "instructions" | "documents" | "question":
+            case "prompt" | "items":
+                self._check_prompt(name, value)
+            case "instructions" | "documents" | "question" | "query":
                 self._check_pieces(name, value)
             case "system":
                 self._check_conversation(name, [{"content": value}])
-            case "tokens":
+            case "tokens" | "context":
                 _at_most(value, self.max_model_len, name)
             case "allowed_token_ids":
                 _at_most(value, self.vocab_size, name)
@@ -121,17 +121,17 @@ class BodyLimits:
                 for inner, below in _inner_objects(name, value):
                     _at_most(below, MAX_FIELDS, inner)
 
-    def _check_prompt(self, prompt: Any) -> None:
+    def _check_prompt(self, name: str, prompt: Any) -> None:
         """Check one text, one list of token ids, or several of either."""
         if not isinstance(prompt, list):
-            self._check_text("prompt", prompt)
+            self._check_text(name, prompt)
         elif prompt and isinstance(prompt[0], int):
-            self._check_tokens("prompt", prompt)
+            self._check_tokens(name, prompt)
         else:
-            _at_most(prompt, self.max_prompts, "prompt")
+            _at_most(prompt, self.max_prompts, name)
             for number, one in enumerate(prompt):
-                self._check_text(f"prompt[{number}]", one)
-                self._check_tokens(f"prompt[{number}]", one)
+                self._check_text(f"{name}[{number}]", one)
+                self._check_tokens(f"{name}[{number}]", one)
 
     def _check_pieces(self, name: str, value: Any) -> None:
         """Check a text, a list of token ids, or a list of both that becomes one prompt."""

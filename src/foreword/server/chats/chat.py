@@ -10,16 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError
 from foreword.request import SamplingParams, TokenConstraint
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
+from foreword.server.bodies.json_scan import parse_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.shorten import Messages, shortened
 from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
 from foreword.server.service import Caller, ChatMark, Ending, Service, digests
 from foreword.text import Tokenizer
+from foreword.text.places import Place
 from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 
@@ -43,6 +47,8 @@ class Chat:
     """Most tokens of reasoning; None: no limit of its own."""
     marks: Sequence[ChatMark] = ()
     """Places up to which the prompt is to be kept."""
+    context: Sequence[int] = ()
+    """Tokens of an earlier answer and its prompt, before these messages."""
     num_bytes: int = 0
     """Length of the body that asked; work on long ones leaves the event loop."""
 
@@ -143,7 +149,10 @@ async def start_chat(
 
         messages = await shortened(messages, service.max_prompt_len(params.max_tokens), count)
     marks = chat.marks if messages is chat.messages else _still_there(chat, messages)
-    prompt = service.fit(await service.conversation(messages, inputs, chat.ending, marks), params)
+    if chat.context:
+        prompt = service.fit(await _continued(service, chat), params)
+    else:
+        prompt = service.fit(await service.conversation(messages, inputs, chat.ending, marks), params)
     caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs | chat.system)))
     turn, limits = Turn(service.tokenizer, prompt.token_ids), service.llm.engine.limits
     limit = turn.limit(
@@ -156,6 +165,21 @@ async def start_chat(
     params = replace(params, open_constraint=limit, keep_markers=True)
     answer = await service.start(caller, response_id, [prompt], params, stream=stream)
     return ChatAnswer(answer, use, turn, service.tokenizer)
+
+
+async def _continued(service: Service, chat: Chat) -> Prompt:
+    """The prompt of messages after a context: what the template writes from the end of an answer on.
+
+    Raises APIError 400 if the template does not show that end.
+    """
+    before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+    tokenizer, messages = service.tokenizer, [*before, *chat.messages]
+    token_ids, [end] = await service.crews.text.run(
+        lambda: tokenizer.render_places(messages, [Place(1, 1)], template_inputs=chat.inputs, **chat.ending.keywords)
+    )
+    if not end or not tokenizer.prompt_text(token_ids[:end].tolist()).endswith("."):
+        raise bad_request("context is not supported with this model's chat template; send messages", param="context")
+    return Prompt(np.concatenate([np.array(chat.context, np.int32), token_ids[end:]]), begins_reply=True)
 
 
 def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
@@ -218,3 +242,12 @@ def reasoning_of(parts: Sequence[Part]) -> str:
 def calls_of(parts: Sequence[Part]) -> list[Call]:
     """The calls of an answer."""
     return [part for part in parts if isinstance(part, Call)]
+
+
+def arguments_of(call: Call) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None if it was cut off, or if they are none."""
+    try:
+        read = parse_json(call.arguments) if call.is_complete else None
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None

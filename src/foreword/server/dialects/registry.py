@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from foreword.server.dialect import Dialect
 from foreword.server.dialects.anthropic.dialect import Anthropic
 from foreword.server.dialects.gemini.dialect import Gemini
+from foreword.server.dialects.ollama.dialect import Ollama
 from foreword.server.dialects.openai.dialect import OpenAI
 
-DIALECTS: tuple[Dialect, ...] = (Anthropic(), Gemini(), OpenAI())
+DIALECTS: tuple[Dialect, ...] = (Anthropic(), Gemini(), Ollama(), OpenAI())
 """In the order in which they are asked whether a call is theirs; the last one takes every call."""
 
 

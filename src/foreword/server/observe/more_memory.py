@@ -50,7 +50,7 @@ class MoreMemory:
             if job.record.first_scheduled_time is None:
                 continue
             params = job.params
-            reads = not params.skip_reading_prefix_cache and params.prompt_logprobs is None
+            reads = params.reads_cache
             num_looked_up = job.record.num_queried_tokens if reads else 0
             for answer in request.answers:
                 keys = block_keys(job.prompt, answer, self._curve.block_tokens)

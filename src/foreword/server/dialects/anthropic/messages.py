@@ -13,6 +13,7 @@ from typing import Any
 
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.chats.chat import Chat
+from foreword.server.chats.thinking import thinking_inputs
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.anthropic.fields import (
     AnyBlock,
@@ -275,16 +276,11 @@ def output_format(body: Request) -> dict[str, Any] | None:
 def _template_inputs(body: Request, template: str, *, is_forced: bool) -> Plain:
     """The template's switches: without `thinking` a model that can answer at once does, as at Anthropic."""
     kind = "disabled" if body.thinking is None else body.thinking.type
-    inputs: Plain = {}
-    if "enable_thinking" in template:
-        inputs["enable_thinking"] = kind != "disabled"
-    elif kind == "enabled" and "think" not in template:
+    effort = body.output_config.effort if body.output_config is not None else None
+    if kind == "enabled" and "think" not in template:
         raise bad_request(
             "thinking.type: 'enabled' is not supported by this model (capability_rejected:thinking); leave it out"
         )
     if kind == "enabled" and is_forced:
         raise bad_request("thinking: may not be enabled when tool_choice forces tool use")
-    effort = body.output_config.effort if body.output_config is not None else None
-    if effort is not None and "reasoning_effort" in template:
-        inputs["reasoning_effort"] = effort
-    return inputs
+    return thinking_inputs(template, enabled=kind != "disabled", effort=effort)

@@ -11,15 +11,12 @@ from typing import Any
 
 from foreword.request import Logprob, TokenLogprobs
 from foreword.server.answer_stream import Delta
-from foreword.server.bodies.json_scan import parse_json
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.chats.chat import ChatAnswer
+from foreword.server.chats.chat import ChatAnswer, arguments_of
+from foreword.server.chats.logprobs import LOWEST
 from foreword.server.dialect import Event
 from foreword.server.service import Service
 from foreword.text.reply import Call, Part, Reasoning
-
-LOWEST = -9999.0
-"""Stands for the log probability of an impossible token, which JSON cannot express."""
 
 _FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
 MALFORMED = "MALFORMED_FUNCTION_CALL"
@@ -157,14 +154,5 @@ def content_part(part: Part, *, with_thoughts: bool) -> Json | None:
         return {"text": part.text, "thought": True} if with_thoughts else None
     if not isinstance(part, Call):
         return {"text": part.text}
-    arguments = _object(part.arguments) if part.is_complete else None
+    arguments = arguments_of(part)
     return None if arguments is None else {"functionCall": {"name": part.name, "args": arguments}}
-
-
-def _object(arguments: str) -> Json | None:
-    """The arguments of a call; None if they are no JSON object."""
-    try:
-        read = parse_json(arguments)
-    except (ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None

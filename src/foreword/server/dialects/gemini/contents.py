@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from foreword.engine import Keep
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.chat import Chat
+from foreword.server.chats.thinking import thinking_inputs
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.gemini.fields import (
     CachedSource,
@@ -266,9 +267,6 @@ def _thinking_inputs(config: ThinkingConfig, chat_template: str) -> dict[str, An
     if budget is not None and level is not None:
         where = "generationConfig.thinkingConfig"
         raise bad_request("thinkingBudget and thinkingLevel cannot be combined; give one of them", param=where)
-    wanted: dict[str, Any] = {}
-    if budget is not None or level is not None:
-        wanted["enable_thinking"] = budget != 0 and level != "MINIMAL"
-    if level is not None:
-        wanted["reasoning_effort"] = "low" if level == "MINIMAL" else level.lower()
-    return {name: value for name, value in wanted.items() if name in chat_template}
+    enabled = None if budget is None and level is None else budget != 0 and level != "MINIMAL"
+    effort = None if level is None else "low" if level == "MINIMAL" else level.lower()
+    return thinking_inputs(chat_template, enabled=enabled, effort=effort)

@@ -17,8 +17,8 @@ from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, reasoning_of, start_chat, text_of
+from foreword.server.chats.logprobs import chat_logprobs
 from foreword.server.chats.tools import ToolChoice
-from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Breakpoints, Caching
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
 from foreword.server.dialects.openai.extras import Extras
@@ -162,7 +162,7 @@ class _ChatCompletion(ChoicesAnswer):
     def _logprobs(self, delta: Delta) -> Chunk | None:
         if not delta.logprobs:
             return None
-        content = form.chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._num_top)
+        content = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._num_top)
         return {"content": content, "refusal": None}
 
 

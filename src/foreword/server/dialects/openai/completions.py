@@ -71,6 +71,8 @@ def _completion_limits(body: TextCall) -> Limits:
         raise bad_request("max_tokens=0 asks for nothing; use 1 or more, or echo=true", param="max_tokens")
     # The engine always generates something; with max_tokens=0 the answer does not show it.
     most = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    if body.score_from and (not body.echo or body.logprobs is None):
+        raise bad_request("score_from is only allowed with echo=true and logprobs", param="score_from")
     return Limits(most, body.logprobs, body.logprobs if body.echo else None)
 
 

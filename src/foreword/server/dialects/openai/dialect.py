@@ -7,8 +7,15 @@ from typing import Any
 
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
-from foreword.server.dialects.openai import chat, completions, modules, responses
-from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest, ModulesRequest
+from foreword.server.dialects.openai import chat, completions, embeddings, modules, responses, scores
+from foreword.server.dialects.openai.fields import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    ModulesRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from foreword.server.dialects.openai.response_fields import ResponsesRequest
 from foreword.server.service import Service
 
@@ -17,8 +24,16 @@ class OpenAI(Dialect):
     """The API of openai's clients."""
 
     name = "openai"
-    routers = (chat.router, completions.router, modules.router, responses.router)
-    bodies = (ChatRequest, CompletionRequest, ModulesRequest, ResponsesRequest)
+    routers = (chat.router, completions.router, modules.router, responses.router, scores.router, embeddings.router)
+    bodies = (
+        ChatRequest,
+        CompletionRequest,
+        EmbeddingsRequest,
+        ModulesRequest,
+        RerankRequest,
+        ResponsesRequest,
+        ScoreRequest,
+    )
     stream_end = b"data: [DONE]\n\n"
     ping = b": the request waits\n\n"
 

@@ -283,6 +283,8 @@ class TextCall(_ChoicesCall):
     max_tokens: Count | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
+    score_from: Count | None = None
+    """With `echo` and `logprobs`: position of the first token of the prompt that gets a log probability."""
     best_of: Positive | None = None
     suffix: str | None = None
 
@@ -300,6 +302,63 @@ class CompletionRequest(TextCall):
         | SomeTokenIds
         | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
     )
+
+
+class _ScoringCall(Body):
+    """Fields of calls that read several prompts and write no text."""
+
+    HOLDS = "prompts"
+
+    model: str | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
+class EmbeddingsRequest(_ScoringCall):
+    """POST /v1/embeddings."""
+
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | SomeTokenIds
+        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
+    )
+    dimensions: Positive | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class ScoreRequest(_ScoringCall):
+    """POST /v1/score."""
+
+    query: str | SomeTokenIds
+    items: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
+    )
+    label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1024)]
+    apply_softmax: bool | None = None
+    """Whether the scores of an item add up to 1; else they are the tokens' probabilities among all."""
+    item_first: bool | None = None
+    """Whether the item stands before the query."""
+
+
+class RankedDocument(Part):
+    """A document of /v1/rerank as an object."""
+
+    text: str
+
+
+class RerankRequest(_ScoringCall):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: Annotated[list[str | RankedDocument], Field(min_length=1, fail_fast=True)]
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+    """In place of the score template's own."""
 
 
 class ModulesRequest(TextCall):

@@ -11,13 +11,10 @@ from typing import Any
 from foreword.llm import LLM
 from foreword.request import DraftCounts, RequestOutput, TokenLogprobs
 from foreword.server.answer_stream import Delta
+from foreword.server.chats.logprobs import LOWEST
 from foreword.server.dialects.openai.caching import TTL_S
 from foreword.text import Tokenizer
 from foreword.text.detokenizer import REPLACEMENT
-
-LOWEST = -9999.0
-"""Stands for the log probability of an impossible token, which JSON cannot express."""
-
 
 Written = Mapping[float, int]
 """Prompt tokens that were written to the cache, by the seconds for which they are kept."""
@@ -120,31 +117,6 @@ def _num_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return num_prompt, num_cached, sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-
-
-def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
-) -> list[dict[str, Any]]:
-    """`logprobs.content` of a chat's choice, and `logprobs` of a response's text."""
-    content = []
-    for token_id, of_position in zip(token_ids, logprobs, strict=True):
-        top = sorted(of_position.items(), key=lambda item: item[1].rank)[:num_top]
-        content.append(
-            {
-                **_token(tokenizer, token_id, of_position[token_id].logprob),
-                "top_logprobs": [_token(tokenizer, other, logprob.logprob) for other, logprob in top],
-            }
-        )
-    return content
-
-
-def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    spelt = tokenizer.token_bytes(token_id)
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": max(logprob, LOWEST),
-        "bytes": None if spelt is None else list(spelt),
-    }
 
 
 def completion_logprobs(

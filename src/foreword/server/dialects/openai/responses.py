@@ -24,6 +24,7 @@ from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, start_chat
+from foreword.server.chats.logprobs import chat_logprobs
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Breakpoints, Caching
@@ -217,7 +218,7 @@ class _ResponseAnswer:
         if delta.logprobs is None:
             return []
         top = self._body.top_logprobs or 0
-        return form.chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, top)
+        return chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, top)
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         body, record, params = self._body, self.answer.jobs[0].record, self.answer.jobs[0].params

@@ -1,0 +1,76 @@
+"""Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files say.
+
+Knows `modules.json` and the files that it names; knows no model. Only the last token's vector is exact here: it has one
+value whether the text before it was computed or found in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.config import ModelConfig
+from foreword.errors import InvalidRequestError
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """Of a text's hidden states, the last token's is its embedding."""
+
+    normalises: bool = True
+    """Whether embeddings have length 1."""
+    refusal: str | None = None
+    """Why this model gives no embeddings; None: it does."""
+
+    @classmethod
+    def of(cls, options: ModelConfig) -> Pooling:
+        """As the model's files say; without any, the last token, normalised."""
+        folder = Path(options.model).expanduser()
+        file = folder / "modules.json"
+        if not folder.exists():
+            return cls(refusal="its files are not in a folder of this machine, so how it pools is not known")
+        if not file.is_file():
+            return cls()
+        try:
+            modules = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(file.read_bytes())}
+            other = next((name for name in modules if name not in ("Transformer", "Pooling", "Normalize")), None)
+            if other is not None:
+                return cls(refusal=f"modules.json names the module {other}, which foreword does not compute")
+            config = json.loads((folder / modules["Pooling"] / "config.json").read_bytes())
+            modes = _modes(config)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            return cls(refusal=f"its sentence-transformers files cannot be read ({error!r})")
+        if modes != ["lasttoken"]:
+            return cls(refusal=f"it pools by {' and '.join(modes) or 'nothing'}, and foreword by the last token alone")
+        return cls("Normalize" in modules)
+
+    def check(self, dimensions: int | None, width: int | None = None) -> None:
+        """Raise InvalidRequestError if there are no embeddings, or none of this many dimensions."""
+        if self.refusal is not None:
+            raise InvalidRequestError(f"this model gives no embeddings: {self.refusal}; choose another model")
+        if dimensions is not None and (dimensions < 1 or (width is not None and dimensions > width)):
+            limit = "" if width is None else f" to {width}"
+            raise InvalidRequestError(f"dimensions={dimensions} is out of range; use 1{limit}")
+
+    def embedding(self, hidden: FloatArray, dimensions: int | None = None) -> FloatArray:
+        """An embedding of the last token's hidden state [width]: its first `dimensions`. Raises InvalidRequestError."""
+        self.check(dimensions, len(hidden))
+        cut = hidden[:dimensions].astype(np.float64)
+        length = float(np.sqrt((cut * cut).sum()))
+        return (cut / length if self.normalises and length else cut).astype(np.float32)
+
+
+def _modes(config: Mapping[str, object]) -> Sequence[str]:
+    """The ways of pooling that a config names, in its older and its newer form."""
+    said = config.get("pooling_mode")
+    if said is not None:
+        return [str(one) for one in (said if isinstance(said, list) else [said])]
+    prefix = "pooling_mode_"
+    return [name.removeprefix(prefix) for name, is_on in config.items() if name.startswith(prefix) and is_on is True]

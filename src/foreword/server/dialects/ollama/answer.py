@@ -1,0 +1,155 @@
+"""Ollama's answers, whole or as lines of JSON: the last line says what the answer took.
+
+Knows the fields of answers; knows nothing of HTTP, nor how an answer was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from foreword.server.answer_stream import AnswerStream, Delta
+from foreword.server.bodies.off_loop import off_loop
+from foreword.server.chats.chat import ChatAnswer, ReplyDelta, arguments_of
+from foreword.server.chats.logprobs import chat_logprobs
+from foreword.server.dialect import Event
+from foreword.server.records import RequestRecord
+from foreword.server.service import Service
+from foreword.text.reply import Call, Part, Reasoning, Text
+
+Json = dict[str, Any]
+
+
+def now() -> str:
+    """The time in Ollama's form."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a call says about the form of its answer."""
+
+    model: str
+    is_chat: bool
+    num_top: int | None = None
+    """Number of likeliest tokens to report at each position; None: no log probabilities."""
+    num_ctx: int | None = None
+    """The length of the context, to be said because the client asked for another one; None: it did not."""
+    with_context: bool = False
+    """Whether the answer ends with the tokens that a later call can continue."""
+
+
+class OllamaAnswer:
+    """Writes one answer."""
+
+    piece_depth = 4
+
+    def __init__(self, service: Service, answer: ChatAnswer | AnswerStream, wish: Wish) -> None:
+        """`answer` is a stream for prompts without a chat template."""
+        self.answer = answer.stream if isinstance(answer, ChatAnswer) else answer
+        self._chat_answer = answer if isinstance(answer, ChatAnswer) else None
+        self._service = service
+        self._wish = wish
+        self._num_calls = 0
+
+    def num_bytes(self, deltas: Sequence[Delta]) -> int:
+        """Estimated bytes of these deltas."""
+        per_token = 8 if self._wish.num_top is None else 128 * (1 + self._wish.num_top)
+        context = 8 * len(self.answer.outputs[0].prompt_token_ids) if self._wish.with_context else 0
+        return context + per_token * sum(len(delta.token_ids) for delta in deltas)
+
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        """The body of an answer that is not streamed."""
+        [delta] = deltas
+        return self._line(delta, self._read(delta).parts) | self._end(delta)
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Lines of a streamed answer: one for each kind of part, then the end."""
+        async for deltas in self.answer.deltas():
+            yield await off_loop(self.num_bytes(deltas), partial(self._lines, deltas))
+
+    def _lines(self, deltas: Sequence[Delta]) -> list[Event]:
+        lines: list[Json] = []
+        for delta in deltas:
+            parts = self._read(delta).parts
+            lines += [self._line(delta if not at else None, [part]) for at, part in enumerate(parts)]
+            if delta.finish_reason is not None:
+                lines.append(self._line(None if parts else delta, []) | self._end(delta))
+            elif delta.logprobs and not parts:
+                lines.append(self._line(delta, []))
+        return [(None, line) for line in lines]
+
+    def _read(self, delta: Delta) -> ReplyDelta:
+        if self._chat_answer is None:
+            return ReplyDelta([Text(delta.text)] if delta.text else [], delta.finish_reason)
+        return self._chat_answer.read(delta)
+
+    def _line(self, delta: Delta | None, parts: Sequence[Part]) -> Json:
+        """A line with these parts, and the log probabilities of a delta's tokens."""
+        text = "".join(_text(part) for part in parts if not isinstance(part, Reasoning))
+        thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls = [call for part in parts if (call := self._call(part)) is not None]
+        thinking = {"thinking": thoughts} if thoughts else {}
+        line: Json = {"model": self._wish.model, "created_at": now()}
+        if self._wish.is_chat:
+            called = {"tool_calls": calls} if calls else {}
+            line["message"] = {"role": "assistant", "content": text, **thinking, **called}
+        else:
+            line |= {"response": text, **thinking}
+        line["done"] = False
+        if delta is not None and delta.logprobs:
+            line["logprobs"] = chat_logprobs(
+                self._service.tokenizer, delta.token_ids, delta.logprobs, self._wish.num_top or 0
+            )
+        return line
+
+    def _call(self, part: Part) -> Json | None:
+        if not isinstance(part, Call) or (arguments := arguments_of(part)) is None:
+            return None
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        named = {} if part.id is None else {"id": part.id}
+        return {**named, "function": {"index": index, "name": part.name, "arguments": arguments}}
+
+    def _end(self, delta: Delta) -> Json:
+        [output] = self.answer.outputs
+        end: Json = {
+            "done": True,
+            "done_reason": delta.finish_reason,
+            **_durations(self.answer.jobs[0].record),
+            "prompt_eval_count": len(output.prompt_token_ids),
+            "prompt_cached_count": output.num_cached_tokens,
+            "eval_count": len(output.outputs[0].token_ids),
+        }
+        if self._wish.with_context:
+            told, ends = list(output.outputs[0].token_ids), self._service.llm.engine.limits.eos_token_ids
+            if told and told[-1] in ends:  # the next turn writes it
+                told.pop()
+            end["context"] = [*output.prompt_token_ids, *told]
+        if self._wish.num_ctx is not None:
+            end["num_ctx"] = self._wish.num_ctx
+        return end
+
+
+def _durations(record: RequestRecord) -> Json:
+    """Nanoseconds: waiting for the first step counts as the time to load, and the three parts add up to the total."""
+    end = record.token_times[-1] if record.token_times else time.monotonic()
+    first = record.token_times[0] if record.token_times else end
+    begun = record.first_scheduled_time if record.first_scheduled_time is not None else first
+    at = [round(1e9 * (moment - record.arrival_time)) for moment in (begun, first, end)]
+    return {
+        "total_duration": at[2],
+        "load_duration": at[0],
+        "prompt_eval_duration": at[1] - at[0],
+        "eval_duration": at[2] - at[1],
+    }
+
+
+def _text(part: Part) -> str:
+    """The text of a part; a call that cannot be made is shown as it is."""
+    if not isinstance(part, Call):
+        return part.text
+    return "" if arguments_of(part) is not None else f"{part.name}({part.arguments})"

@@ -1,0 +1,174 @@
+"""/api/chat, /api/generate, and what is served: /api/tags, /api/ps, /api/show, /api/version.
+
+Knows Ollama's paths; answer.py writes the answers. A server has the model that it was started with: calls that would
+change which models there are get 501.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from foreword import __version__
+from foreword.engine import Prompt
+from foreword.server import embeddings
+from foreword.server.access.tenants import Tenant
+from foreword.server.answer_stream import AnswerStream
+from foreword.server.api_errors import APIError, bad_request
+from foreword.server.calls import caller_of
+from foreword.server.chats.chat import ChatAnswer, start_chat
+from foreword.server.dialects.ollama.answer import OllamaAnswer, Wish, now
+from foreword.server.dialects.ollama.fields import (
+    EmbedRequest,
+    GenerateRequest,
+    ModelRequest,
+    OldEmbedRequest,
+    OllamaChatRequest,
+)
+from foreword.server.dialects.ollama.messages import chat_of, sampling_params
+from foreword.server.dialects.ollama.models import listed, running, served_name, shown
+from foreword.server.http import Authorized, JsonLines, json_response, respond, service_of
+from foreword.server.intake import body_of, takes, with_body
+from foreword.server.service import Caller, Service, new_id
+
+router = APIRouter(tags=["ollama"])
+
+
+@router.post("/api/chat", openapi_extra=takes(OllamaChatRequest))
+async def chat(
+    body: Annotated[OllamaChatRequest, Depends(body_of(OllamaChatRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """Answer a conversation."""
+    service = service_of(request)
+    caller = _caller(body, request, tenant, "ollama.chat")
+    if not body.messages:  # asks for the model to be there
+        return json_response(_loaded(body) | {"message": {"role": "assistant", "content": ""}})
+    chat = await with_body(request, lambda: chat_of(service, body, request.state.num_body_bytes))
+    params = await sampling_params(service, body)
+    answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
+    return await respond(request, OllamaAnswer(service, answer, _wish(service, body)), JsonLines())
+
+
+@router.post("/api/generate", openapi_extra=takes(GenerateRequest))
+async def generate(
+    body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """Answer a text, or continue it."""
+    service = service_of(request)
+    caller = _caller(body, request, tenant, "ollama.generate")
+    unsupported = body.asks_for_unsupported()
+    if unsupported is not None:
+        raise bad_request(f"{unsupported}: not supported by this server; leave it out", param=unsupported)
+    if not body.prompt:  # asks for the model to be there
+        return json_response(_loaded(body) | {"response": ""})
+    params = await sampling_params(service, body)
+    wish = replace(_wish(service, body), with_context=not body.raw)
+    answer: ChatAnswer | AnswerStream
+    if body.raw:
+        if body.context:
+            raise bad_request("context cannot be combined with raw; send the whole prompt as text", param="context")
+        prompt = service.fit(Prompt(await service.encode(body.prompt)), params)
+        answer = await service.start(caller, new_id("ollama-"), [prompt], params, stream=body.stream is not False)
+    else:
+        chat = await with_body(request, lambda: chat_of(service, body, request.state.num_body_bytes))
+        answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
+    return await respond(request, OllamaAnswer(service, answer, wish), JsonLines())
+
+
+@router.post("/api/embed", openapi_extra=takes(EmbedRequest))
+async def embed(
+    body: Annotated[EmbedRequest, Depends(body_of(EmbedRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """Vectors of texts."""
+    service, started = service_of(request), time.monotonic()
+    caller = _caller(body, request, tenant, "ollama.embed")
+    found = await embeddings.embed(
+        service, caller, new_id("ollama-"), body.input or [], body.dimensions, truncates=body.truncate is not False
+    )
+    answer = {"model": body.model, "embeddings": [one.tolist() for one in found.vectors]}
+    took = {"total_duration": round(1e9 * (time.monotonic() - started)), "load_duration": 0}
+    counts = {"prompt_eval_count": found.num_tokens, "prompt_cached_count": found.num_cached_tokens}
+    return json_response(answer | took | counts)
+
+
+@router.post("/api/embeddings", openapi_extra=takes(OldEmbedRequest))
+async def old_embed(
+    body: Annotated[OldEmbedRequest, Depends(body_of(OldEmbedRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """The vector of one text."""
+    service = service_of(request)
+    caller = _caller(body, request, tenant, "ollama.embed")
+    found = await embeddings.embed(service, caller, new_id("ollama-"), body.prompt or [], None, truncates=True)
+    return json_response({"embedding": found.vectors[0].tolist() if found.vectors else []})
+
+
+@router.post("/api/show", openapi_extra=takes(ModelRequest))
+async def show(
+    body: Annotated[ModelRequest, Depends(body_of(ModelRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """What the model is and can do."""
+    service = service_of(request)
+    wanted = body.model or body.name
+    if wanted is None:
+        raise bad_request("model is required", param="model")
+    return json_response(shown(service, served_name(service, wanted)))
+
+
+@router.get("/api/tags")
+async def tags(request: Request, tenant: Authorized) -> Response:
+    """The names under which the server serves its model."""
+    return json_response(listed(service_of(request)))
+
+
+@router.get("/api/ps")
+async def ps(request: Request, tenant: Authorized) -> Response:
+    """The model, which stays in memory for as long as the server runs."""
+    return json_response(running(service_of(request)))
+
+
+@router.get("/api/version")
+async def version() -> Response:
+    """The version of this server."""
+    return json_response({"version": __version__})
+
+
+@router.post("/api/pull")
+@router.post("/api/push")
+@router.post("/api/create")
+@router.post("/api/copy")
+@router.delete("/api/delete")
+@router.post("/api/blobs/{digest}")
+async def change_models(request: Request, tenant: Authorized) -> Response:
+    """501: this server keeps no store of models."""
+    raise APIError(
+        501,
+        f"{request.url.path}: this server has no store of models to change; it serves the one that it was started "
+        "with: foreword serve FOLDER, or a GGUF file",
+        code="not_implemented",
+    )
+
+
+def _caller(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Caller:
+    """The caller of a call, with the model's name as the server has it. Raises APIError 404 for another model."""
+    name = served_name(service_of(request), body.model)
+    return replace(caller_of(body, request, tenant, endpoint), model=name)
+
+
+def _loaded(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
+    """The answer to a call that only loads the model, or lets it go: it is loaded, and stays."""
+    reason = "unload" if body.keep_alive in (0, "0") else "load"
+    return {"model": body.model, "created_at": now(), "done": True, "done_reason": reason}
+
+
+def _wish(service: Service, body: OllamaChatRequest | GenerateRequest) -> Wish:
+    asked = body.options.num_ctx if body.options is not None else None
+    return Wish(
+        body.model,
+        isinstance(body, OllamaChatRequest),
+        (body.top_logprobs or 0) if body.logprobs else None,
+        service.max_model_len if asked is not None and asked != service.max_model_len else None,
+    )

@@ -1,0 +1,190 @@
+"""The dialect: the requests of Ollama's API as pydantic models.
+
+Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
+not taken for a default. Options that choose how Ollama runs a model are known, and have no effect here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from foreword.server.bodies.fields import Body, Part, Penalty, Probability, TokenIds
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**63 - 1)]
+"""An integer; some clients write it as 40.0."""
+KeepAlive = Annotated[str, Field(max_length=64)] | float
+Name = Annotated[str, Field(max_length=256)]
+
+
+class Options(Body):
+    """`options`."""
+
+    num_predict: Whole | None = None
+    """Most tokens of the answer; 0 and less: as many as fit."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_k: Whole | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Probability | None = None
+    seed: Whole | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    num_ctx: Whole | None = None
+    # Accepted, without effect here.
+    numa: bool | None = None
+    num_batch: Whole | None = None
+    num_gpu: Whole | None = None
+    main_gpu: Whole | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    embedding_only: bool | None = None
+    num_thread: Whole | None = None
+    num_keep: Whole | None = None
+    repeat_last_n: Whole | None = None
+    penalize_newline: bool | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    # Ways of sampling that this engine lacks: only the values that switch them off are taken.
+    mirostat: Literal[0] | None = None
+    tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
+
+
+class ModelRequest(Body):
+    """POST /api/show; `name` is the older name of `model`."""
+
+    model: Name | None = None
+    name: Name | None = None
+    verbose: bool | None = None
+    system: str | None = None
+    template: str | None = None
+    options: Options | None = None
+
+
+class EmbedRequest(Body):
+    """POST /api/embed."""
+
+    HOLDS = "prompts"
+
+    model: Name
+    input: str | Annotated[list[str], Field(fail_fast=True)]
+    truncate: bool | None = None
+    """Whether a text that is too long keeps its beginning; True unless it is false, as at Ollama."""
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+    # Ours.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
+class OldEmbedRequest(Body):
+    """POST /api/embeddings, which Ollama had before."""
+
+    model: Name
+    prompt: str | None = None
+    options: Options | None = None
+    keep_alive: KeepAlive | None = None
+    # Ours.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
+class _Generation(Body):
+    """Fields of calls that generate."""
+
+    model: Name
+    stream: bool | None = None
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["", "low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: bool | None = None
+    """Whether the earliest messages may be left out if the conversation is too long. False unless it is asked for."""
+    # Ours.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    # Accepted, without effect here.
+    keep_alive: KeepAlive | None = None
+    shift: bool | None = None
+
+
+class CalledFunction(Part):
+    """`tool_calls[].function`."""
+
+    name: str
+    arguments: dict[str, Any] | None = None
+
+
+class EarlierCall(Part):
+    """One of `tool_calls` in an earlier answer."""
+
+    id: Name | None = None
+    function: CalledFunction
+
+
+class OllamaMessage(Part):
+    """A message; unknown fields of earlier answers are ignored."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=128)] | None = None
+    tool_name: Name | None = None
+    name: Name | None = None
+    """An older name of `tool_name`."""
+    tool_call_id: Name | None = None
+
+
+class DescribedFunction(Part):
+    """`tools[].function`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OllamaTool(Part):
+    """One of `tools`."""
+
+    type: Literal["function"] = "function"
+    function: DescribedFunction
+
+
+class OllamaChatRequest(_Generation):
+    """POST /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[OllamaTool], Field(max_length=128, fail_fast=True)] | None = None
+
+
+class GenerateRequest(_Generation):
+    """POST /api/generate."""
+
+    HOLDS = "tokens"
+
+    prompt: str | None = None
+    system: str | None = None
+    context: TokenIds | None = None
+    """The tokens of an earlier answer and its prompt, which this one continues."""
+    raw: bool | None = None
+    """Whether the prompt is the whole prompt, without a chat template."""
+    images: list[Any] | None = None
+    suffix: str | None = None
+    template: str | None = None
+
+    UNSUPPORTED = ("images", "suffix", "template")

@@ -1,0 +1,129 @@
+"""/v1/score and /v1/rerank: how likely a model is to answer with each of a few tokens, for many prompts at once.
+
+Knows the fields of SGLang's scores, and of Jina's and Cohere's rankings. All prompts of a call are queued together;
+what they share at their beginnings is computed once, and of each prompt one row of logits is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from foreword.engine import Prompt
+from foreword.request import SamplingParams
+from foreword.server.access.tenants import Tenant
+from foreword.server.api_errors import bad_request
+from foreword.server.calls import caller_of
+from foreword.server.dialects.openai.fields import RerankRequest, ScoreRequest
+from foreword.server.http import Authorized, finished, json_response, service_of
+from foreword.server.intake import body_of, takes
+from foreword.server.service import Service, new_id
+
+router = APIRouter(tags=["scores"])
+
+
+@router.post("/v1/score", openapi_extra=takes(ScoreRequest))
+async def score(
+    body: Annotated[ScoreRequest, Depends(body_of(ScoreRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """The probabilities of some tokens after a query with each of some items."""
+    service = service_of(request)
+    service.check_model(body.model)
+    items = [body.items] if isinstance(body.items, str) else body.items
+    prompts = [await _joined(service, body.query, item, item_first=bool(body.item_first)) for item in items]
+    run = _Run(service, new_id("score-"), body, request, tenant)
+    found = await run.logprobs(prompts, body.label_token_ids)
+    shown = [_shares(own) if body.apply_softmax else [math.exp(value) for value in own] for own in found]
+    answer = {"id": run.response_id, "object": "scoring", "model": body.model or service.model_name, "scores": shown}
+    return json_response(answer | {"usage": run.usage()})
+
+
+@router.post("/rerank", openapi_extra=takes(RerankRequest))
+@router.post("/v1/rerank", openapi_extra=takes(RerankRequest))
+@router.post("/v2/rerank", openapi_extra=takes(RerankRequest))
+async def rerank(
+    body: Annotated[RerankRequest, Depends(body_of(RerankRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """Documents by their relevance to a query, the most relevant first."""
+    service = service_of(request)
+    service.check_model(body.model)
+    template, labels = service.score_template, service.score_labels
+    if template is None:
+        raise bad_request(
+            "this server has no score template, without which scores mean nothing; start it with --score-template "
+            "qwen3-reranker, or with a file of your model's",
+            code="no_score_template",
+        )
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    tokenizer, inputs = service.tokenizer, template.template_inputs
+
+    def render() -> list[Prompt]:
+        chats = [template.messages(body.query, text, body.instruction) for text in texts]
+        return [
+            Prompt(tokenizer.render_chat(messages, template_inputs=inputs), begins_reply=True) for messages in chats
+        ]
+
+    run = _Run(service, new_id("rerank-"), body, request, tenant)
+    found = await run.logprobs(await service.crews.text.run(render), labels)
+    relevance = [_shares(own)[0] for own in found]
+    order = sorted(range(len(texts)), key=lambda at: -relevance[at])[: body.top_n]
+    shows = body.return_documents if body.return_documents is not None else request.url.path != "/v2/rerank"
+    results = [
+        {"index": at, "relevance_score": relevance[at], **({"document": {"text": texts[at]}} if shows else {})}
+        for at in order
+    ]
+    answer = {"id": run.response_id, "model": body.model or service.model_name, "results": results}
+    return json_response(answer | {"usage": run.usage()})
+
+
+class _Run:
+    """One call's prompts."""
+
+    def __init__(self, service: Service, response_id: str, body: Any, request: Request, tenant: Tenant) -> None:
+        self.response_id = response_id
+        self._service = service
+        self._caller = caller_of(body, request, tenant, "score")
+        self._num_tokens = self._num_cached = 0
+
+    async def logprobs(self, prompts: Sequence[Prompt], token_ids: Sequence[int]) -> list[list[float]]:
+        """Log probabilities of tokens after each prompt."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=tuple(token_ids))
+        answer = await self._service.start(self._caller, self.response_id, prompts, params, stream=False)
+        await finished(answer)
+        self._num_tokens = sum(len(output.prompt_token_ids) for output in answer.outputs)
+        self._num_cached = sum(output.num_cached_tokens for output in answer.outputs)
+        found = []
+        for output in answer.outputs:
+            logprobs = output.outputs[0].logprobs
+            assert logprobs is not None
+            [of_position] = logprobs
+            found.append([of_position[token_id].logprob for token_id in token_ids])
+        return found
+
+    def usage(self) -> dict[str, Any]:
+        """`usage` of the answer."""
+        tokens = {"prompt_tokens": self._num_tokens, "completion_tokens": 0, "total_tokens": self._num_tokens}
+        return tokens | {"prompt_tokens_details": {"cached_tokens": self._num_cached}}
+
+
+def _shares(logprobs: Sequence[float]) -> list[float]:
+    """Probabilities of tokens among each other."""
+    most = max(logprobs)
+    if most == -math.inf:
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp(value - most) for value in logprobs]
+    return [weight / sum(weights) for weight in weights]
+
+
+async def _joined(service: Service, query: Any, item: Any, *, item_first: bool) -> Prompt:
+    if isinstance(query, str) != isinstance(item, str):
+        raise bad_request("query and items must both be texts, or both be lists of token ids", param="items")
+    first, last = (item, query) if item_first else (query, item)
+    if isinstance(query, str):
+        return Prompt(await service.encode(first + last))
+    return Prompt(np.array([*first, *last], np.int32))

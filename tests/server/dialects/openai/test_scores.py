@@ -1,0 +1,171 @@
+"""Scores and rankings over labels: those of transformers, with the same bits cold, warm, alone and together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foreword.errors import ConfigError
+from foreword.llm import LLM
+from foreword.server.chats.score_template import KNOWN, ScoreTemplate
+from foreword.server.options import ServerConfig
+from live_server import MODEL, ServerThread, client, post
+from tiny_models import TinyModels
+
+TEMPLATE = """
+system = "Judge."
+user = "{query} ({instruction}) <{document}>"
+instruction = "plainly"
+labels = ["a", "b"]
+"""
+QUERY = "Which of these documents speaks of falcons and their codes? " * 4
+DOCUMENTS = [
+    f"Document {number} about {word}." for number, word in enumerate(("owls", "rivers", "falcons", "a {query}"))
+]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
+    file = tmp_path_factory.mktemp("score") / "template.toml"
+    file.write_text(TEMPLATE)
+    folder = str(tiny_models.folder_with_tokenizer("llama"))
+    with (
+        LLM(folder, kv_cache_memory_bytes=16 * 2**20, dtype="float32", self_check=False) as llm,
+        ServerThread(llm, ServerConfig(score_template=str(file))) as running,
+    ):
+        yield running
+
+
+def rerank(server: ServerThread, path: str = "/v1/rerank", **fields: Any) -> Any:
+    answer = post(server.url, path, {"model": MODEL, "query": QUERY, "documents": DOCUMENTS, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def relevance(answer: Any) -> dict[int, float]:
+    return {one["index"]: one["relevance_score"] for one in answer["results"]}
+
+
+def test_a_ranking_is_that_of_transformers_and_the_same_bits_cold_warm_and_alone(
+    server: ServerThread, tiny_models: TinyModels
+) -> None:
+    tokenizer = server.service.tokenizer
+    labels = [tokenizer.encode_part(label)[0] for label in "ab"]
+    cold = rerank(server)
+    assert [one["relevance_score"] for one in cold["results"]] == sorted(relevance(cold).values(), reverse=True)
+    for index, score in relevance(cold).items():
+        told = [
+            {"role": "system", "content": "Judge."},
+            {"role": "user", "content": f"{QUERY} (plainly) <{DOCUMENTS[index]}>"},
+        ]
+        tokens = post(server.url, "/tokenize", {"messages": told}).json()["tokens"]
+        both = tiny_models.oracle("llama").logits(tokens)[-1][labels].softmax(-1)
+        assert score == pytest.approx(both[0].item(), abs=1e-5)
+    warm = rerank(server)
+    cached = warm["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] < cached < warm["usage"]["total_tokens"]
+    assert relevance(warm) == relevance(cold)
+    server.ask(lambda engine: engine.reset_prefix_cache())
+    for index, text in enumerate(DOCUMENTS):
+        assert relevance(rerank(server, documents=[{"text": text, "title": "x"}])) == {0: relevance(cold)[index]}
+    assert relevance(rerank(server, instruction="otherwise")) != relevance(cold)
+
+
+def test_the_forms_of_jina_and_cohere_are_answered(server: ServerThread) -> None:
+    whole = rerank(server)
+    assert {one["document"]["text"] for one in whole["results"]} == set(DOCUMENTS)
+    best = rerank(server, "/v2/rerank", top_n=2)["results"]
+    assert [set(one) for one in best] == [{"index", "relevance_score"}] * 2
+    assert [one["index"] for one in best] == [one["index"] for one in whole["results"][:2]]
+    assert "document" not in rerank(server, "/rerank", return_documents=False)["results"][0]
+
+
+def test_scores_are_probabilities_of_the_tokens_that_were_asked_for(server: ServerThread) -> None:
+    tokenizer = server.service.tokenizer
+    labels = [tokenizer.encode_part(label)[0] for label in "abz"]
+    body = {"query": "Is it so? ", "items": ["yes", "no", "perhaps"], "label_token_ids": labels}
+    plain = post(server.url, "/v1/score", body).json()["scores"]
+    shares = post(server.url, "/v1/score", body | {"apply_softmax": True}).json()["scores"]
+    for own, share in zip(plain, shares, strict=True):
+        assert share == pytest.approx([value / sum(own) for value in own])
+        assert 0 < sum(own) < 1
+    ids = {"query": tokenizer.encode("Is it so? yes").tolist(), "items": [[]]}
+    assert post(server.url, "/v1/score", body | ids).status_code == 400, "an item has tokens"
+    tokens = tokenizer.encode("Is it so? yes").tolist()
+    parts = {"query": tokens[:3], "items": [tokens[3:]]}
+    assert post(server.url, "/v1/score", body | parts).json()["scores"] == plain[:1]
+    first = post(server.url, "/v1/score", body | {"items": "x", "item_first": True}).json()["scores"]
+    assert first == post(server.url, "/v1/score", body | {"query": "x", "items": ["Is it so? "]}).json()["scores"]
+
+
+def test_an_echo_scores_its_end_alone_and_finds_the_rest(server: ServerThread) -> None:
+    ask = client(server.url).completions
+    text = "The candidates stand after a long beginning, which is the same for all of them, and this is the end."
+    tokens = server.service.tokenizer.encode(text).tolist()
+    fields = {"model": MODEL, "prompt": tokens, "max_tokens": 0, "echo": True, "logprobs": 1}
+    cold = ask.create(**fields)
+    at = len(tokens) - 5
+    warm = ask.create(**fields, extra_body={"score_from": at})
+    assert warm.usage.prompt_tokens_details.cached_tokens == at - 1
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert warm.choices[0].text == cold.choices[0].text
+    own, whole = warm.choices[0].logprobs, cold.choices[0].logprobs
+    assert own.token_logprobs == [None] * at + whole.token_logprobs[at:]
+    assert own.top_logprobs[at:] == whole.top_logprobs[at:]
+    for wrong in ({"echo": False}, {"logprobs": None}, {"score_from": len(tokens)}):
+        body = {**fields, "score_from": at, "max_tokens": 1, **wrong}
+        assert post(server.url, "/v1/completions", body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"items": []},
+        {"items": [[1]]},
+        {"label_token_ids": []},
+        {"label_token_ids": [10**6]},
+        {"model": "other"},
+        {"items": ["x"] * 129},
+    ],
+)
+def test_a_score_that_makes_no_sense_is_refused(server: ServerThread, body: dict[str, Any]) -> None:
+    answer = post(server.url, "/v1/score", {"query": "x", "items": ["y"], "label_token_ids": [5]} | body)
+    assert answer.status_code in (400, 404), answer.text
+
+
+def test_without_a_template_nothing_is_ranked(server: ServerThread) -> None:
+    service = server.service
+    template, service.score_template = service.score_template, None
+    try:
+        answer = post(server.url, "/v1/rerank", {"query": "x", "documents": ["y"]})
+    finally:
+        service.score_template = template
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_score_template")
+    assert httpx.get(f"{server.url}/v1/rerank").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('user = "{query}"\nlabels = ["a", "b"]', "no place {document}"),
+        ('user = "{query}{document}"', "no 'labels'"),
+        ('user = "{query}{document}"\nlabels = ["a"]', "not two or more"),
+        ('user = "{query}{document}"\nlabels = ["a", "a"]', "not two or more"),
+        ('user = "{query}{document}"\nlabels = ["a", "b"]\nother = 1', "unknown field 'other'"),
+        ("user = ", "neither a TOML file nor one of qwen3-reranker"),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused_at_the_start(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "template.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        ScoreTemplate.named(str(file))
+
+
+def test_labels_are_single_tokens(server: ServerThread) -> None:
+    with pytest.raises(ConfigError, match="is not one token"):
+        KNOWN["qwen3-reranker"].label_ids(server.service.tokenizer)
