@@ -13,13 +13,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foreword.batch import Batch
+from foreword.config import ModelConfig
 from foreword.engine import Engine, Prompt
 from foreword.errors import InvalidRequestError
 from foreword.model.adapters.folder import read_adapter
 from foreword.model.adapters.weights import AdapterWeights
-from foreword.model.loader import LoadedModel
+from foreword.model.checkpoint.gguf.unfold import unfold
+from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner
 from foreword.request import Links, RequestOutput
+from gguf_writer import write_gguf
 from peft_folders import ATTENTION, save_adapter
 from tiny_models import TinyModels, build_engine, drain, greedy, random_tokens
 
@@ -157,6 +160,25 @@ def test_bits_depend_neither_on_cuts_nor_on_hits_nor_on_neighbours(
     assert_same_bits(mixed.logits["a"], cold.logits["a"])
     assert_same_bits(mixed.logits["base"], plain.logits["base"])
     assert_same_bits(mixed.logits["short"], plain.logits["short"])
+
+
+def test_weights_in_the_codes_of_a_file_take_adapters_too(
+    tiny_models: TinyModels, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, weights = tmp_path / "model.gguf", adapter_for("llama", tiny_models, tmp_path / "adapter")
+    plain = write_gguf(tiny_models.folder("llama"), path)
+    coded, same = (
+        load_model(ModelConfig(str(folder), dtype="float32")) for folder in (unfold(path, with_tokenizer=False), plain)
+    )
+    assert coded.parts()["Q8_0"]
+    cold, chunked, wanted = Adapted(coded), Adapted(coded, max_num_batched_tokens=13), Adapted(same)
+    for run in (cold, chunked, wanted):
+        run.run("a", prompt, weights)
+    chunked.run("b", prompt, weights)
+    assert_same_bits(chunked.logits["a"], cold.logits["a"])
+    assert torch.equal(chunked.logits["b"][89], cold.logits["a"][89])
+    torch.testing.assert_close(cold.logits["a"][89], wanted.logits["a"][89], rtol=2e-3, atol=2e-3)
 
 
 def test_an_alora_adapter_leaves_the_prefix_to_the_base_and_hits_it(

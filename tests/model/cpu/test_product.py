@@ -78,6 +78,7 @@ def test_a_gated_product_is_the_gate_of_two_products(width: int) -> None:
     both = CompactProduct([gate, up], bias)(rows)
     assert found.shape == (40, width)
     torch.testing.assert_close(found, nn.functional.silu(both[:, :width]) * both[:, width:], rtol=2**-6, atol=2**-8)
+    assert torch.equal(CompactProduct([gate, up], bias, gated=True).before_gate(rows), both)
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 12, 39, 300])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Int64Array
+from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.products import low_rank
 from foreword.kernels.products.low_rank import MOST_ROWS
 from foreword.kernels.runtime.threads import OfThread, Operation
@@ -36,6 +37,7 @@ class AdaptedRows:
         self._tables = np.stack([adapter.tables for adapter in adapters], axis=1)
         self._is_changed: list[bool] = (self._tables != 0).any(axis=1).tolist()
         self._most_rank = max(adapter.most_rank for adapter in adapters) + low_rank.RANKS
+        self._addresses = self._numbers.ctypes.data, self._tables.ctypes.data, self._tables.strides[0]
 
     def layer(self, layer: int) -> LayerDeltas:
         """What is added to the results of a layer's products."""
@@ -57,11 +59,13 @@ class AdaptedRows:
         inputs, target = rows.float(), result.float().contiguous()
         missing = low_rank.padded_inputs(inputs.shape[-1]) - inputs.shape[-1]
         inputs = torch.nn.functional.pad(inputs, (0, missing)) if missing else inputs.contiguous()
+        assert len(inputs) == len(target) == len(self._numbers)
+        numbers, tables, table_bytes = self._addresses
         operation = _operations().operation
-        operation.bind(inputs, target, self._numbers, self._tables[product].ctypes.data, self._most_rank)
+        operation.bind(inputs, target, numbers, tables + product * table_bytes, self._most_rank)
         work = len(inputs) * self._most_rank * (inputs.shape[-1] + target.shape[-1])
         operation.run(alone=work < ALONE_OPERATIONS)
-        return target.to(result.dtype)
+        return target if result.dtype == torch.float32 else target.to(result.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +106,13 @@ class _LowRankOperation(Operation):
     def __init__(self) -> None:
         super().__init__(low_rank.compile_worker())
 
-    def bind(self, rows: Tensor, target: Tensor, numbers: Int64Array, tables: int, most_rank: int) -> None:
-        """Set the rows [rows, padded inputs], what they are added to, and the table of each row."""
-        a, threads = self.arguments, torch.get_num_threads()
-        assert len(rows) == len(target) == len(numbers)
-        a["rows"], a["row_bytes"], a["num_rows"] = rows.data_ptr(), 4 * rows.shape[1], len(rows)
-        a["num_steps"], a["target"], a["target_bytes"] = rows.shape[1] // 16, target.data_ptr(), 4 * target.shape[1]
-        a["numbers"], a["tables"] = numbers.ctypes.data, tables
-        a["unit_rows"] = MOST_ROWS * max(1, len(rows) // (4 * MOST_ROWS * threads))
-        a["thread_scratch"] = low_rank.thread_scratch(most_rank)
-        a["scratch"] = thread_memory(int(a["thread_scratch"]) * threads)
+    def bind(self, rows: Tensor, target: Tensor, numbers: int, tables: int, most_rank: int) -> None:
+        """Set the rows [rows, padded inputs], what they are added to, and the addresses of the rows' tables."""
+        threads, (count, inputs), scratch = torch.get_num_threads(), rows.shape, low_rank.thread_scratch(most_rank)
+        unit = MOST_ROWS * max(1, count // (4 * MOST_ROWS * threads))
+        given = rows.data_ptr(), 4 * inputs, count, inputs // LANES, target.data_ptr(), 4 * target.shape[1]
+        counters, memory = self.arguments["counters"], thread_memory(scratch * threads)
+        self.arguments[()] = (*given, numbers, tables, unit, counters, memory, scratch)
 
 
 @functools.cache
