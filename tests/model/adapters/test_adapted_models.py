@@ -176,6 +176,12 @@ def test_weights_in_the_codes_of_a_file_take_adapters_too(
     for run in (cold, chunked, wanted):
         run.run("a", prompt, weights)
     chunked.run("b", prompt, weights)
+    plain_rows, mixed = Adapted(coded), Adapted(coded)  # the first runs its layers as one program
+    plain_rows.run("base", prompt, None)
+    mixed.add("a", prompt, weights)
+    mixed.run("base", prompt, None)
+    assert_same_bits(mixed.logits["base"], plain_rows.logits["base"])
+    assert_same_bits(mixed.logits["a"], cold.logits["a"])
     assert_same_bits(chunked.logits["a"], cold.logits["a"])
     assert torch.equal(chunked.logits["b"][89], cold.logits["a"][89])
     torch.testing.assert_close(cold.logits["a"][89], wanted.logits["a"][89], rtol=2e-3, atol=2e-3)
