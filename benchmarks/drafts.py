@@ -18,7 +18,15 @@ Each is run by one request, and by 16 different ones at once. Times begin when e
 
 Targets: edit, quote, agent and retry at least 2.5x for one request, 16 at once at least 1.3x; random at least 0.97x.
 
+`--model FOLDER` takes a real checkpoint instead, which first answers without drafts what it is asked about pieces of
+this repository's pages: that is the answer then.
+
+    summary    what a piece of 400 words says, in a few sentences
+    copy       a piece of 80 words, again
+    chat       a question without a text
+
     python benchmarks/drafts.py [--repeats N] [--quick] [--json] [--seed N] [--only NAME ...] [--requests N ...]
+    ... --model FOLDER [--requests 1 4 16]
 """
 
 from __future__ import annotations
@@ -52,6 +60,13 @@ from workloads import QUICK_SHAPE
 
 NUM_REQUESTS = 16
 KV_BYTES = 2**30
+REAL = ("summary", "copy", "chat")
+ANSWER_TOKENS = 96
+"""Most tokens of a real answer."""
+PAGES = ("ARCHITECTURE.md", "README.md", "docs/concepts/cache.md", "docs/guides/gguf.md")
+TOPICS = (
+    "rain bread bicycles volcanoes chess honey glaciers radio bridges coffee tides paper owls salt clocks maps".split()
+)
 COPYING = ("edit", "quote", "agent", "retry")
 ONE_REQUEST_TARGET, MANY_TARGET, RANDOM_TARGET = 2.5, 1.3, 0.97
 SUCCESSORS = 6
@@ -132,6 +147,25 @@ class Writer:
         return [Call(tokens(300), tokens(200))]
 
 
+def ask(llm: LLM, name: str, count: int, seed: int) -> list[list[Call]]:
+    """Requests to a real model, each with what it answers without drafts."""
+    root, rng = Path(__file__).parents[1], np.random.default_rng(seed)
+    words = " ".join((root / page).read_text() for page in PAGES).split()
+    texts = []
+    for number in range(count):
+        start, topic = int(rng.integers(len(words) - 400)), TOPICS[(seed + number) % len(TOPICS)]
+        texts.append(
+            {
+                "summary": f"Summarize this text in a few sentences:\n\n{' '.join(words[start : start + 400])}",
+                "copy": f"Repeat this text word for word:\n\n{' '.join(words[start : start + 80])}",
+                "chat": f"Explain to a child what is special about {topic}.",
+            }[name]
+        )
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0)
+    outputs = llm.chat([[{"role": "user", "content": text}] for text in texts], params, show_progress=False)
+    return [[Call(list(output.prompt_token_ids), list(output.outputs[0].token_ids))] for output in outputs]
+
+
 class Script:
     """Puts written answers in the place of sampled tokens."""
 
@@ -146,7 +180,7 @@ class Script:
         result = self._execute(batch)
         entries, rows, starts = batch.entries, batch.entries.result_rows(), batch.entries.num_generated()
         for number in entries.samples.nonzero()[0].tolist():
-            answer = self.answers[entries.requests[number].request_id]
+            answer = self.answers.get(entries.requests[number].request_id, [])
             self.num_request_steps += 1
             for ahead in range(1 + len(entries.drafts.get(number, ()))):
                 at = int(starts[number]) + ahead
@@ -199,6 +233,11 @@ class Bench:
                 total.num_request_steps += self._script.num_request_steps - steps
         return total
 
+    def ask(self, name: str, count: int, seed: int) -> list[list[Call]]:
+        """What a real model answers without drafts."""
+        self._llm.engine.scheduler.drafting = None
+        return ask(self._llm, name, count, seed)
+
     def _add(self, call: Call) -> RequestOutput:
         name = f"call-{self._num_calls}"
         self._num_calls += 1
@@ -213,7 +252,10 @@ def measure(bench: Bench, name: str, count: int, args: argparse.Namespace, vocab
     for repeat in range(args.repeats):
         scale = 0.1 if args.quick else 1.0
         seeds = [args.seed + 1000 * repeat + number for number in range(count)]
-        requests = [getattr(Writer(seed, vocab_size, scale), name)() for seed in seeds]
+        if args.model:
+            requests = bench.ask(name, count, seeds[0])
+        else:
+            requests = [getattr(Writer(seed, vocab_size, scale), name)() for seed in seeds]
         for drafts in (False, True) if repeat % 2 else (True, False):
             runs[drafts].append(bench.run(requests, drafts=drafts))
     rates = {drafts: statistics.median(run.num_tokens / run.seconds for run in own) for drafts, own in runs.items()}
@@ -230,6 +272,8 @@ def measure(bench: Bench, name: str, count: int, args: argparse.Namespace, vocab
 
 def target(name: str, count: int) -> float:
     """The least gain."""
+    if name in REAL:
+        return 1.0
     if name == "random":
         return RANDOM_TARGET
     return ONE_REQUEST_TARGET if count == 1 else MANY_TARGET
@@ -241,9 +285,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model and short texts, to see that it runs")
     parser.add_argument("--json", action="store_true", help="print only the JSON line")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=(*COPYING, "random"), default=(*COPYING, "random"))
+    parser.add_argument("--model", metavar="FOLDER", help="a real checkpoint that answers by itself")
+    parser.add_argument("--only", nargs="+", choices=(*COPYING, "random", *REAL), help="default: all of the model's")
     parser.add_argument("--requests", type=int, nargs="+", default=(1, NUM_REQUESTS), help="at once (default: 1 16)")
     args = parser.parse_args()
+    known = REAL if args.model else (*COPYING, "random")
+    args.only = args.only or known
+    if unknown := set(args.only) - set(known):
+        parser.error(f"--only {' '.join(sorted(unknown))} {'needs' if not args.model else 'goes without'} --model")
     shape = QUICK_SHAPE if args.quick else QWEN2_0_5B
     console = Console(quiet=args.json, width=110)
     figures: dict[str, Any] = {}
@@ -251,10 +300,12 @@ def main() -> None:
         "workload", "tok/s plain", "with drafts", "gain", "gain (CPU)", "target", "accepted a step", box=SIMPLE_HEAD
     )
     with TemporaryDirectory(prefix="foreword-") as folder:
-        save_random_model(Path(folder), shape, seed=args.seed)
-        with LLM(folder, kv_cache_memory_bytes=KV_BYTES, max_num_seqs=NUM_REQUESTS) as llm:
+        if not args.model:
+            save_random_model(Path(folder), shape, seed=args.seed)
+        with LLM(args.model or folder, kv_cache_memory_bytes=KV_BYTES, max_num_seqs=NUM_REQUESTS) as llm:
             bench = Bench(llm)
-            bench.run([Writer(args.seed + 99, shape.vocab_size, 0.1).random()], drafts=True)  # libraries get ready
+            warm = bench.ask("chat", 1, 99) if args.model else [Writer(args.seed + 99, shape.vocab_size, 0.1).random()]
+            bench.run(warm, drafts=True)  # libraries get ready
             for count in args.requests:
                 for name in args.only:
                     key = name if count == 1 else f"{name}_{count}"
