@@ -117,6 +117,22 @@ doc_to_choice: ["4821", "1234"]
 doc_to_target: "{{['4821', '1234'].index(answer)}}"
 metric_list: [{metric: acc}]
 """
+IN_PROCESS = """
+import json, sys
+from foreword.integrations.lm_eval import ForewordLM
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+tasks = TaskManager(include_path=sys.argv[2], include_defaults=False)
+found = []
+for use_cache in (True, False):
+    model = ForewordLM(sys.argv[1], use_cache=use_cache, max_model_len=2048, self_check=False)
+    result = simple_evaluate(model, tasks=["answered", "chosen"], task_manager=tasks, bootstrap_iters=0)
+    samples = [[name, str(one["resps"])] for name in ("answered", "chosen") for one in result["samples"][name]]
+    scores = [result["results"]["answered"]["exact_match,none"], result["results"]["chosen"]["acc,none"]]
+    found.append([[*samples, [[str(one) for one in scores]]], model.llm.engine.num_computed_tokens])
+    model.llm.close()
+print(json.dumps(found))
+"""
 
 
 @pytest.mark.slow
@@ -148,6 +164,19 @@ def test_lm_eval_scores_answers_and_likelihoods(tmp_path: Path, url: str) -> Non
             text=True,
             timeout=240,
         )
+        again = subprocess.run(
+            [sys.executable, "-c", IN_PROCESS, weights, tmp_path],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert again.returncode == 0, again.stderr[-2000:]
+    (cached, num_cached), (computed, num_computed) = json.loads(again.stdout.splitlines()[-1])
+    assert cached == computed, "samples with the cache and without it"
+    assert cached[-1] == [["1.0", "1.0"]], "what the server scores"
+    assert num_cached < num_computed
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())["results"]
     assert results["answered"]["exact_match,none"] == results["chosen"]["acc,none"] == 1.0, results

@@ -1,0 +1,1 @@
+"""Adapters for other packages, which are not installed with foreword."""

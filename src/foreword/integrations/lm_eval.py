@@ -1,0 +1,122 @@
+"""The model "foreword" of lm-eval: evaluations in this process, whose likelihoods read shared contexts from the cache.
+
+Knows lm-eval's requests and an LLM. Import it before lm-eval looks for the model:
+
+    python -c "import foreword.integrations.lm_eval, lm_eval.__main__ as cli; cli.cli_evaluate()" run \\
+        --model foreword --model_args pretrained=path/to/model --tasks arc_easy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from foreword.llm import LLM
+from foreword.request import SamplingParams
+
+MAX_GENERATED = 256
+"""Tokens of an answer, unless its task says otherwise."""
+
+Scored = tuple[Any, Sequence[int], Sequence[int]]
+"""A key of lm-eval's, the tokens of a context and those of its continuation."""
+
+
+@register_model("foreword")
+class ForewordLM(TemplateLM):  # type: ignore[misc]
+    """A model of foreword's. Its options are those of `LLM`, and `pretrained`, the model's folder.
+
+    With `use_cache=False` every prompt is computed whole; the results are the same.
+    """
+
+    def __init__(
+        self, pretrained: str, *, use_cache: bool = True, batch_size: Any = None, device: Any = None, **options: Any
+    ) -> None:
+        """`batch_size` is lm-eval's, and means nothing here: the engine makes its own batches."""
+        super().__init__()
+        given = {} if device is None else {"device": device}
+        options.pop("max_batch_size", None)
+        self.llm = LLM(pretrained, **{**given, **options})
+        self.tokenizer = self.llm.get_tokenizer()
+        self._skips = not use_cache
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        found = self.tokenizer.bos_token_id
+        return self.eot_token_id if found is None else int(found)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self.llm.engine.limits.max_model_len
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+        special = not has_bos if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer.encode(string, add_special_tokens=special))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def _loglikelihood_tokens(self, requests: Sequence[Scored], **_: Any) -> list[tuple[float, bool]]:
+        prompts, params = [], []
+        for _key, context, continuation in requests:
+            tokens = [*context, *continuation][-(self.max_length - 1) :]
+            at = max(1, len(tokens) - len(continuation))
+            prompts.append({"prompt_token_ids": tokens})
+            params.append(
+                SamplingParams(
+                    max_tokens=1,
+                    temperature=0.0,
+                    prompt_logprobs=1,
+                    score_from=at,
+                    skip_reading_prefix_cache=self._skips,
+                )
+            )
+        found = []
+        for prompt, wanted, output in zip(prompts, params, self.llm.generate(prompts, params), strict=True):
+            scored = zip(prompt["prompt_token_ids"], output.prompt_logprobs or (), strict=True)
+            own = [one[token] for token, one in list(scored)[wanted.score_from :] if one is not None]
+            found.append((sum(one.logprob for one in own), all(one.rank == 1 for one in own)))
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        totals = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length - 2, 1
+            )
+            parts = [(None, *make_disjoint_window(window)) for window in windows]
+            totals.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(parts)))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        prompts, params = [], []
+        for request in requests:
+            context, wishes = request.args
+            until = wishes.get("until") or ()
+            most = int(wishes.get("max_gen_toks", MAX_GENERATED))
+            prompts.append({"prompt_token_ids": self.tok_encode(context)[-max(1, self.max_length - most) :]})
+            params.append(
+                SamplingParams(
+                    max_tokens=most,
+                    stop=(until,) if isinstance(until, str) else tuple(until),
+                    temperature=float(wishes.get("temperature", 0.0)) if wishes.get("do_sample") else 0.0,
+                    seed=0,
+                    skip_reading_prefix_cache=self._skips,
+                )
+            )
+        return [output.outputs[0].text for output in self.llm.generate(prompts, params)]
