@@ -250,3 +250,24 @@ def test_another_kernel_is_served_layer_by_layer_also_in_between(tiny_models: Ti
         assert chain_of(model)._is_for_storage, "it has run"
         assert answers(other) == expected[1]
         assert not chain_of(model)._is_for_storage, "it has not run"
+
+
+def test_hidden_states_are_those_of_the_layers(tiny_models: TinyModels, load: Load) -> None:
+    """Alone, where the program ends with the head, and beside rows that are not wanted, where it ends before."""
+    model = load(tiny_models.folder("wide_llama"))
+    prompts = [random_tokens(np.random.default_rng(length), length) for length in (7, 40, 3)]
+
+    def states() -> list[bytes]:
+        together = complete(build_engine(model), prompts, greedy(1, embeds=True))
+        alone = [complete(build_engine(model), [prompt], greedy(1, embeds=True))[0] for prompt in prompts]
+        found = [output.hidden_state for output in (*together, *alone)]
+        return [state.tobytes() for state in found if state is not None]
+
+    chained, chain = states(), chain_of(model)
+    model.decoder.chain = None
+    in_layers = states()
+    model.decoder.chain = chain
+    assert chain._is_for_storage, "it has run"
+    assert chained == in_layers
+    assert chained[:3] == chained[3:]
+    assert len(set(chained)) == 3
