@@ -177,7 +177,7 @@ def test_the_official_clients_get_embeddings_as_floats_and_as_base64(server: Ser
 @pytest.mark.slow
 def test_a_real_models_embeddings_are_those_of_transformers() -> None:
     folder = real_model("smollm2")
-    with open_llm(folder, max_model_len=512) as llm:
+    with open_llm(folder, max_model_len=512, kv_cache_memory_bytes=64 * 2**20) as llm:
         cold, warm = llm.embed(TEXTS), llm.embed(TEXTS)
         tokens = [llm.tokenizer.encode(text).tolist() for text in TEXTS]
     assert [one.tobytes() for one in cold] == [one.tobytes() for one in warm]
