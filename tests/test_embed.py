@@ -99,6 +99,11 @@ def test_embeddings_have_the_same_bits_cold_warm_alone_and_together_with_answers
     states = [llm.pooling.embedding(output.hidden_state).tobytes() for output in outputs[:2]]
     assert states == [cold[0], cold[2]]
     assert outputs[2].hidden_state is None
+    answer = outputs[2].outputs[0].token_ids
+    longer = SamplingParams(max_tokens=9, temperature=0, embeds=True, prediction_token_ids=answer)
+    for output in llm.generate([TEXTS[1]] * 2, longer):
+        assert output.outputs[0].token_ids == answer
+        assert llm.pooling.embedding(output.hidden_state).tobytes() == cold[1], "of the prompt, however long the answer"
     plain = llm.generate([TEXTS[1]], params[2])[0]
     assert plain.outputs[0].token_ids == outputs[2].outputs[0].token_ids
 

@@ -142,10 +142,12 @@ class ModelRunner:
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
             taken = readout.take(self.forward(batch, rows.rows))
             result = taken.read(taken.packed().cpu().numpy())
-            embedded = (batch.entries.facts["embeds"] & batch.entries.samples).nonzero()[0].tolist()
-            if embedded:
-                hidden = self._model.decoder.hidden_rows()[rows.ends[embedded] - 1].float().numpy()
-                result.hidden_states = dict(zip(embedded, hidden, strict=True))
+            entries = batch.entries
+            ends_prompt = entries.facts["embeds"] & entries.samples & (entries.num_generated() == 0)
+            if ends_prompt.any():
+                lasts = (rows.ends - entries.num_drafts() - 1)[ends_prompt]
+                hidden = self._model.decoder.hidden_rows()[lasts].float().numpy()
+                result.hidden_states = dict(zip(ends_prompt.nonzero()[0].tolist(), hidden, strict=True))
             return result
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:

@@ -80,7 +80,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of one token, and its rank among all tokens (1: the most likely)."""
+    """Log probability of one token, and its rank among all tokens (1: the most likely; 0: not ranked)."""
 
     logprob: float
     rank: int

@@ -145,7 +145,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the sampled token's log probability and those of this many likeliest tokens."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Report the log probabilities of these tokens too, wherever a token is sampled."""
+    """Report the log probabilities of these tokens too, without ranks, wherever a token is sampled."""
     prompt_logprobs: int | None = None
     """The same for prompt tokens, from `score_from` on."""
     score_from: int = 0

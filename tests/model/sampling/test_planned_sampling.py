@@ -14,7 +14,7 @@ from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
 from foreword.model.sampling.logprobs import LogprobRows
 from foreword.model.sampling.uniform import FEW_SEEDS, uniform_numbers
-from foreword.request import Request, SamplingParams, TokenLimits
+from foreword.request import Logprob, Request, SamplingParams, TokenLimits
 from plain_sampler import plain_report, plain_sample, planned_sample, spell
 
 
@@ -96,6 +96,9 @@ def test_reports_of_several_rows_are_those_of_each_row() -> None:
         assert len(packed) == rows.num_ints
         expected = [plain_report(own, int(t), count) for own, t in zip(logprobs, token_ids, strict=True)]
         assert rows.read(packed.numpy()) == expected
+        asked = LogprobRows.of(logprobs, token_ids, count, torch.arange(200))
+        for own, plain, found in zip(logprobs, expected, asked.read(asked.packed().numpy()), strict=True):
+            assert found == {t: Logprob(value, 0) for t, value in enumerate(own.tolist())} | plain
 
 
 @pytest.mark.parametrize("num_seeds", [1, FEW_SEEDS - 1, FEW_SEEDS, 1000])

@@ -33,24 +33,21 @@ class LogprobRows:
     values: Tensor
     """[rows, k] float32: their log probabilities."""
     places: Tensor
-    """[rows, k]: their ranks."""
+    """[rows, k]: their ranks; 0 for those that were asked for."""
 
     @classmethod
     def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int, wanted: Tensor | None = None) -> LogprobRows:
         """Report on `token_ids` [rows], and in each row on `wanted` [tokens], given `logprobs` [rows, vocab]."""
-
-        def ranks(values: Tensor) -> Tensor:
-            return (logprobs > values).sum(1, dtype=torch.int32) + 1
-
         own = logprobs.gather(1, token_ids[:, None])
         values, others = logprobs.topk(min(num_likeliest, logprobs.shape[1]))
         places = torch.arange(1, values.shape[1] + 1, device=values.device).expand_as(values)
         if wanted is not None:
             more = logprobs[:, wanted]
             others = torch.cat((others, wanted.expand(len(more), -1)), 1)
-            places = torch.cat((places, torch.stack([ranks(one[:, None]) for one in more.unbind(1)], 1)), 1)
+            places = torch.cat((places, torch.zeros_like(others[:, -len(wanted) :])), 1)  # a rank reads a whole row
             values = torch.cat((values, more), 1)
-        return cls(token_ids, own[:, 0], ranks(own), others, values, places)
+        ranks = (logprobs > own).sum(1, dtype=torch.int32) + 1
+        return cls(token_ids, own[:, 0], ranks, others, values, places)
 
     @property
     def num_ints(self) -> int:

@@ -337,7 +337,7 @@ class ScoreRequest(_ScoringCall):
         | Annotated[list[str], Field(min_length=1, fail_fast=True)]
         | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
     )
-    label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1024)]
+    label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=128)]
     apply_softmax: bool | None = None
     """Whether the scores of an item add up to 1; else they are the tokens' probabilities among all."""
     item_first: bool | None = None
