@@ -56,13 +56,13 @@ def prompt_of(number: int, length: int) -> dict[str, Any]:
 
 
 def seconds(llm: LLM, prompts: Sequence[Any], num_tokens: int, adapters: Any) -> float:
-    """The time from the first token of the last request to the end, for more than one token; else of all."""
+    """The time from the first token of all requests to the last, for more than one token; else of the whole."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     started = time.perf_counter()
     outputs = llm.generate(list(prompts), params, lora_request=adapters, show_progress=False)
     if num_tokens == 1:
         return time.perf_counter() - started
-    begun = max(output.metrics.first_token_time or 0.0 for output in outputs)
+    begun = min(output.metrics.first_token_time or 0.0 for output in outputs)
     return max(output.metrics.finished_time or 0.0 for output in outputs) - begun
 
 

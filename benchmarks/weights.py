@@ -70,7 +70,7 @@ def measure(path: Path, pythons: dict[str, str], repeats: int, threads: int, fol
     with ExitStack() as stack:
         engines = []
         for name, python in pythons.items():
-            options = Options(str(path), threads, KV_BYTES, PROMPT + OWN + DECODE_OUT, MANY, drafts=False)
+            options = Options(str(path), threads, KV_BYTES, PROMPT + OWN + DECODE_OUT, MANY, False, "auto")
             started = time.perf_counter()
             engines.append(EngineProcess(name, python, options, folder / f"{name}.log"))
             note(name, "start_s", time.perf_counter() - started)

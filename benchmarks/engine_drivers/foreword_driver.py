@@ -14,7 +14,7 @@ class ForewordDriver:
     def __init__(self, options: Options) -> None:
         self._llm = LLM(
             options.model,
-            dtype="float32" if options.weights == "float32" else "auto",
+            dtype=options.weights if options.weights in ("bfloat16", "float32") else "auto",
             kv_cache_memory_bytes=options.kv_bytes,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,

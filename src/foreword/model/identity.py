@@ -31,7 +31,7 @@ LAYOUT_VERSION = 1
 """Raise it when a block's bytes mean something else though `CacheLayout` says the same."""
 MANY_THREADS = 3
 """From this number on torch may divide float32 activations and lone products otherwise (docs/decisions/0002).
-Other numbers of threads change no bit."""
+Other numbers of threads change no bit, and none does where torch computes no layer."""
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite")
 _ARITHMETIC = ("amx", "avx", "f16c", "fma", "neon", "sse", "sve")
 """How features of a processor begin whose instructions compute numbers."""
@@ -96,8 +96,9 @@ def _path(model: LoadedModel) -> dict[str, Any]:
     facts: dict[str, Any] = {"device": model.device.type, "attention": attention, "parts": model.parts()}
     if model.device.type != "cpu":
         return {**facts, "exact": model.exact}
-    threads = torch.get_num_threads()
-    if threads >= MANY_THREADS and (model.dtype == torch.float32 or not model.is_packed):
+    threads, parts = torch.get_num_threads(), model.parts()
+    is_ours = parts["in one program"] > 0 and isinstance(model.kernel, CpuAttention)
+    if threads >= MANY_THREADS and not is_ours and (model.dtype == torch.float32 or not model.is_packed):
         facts["threads"] = threads
     return facts
 

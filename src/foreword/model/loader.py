@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from foreword.config import ModelConfig
-from foreword.errors import ConfigError, UnsupportedModelError
+from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.adapters.loaded import LoadedAdapters
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.stored import StoredModel, check_shapes, quantized_as, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
-from foreword.model.cpu.coded_product import Weight
+from foreword.model.cpu.coded_product import CodedRows, Weight
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
 from foreword.model.decoder.linear import plain_weights
@@ -172,9 +172,12 @@ def load_model(options: ModelConfig) -> LoadedModel:
             ) from reason
         return _load_with_transformers(options, reason)
     if spec.tied and "lm_head.weight" in stored.weights:
-        pair = plain_weights([stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"]])
-        spec = replace(spec, tied=torch.equal(*pair))
-    return _written(spec, stored.weights, stored, options)
+        table, head = stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"]
+        if isinstance(table, CodedRows) and isinstance(head, CodedRows):
+            spec = replace(spec, tied=table.equals(head))
+        else:
+            spec = replace(spec, tied=torch.equal(*plain_weights([table, head])))
+    return _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
 
 
 def _spec_of(stored: StoredModel) -> DecoderSpec:
@@ -233,14 +236,23 @@ def _written(
     weights: MutableMapping[str, Weight],
     read: ReadFacts,
     options: ModelConfig,
+    quantized: object = None,
 ) -> LoadedModel:
-    """Build the decoder of a spec, which takes its weights out of the mapping."""
+    """Build the decoder of a spec, which takes its weights out of the mapping.
+
+    `quantized`: what the config says of quantized weights; the model's KV depends on it.
+    """
     if spec.tied:
         weights.pop("lm_head.weight", None)
-    decoder = Decoder(spec, weights)
+    try:
+        decoder = Decoder(spec, weights)
+    except OSError as error:  # codes are read when they are packed
+        raise ModelLoadError(f"the weights of model {options.model!r} cannot be read: {error}; start again") from error
+    except UnreadableError as error:
+        raise UnsupportedModelError(f"the weights of model {options.model!r} are not read: {error}") from error
     return LoadedModel(
         network=decoder,
-        config=asdict(spec),
+        config={**asdict(spec), **({} if quantized is None else {"quantization_config": quantized})},
         layers=decoder.layouts,
         states={},
         kernel=choose_kernel(options.attention_kernel, read.device, KVFormat(read.dtype), decoder.options),

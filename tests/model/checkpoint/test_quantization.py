@@ -15,8 +15,10 @@ from torch import Tensor
 from foreword import LLM, SamplingParams
 from foreword.config import Dtype, ModelConfig
 from foreword.errors import ModelLoadError, UnsupportedModelError
+from foreword.model.checkpoint.stored import read_stored
+from foreword.model.checkpoint.tensors import UnreadableError
 from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
-from foreword.model.decoder.linear import can_pack
+from foreword.model.decoder.linear import Linear, can_pack
 from foreword.model.loader import load_model
 from tiny_models import RECIPES, TinyModels, save_model
 
@@ -121,6 +123,41 @@ def test_an_mxfp4_checkpoint_answers_as_the_numbers_that_it_stands_for(tmp_path:
     assert answers(quantized, dtype) == answers(plain, dtype)
     if dtype == "float32":
         assert ("MXFP4" in formats(quantized, dtype)) == HAS_INSTRUCTIONS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight.view(torch.int8), "a scale"),
+        (lambda weight: torch.zeros(0, 64, dtype=torch.float8_e4m3fn), "of shape"),
+        (lambda weight: torch.full_like(weight.view(torch.uint8), 0xFF).view(weight.dtype), "are no numbers"),
+    ],
+)
+def test_fp8_that_cannot_be_meant_is_not_read(tmp_path: Path, change: Any, message: str) -> None:
+    plain, quantized = (save_model(tmp_path / kind, RECIPES["llama"]) for kind in ("plain", "quantized"))
+    rewrite(plain, quantized, r"_proj\.weight", to_fp8(32, 32))
+    describe(quantized, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    weights = load_file(quantized / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = change(weights[name])
+    save_file(weights, quantized / "model.safetensors", {"format": "pt"})
+
+    def pack() -> None:
+        Linear([read_stored(ModelConfig(str(quantized), dtype="float32")).weights[name]], None)
+
+    with pytest.raises((UnreadableError, UnsupportedModelError), match=message):
+        pack()
+
+
+def test_experts_in_one_tensor_of_16_bits_run(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, RECIPES["gpt_oss"])
+    expected = answers(folder, "float32")
+    assert expected
+    weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    describe(folder, dtype="bfloat16")
+    assert load_model(ModelConfig(str(folder))).dtype == torch.bfloat16, "experts would take twice their bytes"
+    assert answers(folder, "float32")
 
 
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from foreword.config import ModelConfig
 from foreword.errors import ModelLoadError
 from foreword.model.checkpoint.stored import check_shapes, read_stored
-from foreword.model.checkpoint.tensors import Place, StoredTensors, UnreadableError
+from foreword.model.checkpoint.tensors import Place, StoredTensors, UnreadableError, safetensors_places
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import find_spec
 from foreword.model.loader import load_model
@@ -34,7 +34,7 @@ def test_tensors_are_those_of_the_files_in_the_type_that_is_asked_for(tmp_path: 
     write(tmp_path, "b.safetensors", {**second, "one": torch.tensor(3.0)})
     names = {**dict.fromkeys((*first, "empty"), "a.safetensors"), **dict.fromkeys((*second, "one"), "b.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    stored = StoredTensors.of_safetensors(tmp_path, torch.bfloat16)
+    stored = StoredTensors(str(tmp_path), safetensors_places(tmp_path), torch.bfloat16)
     expected = {**load_file(tmp_path / "a.safetensors"), **load_file(tmp_path / "b.safetensors")}
     assert set(stored) == set(expected) - {"x.rotary_emb.inv_freq"}
     for name in list(stored):
@@ -54,12 +54,12 @@ def test_files_that_are_out_of_the_ordinary_are_left_to_transformers(tmp_path: P
     if fault == "garbage":
         path.write_bytes(b"\xff" * 100)
     with pytest.raises(UnreadableError):
-        StoredTensors.of_safetensors(tmp_path, torch.float32)
+        StoredTensors(str(tmp_path), safetensors_places(tmp_path), torch.float32)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error_of_the_users(tmp_path: Path) -> None:
     write(tmp_path, "model.safetensors", {"a": torch.ones(64, 64)})
-    stored = StoredTensors.of_safetensors(tmp_path, torch.float32)
+    stored = StoredTensors(str(tmp_path), safetensors_places(tmp_path), torch.float32)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelLoadError, match=r"cannot be read: model\.safetensors ended early; start again"):
         stored["a"]
@@ -103,7 +103,7 @@ def test_no_copy_of_the_model_is_whole_in_memory(tiny_models: TinyModels, tmp_pa
         family, {"num_hidden_layers": 12, "layer_types": None} if family == "gemma3_text" else {"num_hidden_layers": 12}
     )
     stored = read_stored(ModelConfig(str(save_model(tmp_path / family, recipe))))
-    weights = Watched.of_safetensors(tmp_path / family, torch.float32)
+    weights = Watched(str(tmp_path / family), safetensors_places(tmp_path / family), torch.float32)
     layer = sum(4 * torch.Size(weights.shape(name)).numel() for name in weights if ".layers.0." in name)
     table = 4 * torch.Size(weights.shape("model.embed_tokens.weight")).numel()
     total = sum(4 * torch.Size(weights.shape(name)).numel() for name in weights)
@@ -125,7 +125,7 @@ def test_a_tied_head_that_differs_in_the_file_is_a_head_of_its_own(tmp_path: Pat
 def test_what_is_made_of_a_stored_tensor_may_take_its_place(tmp_path: Path) -> None:
     """As the experts of a layer, which some files join."""
     write(tmp_path / "model", "model.safetensors", {"a": torch.ones(2), "b": torch.zeros(3)})
-    weights = StoredTensors.of_safetensors(tmp_path / "model", torch.float32)
+    weights = StoredTensors(str(tmp_path / "model"), safetensors_places(tmp_path / "model"), torch.float32)
     joined = weights.pop("a")
     assert isinstance(joined, Tensor)
     weights["a.0"] = joined[:1]

@@ -1,8 +1,8 @@
 """Weights of a few bits: codes with scales, as checkpoints give them and as panels for products.
 
 Knows codes, scales and bytes; knows no file format. A weight is `scale * number + offset`, where its code says the
-number. Sixteen or 32 inputs of an output, a *group*, share scale and offset. Both are plain numbers of 16 bits, or
-integers that 256 inputs share such numbers for.
+number. Sixteen or 32 inputs of an output, a *group*, share scale and offset. Both are plain numbers of 16 or 32
+bits, or integers that 256 inputs share such numbers for.
 
     panel     16 outputs, side by side in all that follows: a vector loads one byte of each
     head      scales (and offsets) that 256 inputs share, or 32 if there are no integers
@@ -91,6 +91,8 @@ class CodeFormat:
         return self.head_bytes + self.head_steps * self.step_bytes
 
 
+E4M3_NAN = 0x7F
+"""Bits of e4m3 without the sign that are no number."""
 E4M3_SCALE = 256.0
 """Bits of e4m3, put into a float16, are a number that is this many times smaller; scales have the factor."""
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -23,7 +23,7 @@ SUPPORTED = (
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
-"""`quant_method` of weights that transformers turns into plain numbers -> the usual name of the format."""
+"""`quant_method` of weights that transformers, too, can read, as plain numbers -> the usual name of the format."""
 SIDE_FILES: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",

@@ -27,7 +27,7 @@ import torch
 
 from foreword.kernels.products.coded import FORMATS, STEP, Bytes, Codes
 from foreword.model.checkpoint.small_floats import float8_places, mxfp4_places
-from foreword.model.checkpoint.tensors import Place, StoredPlace, UnreadableError
+from foreword.model.checkpoint.tensors import PLAIN_TYPES, Place, StoredPlace, UnreadableError
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 _PARTS = frozenset(
@@ -98,12 +98,29 @@ def grouped_places(
 
     `said["quant_method"]` is one of METHODS. Raises UnreadableError for what is not read here.
     """
+    for name, place in places.items():
+        if 0 in place.shape:
+            raise UnreadableError(f"{name} of shape {place.shape}")
+    found = _read_as(said)(places, said, keeps_codes=keeps_codes)
+    for name, place in found.items():
+        if isinstance(place, StoredPlace) and place.dtype not in PLAIN_TYPES:
+            raise UnreadableError(f"{name} in {place.dtype}, without what a weight in it needs")
+    return found
+
+
+def _read_as(said: Mapping[str, Any]) -> Callable[..., dict[str, Place]]:
     method = said.get("quant_method")
     if method == "mxfp4":
-        return mxfp4_places(places, keeps_codes=keeps_codes)
-    if method == "fp8" or said.get("format") == "float-quantized":
-        return float8_places(places, said, keeps_codes=keeps_codes)
-    _check(said)
+        return mxfp4_places
+    if method != "fp8":
+        _check(said)
+    return float8_places if method == "fp8" or said.get("format") == "float-quantized" else _integer_places
+
+
+def _integer_places(
+    places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool
+) -> dict[str, Place]:
+    method = said.get("quant_method")
     read, ends = {
         "gptq": (_gptq, ".qweight"),
         "awq": (_awq, ".qweight"),
@@ -128,12 +145,15 @@ def _check(said: Mapping[str, Any]) -> None:
     """Raise UnreadableError for a description that says something else than what is read here."""
     method = said["quant_method"]
     if method == "compressed-tensors":
-        groups = said.get("config_groups")
+        groups, kind = said.get("config_groups"), "float" if said.get("format") == "float-quantized" else "int"
         known = isinstance(groups, Mapping) and all(
-            isinstance(own, Mapping) and isinstance(own.get("weights"), Mapping) and own["weights"].get("type") == "int"
+            isinstance(own, Mapping)
+            and isinstance(own.get("weights"), Mapping)
+            and own["weights"].get("type") == kind
+            and (kind == "int" or own["weights"].get("num_bits") == 8)
             for own in groups.values()
         )
-        if said.get("format") not in ("pack-quantized", "int-quantized") or not known:
+        if said.get("format") not in ("pack-quantized", "int-quantized", "float-quantized") or not known:
             raise UnreadableError(f"compressed-tensors of format={said.get('format')!r}")
         for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
             if said.get(name) not in (None, {}) and not _is_dense(said[name]):

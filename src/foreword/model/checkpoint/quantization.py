@@ -1,8 +1,8 @@
 """The number formats that a checkpoint's weights may have.
 
 Knows how config.json and the files beside it describe quantized weights; reads no weights and knows no architecture.
-transformers turns FP8 and MXFP4 into plain numbers while it loads them. Other formats need special kernels, so they
-are refused by name before any weight is read.
+transformers turns FP8 and MXFP4 into plain numbers while it loads them, where they are not read here
+(`small_floats.py`). Other formats need special kernels, so they are refused by name before any weight is read.
 """
 
 from __future__ import annotations

@@ -20,10 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.kernels.products.coded import E4M3_SCALE, FORMATS, STEP, Codes
+from foreword.kernels.products.coded import E4M3_NAN, E4M3_SCALE, FORMATS, STEP, Bytes, Codes
 from foreword.model.checkpoint.tensors import Place, StoredPlace, UnreadableError
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
+BAND = 1 << 20
+"""Weights that are expanded at once."""
+NO_NUMBER = 255
+"""An exponent of MXFP4 that says so."""
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 
@@ -53,13 +57,25 @@ class Float8Place:
             def codes(first: int, end: int) -> Codes:
                 own = (scales[torch.arange(first, end) // rows] * E4M3_SCALE)[:, starts]
                 heads = own.numpy().view(np.uint32)[:, :, None]
-                return Codes(self.weight.rows(first, (end - first, inputs)).view(torch.uint8).numpy(), heads)
+                return Codes(self._bits(first, end), heads)
 
             coded = CodedRows(FORMATS["E4M3"], (outputs, inputs), codes)
             if CodedProduct.can_take(coded):
                 return coded
-        wide = scales.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
-        return (self.weight.stored().float() * wide).to(dtype)
+        found, band = torch.empty(outputs, inputs, dtype=dtype), max(1, BAND // max(1, inputs))
+        of_columns = torch.arange(inputs) // columns
+        for first in range(0, outputs, band):
+            end = min(first + band, outputs)
+            numbers = torch.from_numpy(self._bits(first, end)).view(torch.float8_e4m3fn).float()
+            found[first:end] = numbers * scales[torch.arange(first, end) // rows][:, of_columns]
+        return found
+
+    def _bits(self, first: int, end: int) -> Bytes:
+        """Codes of some rows. Raises OSError, UnreadableError."""
+        bits: Bytes = self.weight.rows(first, (end - first, self.shape[1])).view(torch.uint8).numpy()
+        if (bits & 0x7F == E4M3_NAN).any():
+            raise UnreadableError(f"weights in {self.weight.path.name} that are no numbers")
+        return bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,8 @@ class Mxfp4Place:
         packed, scales = (
             place.rows(start, (count, *place.shape[1:]))[:: self.step].numpy() for place in (self.blocks, self.scales)
         )
+        if (scales == NO_NUMBER).any():
+            raise UnreadableError(f"weights in {self.scales.path.name} that are no numbers")
         codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(len(packed), -1)
         return Codes(codes, np.ascontiguousarray(scales)[:, :, None])
 
@@ -120,8 +138,11 @@ def float8_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *,
     end = ".weight_scale" if is_compressed else ".weight_scale_inv"
     found: dict[str, Place] = {}
     for name, place in places.items():
-        if name.endswith((".input_scale", ".weight_scale", ".weight_scale_inv")):
-            if not (name.endswith(end) and name.removesuffix(end) + ".weight" in places):
+        if name.endswith(".input_scale"):
+            continue  # activations are not rounded
+        if name.endswith((".weight_scale", ".weight_scale_inv")):
+            weight = places.get(name.removesuffix(end) + ".weight") if name.endswith(end) else None
+            if weight is None or weight.dtype != torch.float8_e4m3fn:
                 raise UnreadableError(f"a scale {name}")
         elif place.dtype != torch.float8_e4m3fn:
             found[name] = place
@@ -140,6 +161,8 @@ def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], said: Map
     if said.get("quant_method") == "compressed-tensors":
         sizes = [own["weights"].get("block_structure") for own in said["config_groups"].values()]
         size = sizes[0] if len(sizes) == 1 else None
+        if isinstance(size, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", size):
+            size = [int(part) for part in size.split("x")]
     choices = [(shape[0], shape[1]), (1, shape[1])]
     if isinstance(size, list | tuple) and len(size) == 2 and all(type(one) is int and one > 0 for one in size):
         choices.append((size[0], size[1]))
@@ -150,7 +173,7 @@ def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], said: Map
     raise UnreadableError(f"scales {scales} that do not fit {name} of {shape}")
 
 
-def mxfp4_places(places: Mapping[str, StoredPlace], *, keeps_codes: bool) -> dict[str, Place]:
+def mxfp4_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool) -> dict[str, Place]:
     """The weights of an MXFP4 checkpoint by their names: experts one by one. Raises UnreadableError."""
     found: dict[str, Place] = {}
     stacks: dict[tuple[str, str], dict[str, StoredPlace]] = {}

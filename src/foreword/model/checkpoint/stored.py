@@ -62,8 +62,11 @@ def read_stored(options: ModelConfig) -> StoredModel:
     if special:
         raise UnreadableError(special[0])
     files = gguf_files(folder)
+    places = {} if files or is_grouped else safetensors_places(folder)
     # Without instructions for bfloat16, rows of float32 are multiplied several times as fast, by weights as they are.
-    is_widened = HAS_INSTRUCTIONS and not can_multiply() and (files or is_grouped or values["dtype"] == "bfloat16")
+    # Experts in one tensor would become float32.
+    keeps_bits = values["dtype"] == "bfloat16" and all(len(place.shape) < 3 for place in places.values())
+    is_widened = HAS_INSTRUCTIONS and not can_multiply() and (bool(files) or is_grouped or keeps_bits)
     dtype = choose_dtype(options, "float32" if is_widened else values["dtype"], device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
@@ -74,7 +77,6 @@ def read_stored(options: ModelConfig) -> StoredModel:
     elif files:
         weights = StoredTensors(str(folder), gguf_places(files, keeps_codes=keeps_codes), dtype)
     else:
-        places = safetensors_places(folder)
         if "embed_tokens.weight" in places:  # a model without a head, as embedding models are stored
             places = {f"model.{name}": place for name, place in places.items()}
             values = {**values, "tie_word_embeddings": True}

@@ -24,6 +24,7 @@ from foreword.model.checkpoint.weights_progress import WeightsLog
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+PLAIN_TYPES = frozenset(_TYPES.values())
 _KEPT = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 """Types of numbers that products read as they are, and multiply by rows of float32."""
 _PARTS = {
@@ -55,10 +56,12 @@ class StoredPlace:
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    is_weight: bool = False
+    """Whether it may be the weight of a product."""
 
     def read(self, dtype: torch.dtype) -> Weight:
         """The tensor in memory of its own; numbers of 16 bits that rows of float32 multiply stay so. Raises OSError."""
-        kind = _KEPT.get(self.dtype) if dtype == torch.float32 and len(self.shape) == 2 else None
+        kind = _KEPT.get(self.dtype) if dtype == torch.float32 and self.is_weight else None
         if kind is not None:
             coded = CodedRows(kind, (self.shape[0], self.shape[1]), self._codes)
             if CodedProduct.can_take(coded):
@@ -95,14 +98,6 @@ class StoredTensors(MutableMapping[str, Weight]):
         self._model, self._places, self._dtype = model, dict(places), dtype
         self._read: dict[str, Weight] = {}
         self._log = WeightsLog(model, len(self._places))
-
-    @classmethod
-    def of_safetensors(cls, folder: Path, dtype: torch.dtype) -> StoredTensors:
-        """Open a folder's files without reading tensors.
-
-        Raises UnreadableError if it has no safetensors files of plain numbers, or damaged ones.
-        """
-        return cls(str(folder), safetensors_places(folder), dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
@@ -177,7 +172,8 @@ def _places(path: Path, types: Mapping[str, torch.dtype]) -> dict[str, StoredPla
             continue
         if said["dtype"] not in types:
             raise ValueError(f"{name} is of type {said['dtype']}")
-        place = StoredPlace(path, 8 + length + said["data_offsets"][0], types[said["dtype"]], tuple(said["shape"]))
+        start, shape = 8 + length + said["data_offsets"][0], tuple(said["shape"])
+        place = StoredPlace(path, start, types[said["dtype"]], shape, name.endswith(".weight") and len(shape) == 2)
         if place.start + math.prod(place.shape) * place.dtype.itemsize > num_bytes:
             raise ValueError(f"{path.name} is truncated")
         found[name] = place

@@ -44,6 +44,18 @@ class CodedRows:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def equals(self, other: CodedRows) -> bool:
+        """Whether another weight has the same codes. Raises OSError."""
+        if (self.kind, self.shape) != (other.kind, other.shape):
+            return False
+        step = max(1, FILLED // self.shape[1])
+        for first in range(0, len(self), step):
+            own, others = (weight.codes(first, min(first + step, len(self))) for weight in (self, other))
+            for name in ("codes", "heads", "integers", "zeros"):
+                if not np.array_equal(getattr(own, name), getattr(others, name)):
+                    return False
+        return True
+
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight as a tensor [outputs, inputs]."""
         output, step = torch.empty(self.shape, dtype=dtype), max(1, FILLED // self.shape[1])

@@ -11,7 +11,7 @@ had driven Python's code and data from the caches, and threads had to be woken.
     rows      a layer's last sum                          the next one's sum after attention
     wide      project, heads, attention; later gate, up   heads, attention, output; later down
     normed    norms                                       project, gate
-    added     output; later down                          the sums after them
+    added     output; later down; norms after them        the sums after them
     total     the sum after attention                     the layer's last sum
 """
 
