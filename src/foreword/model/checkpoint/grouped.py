@@ -98,9 +98,9 @@ def grouped_places(
 
     `said["quant_method"]` is one of METHODS. Raises UnreadableError for what is not read here.
     """
-    for name, place in places.items():
-        if 0 in place.shape:
-            raise UnreadableError(f"{name} of shape {place.shape}")
+    empty = [name for name, place in places.items() if 0 in place.shape]
+    if empty:
+        raise UnreadableError(f"{empty[0]} of shape {places[empty[0]].shape}")
     found = _read_as(said)(places, said, keeps_codes=keeps_codes)
     for name, place in found.items():
         if isinstance(place, StoredPlace) and place.dtype not in PLAIN_TYPES:
