@@ -64,7 +64,7 @@ class ModelConfig:
     """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
 
     On a CPU "auto" is float32 where that is faster and loses no bit: for checkpoints in float16, and, on processors
-    without instructions for bfloat16, for folders and files on this machine in bfloat16 or in codes. Weights of
+    without instructions for bfloat16, for checkpoints in bfloat16 or in codes. Weights of
     written families stay in the file's 16 bits or codes there; activations and KV are float32. Asked of a checkpoint
     in another type, "float16" refuses weights beyond 65504. Activations beyond that overflow all the same; models
     trained in bfloat16 may have some.

@@ -23,9 +23,9 @@ from foreword.config import ModelConfig, user_cache_folder
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
 from foreword.model.checkpoint.gguf.file import MAGIC, GgufFile, UnsoundGgufError, open_gguf
-from foreword.model.checkpoint.gguf.hub import find_hub, is_hub_name
 from foreword.model.checkpoint.gguf.local import find_local
 from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
+from foreword.model.checkpoint.hub import find_folder, find_hub, is_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +118,13 @@ def _written(content: Mapping[str, Any], files: Sequence[GgufFile], parent: Path
 
 
 def unfolded(options: ModelConfig) -> ModelConfig:
-    """The options that load the folder of a GGUF file, if they name one; else the same.
+    """The options that load a folder here, if they name a GGUF file or a checkpoint of the hub; else the same.
 
     Raises ConfigError, UnsoundGgufError, ModelLoadError or UnsupportedModelError.
     """
+    fetched = find_folder(options.model, options.revision)
+    if fetched is not None:
+        return replace(options, model=str(fetched), revision=None)
     is_fetched = is_hub_name(options.model)
     path = None if is_fetched else find_gguf(options.model)
     if path is None and not is_fetched:

@@ -1,4 +1,4 @@
-"""GGUF files of Hugging Face's hub by a name as `USER/REPOSITORY:Q4_K_M`.
+"""Models of Hugging Face's hub: folders of safetensors as `USER/REPOSITORY`, GGUF files as `USER/REPOSITORY:Q4_K_M`.
 
 Knows names and files; huggingface_hub fetches and keeps them. What was fetched once is found without a network, too.
 """
@@ -6,6 +6,7 @@ Knows names and files; huggingface_hub fetches and keeps them. What was fetched 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
 _PART = re.compile(r"(.*)-(\d{5})-of-\d{5}\.gguf")
 _SIDE_FILES = ("mmproj", "mtp-")
 """What names of files have that are no models of their own."""
+_CHECKPOINT = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py", "model*.safetensors")
+"""Files that a checkpoint may need, for whoever reads it."""
 USUAL = "Q4_K_M"
 """The type that a name without one means, if the repository has it."""
 
@@ -25,6 +28,40 @@ def is_hub_name(name: str) -> bool:
     matched = _NAME.fullmatch(name)
     is_named = matched is not None and (matched[2] is not None or name.lower().endswith("gguf"))
     return is_named and not Path(name).expanduser().exists()
+
+
+def find_folder(name: str, revision: str | None) -> Path | None:
+    """Fetch the checkpoint of a name, and say where it lies.
+
+    None for what is no such name, for repositories without safetensors, and for those that nobody can ask and that
+    were not fetched: transformers knows more forms, and says what is wrong. Raises ModelLoadError.
+    """
+    matched = _NAME.fullmatch(name)
+    if matched is None or matched[2] is not None or is_hub_name(name) or Path(name).expanduser().exists():
+        return None
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        siblings = HfApi().model_info(name, revision=revision).siblings or []
+    except Exception:  # errors of the hub, of the network, and of names
+        return next((folder for folder in _snapshots(name, revision) if _is_whole(folder)), None)
+    if not {"model.safetensors", "model.safetensors.index.json"} & {one.rfilename for one in siblings}:
+        return None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_CHECKPOINT)))
+    except Exception as error:
+        raise ModelLoadError(f"model {name!r} cannot be fetched: {_line(error)}; try again") from error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all weights of a checkpoint are there."""
+    if (folder / "model.safetensors").exists():
+        return (folder / "config.json").exists()
+    try:
+        names = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"].values()
+        return all((folder / name).exists() for name in ("config.json", *set(names)))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return False
 
 
 def find_hub(name: str, revision: str | None) -> Path | None:
@@ -52,14 +89,7 @@ def find_hub(name: str, revision: str | None) -> Path | None:
 
 def _kept(name: str, repository: str, kind: str | None, revision: str | None, reason: Exception) -> Path:
     """The file, if it was fetched once. `reason`: why the hub says nothing. Raises ModelLoadError."""
-    from huggingface_hub import scan_cache_dir
-
-    kept = []
-    with contextlib.suppress(Exception):  # there is no cache yet
-        repositories = [one for one in scan_cache_dir().repos if one.repo_id == repository]
-        kept = [own for one in repositories for own in one.revisions]
-    wanted = revision or "main"
-    folders = [own.snapshot_path for own in kept if wanted in own.refs or own.commit_hash == wanted]
+    folders = _snapshots(repository, revision)
     if not folders:
         raise ModelLoadError(
             f"model {name!r} cannot be fetched from the hub: {_line(reason)}; check the name, or give a file's path"
@@ -67,6 +97,18 @@ def _kept(name: str, repository: str, kind: str | None, revision: str | None, re
     folder = folders[0]
     files = choose((path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")), name, kind)
     return folder / files[0]
+
+
+def _snapshots(repository: str, revision: str | None) -> list[Path]:
+    """Where a version of a repository lies, as far as it was fetched."""
+    from huggingface_hub import scan_cache_dir
+
+    kept = []
+    with contextlib.suppress(Exception):  # there is no cache yet
+        repositories = [one for one in scan_cache_dir().repos if one.repo_id == repository]
+        kept = [own for one in repositories for own in one.revisions]
+    wanted = revision or "main"
+    return [own.snapshot_path for own in kept if wanted in own.refs or own.commit_hash == wanted]
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""GGUF files of the hub by name, from a stand-in of its HTTP API."""
+"""Models of the hub by name, from a stand-in of its HTTP API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf import unfold
-from foreword.model.checkpoint.gguf.hub import choose, find_hub
+from foreword.model.checkpoint.hub import choose, find_hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -32,8 +32,15 @@ FILES = {
 }
 
 
+CHECKPOINT = {
+    name: f"{name} of a checkpoint".encode()
+    for name in ("README.md", "config.json", "1_Pooling/config.json", "model.safetensors", "pytorch_model.bin")
+}
+REPOSITORIES = {"someone/tiny-GGUF": FILES, "someone/tiny": CHECKPOINT, "someone/old": {"pytorch_model.bin": b"old"}}
+
+
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks for when it fetches files of someone/tiny-GGUF."""
+    """What huggingface_hub asks for when it fetches files of a repository."""
 
     protocol_version = "HTTP/1.1"
     fetched: Sequence[str] = ()
@@ -47,16 +54,20 @@ class Hub(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         status, headers, body = 404, {"X-Error-Code": "RepoNotFound"}, b""
         path = self.path.partition("?")[0]
-        if path.startswith("/api/models/someone/tiny-GGUF/tree/"):
-            tree = [{"type": "file", "path": name, "size": len(own), "oid": "0"} for name, own in FILES.items()]
+        repository = "/".join(path.removeprefix("/api/models/").strip("/").split("/")[:2])
+        files = REPOSITORIES.get(repository)
+        if files is None:
+            pass
+        elif path.startswith(f"/api/models/{repository}/tree/"):
+            tree = [{"type": "file", "path": name, "size": len(own), "oid": "0"} for name, own in files.items()]
             status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
-        elif path.startswith("/api/models/someone/tiny-GGUF"):
-            siblings = [{"rfilename": name} for name in FILES]
-            body = json.dumps({"id": "someone/tiny-GGUF", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path.startswith("/api/models/"):
+            siblings = [{"rfilename": name} for name in files]
+            body = json.dumps({"id": repository, "sha": COMMIT, "siblings": siblings}).encode()
             status, headers = 200, {"Content-Type": "application/json"}
-        elif path.startswith(f"/someone/tiny-GGUF/resolve/{COMMIT}/"):
+        elif path.startswith(f"/{repository}/resolve/{COMMIT}/"):
             name = path.partition(f"{COMMIT}/")[2]
-            body = FILES[name]
+            body = files[name]
             if with_body:
                 Hub.fetched = [*Hub.fetched, name]
             status, headers = 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{hash(name) & 0xFFFFFFFF:x}"'}
@@ -82,12 +93,12 @@ def hub() -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-def ask(port: int, cache: Path, *names: str) -> list[str]:
-    """What `find_hub` gives or says for each name, in a process that knows no other hub."""
+def ask(port: int, cache: Path, *names: str, function: str = "find_hub") -> list[str]:
+    """What a function gives or says for each name, in a process that knows no other hub."""
     script = (
         "import sys\nfrom foreword.errors import ModelLoadError\n"
-        "from foreword.model.checkpoint.gguf.hub import find_hub\n"
-        "for name in sys.argv[1:]:\n    try:\n        print(find_hub(name, None))\n"
+        f"from foreword.model.checkpoint.hub import {function}\n"
+        f"for name in sys.argv[1:]:\n    try:\n        print({function}(name, None))\n"
         "    except ModelLoadError as error:\n        print(error)\n"
     )
     done = subprocess.run(
@@ -121,6 +132,19 @@ def test_a_name_fetches_its_file_once_and_needs_no_network_then(hub: ThreadingHT
     hub.shutdown()
     hub.server_close()
     assert ask(hub.server_port, tmp_path, *names) == found
+
+
+def test_a_checkpoint_is_fetched_without_what_nobody_reads(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    names = ("someone/tiny", "someone/old", "someone/unknown", "someone/tiny-GGUF:q4_k_s", str(tmp_path))
+    found, *others = ask(hub.server_port, tmp_path, *names, function="find_folder")
+    files = {path.relative_to(found).as_posix(): path.read_bytes() for path in Path(found).rglob("*") if path.is_file()}
+    assert files == {name: CHECKPOINT[name] for name in ("config.json", "1_Pooling/config.json", "model.safetensors")}
+    assert others == ["None"] * 4, "transformers or others know these, or say what is wrong"
+    hub.shutdown()
+    hub.server_close()
+    assert ask(hub.server_port, tmp_path, *names[:3], function="find_folder") == [found, "None", "None"]
+    (Path(found) / "model.safetensors").unlink()
+    assert ask(hub.server_port, tmp_path, "someone/tiny", function="find_folder") == ["None"], "no part of a model"
 
 
 def test_what_is_not_there_is_said(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
