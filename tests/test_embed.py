@@ -13,12 +13,14 @@ import numpy as np
 import ollama
 import openai
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel
 
 from foreword import SamplingParams
-from foreword.errors import InvalidRequestError
+from foreword.errors import EngineError, InvalidRequestError
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from live_server import MODEL, ServerThread, client, post
@@ -113,9 +115,13 @@ def test_dimensions_are_cut_before_the_length_becomes_1(llm: LLM) -> None:
     assert cut.shape == (16,)
     assert np.linalg.norm(cut) == pytest.approx(1)
     assert cut == pytest.approx(whole[:16] / np.linalg.norm(whole[:16]), abs=1e-6)
+    computed = llm.engine.num_computed_tokens
     for wrong in (0, 65):
-        with pytest.raises(InvalidRequestError, match="out of range"):
+        with pytest.raises(InvalidRequestError, match="out of range; use 1 to 64"):
             llm.embed(TEXTS[0], dimensions=wrong)
+    assert llm.engine.num_computed_tokens == computed, "nothing is computed for it"
+    with pytest.raises(EngineError, match="no hidden state"):
+        llm.pooling.embedding(None)
 
 
 def test_a_folder_says_how_it_pools_and_a_model_without_a_head_is_read(folder: Path, tmp_path: Path, llm: LLM) -> None:
@@ -177,6 +183,25 @@ def test_the_official_clients_get_embeddings_as_floats_and_as_base64(server: Ser
     for wrong in ({"input": ""}, {"input": []}, {"input": ["x", ""]}, {"dimensions": 65}, {"input": [10**6]}):
         with pytest.raises(openai.BadRequestError):
             ask.create(**{"model": MODEL, "input": "x", **wrong})
+
+
+def test_a_text_that_is_cut_keeps_its_end_token(folder: Path, tmp_path: Path) -> None:
+    ended = tmp_path / "model"
+    shutil.copytree(folder, ended)
+    tokenizer = tokenizers.Tokenizer.from_file(str(ended / "tokenizer.json"))
+    end = tokenizer.get_vocab_size() - 1
+    word = tokenizer.id_to_token(end)
+    tokenizer.post_processor = TemplateProcessing(single=f"$A {word}", special_tokens=[(word, end)])
+    tokenizer.save(str(ended / "tokenizer.json"))
+    with open_llm(ended, max_model_len=32) as llm, ServerThread(llm, ServerConfig()) as server:
+        whole = llm.tokenizer.encode(TEXTS[0] * 3).tolist()
+        assert whole[-1] == end
+        found = post(server.url, "/api/embed", {"model": MODEL, "input": [TEXTS[0] * 3, TEXTS[1]]}).json()
+        cut = post(server.url, "/v1/embeddings", {"input": [*whole[:30], end]}).json()
+        assert found["embeddings"][0] == cut["data"][0]["embedding"]
+        assert found["prompt_eval_count"] == 31 + len(llm.tokenizer.encode(TEXTS[1]))
+        refused = post(server.url, "/api/embed", {"model": MODEL, "input": [TEXTS[0] * 3], "truncate": False})
+        assert refused.status_code == 400
 
 
 @pytest.mark.slow

@@ -396,7 +396,7 @@ def build_engine(
         longer_by=None if max_model_len == max_positions else longer_by,
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         allows_links=model.can_link(layout),
-        gives_hidden_states=model.gives_hidden_states,
+        hidden_size=model.hidden_size,
     )
     size = layout.bytes_per_block / 2**20
     facts = num_blocks, size, num_blocks * size / 1024, limits.max_model_len, layout.describe()

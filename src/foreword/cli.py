@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue prompts, or answer a chat message")
     generate.later = _add_generate_arguments
 
-    serve = commands.add_parser("serve", help="answer over HTTP, in OpenAI's, Anthropic's and Gemini's APIs")
+    serve = commands.add_parser("serve", help="answer over HTTP, in the APIs of OpenAI, Anthropic, Gemini and Ollama")
     serve.later = _add_serve_arguments
 
     models = commands.add_parser("models", help="GGUF models on this machine: of Ollama, LM Studio and Python packages")

@@ -179,12 +179,11 @@ class LLM:
         `dimensions` keeps the first ones, for models that were trained to have fewer. Raises InvalidRequestError for
         models that give none, such as those that pool otherwise.
         """
-        self.pooling.check(dimensions)
+        self.pooling.check(dimensions, self.engine.limits.hidden_size)
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         parsed = [self._prompt(prompt) for prompt in inputs]
         outputs = self._run(parsed, SamplingParams(max_tokens=1, temperature=0.0, embeds=True), show_progress)
-        states = [output.hidden_state for output in outputs]
-        return [self.pooling.embedding(state, dimensions) for state in states if state is not None]
+        return [self.pooling.embedding(output.hidden_state, dimensions) for output in outputs]
 
     def add_request(
         self,

@@ -256,7 +256,7 @@ class Intake:
 
     def _check_reports(self, params: SamplingParams, length: int) -> None:
         """Raise InvalidRequestError if what is asked about a prompt of this length cannot be reported."""
-        if params.embeds and not self._limits.gives_hidden_states:
+        if params.embeds and self._limits.hidden_size is None:
             raise InvalidRequestError(
                 "embeds=True needs a decoder of a written family on a CPU, and this model is none: it gives no hidden "
                 "states; leave it out, or choose another model"

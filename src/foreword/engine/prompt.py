@@ -30,8 +30,8 @@ class ModelLimits:
     """What would make `max_model_len` longer; None: nothing, the model has no more positions."""
     allows_links: bool = False
     """Whether KV can be moved to other positions, so that prompts may have links."""
-    gives_hidden_states: bool = False
-    """Whether prompts may have embeddings."""
+    hidden_size: int | None = None
+    """Width of the hidden states that prompts may ask for; None: the model gives none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,11 @@ class LoadedModel:
         return self.network
 
     @property
-    def gives_hidden_states(self) -> bool:
-        """Whether it can say what the last norm gave the head."""
-        return isinstance(self.network, Decoder) and self.device.type == "cpu"
+    def hidden_size(self) -> int | None:
+        """Width of what the last norm gives the head; None if it cannot be said."""
+        return (
+            self.network.spec.hidden_size if isinstance(self.network, Decoder) and self.device.type == "cpu" else None
+        )
 
     @property
     def code(self) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""The server: three APIs over HTTP, tenants, limits. See app.py for how the parts meet."""
+"""The server: four APIs over HTTP, tenants, limits. See app.py for how the parts meet."""

@@ -16,7 +16,7 @@ from foreword.model.checkpoint.pooling import FloatArray
 from foreword.request import SamplingParams
 from foreword.server.api_errors import bad_request
 from foreword.server.http import finished
-from foreword.server.service import Caller, Service
+from foreword.server.service import Caller, Service, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class Embedded:
     num_tokens: int
     num_cached_tokens: int
 
+    @property
+    def num_json_bytes(self) -> int:
+        """Estimated length of its vectors as JSON: whether to write them on the event loop."""
+        return sum(16 * len(one) for one in self.vectors)
+
 
 async def embed(
     service: Service, caller: Caller, response_id: str, inputs: Any, dimensions: int | None, *, truncates: bool = False
@@ -35,23 +40,38 @@ async def embed(
 
     `truncates`: whether texts that are too long keep their beginning.
     """
-    service.llm.pooling.check(dimensions)
+    llm = service.llm
+    llm.pooling.check(dimensions, llm.engine.limits.hidden_size)
     one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-    prompts = []
-    for text in [inputs] if one else inputs:
-        if not len(text):
-            raise bad_request("input has an empty text; leave it out", param="input")
-        token_ids = await service.encode(text) if isinstance(text, str) else np.array(text, np.int32)
-        most = service.max_prompt_len(1)
-        prompts.append(Prompt(token_ids[:most] if truncates else token_ids))
-    if not prompts:
+    texts = [inputs] if one else inputs
+    if not texts:
         return Embedded([], 0, 0)
+    if not all(map(len, texts)):
+        raise bad_request("input has an empty text; leave it out", param="input")
+
+    def encode(text: Any) -> TokenIds:
+        return service.tokenizer.encode(text) if isinstance(text, str) else np.array(text, np.int32)
+
+    prompts = [
+        Prompt(_beginning(token_ids, service) if truncates else token_ids)
+        for token_ids in await service.encode_each(texts, encode, is_cut=truncates)
+    ]
     params = SamplingParams(max_tokens=1, temperature=0.0, embeds=True)
     answer = await service.start(caller, response_id, prompts, params, stream=False)
     await finished(answer)
-    states = [output.hidden_state for output in answer.outputs if output.hidden_state is not None]
     return Embedded(
-        [service.llm.pooling.embedding(state, dimensions) for state in states],
+        [llm.pooling.embedding(output.hidden_state, dimensions) for output in answer.outputs],
         sum(len(prompt.token_ids) for prompt in prompts),
         sum(output.num_cached_tokens for output in answer.outputs),
     )
+
+
+def _beginning(token_ids: TokenIds, service: Service) -> TokenIds:
+    """The beginning of a text that is too long, with the end token, if the tokenizer writes one: it is what pools."""
+    most = service.max_prompt_len(1)
+    if len(token_ids) <= most:
+        return token_ids
+    ends = service.tokenizer.encode("")[-1:]
+    if not len(ends) or ends[0] != token_ids[-1]:
+        return token_ids[:most]
+    return np.concatenate((token_ids[: most - 1], ends))

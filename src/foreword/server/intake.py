@@ -93,7 +93,7 @@ def _fields(model: type[AnyBody], data: bytes, limits: BodyLimits, unknown_field
     size = scan_json(data)
     limits.check_size(model, size)
     body = _parse(data)
-    limits.check_counts(body)
+    limits.check_counts(model, body)
     try:
         return unknown_fields.validate(model, body)
     except ValidationError as error:

@@ -12,8 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,8 @@ MANY_MESSAGES = 32
 """Number of messages from which a conversation is tokenized in a thread."""
 
 
+TokenIds = npt.NDArray[np.int32]
+Piece = TypeVar("Piece", bound=Sequence[Any])
 OpenDoor = Callable[[LLM, Records, Sequence[AfterStep]], EngineDoor]
 
 
@@ -172,6 +175,7 @@ class Service:
             if llm.tokenizer is None:
                 raise ConfigError("score_template needs a tokenizer, and this model has none")
             self.score_labels = self.score_template.label_ids(llm.tokenizer)
+            self.score_template.try_on(llm.tokenizer)
         self.template_report = TemplateReport() if llm.tokenizer is None else llm.tokenizer.template_report()
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         log_template(llm.tokenizer, self.template_report, self.template_changes)
@@ -300,6 +304,29 @@ class Service:
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
         return await self.crews.text.run(lambda: self.tokenizer.encode(text))
+
+    async def encode_each(
+        self, pieces: Sequence[Piece], encode: Callable[[Piece], TokenIds], *, num_beside: int = 0, is_cut: bool = False
+    ) -> list[TokenIds]:
+        """Token ids of the prompts of one call; `num_beside`: characters that each has besides its piece.
+
+        The longest piece comes first: if its prompt is too long, the others are not encoded, unless all `is_cut` later.
+        Raises APIError: 400 for a prompt that is too long, 429 if the queue has no room for all of them.
+        """
+        self.check_room(len(pieces))
+        is_short = sum(len(piece) + num_beside for piece in pieces) < LONG_TEXT
+        found: dict[int, TokenIds] = {}
+        for at in sorted(range(len(pieces)), key=lambda at: -len(pieces[at])):
+            work = partial(encode, pieces[at])
+            found[at] = work() if is_short else await self.crews.text.run(work)
+            if is_cut:
+                continue
+            num_tokens, most = len(found[at]), self.max_model_len
+            self.check_length(num_tokens)
+            if num_tokens >= most:
+                message = f"the prompt has {num_tokens} tokens, but max_model_len={most} must hold prompt and answer"
+                raise LongPromptError(f"{message}; shorten the prompt", num_tokens, most - 1)
+        return [found[at] for at in range(len(pieces))]
 
     async def encode_part(self, text: str) -> tuple[int, ...]:
         """Token ids of a part of a text, without special tokens around it."""
@@ -449,7 +476,7 @@ class Service:
         if num_choices > self.config.max_choices:
             raise bad_request(
                 f"{num_choices} choices (n, times the prompts) are more than the {self.config.max_choices} that one "
-                "call may ask for",
+                "call may ask for (--max-choices); ask for fewer",
                 param="n",
             )
         if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):

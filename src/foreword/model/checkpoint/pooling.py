@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.config import ModelConfig
-from foreword.errors import InvalidRequestError
+from foreword.errors import EngineError, InvalidRequestError
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -59,8 +59,13 @@ class Pooling:
             limit = "" if width is None else f" to {width}"
             raise InvalidRequestError(f"dimensions={dimensions} is out of range; use 1{limit}")
 
-    def embedding(self, hidden: FloatArray, dimensions: int | None = None) -> FloatArray:
-        """An embedding of the last token's hidden state [width]: its first `dimensions`. Raises InvalidRequestError."""
+    def embedding(self, hidden: FloatArray | None, dimensions: int | None = None) -> FloatArray:
+        """An embedding of the last token's hidden state [width]: its first `dimensions`.
+
+        Raises InvalidRequestError, and EngineError if there is no state.
+        """
+        if hidden is None:
+            raise EngineError("a text got no hidden state, so its embedding is not known; try again")
         self.check(dimensions, len(hidden))
         cut = hidden[:dimensions].astype(np.float64)
         length = float(np.sqrt((cut * cut).sum()))

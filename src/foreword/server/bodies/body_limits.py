@@ -81,7 +81,7 @@ class BodyLimits:
             if count > most:
                 raise bad_request(f"The body has {count} {name}; at most {most} are taken, send fewer.")
 
-    def check_counts(self, body: Any) -> None:
+    def check_counts(self, model: type[Body], body: Any) -> None:
         """Raises APIError 400 if parsed JSON has more of anything than the server can serve."""
         if not isinstance(body, dict):
             raise bad_request("Invalid value for the body: it must be a JSON object")
@@ -89,25 +89,25 @@ class BodyLimits:
         is_truncated = body.get("truncate_prompt_tokens") is not None  # then a prompt of token ids may be longer
         for name, value in body.items():
             if not (is_truncated and name == "prompt" and _has_token_ids(value)):
-                self._check_field(name, value)
+                self._check_field(model, name, value)
             elif not isinstance(value[0], int):
-                _at_most(value, self.max_prompts, name)
+                self._check_prompts(name, value)
 
-    def _check_field(self, name: str, value: Any) -> None:
+    def _check_field(self, model: type[Body], name: str, value: Any) -> None:
         match name:
-            case "messages":
+            case "prompt" | "items":
+                self._check_prompt(name, value)
+            case "input" | "documents" if model.HOLDS == "prompts":
+                self._check_prompt(name, value)
+            case "messages" | "input":
                 self._check_conversation(name, value)
+                self._check_text(name, value)
             case "contents":
                 self._check_conversation(name, value, "parts")
             case "systemInstruction" | "system_instruction":
                 self._check_conversation(name, [value], "parts")
             case "generateContentRequest" | "generate_content_request":
-                self.check_counts(value)
-            case "input":
-                self._check_conversation(name, value)
-                self._check_text(name, value)
-            case "prompt" | "items":
-                self._check_prompt(name, value)
+                self.check_counts(model, value)
             case "instructions" | "documents" | "question" | "query":
                 self._check_pieces(name, value)
             case "system":
@@ -128,10 +128,18 @@ class BodyLimits:
         elif prompt and isinstance(prompt[0], int):
             self._check_tokens(name, prompt)
         else:
-            _at_most(prompt, self.max_prompts, name)
+            self._check_prompts(name, prompt)
             for number, one in enumerate(prompt):
-                self._check_text(f"{name}[{number}]", one)
+                self._check_text(f"{name}[{number}]", one.get("text") if isinstance(one, dict) else one)
                 self._check_tokens(f"{name}[{number}]", one)
+
+    def _check_prompts(self, name: str, prompts: Any) -> None:
+        if len(prompts) > self.max_prompts:
+            raise bad_request(
+                f"{name} has {len(prompts)} entries; at most {self.max_prompts} are taken in one call "
+                "(--max-choices), send fewer",
+                param=name,
+            )
 
     def _check_pieces(self, name: str, value: Any) -> None:
         """Check a text, a list of token ids, or a list of both that becomes one prompt."""

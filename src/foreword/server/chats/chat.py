@@ -142,7 +142,7 @@ async def start_chat(
             raise bad_request("structured outputs cannot be combined with a forced tool_choice", param="tool_choice")
         params = replace(params, open_constraint=await _forced(service, chat, use))
     messages = chat.messages
-    if chat.shortens:
+    if chat.shortens and not chat.context:
 
         async def count(messages: Messages) -> int:
             return len(await service.render_chat(messages, ending=chat.ending, template_inputs=inputs))

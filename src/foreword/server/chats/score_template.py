@@ -13,9 +13,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from foreword.errors import ConfigError
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import ConfigError, InvalidRequestError
 from foreword.text import Tokenizer
 
+TokenIds = npt.NDArray[np.int32]
 _PLACE = re.compile(r"\{(query|document|instruction)\}")
 
 
@@ -41,12 +45,11 @@ class ScoreTemplate:
         missing = {"query", "document"} - set(_PLACE.findall(self.user))
         if missing:
             raise ConfigError(f"the score template's user message has no place {{{min(missing)}}}; write it there")
-        if (
-            not isinstance(self.labels, list | tuple)
-            or len(self.labels) < 2
-            or len(set(self.labels)) < len(self.labels)
-        ):
+        labels = self.labels if isinstance(self.labels, list | tuple) else ()
+        if not all(isinstance(label, str) for label in labels) or not 1 < len(labels) == len(set(labels)):
             raise ConfigError(f"labels={self.labels!r} of the score template are not two or more different texts")
+        if not isinstance(self.template_inputs, Mapping):
+            raise ConfigError(f"template_inputs={self.template_inputs!r} of the score template are no table of inputs")
 
     @classmethod
     def named(cls, name: str) -> ScoreTemplate:
@@ -72,6 +75,18 @@ class ScoreTemplate:
         user = _PLACE.sub(lambda place: given[place[1]], self.user)
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, {"role": "user", "content": user}]
+
+    def tokens(self, tokenizer: Tokenizer, query: str, document: str, instruction: str | None) -> TokenIds:
+        """The prompt about one document. Raises InvalidRequestError."""
+        messages = self.messages(query, document, instruction)
+        return tokenizer.render_chat(messages, template_inputs=self.template_inputs)
+
+    def try_on(self, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError if this model's chat template cannot show it."""
+        try:
+            self.tokens(tokenizer, "query", "document", None)
+        except InvalidRequestError as error:
+            raise ConfigError(f"the score template cannot be shown to this model: {error}") from error
 
     def label_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The tokens of the labels. Raises ConfigError for a label of several tokens."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from foreword.errors import ConfigError
 from foreword.llm import LLM
+from foreword.server.api_errors import APIError, LongPromptError
 from foreword.server.chats.score_template import KNOWN, ScoreTemplate
 from foreword.server.options import ServerConfig
+from foreword.server.service import LONG_TEXT
 from live_server import MODEL, ServerThread, client, post
 from tiny_models import TinyModels
 
@@ -128,13 +135,69 @@ def test_an_echo_scores_its_end_alone_and_finds_the_rest(server: ServerThread) -
         {"items": [[1]]},
         {"label_token_ids": []},
         {"label_token_ids": [10**6]},
+        {"label_token_ids": [5] * 129},
         {"model": "other"},
-        {"items": ["x"] * 129},
     ],
 )
 def test_a_score_that_makes_no_sense_is_refused(server: ServerThread, body: dict[str, Any]) -> None:
     answer = post(server.url, "/v1/score", {"query": "x", "items": ["y"], "label_token_ids": [5]} | body)
     assert answer.status_code in (400, 404), answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/score", "items", {"query": "x", "label_token_ids": [5]}),
+        ("/v1/rerank", "documents", {"query": "x"}),
+        ("/v1/embeddings", "input", {}),
+        ("/api/embed", "input", {"model": MODEL}),
+    ],
+)
+def test_each_prompt_of_a_call_has_the_limits_of_a_prompt(
+    server: ServerThread, path: str, field: str, fields: dict[str, Any]
+) -> None:
+    refused = post(server.url, path, {**fields, field: ["x"] * 129})
+    assert refused.status_code == 400
+    assert f"{field} has 129 entries; at most 128 are taken" in refused.text
+    assert "--max-choices" in refused.text
+    most = server.service.body_limits.max_characters
+    for long in ["x" * (most + 1), *([{"text": "x" * (most + 1)}] if field == "documents" else [])]:
+        refused = post(server.url, path, {**fields, field: ["x", long]})
+        assert refused.status_code == 400
+        assert f"{field}[1] has {most + 1} characters" in refused.text
+    text = " ".join(["falcon"] * 20)
+    together = [text] * (most // len(text) + 1)
+    assert len(together) <= 128
+    assert post(server.url, path, {**fields, field: together}).status_code == 200, "each is short"
+
+
+def test_the_longest_prompt_is_encoded_first_off_the_loop_and_alone_if_it_is_too_long(server: ServerThread) -> None:
+    service = server.service
+    threads: list[int] = []
+
+    def encode(text: str) -> npt.NDArray[np.int32]:
+        threads.append(threading.get_ident())
+        return np.full(len(text), 7, np.int32)
+
+    async def found(pieces: list[str], **more: Any) -> list[int]:
+        return [len(one) for one in await service.encode_each(pieces, encode, **more)]
+
+    own, long = threading.get_ident(), "x" * service.max_model_len
+    assert asyncio.run(found(["xx", "", "x"])) == [2, 0, 1]
+    assert set(threads) == {own}, "short ones are encoded at once"
+    threads.clear()
+    assert asyncio.run(found(["xx", "x"], num_beside=LONG_TEXT)) == [2, 1]
+    assert asyncio.run(found(["x" * 100] * 40)) == [100] * 40
+    assert len(threads) == 42
+    assert own not in threads, "many short ones are long together"
+    threads.clear()
+    with pytest.raises(LongPromptError, match=f"has {len(long)} tokens, but max_model_len"):
+        asyncio.run(found([*["x"] * 9, long]))
+    assert len(threads) == 1
+    with pytest.raises(APIError, match="129 choices"):
+        asyncio.run(found(["x"] * 129))
+    assert len(threads) == 1, "none is encoded"
+    assert asyncio.run(found(["x", long], is_cut=True)) == [1, len(long)]
 
 
 def test_without_a_template_nothing_is_ranked(server: ServerThread) -> None:
@@ -156,6 +219,9 @@ def test_without_a_template_nothing_is_ranked(server: ServerThread) -> None:
         ('user = "{query}{document}"\nlabels = ["a"]', "not two or more"),
         ('user = "{query}{document}"\nlabels = ["a", "a"]', "not two or more"),
         ('user = "{query}{document}"\nlabels = ["a", "b"]\nother = 1', "unknown field 'other'"),
+        ('user = "{query}{document}"\nlabels = [["a"], ["b"]]', "not two or more different texts"),
+        ('user = "{query}{document}"\nlabels = {a = 1, b = 2}', "not two or more different texts"),
+        ('user = "{query}{document}"\nlabels = ["a", "b"]\ntemplate_inputs = "x"', "template_inputs='x'"),
         ("user = ", "neither a TOML file nor one of qwen3-reranker"),
     ],
 )
@@ -169,3 +235,6 @@ def test_a_template_that_cannot_work_is_refused_at_the_start(tmp_path: Path, tex
 def test_labels_are_single_tokens(server: ServerThread) -> None:
     with pytest.raises(ConfigError, match="is not one token"):
         KNOWN["qwen3-reranker"].label_ids(server.service.tokenizer)
+    template = replace(KNOWN["qwen3-reranker"], template_inputs={"add_generation_prompt": False})
+    with pytest.raises(ConfigError, match="shown to this model: 'add_generation_prompt' is not"):
+        template.try_on(server.service.tokenizer)

@@ -19,6 +19,7 @@ from foreword.server import embeddings
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import APIError, bad_request
+from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
 from foreword.server.chats.chat import ChatAnswer, start_chat
 from foreword.server.dialects.ollama.answer import OllamaAnswer, Wish, now
@@ -89,10 +90,14 @@ async def embed(
     found = await embeddings.embed(
         service, caller, new_id("ollama-"), body.input or [], body.dimensions, truncates=body.truncate is not False
     )
-    answer = {"model": body.model, "embeddings": [one.tolist() for one in found.vectors]}
     took = {"total_duration": round(1e9 * (time.monotonic() - started)), "load_duration": 0}
     counts = {"prompt_eval_count": found.num_tokens, "prompt_cached_count": found.num_cached_tokens}
-    return json_response(answer | took | counts)
+
+    def write() -> Response:
+        vectors = [one.tolist() for one in found.vectors]
+        return json_response({"model": body.model, "embeddings": vectors} | took | counts)
+
+    return await off_loop(found.num_json_bytes, write)
 
 
 @router.post("/api/embeddings", openapi_extra=takes(OldEmbedRequest))

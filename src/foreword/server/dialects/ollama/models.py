@@ -53,7 +53,7 @@ def shown(service: Service, name: str) -> Json:
     capabilities = ["completion"] + (["tools"] if template else [])
     if tokenizer is not None and can_think(service):
         capabilities.append("thinking")
-    if service.llm.engine.limits.gives_hidden_states and service.llm.pooling.refusal is None:
+    if service.llm.engine.limits.hidden_size is not None and service.llm.pooling.refusal is None:
         capabilities.append("embedding")
     return {
         "modelfile": f"# foreword serves this model; it has no Modelfile.\nFROM {name}\n",

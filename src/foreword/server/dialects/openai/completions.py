@@ -81,7 +81,8 @@ async def _prompts(body: CompletionRequest, service: Service, request: Request) 
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
     if isinstance(prompt[0], str):
-        return [Prompt(await service.encode(one)) for one in prompt]
+        is_cut = body.truncate_prompt_tokens is not None
+        return [Prompt(one) for one in await service.encode_each(prompt, service.tokenizer.encode, is_cut=is_cut)]
     return await with_body(request, lambda: [Prompt(np.array(one, np.int32)) for one in prompt])
 
 

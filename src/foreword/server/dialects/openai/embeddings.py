@@ -52,4 +52,4 @@ async def embeddings(
         data = [{"object": "embedding", "index": at, "embedding": vector(one)} for at, one in enumerate(found.vectors)]
         return Response(to_json({**answer, "data": data}), media_type="application/json")
 
-    return await off_loop(sum(16 * len(one) for one in found.vectors), write)
+    return await off_loop(found.num_json_bytes, write)

@@ -22,7 +22,7 @@ from foreword.server.calls import caller_of
 from foreword.server.dialects.openai.fields import RerankRequest, ScoreRequest
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import body_of, takes
-from foreword.server.service import Service, new_id
+from foreword.server.service import LONG_TEXT, Service, TokenIds, new_id
 
 router = APIRouter(tags=["scores"])
 
@@ -35,7 +35,15 @@ async def score(
     service = service_of(request)
     service.check_model(body.model)
     items = [body.items] if isinstance(body.items, str) else body.items
-    prompts = [await _joined(service, body.query, item, item_first=bool(body.item_first)) for item in items]
+    query: Any = body.query
+    if isinstance(query, str) != isinstance(items[0], str):
+        raise bad_request("query and items must both be texts, or both be lists of token ids", param="items")
+
+    def encode(item: Any) -> TokenIds:
+        both = item + query if body.item_first else query + item
+        return service.tokenizer.encode(both) if isinstance(both, str) else np.array(both, np.int32)
+
+    prompts = [Prompt(one) for one in await service.encode_each(items, encode, num_beside=len(query))]
     run = _Run(service, new_id("score-"), body, request, tenant)
     found = await run.logprobs(prompts, body.label_token_ids)
     shown = [_shares(own) if body.apply_softmax else [math.exp(value) for value in own] for own in found]
@@ -60,16 +68,13 @@ async def rerank(
             code="no_score_template",
         )
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    tokenizer, inputs = service.tokenizer, template.template_inputs
 
-    def render() -> list[Prompt]:
-        chats = [template.messages(body.query, text, body.instruction) for text in texts]
-        return [
-            Prompt(tokenizer.render_chat(messages, template_inputs=inputs), begins_reply=True) for messages in chats
-        ]
+    def render(text: str) -> TokenIds:
+        return template.tokens(service.tokenizer, body.query, text, body.instruction)
 
     run = _Run(service, new_id("rerank-"), body, request, tenant)
-    found = await run.logprobs(await service.crews.text.run(render), labels)
+    shown = await service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
+    found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], labels)
     relevance = [_shares(own)[0] for own in found]
     order = sorted(range(len(texts)), key=lambda at: -relevance[at])[: body.top_n]
     shows = body.return_documents if body.return_documents is not None else request.url.path != "/v2/rerank"
@@ -118,12 +123,3 @@ def _shares(logprobs: Sequence[float]) -> list[float]:
         return [1 / len(logprobs)] * len(logprobs)
     weights = [math.exp(value - most) for value in logprobs]
     return [weight / sum(weights) for weight in weights]
-
-
-async def _joined(service: Service, query: Any, item: Any, *, item_first: bool) -> Prompt:
-    if isinstance(query, str) != isinstance(item, str):
-        raise bad_request("query and items must both be texts, or both be lists of token ids", param="items")
-    first, last = (item, query) if item_first else (query, item)
-    if isinstance(query, str):
-        return Prompt(await service.encode(first + last))
-    return Prompt(np.array([*first, *last], np.int32))
