@@ -108,7 +108,7 @@ class BodyLimits:
                 self._check_conversation(name, [value], "parts")
             case "generateContentRequest" | "generate_content_request":
                 self.check_counts(model, value)
-            case "instructions" | "documents" | "question" | "query":
+            case "instructions" | "instruction" | "documents" | "question" | "query":
                 self._check_pieces(name, value)
             case "system":
                 self._check_conversation(name, [{"content": value}])

@@ -222,7 +222,7 @@ def test_another_model_is_not_found(ask):
     assert "'llama3'" in refusal(ask.generate, "llama3", "x", stream=True)[1]
 
 
-def test_what_this_server_lacks_is_refused_by_name(ask):
+def test_what_this_server_lacks_is_refused_by_name(server, ask):
     image = b"\x89PNG"
     told = [{"role": "user", "content": "x", "images": [image]}]
     assert refusal(ask.chat, MODEL, told) == (
@@ -237,6 +237,8 @@ def test_what_this_server_lacks_is_refused_by_name(ask):
         assert f"options.{next(iter(options))}" in message
     assert "context" in refusal(ask.generate, MODEL, "x", raw=True, context=[1])[1]
     assert refusal(ask.generate, MODEL, "x", context=[10**6])[0] == 400
+    long = post(server.url, "/api/generate", {"model": MODEL, "prompt": "x", "context": [5] * 8190, "truncate": True})
+    assert (long.status_code, "max_model_len" in long.text) == (400, True), "a context is not cut"
 
 
 def test_errors_have_ollamas_form(server):

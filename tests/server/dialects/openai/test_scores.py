@@ -165,6 +165,9 @@ def test_each_prompt_of_a_call_has_the_limits_of_a_prompt(
         refused = post(server.url, path, {**fields, field: ["x", long]})
         assert refused.status_code == 400
         assert f"{field}[1] has {most + 1} characters" in refused.text
+    if field == "documents":
+        refused = post(server.url, path, {**fields, field: ["x"], "instruction": "x" * (most + 1)})
+        assert f"instruction has {most + 1} characters" in refused.text
     text = " ".join(["falcon"] * 20)
     together = [text] * (most // len(text) + 1)
     assert len(together) <= 128

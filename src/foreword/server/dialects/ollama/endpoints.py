@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
@@ -108,7 +109,8 @@ async def old_embed(
     service = service_of(request)
     caller = _caller(body, request, tenant, "ollama.embed")
     found = await embeddings.embed(service, caller, new_id("ollama-"), body.prompt or [], None, truncates=True)
-    return json_response({"embedding": found.vectors[0].tolist() if found.vectors else []})
+    vectors = found.vectors or [np.empty(0, np.float32)]
+    return await off_loop(found.num_json_bytes, lambda: json_response({"embedding": vectors[0].tolist()}))
 
 
 @router.post("/api/show", openapi_extra=takes(ModelRequest))

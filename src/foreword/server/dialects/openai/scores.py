@@ -18,10 +18,11 @@ from foreword.engine import Prompt
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
+from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
 from foreword.server.dialects.openai.fields import RerankRequest, ScoreRequest
 from foreword.server.http import Authorized, finished, json_response, service_of
-from foreword.server.intake import body_of, takes
+from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import LONG_TEXT, Service, TokenIds, new_id
 
 router = APIRouter(tags=["scores"])
@@ -47,8 +48,8 @@ async def score(
     run = _Run(service, new_id("score-"), body, request, tenant)
     found = await run.logprobs(prompts, body.label_token_ids)
     shown = [_shares(own) if body.apply_softmax else [math.exp(value) for value in own] for own in found]
-    answer = {"id": run.response_id, "object": "scoring", "model": body.model or service.model_name, "scores": shown}
-    return json_response(answer | {"usage": run.usage()})
+    answer = run.answer(body.model) | {"object": "scoring", "scores": shown}
+    return await off_loop(24 * len(shown) * len(shown[0]), lambda: json_response(answer))
 
 
 @router.post("/rerank", openapi_extra=takes(RerankRequest))
@@ -82,15 +83,15 @@ async def rerank(
         {"index": at, "relevance_score": relevance[at], **({"document": {"text": texts[at]}} if shows else {})}
         for at in order
     ]
-    answer = {"id": run.response_id, "model": body.model or service.model_name, "results": results}
-    return json_response(answer | {"usage": run.usage()})
+    answer = run.answer(body.model) | {"results": results}
+    return await with_body(request, lambda: json_response(answer))  # which repeats the documents
 
 
 class _Run:
     """One call's prompts."""
 
     def __init__(self, service: Service, response_id: str, body: Any, request: Request, tenant: Tenant) -> None:
-        self.response_id = response_id
+        self._response_id = response_id
         self._service = service
         self._caller = caller_of(body, request, tenant, "score")
         self._num_tokens = self._num_cached = 0
@@ -98,7 +99,7 @@ class _Run:
     async def logprobs(self, prompts: Sequence[Prompt], token_ids: Sequence[int]) -> list[list[float]]:
         """Log probabilities of tokens after each prompt."""
         params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=tuple(token_ids))
-        answer = await self._service.start(self._caller, self.response_id, prompts, params, stream=False)
+        answer = await self._service.start(self._caller, self._response_id, prompts, params, stream=False)
         await finished(answer)
         self._num_tokens = sum(len(output.prompt_token_ids) for output in answer.outputs)
         self._num_cached = sum(output.num_cached_tokens for output in answer.outputs)
@@ -110,10 +111,11 @@ class _Run:
             found.append([of_position[token_id].logprob for token_id in token_ids])
         return found
 
-    def usage(self) -> dict[str, Any]:
-        """`usage` of the answer."""
+    def answer(self, model: str | None) -> dict[str, Any]:
+        """The fields that all answers have."""
         tokens = {"prompt_tokens": self._num_tokens, "completion_tokens": 0, "total_tokens": self._num_tokens}
-        return tokens | {"prompt_tokens_details": {"cached_tokens": self._num_cached}}
+        usage = tokens | {"prompt_tokens_details": {"cached_tokens": self._num_cached}}
+        return {"id": self._response_id, "model": model or self._service.model_name, "usage": usage}
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
