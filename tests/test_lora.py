@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from foreword import LLM, LoRARequest
 from foreword.cache import MissReason
-from foreword.errors import ConfigError, InvalidRequestError
+from foreword.errors import AdaptersBusyError, ConfigError, InvalidRequestError
 from foreword.model.adapters import loaded
 from peft_folders import save_adapter
 from real_models import real_model
@@ -91,6 +92,33 @@ def test_the_least_recently_used_adapter_leaves_memory(
     assert again[0].outputs[0].token_ids == first
     kept = llm.adapters.get(paths[0])
     assert llm.adapters.get(paths[0]) is kept  # not read again
+
+
+def test_a_folder_that_changed_in_place_is_read_again(
+    llm: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded, "SETTLED_S", -1e9)
+    assert llm.adapters is not None
+    one, other = save_adapter(tmp_path / "one", folder), save_adapter(tmp_path / "other", folder, seed=1)
+    before, file = llm.adapters.get(str(one)), one / loaded.WEIGHTS
+    told = file.stat()
+    file.write_bytes((other / loaded.WEIGHTS).read_bytes())
+    os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns))
+    now = file.stat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (told.st_ino, told.st_size, told.st_mtime_ns)
+    assert llm.adapters.get(str(one)).digest != before.digest
+
+
+def test_adapters_that_requests_hold_are_bounded_in_bytes(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    assert llm.adapters is not None
+    paths = [str(save_adapter(tmp_path / str(n), folder, seed=n, rank=16)) for n in range(5)]
+    held = [llm.adapters.get(path) for path in paths[:4]]  # max_loras=2 of the largest rank, twice
+    with pytest.raises(AdaptersBusyError, match="raise max_loras"):
+        llm.adapters.get(paths[4])
+    assert llm.adapters.get(str(shutil.copytree(paths[0], tmp_path / "again"))) is held[0]
+    assert llm.adapters.num_bytes == sum(adapter.num_bytes for adapter in held)
+    digest = held.pop().digest
+    assert llm.adapters.get(paths[4]).digest != digest
 
 
 def test_a_list_has_an_adapter_for_each_prompt(llm: LLM, folder: Path, tmp_path: Path) -> None:

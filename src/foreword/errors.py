@@ -18,6 +18,7 @@ Knows only names. `ForewordError` catches all of them; each message names the wr
     ├── AllocationError            (also a ValueError)  the cache is asked for slots or blocks that cannot be given
     ├── EventsLostError            a stream of cache events has a gap
     ├── NoReplicaError             no replica may take the request
+    ├── AdaptersBusyError          requests hold all the memory that adapters may take
     ├── TraceError                 a recorded trace cannot be read
     └── EngineError                a step failed and its requests were aborted, or the engine is closed
 """
@@ -99,6 +100,10 @@ class EventsLostError(ForewordError):
 
 class NoReplicaError(ForewordError):
     """No replica may take the request now; another attempt may succeed once one joins."""
+
+
+class AdaptersBusyError(ForewordError):
+    """Requests hold adapters of as many bytes as may be in memory; another attempt may succeed once some have ended."""
 
 
 class TraceError(ForewordError):

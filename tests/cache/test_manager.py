@@ -7,7 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreword.cache import ExtraKeys, FreeKVCacheBlockQueue, HashIndex, KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache import (
+    ExtraKeys,
+    FreeKVCacheBlockQueue,
+    FullAttentionSpec,
+    HashIndex,
+    KVCacheManager,
+    RadixIndex,
+    SlidingWindowSpec,
+    TokenSequence,
+)
 from foreword.cache.eviction.policies import LruPolicy
 from foreword.errors import AllocationError, CacheBusyError, ConfigError
 
@@ -60,6 +69,16 @@ def test_the_page_tells_both_orders_of_the_worked_example():
         assert hit.num_tokens == 12
         assert manager.allocate_slots(two, 29, hit) is not None
         assert [str(block_id) for block_id in table(manager, "2")] == expected
+
+
+@pytest.mark.parametrize("groups", [[FullAttentionSpec(4)], [FullAttentionSpec(4), SlidingWindowSpec(8, 4)]])
+@pytest.mark.parametrize(("most", "blocks"), [(None, 4), (16, 4), (15, 3), (8, 2), (3, 0)])
+def test_what_lies_elsewhere_counts_as_far_as_a_hit_may_reach(groups, most, blocks):
+    manager = KVCacheManager(40, groups=groups)
+    seq = sequence("a", range(17))
+    seq.most_hit_tokens = most
+    elsewhere = [set(keys) for keys in manager.keys_by_group(seq)]
+    assert {len(table) for table in manager.find_hit_with(seq, elsewhere)} == {blocks}
 
 
 def test_worked_example_of_three_requests_and_ten_blocks():

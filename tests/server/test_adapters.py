@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import pytest
 
 from foreword.errors import ConfigError
 from foreword.llm import LLM
+from foreword.model.adapters import loaded
+from foreword.model.adapters.weights import AdapterWeights
 from foreword.server.access.adapters import ServedAdapters
 from foreword.server.options import ServerConfig
-from live_server import MODEL, ServerThread, client
+from foreword.server.service import MANY_MESSAGES
+from live_server import MODEL, ServerThread, client, wait_until
 from peft_folders import save_adapter
 from tiny_models import TinyModels
 
@@ -131,6 +136,93 @@ def test_operators_load_and_unload_adapters(server: ServerThread, base: Path, sq
     assert change(server, "unload_lora_adapter", lora_name="new").status_code == 404
     with pytest.raises(Exception, match="404"):
         complete(server, "new")
+
+
+def test_clients_do_not_see_where_a_broken_adapter_lies(
+    server: ServerThread, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_adapter(tmp_path / "breaks", base, seed=3)
+    assert change(server, "load_lora_adapter", lora_name="breaks", lora_path=str(folder)).status_code == 200
+    content, messages = {"contents": [{"parts": [{"text": "a"}]}]}, [{"role": "user", "content": "a"}]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("v1/completions", {"model": "breaks", "prompt": "a", "max_tokens": 1}),
+        ("v1/chat/completions", {"model": "breaks", "messages": messages, "max_tokens": 1}),
+        ("v1/messages", {"model": "breaks", "messages": messages, "max_tokens": 1}),
+        ("v1beta/models/breaks:generateContent", content),
+        ("v1/cache/explain", {"model": "breaks", "prompt": "a"}),
+    ]
+
+    def refused_with(status: int) -> None:
+        for path, body in calls:
+            answer = httpx.post(f"{server.url}/{path}", json=body, timeout=60)
+            assert (answer.status_code, str(tmp_path) in answer.text) == (status, False), answer.text
+
+    assert server.service.llm.adapters is not None
+    save_adapter(folder, base, seed=6)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.llm.adapters, "_most_bytes", 0)
+        refused_with(429)  # as if requests held too many others
+    (folder / "adapter_model.safetensors").write_bytes(b"{}")
+    refused_with(503)
+    told = change(server, "load_lora_adapter", lora_name="breaks", lora_path=str(folder), load_inplace=True)
+    assert (told.status_code, str(tmp_path) in told.text) == (400, True)
+    assert change(server, "unload_lora_adapter", lora_name="breaks").status_code == 200
+
+
+def test_an_adapter_that_is_slow_to_read_holds_up_nobody_else(
+    server: ServerThread, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(save_adapter(tmp_path / "slow", base, seed=4))
+    assert change(server, "load_lora_adapter", lora_name="slow", lora_path=folder).status_code == 200
+    go_on, read = threading.Event(), loaded.read_adapter
+
+    def slowly(path: str, *more: Any) -> AdapterWeights:
+        assert path != folder or go_on.wait(60)
+        return read(path, *more)
+
+    monkeypatch.setattr(loaded, "read_adapter", slowly)
+    service = server.service
+    with ThreadPoolExecutor(6) as threads:
+        try:
+            slow = [threads.submit(complete, server, "slow") for _ in range(6)]
+            wait_until(lambda: folder in service.adapters._next)
+            assert complete(server, "sql").choices
+            many = [{"role": "user", "content": "a"}] * MANY_MESSAGES  # tokenized in a thread
+            body = {"model": MODEL, "messages": many, "max_tokens": 1}
+            assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
+            crew = service.crews.adapters
+            assert (crew.num_running, crew.num_waiting) == (1, 0)
+        finally:
+            go_on.set()
+        assert len({one.result().choices[0].text for one in slow}) == 1
+    assert not service.adapters._reading
+    assert not service.adapters._next
+    assert change(server, "unload_lora_adapter", lora_name="slow").status_code == 200
+
+
+def test_a_cached_content_under_an_alora_adapter_is_found_by_conversations(
+    server: ServerThread, base: Path, tmp_path: Path
+) -> None:
+    """The adapter begins at the last answer, and not at the earlier one in the cached content."""
+    tokens = server.service.tokenizer.render_chat([{"role": "user", "content": "a"}]).tolist()
+    invocation = tokens[len(tokens) - 1 - tokens[::-1].index(tokens[0]) :]
+    folder = save_adapter(tmp_path / "judge", base, seed=5, alora_invocation_tokens=invocation)
+    assert change(server, "load_lora_adapter", lora_name="judge", lora_path=str(folder)).status_code == 200
+    contents = [{"role": "user", "parts": [{"text": "b"}]}, {"role": "model", "parts": [{"text": TEXT}]}]
+    made = httpx.post(
+        f"{server.url}/v1beta/cachedContents", json={"model": "models/judge", "contents": contents}
+    ).json()
+    num_tokens, size = made["usageMetadata"]["totalTokenCount"], server.service.llm.layout.block_size
+    assert num_tokens >= 2 * size
+    body = {
+        "contents": [{"role": "user", "parts": [{"text": "c"}]}],
+        "cachedContent": made["name"],
+        "generationConfig": {"maxOutputTokens": 1},
+    }
+    answer = httpx.post(f"{server.url}/v1beta/models/judge:generateContent", json=body, timeout=60).json()
+    assert answer["usageMetadata"]["cachedContentTokenCount"] >= num_tokens // size * size
+    assert httpx.delete(f"{server.url}/v1beta/{made['name']}").status_code == 200
+    assert change(server, "unload_lora_adapter", lora_name="judge").status_code == 200
 
 
 def test_modules_are_names_and_paths_or_vllms_json(server: ServerThread, sql: Path) -> None:

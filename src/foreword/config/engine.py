@@ -102,7 +102,8 @@ class ModelConfig:
     enable_lora: bool = False
     """Let requests name LoRA adapters (docs/guides/adapters.md). On a CPU, for the written families."""
     max_loras: int = 8
-    """Adapters that stay in memory, besides those of running requests; the least recently used leaves first."""
+    """Adapters that stay in memory, besides those of requests; the least recently used leaves first. All together take
+    at most twice the bytes of this many, of the largest rank on all weights."""
     max_lora_rank: int = 16
     """Largest rank of an adapter."""
     self_check: bool = True

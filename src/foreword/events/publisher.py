@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -195,7 +196,10 @@ def _apply(groups: dict[int, HeldOfGroup], event: KVCacheEvent) -> None:
 
 
 def chains(held: HeldOfGroup, group: int) -> Iterator[BlockStored]:
-    """Events that store these blocks, each after its parent: one for each run of blocks that has no other parent."""
+    """Events that store these blocks, each after its parent: one for each run of blocks that has no other parent.
+
+    All blocks of an event are under one adapter, or none.
+    """
     done: set[BlockHash] = set()
     for last in reversed(held):  # the newest first, because its chain is the longest
         run: list[BlockHash] = []
@@ -207,16 +211,18 @@ def chains(held: HeldOfGroup, group: int) -> Iterator[BlockStored]:
         if not run:
             continue
         run.reverse()
-        blocks = [held[one] for one in run]
-        yield BlockStored(
-            tuple(run),
-            blocks[0].parent,
-            tuple(np.frombuffer(b"".join(block.tokens for block in blocks), np.int32).tolist()),
-            blocks[0].block_size,
-            blocks[0].lora_name,
-            tuple(block.extra_keys for block in blocks),
-            group_idx=group,
-        )
+        for lora_name, keys in groupby(run, lambda one: held[one].lora_name):
+            names = tuple(keys)
+            blocks = [held[one] for one in names]
+            yield BlockStored(
+                names,
+                blocks[0].parent,
+                tuple(np.frombuffer(b"".join(block.tokens for block in blocks), np.int32).tolist()),
+                blocks[0].block_size,
+                lora_name,
+                tuple(block.extra_keys for block in blocks),
+                group_idx=group,
+            )
 
 
 def group_kinds(specs: Sequence[GroupSpec]) -> tuple[GroupKind, ...]:

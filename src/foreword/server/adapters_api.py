@@ -46,7 +46,7 @@ async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadReques
     service = service_of(request)
     wanted = LoRARequest(body.lora_name, lora_path=body.lora_path, load_inplace=body.load_inplace)
     service.adapters.check_new(wanted)
-    adapter = await service.crews.text.run(lambda: service.adapters.load(wanted))
+    adapter = await service.adapters.load_in(service.crews.adapters, wanted)
     service.adapters.check_new(wanted)  # another call may have been faster
     service.adapters.add(wanted)
     return json_response({"object": "adapter", "id": body.lora_name, "digest": adapter.digest, "loaded": True})

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreword.errors import CacheBusyError, EngineError, ForewordError, InvalidRequestError, PromptTooLongError
+from foreword.errors import (
+    AdaptersBusyError,
+    CacheBusyError,
+    EngineError,
+    ForewordError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
 
 MOST_CHARACTERS = 2000
 """Most characters of a message: it may repeat what a client sent, which may have megabytes."""
@@ -109,6 +116,12 @@ def work_waits(kind: str, retry_after_s: int) -> APIError:
     )
 
 
+def adapter_unread(name: str) -> APIError:
+    """503: the files of an adapter are missing or damaged; the message does not say where they lie."""
+    message = f"The adapter {name!r} cannot be read now. The server's log says why; its operator can load it again."
+    return APIError(503, message, kind="server_error", code="adapter_unread")
+
+
 def timed_out(limit_s: float) -> APIError:
     """408: the request exceeded its time limit. Clients that try again would have it computed twice."""
     message = f"The request took longer than {limit_s:g} s and was ended."
@@ -138,6 +151,9 @@ def from_error(error: Exception) -> APIError:
             return bad_request(str(error))
         case CacheBusyError():
             return APIError(409, str(error), code="cache_busy")
+        case AdaptersBusyError():
+            headers = {"Retry-After": "1"}
+            return APIError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
         case EngineError():
             return step_failed(str(error))
         case _:

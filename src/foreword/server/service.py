@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
 from foreword.engine import Keep, Mark, Prompt
-from foreword.errors import ChatTemplateError, ConfigError
+from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from foreword.llm import LLM
 from foreword.model.checkpoint.generation import differences
 from foreword.request import Adapter, SamplingParams, StructuredOutputsParams, TokenConstraint
@@ -32,7 +32,7 @@ from foreword.server.access.quotas import Quotas
 from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.access.tenants import Tenant, Tenants
 from foreword.server.answer_stream import AnswerStream, Job
-from foreword.server.api_errors import LongPromptError, bad_request, too_busy, unknown_model, wrong_key
+from foreword.server.api_errors import LongPromptError, adapter_unread, bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.bodies.unknown_fields import UnknownFields
@@ -247,14 +247,19 @@ class Service:
     async def adapter(self, model: str | None) -> Adapter | None:
         """The adapter that a model's name stands for; None: the model alone.
 
-        Raises APIError 404 for a name that is served no longer, InvalidRequestError for files that cannot be read.
+        Raises APIError: 404 for a name that is served no longer, 429 if requests hold too many others, 503 for files
+        that cannot be read, whose place is the operator's alone to know.
         """
         if model is None or model in self._own_names:
             return None
         if model not in self.adapters:
             raise unknown_model(model)
         served = self.adapters.find(model)
-        return await self.crews.text.run(lambda: self.adapters.load(served))
+        try:
+            return await self.adapters.load_in(self.crews.adapters, served)
+        except InvalidRequestError as error:
+            logger.warning("the adapter %r is asked for and cannot be read: %s", model, error)
+            raise adapter_unread(model) from error
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 unless this model is served."""
@@ -408,7 +413,7 @@ class Service:
     async def start(
         self, caller: Caller, response_id: str, prompts: Sequence[Prompt], params: SamplingParams, *, stream: bool
     ) -> AnswerStream:
-        """Have prompts continued; returns once the engine has queued them.
+        """Have prompts continued; returns once the engine has queued them. Keeps what `begun` has said of an adapter.
 
         Raises APIError: 400 if the prompt is refused, 429 if the queue is full, 503 if the engine has failed.
         """
@@ -426,8 +431,12 @@ class Service:
         placed = [
             replace(
                 prompt,
-                extra_keys=self._extra_keys(prompt.token_ids, salt),
-                adapter=adapter,
+                extra_keys=replace(
+                    self._extra_keys(prompt.token_ids, salt),
+                    adapter=prompt.extra_keys.adapter,
+                    adapter_offset=prompt.extra_keys.adapter_offset,
+                ),
+                adapter=prompt.adapter or adapter,
                 priority=caller.priority,
                 owner=self.tenants.owner(caller.tenant),
             ).begun()

@@ -1,6 +1,7 @@
 """Cache events: their fields, their order, and that replaying them rebuilds the index."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from foreword.cache import (
     make_index,
 )
 from foreword.errors import EventsLostError
+from foreword.events.publisher import _apply, chains
 
 BLOCK_SIZE = 4
 
@@ -67,6 +69,23 @@ def test_extra_keys_and_adapter_are_told_block_by_block():
     (stored,) = taken(manager)
     assert stored.lora_name == "sql"
     assert stored.extra_keys == (("adapter=sql", "salt=red"), ("adapter=sql",))
+
+
+@pytest.mark.parametrize(("begin", "own"), [(0, 0), (8, 2), (9, 2), (11, 2), (16, None)])
+def test_blocks_before_an_adapter_begins_are_the_models_own(begin, own):
+    manager = manager_with_events()
+    seq = sequence("a", range(16), adapter="sql", adapter_offset=begin)
+    run(manager, seq)
+    stored = taken(manager)
+    assert [key for event in stored for key in event.block_hashes] == seq.block_hashes()
+    names = [event.lora_name for event in stored for _ in event.block_hashes]
+    assert names == [None if own is None or number < own else "sql" for number in range(4)]
+    held = {}
+    for event in stored:
+        _apply(held, event)
+    assert list(chains(held[0], 0)) == [
+        replace(event, extra_keys=event.extra_keys or ((),) * len(event.block_hashes)) for event in stored
+    ]
 
 
 @pytest.mark.parametrize("index", ["hash", "radix"])

@@ -104,8 +104,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"r": 8}, "has shape"),
     ({"lora_alpha": "8"}, "lora_alpha"),
     ({"lora_alpha": 1e300}, "lora_alpha"),
+    ({"lora_alpha": 10**400}, "lora_alpha"),
+    ({"lora_alpha": -(10**400)}, "lora_alpha"),
+    ({"lora_alpha": float("nan")}, "lora_alpha"),
+    ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern"),
     ({"alpha_pattern": {"q_proj": [1]}}, "alpha_pattern"),
-    ({"rank_pattern": ["q_proj"]}, "must be objects"),
+    ({"rank_pattern": ["q_proj"]}, "must be an object"),
     ({"target_modules": ["q_proj"]}, "target_modules does not name"),
     ({"target_modules": None}, "target_modules=None"),
     ({"target_modules": "(a+)+b"}, "may take too long"),
@@ -115,6 +119,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": "x" * 10_000}, "no text of at most"),
     ({"target_modules": "["}, "no regular expression"),
     ({"rank_pattern": {"((a*)*)*": 3}}, "may take too long"),
+    ({"rank_pattern": {f"layers.{n}.q_proj": 4 for n in range(1025)}}, "rank_pattern has 1025 keys"),
+    ({"alpha_pattern": {f"layers.{n}.*x": 4 for n in range(33)}}, "33 of them with repeats"),
     ({"layers_to_transform": [0]}, "target_modules does not name"),
     ({"layers_to_transform": ["0"]}, "layers_to_transform"),
     ({"alora_invocation_tokens": []}, "alora_invocation_tokens"),
@@ -156,6 +162,9 @@ def test_files_that_lie_are_refused(tmp_path: Path, base: Path, spec: DecoderSpe
     refused_with("has shape", **{name: tensors[name][:-1].clone()})
     refused_with("has shape", **{name: tensors[name].T.contiguous()})
     refused_with("not finite", **{name: torch.full_like(tensors[name], float("nan"))})
+    change(folder, lora_alpha=16)  # a scale of 4
+    refused_with("its scale 4 has numbers", **{name: torch.full_like(tensors[name], 1e38)})
+    change(folder, lora_alpha=8)
     refused_with("of type I64", **{name: torch.zeros(64, 4, dtype=torch.int64)})
     for strange in (
         "base_model.model.lm_head.lora_A.weight",

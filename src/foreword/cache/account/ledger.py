@@ -289,10 +289,11 @@ class GroupLedger:
             del self._variants[plain]
 
     def _report_stored(self, events: EventLog, sequence: TokenSequence, new: Sequence[int]) -> None:
-        """Append one event for each run of consecutive blocks."""
-        hashes, width = sequence.block_hashes(), self.width
+        """Append one event for each run of consecutive blocks; those before an aLoRA adapter begins name none."""
+        hashes, width, adapter = sequence.block_hashes(), self.width, sequence.extra_keys.adapter
         size = width * sequence.block_size
-        starts = [at for at, number in enumerate(new) if not at or number != new[at - 1] + 1]
+        adapted = sequence.extra_keys.adapter_offset // size
+        starts = [at for at, number in enumerate(new) if not at or number != new[at - 1] + 1 or number == adapted]
         for start, end in pairwise([*starts, len(new)]):
             first, last = new[start], new[end - 1] + 1
             extra = sequence.extra_keys.of_blocks(first * size, size, last - first)
@@ -302,7 +303,7 @@ class GroupLedger:
                     parent_block_hash=hashes[first * width - 1] if first else None,
                     token_ids=tuple(sequence.token_ids[first * size : last * size].tolist()),
                     block_size=size,
-                    lora_name=sequence.extra_keys.adapter,
+                    lora_name=adapter if first >= adapted else None,
                     extra_keys=tuple(extra) if any(extra) else None,
                     group_idx=self._group_id,
                 )

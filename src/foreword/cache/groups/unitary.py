@@ -96,7 +96,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
         found, keys = self._index.match(sequence).block_ids, sequence.block_hashes()
         end = len(found)
-        while end < len(keys) and keys[end] in elsewhere[0]:
+        while end < len(keys) and sequence.may_hit(end) and keys[end] in elsewhere[0]:
             end += 1
         return (np.concatenate((found, np.full(end - len(found), ELSEWHERE, np.int32))),)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,12 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin training that leave the base's weights as they are."""
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PATTERN, _MOST_REPEATS, _MOST_GROUPS = 512, 4, 4
+_MOST_KEYS, _MOST_REPEATING_KEYS = 1024, 32
+"""Of rank_pattern and alpha_pattern. PEFT writes one key for each module; those that repeat something take longest."""
 _REPEATS, _NESTED = re.compile(r"(?<!\\)[*+{]|(?<!\\)(?<!\()\?"), re.compile(r"\)[*+{?]|\\\d|\(\?[^:]")
 
 Match = Callable[[str], bool]
+Patterns = Sequence[tuple[re.Pattern[str], Any]]
 
 
 class _RefusedError(Exception):
@@ -67,8 +70,8 @@ class _Config:
     alpha: float
     by_root: bool
     """Whether a change is divided by the root of its rank."""
-    ranks: Mapping[str, Any]
-    alphas: Mapping[str, Any]
+    ranks: Patterns
+    alphas: Patterns
     is_target: Match
     invocation: list[int] | None
 
@@ -107,15 +110,12 @@ def _read_config(folder: Path) -> _Config:
             f"init_lora_weights={init!r:.80} changed the base model's weights; save it as plain LoRA, with "
             "path_initial_model_for_weight_conversion"
         )
-    patterns = [said.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
-    if not all(isinstance(pattern, dict) for pattern in patterns):
-        raise _RefusedError("rank_pattern and alpha_pattern must be objects")
     return _Config(
         rank=_whole("r", said.get("r", 8)),
         alpha=_number("lora_alpha", said.get("lora_alpha", 8)),
         by_root=said.get("use_rslora") is True,
-        ranks=patterns[0],
-        alphas=patterns[1],
+        ranks=_patterns("rank_pattern", said),
+        alphas=_patterns("alpha_pattern", said),
         is_target=_targets(said),
         invocation=_invocation(said.get("alora_invocation_tokens")),
     )
@@ -128,7 +128,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e6:
+    if type(value) not in (int, float) or abs(value) > 1e6 or not math.isfinite(value):
         raise _RefusedError(f"{name}={value!r:.80} is no finite number up to 1e6")
     return float(value)
 
@@ -162,14 +162,25 @@ def _pattern(text: Any) -> re.Pattern[str]:
         raise _RefusedError(f"the pattern {text!r:.80} is no regular expression ({error})") from error
 
 
-def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
+def _patterns(name: str, said: Mapping[str, Any]) -> Patterns:
+    """Each value of a field with what matches its modules' names. Raises _RefusedError."""
+    values = said.get(name) or {}
+    if not isinstance(values, dict):
+        raise _RefusedError(f"{name}={values!r:.80} must be an object")
+    num_repeating = sum(_REPEATS.search(key) is not None for key in values)
+    if len(values) > _MOST_KEYS or num_repeating > _MOST_REPEATING_KEYS:
+        raise _RefusedError(
+            f"{name} has {len(values)} keys, {num_repeating} of them with repeats, and {_MOST_KEYS} and "
+            f"{_MOST_REPEATING_KEYS} are the limits; let one pattern name several modules"
+        )
+    return [
+        (re.compile(rf"(?:.*\.)?(?:{re.escape(key)}|{_pattern(key).pattern})"), value) for key, value in values.items()
+    ]
+
+
+def _by_pattern(patterns: Patterns, module: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of a module's name, as PEFT finds it."""
-    for key, value in values.items():
-        if key == module or module.endswith(f".{key}"):
-            return value
-        if re.match(rf"(.*\.)?({_pattern(key).pattern})$", module):
-            return value
-    return default
+    return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)
 
 
 def _targets(said: Mapping[str, Any]) -> Match:
@@ -245,4 +256,7 @@ def _change(name: str, config: _Config, matrices: Mapping[str, StoredPlace]) -> 
         wide[matrix] = stored.float()
         if not bool(torch.isfinite(wide[matrix]).all()):
             raise _RefusedError(f"lora_{matrix} of {name!r} has numbers that are not finite")
-    return LowRank(wide["A"].numpy(), wide["B"].numpy(), config.scale_of(name), content.digest())
+    scale = config.scale_of(name)
+    if not bool(torch.isfinite(wide["B"] * scale).all()):
+        raise _RefusedError(f"lora_B of {name!r} times its scale {scale:g} has numbers that are not finite in float32")
+    return LowRank(wide["A"].numpy(), wide["B"].numpy(), scale, content.digest())

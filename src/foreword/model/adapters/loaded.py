@@ -1,6 +1,7 @@
 """The adapters of one model that are in memory: read when they are asked for, the least recently used dropped first.
 
 Knows folders and their contents; knows no name and no request. A folder whose files have changed is read again.
+Requests that run or wait hold adapters, too, so all that are alive share one limit in bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from collections import OrderedDict
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from foreword.errors import AdaptersBusyError
 from foreword.model.adapters.folder import CONFIG, WEIGHTS, read_adapter
-from foreword.model.adapters.weights import AdapterWeights
+from foreword.model.adapters.weights import AdapterWeights, most_bytes
 from foreword.model.spec import DecoderSpec
 
 SETTLED_S = 2.0
 """A file that changed less than this before it was read may change again without a new date."""
-Stamp = tuple[tuple[int, int, int], ...]
+HELD = 2
+"""All that are alive take at most this many times what those take that stay: requests may hold as many again."""
+Stamp = tuple[tuple[int, ...], ...]
 
 
 class LoadedAdapters:
@@ -26,25 +30,40 @@ class LoadedAdapters:
     def __init__(self, spec: DecoderSpec, most: int, max_rank: int) -> None:
         """Keep at most `most` of them, besides those that requests hold, with ranks up to `max_rank`."""
         self._spec, self._most, self._max_rank = spec, most, max_rank
+        self._most_bytes = HELD * most * most_bytes(spec, max_rank)
         self._kept: OrderedDict[str, tuple[Stamp | None, AdapterWeights]] = OrderedDict()
         """By folder, the one used last at the end, with the state of its files; None: read it again."""
         self._alive: WeakValueDictionary[str, AdapterWeights] = WeakValueDictionary()
         """By digest, as long as anybody holds it: equal ones are in memory once."""
         self._lock = threading.Lock()
+        """For the tables alone: files may take long to read."""
 
     def get(self, folder: str) -> AdapterWeights:
-        """The adapter that is in a folder now. Raises InvalidRequestError."""
+        """The adapter that is in a folder now. Raises InvalidRequestError or AdaptersBusyError."""
+        stamp = _stamp(Path(folder))
         with self._lock:
-            stamp = _stamp(Path(folder))
-            kept = self._kept.get(folder)
-            if kept is None or stamp is None or kept[0] != stamp:
-                read = read_adapter(folder, self._spec, self._max_rank)
-                kept = stamp, self._alive.setdefault(read.digest, read)
-            self._kept[folder] = kept
+            stamp_before, adapter = self._kept.get(folder, (None, None))
+        if adapter is None or stamp is None or stamp_before != stamp:
+            adapter = read_adapter(folder, self._spec, self._max_rank)
+        with self._lock:
+            adapter = self._alive.get(adapter.digest) or self._admit(adapter)
+            self._kept[folder] = stamp, adapter
             self._kept.move_to_end(folder)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
-            return kept[1]
+            return adapter
+
+    def _admit(self, read: AdapterWeights) -> AdapterWeights:
+        """Make room for one more; those that nobody holds leave memory with the tables' entry."""
+        while self.num_bytes + read.num_bytes > self._most_bytes:
+            if not self._kept:
+                raise AdaptersBusyError(
+                    f"requests hold adapters of {self.num_bytes} bytes, and {self._most_bytes} is the limit; try again "
+                    "when they have ended, or raise max_loras"
+                )
+            self._kept.popitem(last=False)
+        self._alive[read.digest] = read
+        return read
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -61,6 +80,7 @@ def _stamp(folder: Path) -> Stamp | None:
         found = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
     except OSError:
         return None
-    if max(file.st_mtime for file in found) > time.time() - SETTLED_S:
+    # A program may set st_mtime, as `cp -p` does; st_ctime logs every change, that one too.
+    if max(file.st_ctime for file in found) > time.time() - SETTLED_S:
         return None
-    return tuple((file.st_ino, file.st_size, file.st_mtime_ns) for file in found)
+    return tuple((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns) for file in found)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.kernels.products.low_rank import PART, PARTS, Floats, pack_down, pack_up
+from foreword.kernels.products.low_rank import PART, PARTS, RANKS, Floats, pack_down, pack_up, padded_inputs
 from foreword.model.spec import DecoderSpec
 
 PROJECT, OUTPUT, GATE, DOWN = range(4)
@@ -57,6 +57,12 @@ def _in(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, Place]]:
         for part, (name, width) in enumerate(zip(own, widths, strict=True)):
             yield name, Place(PRODUCTS * layer + product, part, first, width, inputs)
             first += width
+
+
+def most_bytes(spec: DecoderSpec, rank: int) -> int:
+    """Bytes of memory that an adapter takes which changes all of them, each by this rank."""
+    sides = sum(padded_inputs(side) for place in places(spec).values() for side in (place.inputs, place.width))
+    return 4 * sides * -(-rank // RANKS) * RANKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ Knows names and folders; the engine knows adapters by their content alone.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Collection, Sequence
 
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.llm import LLM
 from foreword.request import Adapter, LoRARequest
+from foreword.server.crews import Crew
 
 MOST_NAMES = 1024
 
@@ -25,6 +27,9 @@ class ServedAdapters:
         """
         self._loaded, self._taken = llm.adapters, taken
         self._served: dict[str, LoRARequest] = {}
+        self._reading: dict[str, asyncio.Task[Adapter]] = {}
+        self._next: dict[str, asyncio.Task[Adapter]] = {}
+        """By folder: what looks at its files now, and what will as soon as that has ended."""
         if modules and self._loaded is None:
             raise ConfigError("lora_modules needs enable_lora; give --enable-lora too")
         for module in modules:
@@ -40,8 +45,31 @@ class ServedAdapters:
     def __contains__(self, name: object) -> bool:
         return name in self._served
 
+    async def load_in(self, crew: Crew, request: LoRARequest) -> Adapter:
+        """`load` in a thread, one at most for a folder, so that a slow folder holds up no other. Raises APIError too.
+
+        Callers share the first look at the files that begins after they asked.
+        """
+        path = request.lora_path
+        if path not in self._next:
+            self._next[path] = asyncio.ensure_future(self._load_after(self._reading.get(path), crew, request))
+        return await asyncio.shield(self._next[path])
+
+    async def _load_after(self, other: asyncio.Task[Adapter] | None, crew: Crew, request: LoRARequest) -> Adapter:
+        path = request.lora_path
+        if other is not None:
+            await asyncio.wait([other])
+        self._reading[path] = self._next.pop(path)
+        try:
+            return await crew.run(lambda: self.load(request))
+        finally:
+            del self._reading[path]
+
     def load(self, request: LoRARequest) -> Adapter:
-        """The adapter in a folder, from memory or from its files; any thread. Raises InvalidRequestError."""
+        """The adapter in a folder, from memory or from its files; any thread.
+
+        Raises InvalidRequestError or AdaptersBusyError.
+        """
         if self._loaded is None:
             raise InvalidRequestError("this server runs no adapters; start it with --enable-lora")
         return self._loaded.get(request.lora_path)

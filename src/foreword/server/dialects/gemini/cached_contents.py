@@ -232,7 +232,9 @@ async def _compute(
     end, least = max((mark.end for mark in prompt.marks), default=0), service.llm.layout.block_size
     if end < least:
         raise bad_request(f"Cached content is too small. total_token_count={end}, min_total_token_count={least}")
-    # The prompt ends where conversations will go on; the token after it is thrown away.
+    # The prompt ends where conversations will go on; the token after it is thrown away. An aLoRA adapter begins where
+    # it does in them, which may be after that.
+    prompt = replace(prompt, adapter=await service.adapter(one.model)).begun()
     ends = tuple(position for position in prompt.message_ends if position <= end)
     prompt = replace(prompt, token_ids=prompt.token_ids[:end], message_ends=ends)
     caller = replace(caller_of(body, request, tenant, "cached_contents"), model=one.model)
