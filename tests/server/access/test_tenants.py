@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import httpx
 import numpy as np
@@ -62,6 +63,15 @@ def test_no_tenant_takes_the_name_under_which_the_server_caches_for_everybody(tm
     keys_file.write_text(f'["{name}"]\nkeys = ["sk-alice"]\n')
     with pytest.raises(ConfigError, match="choose another"):
         Tenants(api_key="sk-everybody", keys_file=keys_file)
+
+
+def test_a_key_that_was_changed_in_place_is_read_though_size_and_date_stay(keys_file):
+    keys_file.write_text('[carol]\nkeys = ["sk-carol"]\n')
+    tenants, told = Tenants(keys_file=keys_file), keys_file.stat()
+    keys_file.write_text('[carol]\nkeys = ["sk-other"]\n')
+    os.utime(keys_file, ns=(told.st_atime_ns, told.st_mtime_ns))
+    assert tenants.tenant_of("sk-carol") is None
+    assert tenants.tenant_of("sk-other") is not None
 
 
 def test_keys_are_read_again_when_their_file_changes(keys_file):

@@ -76,7 +76,7 @@ class Tenants:
         self._always = {} if api_key is None else {digest(api_key): Tenant(ANYBODY)}
         self._file = keys_file
         self._quotas_work = quotas_work
-        self._version: tuple[int, int, int] | None = None
+        self._version: tuple[int, ...] | None = None
         self._complaint: str | None = None
         """Why the last attempt to read the file again failed."""
         self._tenant_of: Mapping[bytes, Tenant] = self._always
@@ -213,9 +213,9 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _version(path: Path) -> tuple[int, int, int]:
+def _version(path: Path) -> tuple[int, ...]:
     try:
         status = os.stat(path)
     except OSError as error:
         raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
