@@ -19,7 +19,7 @@ from foreword.errors import ConfigError, TraceError
 from foreword.replay.trace import TraceWriter
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation_trace.jsonl"
-BYTES_PER_BLOCK = 16 * 2 * 2 * 2 * 16 * 2  # tokens, layers, keys and values, KV heads, head size, bytes
+BYTES_PER_BLOCK = 16 * 2 * 2 * 2 * 16 * 4  # tokens, layers, keys and values, KV heads, head size, bytes
 ENOUGH_BYTES = 2000 * BYTES_PER_BLOCK
 
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("random_model")
-    save_random_model(folder, RandomModelShape(2, 64, 4, 2, 128, 256, 8192))
+    save_random_model(folder, RandomModelShape(2, 64, 4, 2, 128, 256, 8192), dtype="float32")
     return str(folder)
 
 

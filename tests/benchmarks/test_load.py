@@ -18,7 +18,8 @@ OURS, TORCH, report, start = (LOAD[name] for name in ("OURS", "TORCH", "report",
 
 def test_the_clock_stops_at_the_first_byte_and_the_processor_counts_to_the_end() -> None:
     code = "import time; print(flush=True); end = time.process_time() + 1\nwhile time.process_time() < end: pass"
-    seconds, used = start(["-c", code], None)
+    seconds, used, megabytes = start(["-c", code], None)
+    assert megabytes > 1
     assert used > 1
     assert seconds < used
 
@@ -29,8 +30,11 @@ def test_a_process_that_fails_is_no_measurement() -> None:
 
 
 def test_what_is_beyond_torch_is_taken_round_by_round() -> None:
-    rows = report({TORCH: [(1.0, 2.0), (3.0, 2.0), (2.0, 2.0)], OURS: [(4.0, 5.0), (5.0, 5.0), (7.0, 8.0)]})
-    assert rows[TORCH] == {"wall_s": 2.0, "least_wall_s": 1.0, "cpu_s": 2.0, "least_cpu_s": 2.0}
+    torch = [(1.0, 2.0, 9.0), (3.0, 2.0, 9.0), (2.0, 2.0, 9.0)]
+    rows = report({TORCH: torch, OURS: [(4.0, 5.0, 11.0), (5.0, 5.0, 12.0), (7.0, 8.0, 12.0)]})
+    times = {"wall_s": 2.0, "least_wall_s": 1.0, "cpu_s": 2.0, "least_cpu_s": 2.0}
+    assert rows[TORCH] == {**times, "peak_mb": 9.0, "least_peak_mb": 9.0}
+    assert rows[OURS]["beyond_torch_peak_mb"] == 3.0
     assert rows[OURS]["beyond_torch_wall_s"] == 3.0
     assert rows[OURS]["least_beyond_torch_wall_s"] == 3.0
     assert rows[OURS]["beyond_torch_cpu_s"] == 3.0
