@@ -173,13 +173,15 @@ def load_model(options: ModelConfig) -> LoadedModel:
                 f"written families on a CPU; it does not run because of {reason}: choose another checkpoint"
             ) from reason
         return _load_with_transformers(options, reason)
-    if spec.tied and "lm_head.weight" in stored.weights:
-        table, head = stored.weights["model.embed_tokens.weight"], stored.weights["lm_head.weight"]
-        if isinstance(table, CodedRows) and isinstance(head, CodedRows):
-            spec = replace(spec, tied=table.equals(head))
-        else:
-            spec = replace(spec, tied=torch.equal(*plain_weights([table, head])))
     return _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
+
+
+def _has_tied_head(weights: Mapping[str, Weight]) -> bool:
+    """Whether the head in a file is the embedding's table. Raises OSError."""
+    table, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    if isinstance(table, CodedRows) and isinstance(head, CodedRows):
+        return table.equals(head)
+    return torch.equal(*plain_weights([table, head]))
 
 
 def _spec_of(stored: StoredModel) -> DecoderSpec:
@@ -244,9 +246,11 @@ def _written(
 
     `quantized`: what the config says of quantized weights; the model's KV depends on it.
     """
-    if spec.tied:
-        weights.pop("lm_head.weight", None)
     try:
+        if spec.tied and "lm_head.weight" in weights:
+            spec = replace(spec, tied=_has_tied_head(weights))
+        if spec.tied:
+            weights.pop("lm_head.weight", None)
         decoder = Decoder(spec, weights)
     except OSError as error:  # codes are read when they are packed
         raise ModelLoadError(f"the weights of model {options.model!r} cannot be read: {error}; start again") from error

@@ -32,11 +32,26 @@ FILES = {
 }
 
 
+SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings".split()
+CONFIG = {"model_type": "llama", **dict.fromkeys(SIZES, 32), "num_attention_heads": 1}
+INDEX = {"weight_map": {"a": "layers-1.safetensors", "b": "layers-2.safetensors"}}
 CHECKPOINT = {
-    name: f"{name} of a checkpoint".encode()
-    for name in ("README.md", "config.json", "1_Pooling/config.json", "model.safetensors", "pytorch_model.bin")
+    "README.md": b"readme",
+    "config.json": json.dumps(CONFIG).encode(),
+    "1_Pooling/config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "layers-1.safetensors": b"1",
+    "layers-2.safetensors": b"2",
+    "pytorch_model.bin": b"old",
 }
-REPOSITORIES = {"someone/tiny-GGUF": FILES, "someone/tiny": CHECKPOINT, "someone/old": {"pytorch_model.bin": b"old"}}
+OTHER = {**CHECKPOINT, "config.json": b'{"model_type": "nobody_knows"}'}
+REPOSITORIES = {
+    "someone/tiny-GGUF": FILES,
+    "someone/tiny": CHECKPOINT,
+    "someone/strange": OTHER,
+    "someone/old": {"pytorch_model.bin": b"old"},
+}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -135,15 +150,23 @@ def test_a_name_fetches_its_file_once_and_needs_no_network_then(hub: ThreadingHT
 
 
 def test_a_checkpoint_is_fetched_without_what_nobody_reads(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
-    names = ("someone/tiny", "someone/old", "someone/unknown", "someone/tiny-GGUF:q4_k_s", str(tmp_path))
+    names = (
+        "someone/tiny",
+        "someone/strange",
+        "someone/old",
+        "someone/unknown",
+        "someone/tiny-GGUF:Q8_0",
+        str(tmp_path),
+    )
     found, *others = ask(hub.server_port, tmp_path, *names, function="find_folder")
     files = {path.relative_to(found).as_posix(): path.read_bytes() for path in Path(found).rglob("*") if path.is_file()}
-    assert files == {name: CHECKPOINT[name] for name in ("config.json", "1_Pooling/config.json", "model.safetensors")}
-    assert others == ["None"] * 4, "transformers or others know these, or say what is wrong"
+    assert files == {name: own for name, own in CHECKPOINT.items() if name not in ("README.md", "pytorch_model.bin")}
+    assert others == ["None"] * 5, "transformers or others know these, or say what is wrong"
+    assert Hub.fetched.count("layers-1.safetensors") == 1, "no weights that are not read here"
     hub.shutdown()
     hub.server_close()
     assert ask(hub.server_port, tmp_path, *names[:3], function="find_folder") == [found, "None", "None"]
-    (Path(found) / "model.safetensors").unlink()
+    (Path(found) / "layers-2.safetensors").unlink()
     assert ask(hub.server_port, tmp_path, "someone/tiny", function="find_folder") == ["None"], "no part of a model"
 
 

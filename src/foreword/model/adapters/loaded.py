@@ -55,13 +55,21 @@ class LoadedAdapters:
 
     def _admit(self, read: AdapterWeights) -> AdapterWeights:
         """Make room for one more; those that nobody holds leave memory with the tables' entry."""
-        while self.num_bytes + read.num_bytes > self._most_bytes:
-            if not self._kept:
-                raise AdaptersBusyError(
-                    f"requests hold adapters of {self.num_bytes} bytes, and {self._most_bytes} is the limit; try again "
-                    "when they have ended, or raise max_loras"
-                )
-            self._kept.popitem(last=False)
+        dropped: list[tuple[str, Stamp | None, str]] = []
+        while self._kept and self.num_bytes + read.num_bytes > self._most_bytes:
+            folder, (stamp, adapter) = self._kept.popitem(last=False)
+            dropped.append((folder, stamp, adapter.digest))
+            del adapter
+        for folder, stamp, digest in reversed(dropped):  # those that requests hold take no less memory without
+            held = self._alive.get(digest)
+            if held is not None:
+                self._kept[folder] = stamp, held
+                self._kept.move_to_end(folder, last=False)
+        if self.num_bytes + read.num_bytes > self._most_bytes:
+            raise AdaptersBusyError(
+                f"requests hold adapters of {self.num_bytes} bytes, and {self._most_bytes} is the limit; try again "
+                "when they have ended, name fewer in one call, or raise max_loras"
+            )
         self._alive[read.digest] = read
         return read
 

@@ -155,7 +155,7 @@ def _check(said: Mapping[str, Any]) -> None:
         )
         if said.get("format") not in ("pack-quantized", "int-quantized", "float-quantized") or not known:
             raise UnreadableError(f"compressed-tensors of format={said.get('format')!r}")
-        for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+        for name in ("sparsity_config", "transform_config", *(("kv_cache_scheme",) if kind == "int" else ())):
             if said.get(name) not in (None, {}) and not _is_dense(said[name]):
                 raise UnreadableError(f"compressed-tensors with {name}")
         return

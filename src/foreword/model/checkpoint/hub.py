@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from foreword.errors import ModelLoadError
+from foreword.model.checkpoint.config_json import read_config
+from foreword.model.checkpoint.grouped import METHODS
+from foreword.model.checkpoint.tensors import UnreadableError
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
 _PART = re.compile(r"(.*)-(\d{5})-of-\d{5}\.gguf")
 _SIDE_FILES = ("mmproj", "mtp-")
 """What names of files have that are no models of their own."""
-_CHECKPOINT = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py", "model*.safetensors")
-"""Files that a checkpoint may need, for whoever reads it."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_BESIDE = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Files that a checkpoint may have beside its weights."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+INDEX = "model.safetensors.index.json"
+PATIENCE_S = 15.0
+"""A hub that says nothing for so long is taken for unreachable."""
 USUAL = "Q4_K_M"
 """The type that a name without one means, if the repository has it."""
 
@@ -31,35 +42,67 @@ def is_hub_name(name: str) -> bool:
 
 
 def find_folder(name: str, revision: str | None) -> Path | None:
-    """Fetch the checkpoint of a name, and say where it lies.
+    """Fetch the checkpoint of a name, if it is read here, and say where it lies.
 
-    None for what is no such name, for repositories without safetensors, and for those that nobody can ask and that
-    were not fetched: transformers knows more forms, and says what is wrong. Raises ModelLoadError.
+    None for everything else, without its weights: transformers knows more forms, and says what is wrong. Without a
+    hub that answers, what was fetched before is found. Raises ModelLoadError.
     """
     matched = _NAME.fullmatch(name)
     if matched is None or matched[2] is not None or is_hub_name(name) or Path(name).expanduser().exists():
         return None
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants
 
+    kept = next((folder for folder in _snapshots(name, revision) if _is_whole(folder)), None)
+    if kept is not None and (constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision or "")):
+        return kept
     try:
-        siblings = HfApi().model_info(name, revision=revision).siblings or []
+        siblings = HfApi().model_info(name, revision=revision, timeout=PATIENCE_S).siblings or []
     except Exception:  # errors of the hub, of the network, and of names
-        return next((folder for folder in _snapshots(name, revision) if _is_whole(folder)), None)
-    if not {"model.safetensors", "model.safetensors.index.json"} & {one.rfilename for one in siblings}:
-        return None
+        return kept
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(_CHECKPOINT)))
+        return _fetch(name, revision, {one.rfilename for one in siblings})
     except Exception as error:
-        raise ModelLoadError(f"model {name!r} cannot be fetched: {_line(error)}; try again") from error
+        if kept is None:
+            raise ModelLoadError(f"model {name!r} cannot be fetched: {_line(error)}; try again") from error
+        logger.warning(
+            "model %r cannot be fetched (%s); the version that was fetched before is used", name, _line(error)
+        )
+        return kept
+
+
+def _fetch(name: str, revision: str | None, files: set[str]) -> Path | None:
+    """The folder of a checkpoint with all that it needs; None, without weights, for one that is not read here."""
+    from huggingface_hub import snapshot_download
+
+    if not {"model.safetensors", INDEX} & files:
+        return None
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(_BESIDE)))
+    try:
+        values = read_config(folder)
+    except UnreadableError:
+        return None
+    quantized = values.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if values.get("auto_map") or (quantized is not None and method not in METHODS):
+        return None
+    weights = ["model.safetensors"] if "model.safetensors" in files else _shards(folder)
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*_BESIDE, *weights]))
+    return folder if _is_whole(folder) else None
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files that an index names. Raises OSError or ValueError."""
+    return sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether all weights of a checkpoint are there."""
+    """Whether the config, all weights and a tokenizer of a checkpoint are there."""
+    if not (folder / "config.json").exists() or not any((folder / name).exists() for name in _TOKENIZERS):
+        return False
     if (folder / "model.safetensors").exists():
-        return (folder / "config.json").exists()
+        return True
     try:
-        names = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"].values()
-        return all((folder / name).exists() for name in ("config.json", *set(names)))
+        return all((folder / name).exists() for name in _shards(folder))
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return False
 
@@ -76,7 +119,7 @@ def find_hub(name: str, revision: str | None) -> Path | None:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        siblings = HfApi().model_info(repository, revision=revision).siblings or []
+        siblings = HfApi().model_info(repository, revision=revision, timeout=PATIENCE_S).siblings or []
     except Exception as unreachable:  # errors of the hub, of the network, and of names
         return _kept(name, repository, kind, revision, unreachable)
     files = choose((one.rfilename for one in siblings), name, kind)

@@ -138,8 +138,8 @@ def float8_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *,
     end = ".weight_scale" if is_compressed else ".weight_scale_inv"
     found: dict[str, Place] = {}
     for name, place in places.items():
-        if name.endswith(".input_scale"):
-            continue  # activations are not rounded
+        if name.endswith((".input_scale", ".k_scale", ".v_scale")):
+            continue  # neither activations nor KV are rounded
         if name.endswith((".weight_scale", ".weight_scale_inv")):
             weight = places.get(name.removesuffix(end) + ".weight") if name.endswith(end) else None
             if weight is None or weight.dtype != torch.float8_e4m3fn:

@@ -22,6 +22,7 @@ import hmac
 import logging
 import os
 import secrets
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -213,9 +214,15 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
+SETTLED_S = 2.0
+"""A file that changed less than this ago may change again without a new date."""
+
+
 def _version(path: Path) -> tuple[int, ...]:
     try:
         status = os.stat(path)
     except OSError as error:
         raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+    # Within a tick of the kernel's clock a file may change again without a new date, so a new one is read again.
+    settled = 0 if time.time() - status.st_ctime > SETTLED_S else time.time_ns()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, settled

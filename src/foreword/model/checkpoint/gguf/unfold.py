@@ -124,7 +124,8 @@ def unfolded(options: ModelConfig) -> ModelConfig:
     """
     fetched = find_folder(options.model, options.revision)
     if fetched is not None:
-        return replace(options, model=str(fetched), revision=None)
+        tokenizer = options.tokenizer or (options.model if options.tokenizer_revision else None)
+        return replace(options, model=str(fetched), revision=None, tokenizer=tokenizer)
     is_fetched = is_hub_name(options.model)
     path = None if is_fetched else find_gguf(options.model)
     if path is None and not is_fetched:
