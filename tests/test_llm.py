@@ -731,7 +731,8 @@ def test_the_cache_alone_loads_numpy_and_nothing_else() -> None:
 
 
 def test_public_names_are_there_and_their_list_is_complete() -> None:
-    names = {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "ForewordError", "__version__"}
+    names = {"LLM", "LoRARequest", "SamplingParams", "RequestOutput", "CompletionOutput", "ForewordError"}
+    names.add("__version__")
     assert set(foreword.__all__) == set(dir(foreword)) == names
     for name in names:
         assert getattr(foreword, name) is not None

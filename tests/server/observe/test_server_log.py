@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from foreword.config import EngineConfig
+from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
+from foreword.model.cpu.product import can_multiply
 from foreword.server.observe.traffic_log import Traffic, TrafficLog
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord, TenantStats
@@ -31,10 +33,11 @@ def lines(log: Path, event: str) -> list[dict[str, Any]]:
 def test_a_server_says_at_its_start_what_it_serves_and_where(server: ServerProcess, server_log: Path) -> None:
     wait_until(lambda: lines(server_log, "advice"))  # a thread writes them
     [model] = lines(server_log, "model")
-    assert (model["dtype"], model["device"], model["layers"]) == ("bfloat16", "cpu", {"full attention": 2})
+    dtype = "float32" if HAS_INSTRUCTIONS and not can_multiply() else "bfloat16"
+    assert (model["dtype"], model["device"], model["layers"]) == (dtype, "cpu", {"full attention": 2})
     assert model["max_model_len"] == 8192
     [pool] = lines(server_log, "pool")
-    assert pool["tokens"] == pool["blocks"] * pool["block_tokens"] == 32_768
+    assert pool["tokens"] == pool["blocks"] * pool["block_tokens"] == (32_768 if dtype == "bfloat16" else 16_384)
     assert pool["bytes"] == 64 * 2**20
     assert "64 MiB" in pool["message"]
     [address] = lines(server_log, "listening")

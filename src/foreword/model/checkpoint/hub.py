@@ -13,9 +13,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from foreword.errors import ModelLoadError
-from foreword.model.checkpoint.config_json import read_config
-from foreword.model.checkpoint.grouped import METHODS
-from foreword.model.checkpoint.tensors import UnreadableError
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +70,10 @@ def find_folder(name: str, revision: str | None) -> Path | None:
 def _fetch(name: str, revision: str | None, files: set[str]) -> Path | None:
     """The folder of a checkpoint with all that it needs; None, without weights, for one that is not read here."""
     from huggingface_hub import snapshot_download
+
+    from foreword.model.checkpoint.config_json import read_config  # imports torch, which an absent model does not need
+    from foreword.model.checkpoint.grouped import METHODS
+    from foreword.model.checkpoint.tensors import UnreadableError
 
     if not {"model.safetensors", INDEX} & files:
         return None

@@ -32,38 +32,37 @@ class LogprobRows:
     """[rows, k]: the likeliest tokens, and those that were asked for."""
     values: Tensor
     """[rows, k] float32: their log probabilities."""
-    places: Tensor
-    """[rows, k]: their ranks; 0 for those that were asked for."""
+    num_likeliest: int
+    """The number of `others` that are the likeliest, from rank 1 on; those after them were asked for."""
 
     @classmethod
     def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int, wanted: Tensor | None = None) -> LogprobRows:
         """Report on `token_ids` [rows], and in each row on `wanted` [tokens], given `logprobs` [rows, vocab]."""
         own = logprobs.gather(1, token_ids[:, None])
         values, others = logprobs.topk(min(num_likeliest, logprobs.shape[1]))
-        places = torch.arange(1, values.shape[1] + 1, device=values.device).expand_as(values)
+        found = values.shape[1]
         if wanted is not None:
             more = logprobs[:, wanted]
             others = torch.cat((others, wanted.expand(len(more), -1)), 1)
-            places = torch.cat((places, torch.zeros_like(others[:, -len(wanted) :])), 1)  # a rank reads a whole row
             values = torch.cat((values, more), 1)
         ranks = (logprobs > own).sum(1, dtype=torch.int32) + 1
-        return cls(token_ids, own[:, 0], ranks, others, values, places)
+        return cls(token_ids, own[:, 0], ranks, others, values, found)
 
     @property
     def num_ints(self) -> int:
         """Length of `packed`."""
-        return 3 * len(self.own) + 3 * self.values.numel()
+        return 3 * len(self.own) + 2 * self.values.numel()
 
     def packed(self) -> Tensor:
         """Everything as one [n] int32 tensor; floats keep their bits."""
-        parts = (self.token_ids, self.own, self.ranks, self.others, self.values, self.places)
+        parts = (self.token_ids, self.own, self.ranks, self.others, self.values)
         return torch.cat([as_int32(part).flatten() for part in parts])
 
     def read(self, packed: Int32s) -> list[TokenLogprobs]:
         """Unpack `packed` on the host: one report per row."""
         rows, count = self.values.shape
-        ends = np.cumsum([rows, rows, rows, rows * count, rows * count])
-        token_ids, own, ranks, others, values, places = np.split(packed, ends)
+        token_ids, own, ranks, others, values = np.split(packed, np.cumsum([rows, rows, rows, rows * count]))
+        places = [*range(1, self.num_likeliest + 1), *[0] * (count - self.num_likeliest)]  # a rank reads a whole row
         reports: list[TokenLogprobs] = []
         columns = zip(
             token_ids.tolist(),
@@ -71,12 +70,11 @@ class LogprobRows:
             ranks.tolist(),
             others.reshape(rows, count).tolist(),
             values.view(np.float32).reshape(rows, count).tolist(),
-            places.reshape(rows, count).tolist(),
             strict=True,
         )
-        for token_id, value, rank, *of_others in columns:
+        for token_id, value, rank, others_of_row, their_values in columns:
             report = {token_id: Logprob(value, rank)}
-            for other, logprob, place in zip(*of_others, strict=True):
+            for other, logprob, place in zip(others_of_row, their_values, places, strict=True):
                 report.setdefault(other, Logprob(logprob, place))
             reports.append(report)
         return reports
