@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from foreword.config import Dtype, ModelConfig
-from foreword.model.cpu.row_functions import RowKernels
 from foreword.model.decoder.linear import can_pack
 from foreword.model.foreign.loading import load_foreign_model
 from foreword.model.foreign.modules import FusedGate, FusedNorm, ProductPart, fuse
@@ -18,19 +15,6 @@ from tiny_models import TinyModels
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
-
-
-@pytest.fixture(scope="module")
-def kernels() -> RowKernels:
-    return RowKernels()
-
-
-@pytest.fixture(params=[1, 2])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random(*size: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
