@@ -143,14 +143,14 @@ async def version() -> Response:
     return json_response({"version": __version__})
 
 
-@router.post("/api/pull")
-@router.post("/api/push")
-@router.post("/api/create")
-@router.post("/api/copy")
-@router.delete("/api/delete")
-@router.post("/api/blobs/{digest}")
+@router.post("/api/pull", include_in_schema=False)
+@router.post("/api/push", include_in_schema=False)
+@router.post("/api/create", include_in_schema=False)
+@router.post("/api/copy", include_in_schema=False)
+@router.delete("/api/delete", include_in_schema=False)
+@router.post("/api/blobs/{digest}", include_in_schema=False)
 async def change_models(request: Request, tenant: Authorized) -> Response:
-    """501: this server keeps no store of models."""
+    """501: this server keeps no store of models. The document of the API does not offer what is always refused."""
     raise APIError(
         501,
         f"{request.url.path}: this server has no store of models to change; it serves the one that it was started "
