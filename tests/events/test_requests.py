@@ -1,7 +1,13 @@
 """Requests rebuilt from events: against a real engine that knows the truth, and case by case."""
 
+import gzip
+import itertools
+import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +19,7 @@ from foreword.engine import Prompt
 from foreword.events.mirror import Mirror
 from foreword.events.requests import IDLE_S, Requests, SeenRequest
 from foreword.events.subscriber import Subscriber
+from foreword.events.wire import decode_batch
 from foreword.request import SamplingParams
 
 
@@ -208,3 +215,84 @@ def test_a_snapshot_is_no_traffic() -> None:
     mirror.store(stored(2, 3))
     requests.end_batch(1.0)
     assert requests.take(everything=True) == [SeenRequest(1.0, [1, 2, 3], 16, 2, 3)]
+
+
+# ------------------------------------------------------------------------- vLLM 0.33's own bytes (record_vllm.py)
+
+VLLM: dict[str, dict[str, Any]] = json.loads(
+    gzip.decompress((Path(__file__).parent / "vllm_streams.json.gz").read_bytes())
+)
+BLOCK = 16
+
+
+def watched(batches: list[str]) -> Requests:
+    mirror = Mirror()
+    follower = Follower(mirror, has_replay=False, has_snapshot=False)
+    requests = follower.witness = Requests(mirror)
+    for number, batch in enumerate(batches):
+        follower.take(decode_batch(bytes.fromhex(batch), number))
+    return requests
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_vllm_s_requests_have_found_what_its_own_lookup_found(name: str) -> None:
+    """Of two groups in either order, with tails of prompts, reports of reused blocks, and states that are missing."""
+    requests = watched(VLLM[name]["batches"])
+    seen = requests.take(everything=True)
+    truth = iter(VLLM[name]["truth"])
+    for one in seen:  # those that stored no whole block are not seen
+        told = next(told for told in truth if (told["found"] // BLOCK * BLOCK, told["session"]) == shape_of(one))
+        assert one.num_prompt_tokens + one.num_output_tokens >= told["prompt"] // BLOCK * BLOCK
+    assert requests.block_tokens == BLOCK
+    assert requests.counts.unknown_beginnings == 0
+    assert requests.counts.is_exact == (not name.endswith("incremental"))
+    if requests.counts.is_exact:
+        assert len(seen) == sum(told["prompt"] >= BLOCK for told in VLLM[name]["truth"])
+
+
+def shape_of(one: SeenRequest) -> tuple[int, str | None]:
+    return one.num_found_tokens, one.session_id
+
+
+def orders() -> Iterator[tuple[BlockStored, ...]]:
+    tail = stored(None, 90, size=32, group_kind="full_attention")
+    next_tail = stored(90, 91, size=32, group_kind="full_attention")
+    blocks = stored(None, 1, 2, size=784, group_kind="full_attention")
+    states = stored(None, 1, size=1568, group_idx=1, group_kind="mamba")
+    yield from itertools.permutations((tail, next_tail, blocks, states))
+
+
+def test_a_tail_is_never_taken_for_a_block_in_whatever_order_it_comes() -> None:
+    for order in orders():
+        stream = Stream()
+        stream.send(1.0, *order)
+        stream.send(60.0, stored(2, 3, 4, size=784))
+        assert stream.requests.block_tokens == 784, order
+        assert stream.shapes()[-1] == (2, 4, 0), order
+        assert stream.requests.counts.prompt_tokens == 784 * 6, order
+
+
+def test_the_lowest_whole_group_is_followed_whichever_comes_first() -> None:
+    for order in itertools.permutations((stored(None, 1, 2, group_idx=2), stored(None, 5, 6, size=8, group_idx=1))):
+        stream = Stream()
+        stream.send(1.0, *order)
+        assert stream.requests.block_tokens == 8
+        assert stream.shapes() == [(0, 2, 0)], order
+
+
+def test_blocks_that_are_computed_again_were_not_found() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2, 3, 4))
+    stream.send(30.0, stored(3, 4))  # of a prompt of whole blocks, an engine computes the last one again
+    stream.send(60.0, stored(4, 5))
+    stream.send(61.0, stored(5, 6))
+    stream.send(90.0, stored(4, 5))  # the same answer once more, block by block
+    stream.send(91.0, stored(5, 6))
+    assert stream.shapes() == [(0, 4, 0), (3, 4, 0), (4, 5, 1), (4, 5, 1)]
+
+
+def test_another_session_s_blocks_belong_to_another_request() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2, session_id="a"))
+    stream.send(2.0, stored(2, 3, 4, session_id="b"), stored(4, 5, session_id="b"))
+    assert stream.shapes() == [(0, 2, 0), (2, 5, 0)]

@@ -201,7 +201,7 @@ def test_all_that_vllm_says_is_decoded_or_passed_over() -> None:
         ArrayBatch(1.0, [event, MapRemoved([1], "CPU", 1, "REMOTE", "fs"), MapCleared()], 4)
     )
     events = (
-        BlockStored((1, 2), None, (5, 6, 7, 8), 2, "sql", (("red",), ()), group_kind="full_attention"),
+        BlockStored((1, 2), None, (5, 6, 7, 8), 2, "sql", (("red",), ()), group_kind="full_attention", session_id="s"),
         BlockRemoved((1,), "CPU", 1),
         AllBlocksCleared(),
     )

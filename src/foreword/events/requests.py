@@ -12,6 +12,15 @@ The stream does not show a request that stores nothing (its whole prompt was fou
 prompt after its last whole block, and whether a block that follows soon belongs to the same request. In doubt it does,
 so the number of found tokens is a lower bound where answers are reported block by block (foreword, vLLM). SGLang
 reports an answer as a whole, and it counts as a part of its prompt.
+
+vLLM can report what a request found, too (`kv_cache_report_mode`): the known blocks at the beginning of a sequence,
+once more. Known blocks after others are no such report: the engine has computed them again.
+
+vLLM also keeps the last units of a prompt inside a block, and reports them as one block of a smaller size. Such a tail
+always comes alone, and may come first:
+
+    t1                                    a tail: one unit of 32 tokens
+    b1 ── b2                              a prompt's whole blocks, of 784 tokens
 """
 
 from __future__ import annotations
@@ -29,6 +38,8 @@ IDLE_S = 10.0
 """A request has ended if no block follows its last one for this time."""
 MAX_WAITING_BLOCKS = 1_000_000
 """Most blocks of requests that wait until those before them have ended; beyond, the earliest one counts as ended."""
+MAX_SIZES = 64
+"""Most sizes of blocks to tell apart."""
 WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Groups whose blocks hold the whole prefix; windows and recurrent states do not."""
 
@@ -44,6 +55,7 @@ class SeenRequest:
     block_tokens: int
     num_found_blocks: int
     num_prompt_blocks: int
+    session_id: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,8 +80,17 @@ class RequestCounts:
     output_tokens: int = 0
     unknown_beginnings: int = 0
     """Requests whose first blocks are not known; they are in no other sum."""
+    inferred: int = 0
+    """Requests that found blocks, as the place of their first new block says; the engine did not report it."""
+    reported: int = 0
+    """Requests of which the engine reported what they found."""
     other_sizes: int = 0
-    """Reports of blocks whose size is not that of the first block; they are ignored."""
+    """Reports of blocks of another size, such as tails; they are ignored."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine reported all that requests found, in whole blocks; if not, the sums are bounds."""
+        return self.reported > 0 and self.inferred == self.unknown_beginnings == 0
 
 
 @dataclass(slots=True)
@@ -79,7 +100,9 @@ class _Open:
     number: int
     request: SeenRequest
     last_time: float
-    is_answering: bool
+    is_promised: bool
+    """Its last block was reported as found and is not there: a hit inside a block, which the engine now fills."""
+    is_answering: bool = False
 
 
 @dataclass(slots=True)
@@ -87,14 +110,19 @@ class _Run:
     """Blocks that were stored together, each after the one before it."""
 
     parent: Key | None
-    held: list[Key] = field(default_factory=list)
-    """Those at its beginning that the engine had; some publishers report them again."""
-    new: list[Key] = field(default_factory=list)
+    session_id: str | None
+    first_tokens: tuple[int, ...] | None
+    """Of the first block, at the beginning of a sequence."""
+    keys: list[Key] = field(default_factory=list)
+    num_reported: int = 0
+    """Those at the beginning of a sequence that the engine had, and reported again."""
+    is_promise: bool = False
+    """One event reported them all, and only the last one is not there."""
 
-    @property
-    def last(self) -> Key | None:
-        known = self.new or self.held
-        return known[-1] if known else self.parent
+    def takes(self, event: BlockStored) -> bool:
+        """Whether the blocks of an event come next."""
+        last = self.keys[-1] if self.keys else self.parent
+        return event.parent_block_hash == last and event.session_id == self.session_id
 
 
 class Requests:
@@ -108,12 +136,16 @@ class Requests:
         self.num_blocks = num_blocks
         """None if it is not given and the engine has not evicted yet."""
         self.block_tokens: int | None = None
-        """None before the first block."""
+        """The size of the engine's blocks; None before the first one."""
+        self._sizes: dict[tuple[int, int], bool] = {}
+        """Groups and sizes of blocks, and whether several came together: tails never do."""
         self._is_size_given = num_blocks is not None
         self._mirror = mirror
         self._group = 0
         self._time = -math.inf
         self._run: _Run | None = None
+        self._computed: tuple[int, ...] | None = None
+        """The first tokens of a prompt of which another group just said that it was computed."""
         self._open: OrderedDict[Key, _Open] = OrderedDict()
         """Requests by their last block, those with the latest blocks at the end."""
         self._open_numbers: set[int] = set()
@@ -133,6 +165,8 @@ class Requests:
         match event:
             case BlockStored() if event.block_hashes and self._is_followed(event):
                 self._store(event)
+            case BlockStored() if (event.medium, event.group_idx) != self._place and event.medium == DEVICE:
+                self._hear_sibling(event)
             case BlockRemoved() if (event.medium, event.group_idx) == self._place:
                 self._end_run()
                 self._remove(event)
@@ -187,38 +221,71 @@ class Requests:
             self._time = max(self._time, time)
 
     def _is_followed(self, event: BlockStored) -> bool:
-        """Whether the event has blocks that hold whole prefixes, in the group and of the size of the first of them."""
+        """Whether the event has blocks that hold whole prefixes, of the first such group and of its blocks' size."""
         if event.medium != DEVICE or event.group_kind not in WHOLE_KINDS:
             return False
-        group = event.group_idx
-        if self.block_tokens is None:
-            self.block_tokens, self._group = event.block_size, group
-        if group != self._group:
+        one, is_run = (event.group_idx, event.block_size), len(event.block_hashes) > 1
+        if (is_run and not self._sizes.get(one)) or (one not in self._sizes and len(self._sizes) < MAX_SIZES):
+            self._sizes[one] = is_run
+            self._follow(*max(self._sizes, key=lambda one: (-one[0], self._sizes[one], one[1])))
+        if event.group_idx != self._group:
             return False
         self.counts.other_sizes += event.block_size != self.block_tokens
         return event.block_size == self.block_tokens
 
+    def _follow(self, group: int, block_tokens: int) -> None:
+        """Follow blocks of this group and size. If others were followed, those were tails or part of the prefix."""
+        if (group, block_tokens) == (self._group, self.block_tokens):
+            return
+        self._group, self.block_tokens = group, block_tokens
+        self.counts = RequestCounts(other_sizes=self.counts.other_sizes + self.counts.requests + len(self._begun))
+        self.num_again_tokens = self._num_waiting_blocks = 0
+        if not self._is_size_given:
+            self.num_blocks = None
+        self._run = self._computed = None
+        for seen in (self._open, self._open_numbers, self._begun, self._ghosts):
+            seen.clear()
+
     def _store(self, event: BlockStored) -> None:
-        if self._run is None or event.parent_block_hash != self._run.last:
-            self._end_run()
-            self._run = _Run(event.parent_block_hash)
         assert self.block_tokens is not None
         run, blocks = self._run, self._mirror.blocks
+        if run is None or not run.takes(event):
+            self._end_run()
+            first = event.token_ids[: self.block_tokens] if event.parent_block_hash is None else None
+            run = self._run = _Run(event.parent_block_hash, event.session_id, first)
+        is_beginning = not run.keys and run.parent is None and run.first_tokens != self._computed
+        self._computed = None
         for key in event.block_hashes:
-            if not run.new and (*self._place, key) in blocks:
-                run.held.append(key)
-                continue
-            run.new.append(key)
+            if is_beginning and run.num_reported == len(run.keys) and (*self._place, key) in blocks:
+                run.num_reported += 1
+            run.keys.append(key)
             if key in self._ghosts:
                 del self._ghosts[key]
                 self.num_again_tokens += self.block_tokens
+        run.is_promise = is_beginning and 0 < run.num_reported == len(run.keys) - 1
+
+    def _hear_sibling(self, event: BlockStored) -> None:
+        """Another group stored some of a prompt's blocks: the engine computed it all, though we know its blocks.
+
+        That is so where a state or a window was missing. In a report of what was found, all groups list all blocks.
+        """
+        if event.parent_block_hash is not None:
+            return
+        keys, run = event.block_hashes, self._run
+        is_whole = len(keys) * event.block_size == len(event.token_ids)
+        if is_whole and (len(keys) > 1 or (event.medium, event.group_idx, keys[0]) in self._mirror.blocks):
+            return
+        self._computed = event.token_ids[: self.block_tokens]
+        if run is not None and run.first_tokens == self._computed:
+            run.num_reported, run.is_promise = 0, False
 
     def _remove(self, event: BlockRemoved) -> None:
         held = self._mirror.num_blocks[self._place]
         if not self._is_size_given:
             self.num_blocks = max(self.num_blocks or 1, held)
         for key in event.block_hashes:
-            if (*self._place, key) in self._mirror.blocks:
+            block = self._mirror.blocks.get((*self._place, key))
+            if block is not None and block.block_size == self.block_tokens:
                 self._ghosts[key] = None
                 self._ghosts.move_to_end(key)
 
@@ -229,7 +296,10 @@ class Requests:
             return
         while len(self._ghosts) > (self.num_blocks or 0):
             self._ghosts.popitem(last=False)
-        one = None if run.parent is None or run.held else self._open.get(run.parent)
+        one = None if run.parent is None else self._open.get(run.parent)
+        promised = self._open.get(run.keys[0])
+        if promised is not None and promised.is_promised and promised.request.keys[-2:-1] == [run.parent]:
+            one, run.keys = promised, run.keys[1:]
         if one is not None and self._goes_on(one, run):
             self._extend(one, run)
             return
@@ -243,34 +313,42 @@ class Requests:
 
     def _goes_on(self, one: _Open, run: _Run) -> bool:
         """Whether these blocks belong to the request that they follow: a block of its answer, or more of its prompt."""
-        if self._time - one.last_time > IDLE_S:
+        if self._time - one.last_time > IDLE_S or run.session_id != one.request.session_id:
             return False
-        return len(run.new) == 1 or not one.is_answering
+        return len(run.keys) < 2 or not one.is_answering
 
     def _extend(self, one: _Open, run: _Run) -> None:
         request = one.request
         del self._open[request.keys[-1]]
-        request.keys += run.new
-        if len(run.new) > 1:
+        request.keys += run.keys
+        if len(run.keys) > 1 or one.is_promised:
             request.num_prompt_blocks = len(request.keys)
         else:
             one.is_answering = True
-        one.last_time = self._time
-        self._open[request.keys[-1]] = one
+        one.is_promised = False
+        self._keep_open(one)
         if one.number in self._open_numbers:
-            self._num_waiting_blocks += len(run.new)
+            self._num_waiting_blocks += len(run.keys)
 
     def _begin(self, path: list[Key], run: _Run) -> None:
         assert self.block_tokens is not None
-        keys = path + run.held + run.new
-        found = len(path) + len(run.held)
-        request = SeenRequest(self._time, keys, self.block_tokens, found, len(keys))
+        keys = path + run.keys
+        found = len(path) + run.num_reported
+        self.counts.reported += run.num_reported > 0
+        self.counts.inferred += len(path) > 0
+        request = SeenRequest(self._time, keys, self.block_tokens, found, len(keys), run.session_id)
         number, self._next_number = self._next_number, self._next_number + 1
         self._begun.append((number, request))
         self._num_waiting_blocks += len(keys)
-        if keys[-1] not in self._open:
-            self._open[keys[-1]] = _Open(number, request, self._time, False)
-            self._open_numbers.add(number)
+        self._open_numbers.add(number)
+        self._keep_open(_Open(number, request, self._time, run.is_promise))
+
+    def _keep_open(self, one: _Open) -> None:
+        """What comes next goes on from this request, and no longer from an earlier one that ends in the same block."""
+        last, one.last_time = one.request.keys[-1], self._time
+        if last in self._open:
+            self._close(last)
+        self._open[last] = one
 
     def _close(self, last: Key) -> None:
         self._open_numbers.discard(self._open.pop(last).number)

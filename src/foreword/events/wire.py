@@ -193,6 +193,7 @@ def _decode_stored(value_of: Callable[[str], Any]) -> BlockStored:
         medium,
         group,
         _check("kv_cache_spec_kind", value_of("kv_cache_spec_kind"), (str, type(None))),
+        _check("session_id", value_of("session_id"), (str, type(None))),
     )
 
 

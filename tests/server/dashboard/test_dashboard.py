@@ -100,9 +100,7 @@ def test_before_the_first_request_the_page_shows_the_model_and_how_to_send_one(b
     with ServerProcess("--dtype", "float32") as server:
         page = open_dashboard(browser, server.url)
         model = page.get_by_test_id("model").inner_text()
-        assert all(
-            fact in model for fact in ("foreword-demo", "float32", "2 full attention", "8,192 tokens", "blocks")
-        )
+        assert all(fact in model for fact in ("foreword-demo", "float32", "2 full attention", "8,192 tokens", "blocks"))
         assert f"curl {server.url}/v1/chat/completions" in page.get_by_test_id("waiting").inner_text()
         assert not page.get_by_test_id("hit-rate").is_visible()
         BUILD.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,6 +19,7 @@ import pytest
 
 from events.engine_with_events import EVERYTHING, EngineWithEvents, reachable
 from events.raw_publisher import RawPublisher, key
+from events.test_sources import answering
 from foreword import cli
 from foreword.cache import BlockRemoved, BlockStored, KVCacheEvent
 from foreword.events.subscriber import Subscriber
@@ -79,6 +81,25 @@ def test_a_report_says_what_was_found_and_what_more_memory_would_bring() -> None
     assert "kept 64 tokens from being computed again" in more_memory(report)
     assert "has evicted nothing" in more_memory(empty)
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["hit_rate"] == 0.4
+
+
+def test_a_rate_is_exact_where_the_engine_reports_what_was_found_and_vllm_says_where(capsys) -> None:
+    with RawPublisher() as publisher:
+        source = {"0": {"publisher": "zmq", "endpoint": publisher.address.replace("127.0.0.1", "*")}}
+        told: list[str] = []
+        with answering(source) as url:
+            thread = threading.Thread(
+                target=lambda: told.append(str(cli.main(["watch", url, "--interval", "0.2", "--reports", "10"])))
+            )
+            thread.start()
+            publisher.wait()
+            publisher.send(0.0, stored(None, 1, 2))
+            publisher.send(30.0, stored(None, 1, 2))
+            publisher.send(60.0, stored(None, 1, 2), stored(2, 3, 4))
+            publisher.send(90.0)
+            thread.join(60)
+    assert told == ["0"]
+    assert "; 50.0% of 128 tokens of 3 requests" in capsys.readouterr().out, "at least would stand before a bound"
 
 
 def test_a_size_that_is_given_is_used() -> None:

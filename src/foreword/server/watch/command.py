@@ -19,13 +19,19 @@ from rich.table import Table
 
 from foreword.config import Environment
 from foreword.errors import ConfigError
+from foreword.events.sources import find_source
 from foreword.events.subscriber import Subscriber
 from foreword.server.watch.watcher import Report, Watcher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword watch`."""
-    parser.add_argument("events", metavar="ADDRESS", help="where the engine publishes events, such as tcp://HOST:5557")
+    parser.add_argument(
+        "events",
+        metavar="ADDRESS",
+        help="where the engine publishes events, such as tcp://HOST:5557; vLLM's http://HOST:8000 says where",
+    )
+    parser.add_argument("--rank", metavar="N", type=int, help="data-parallel rank to follow, of those at http://...")
     parser.add_argument("--replay", metavar="ADDRESS", help="where it repeats events, such as tcp://HOST:5558")
     parser.add_argument(
         "--snapshot", metavar="ADDRESS", help="where it tells all that it holds, such as tcp://HOST:5559"
@@ -49,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Follow an engine until interrupted; returns the exit code."""
     serve = None if args.port is None else _server(args)
+    if args.events.startswith(("http://", "https://")):
+        source = find_source(args.events, args.rank)
+        args.events, args.replay, args.topic = source.events, args.replay or source.replay, args.topic or source.topic
     with (
         Subscriber(args.events, replay=args.replay, snapshot=args.snapshot, topic=args.topic) as subscriber,
         closing(Watcher(subscriber, num_blocks=args.blocks, record=args.record)) as watcher,
@@ -130,9 +139,9 @@ def _rates(report: Report) -> str:
 def _found(report: Report) -> str:
     if report.hit_rate is None:
         return "no request seen"
-    return (
-        f"at least {report.hit_rate:.1%} of {report.seen.prompt_tokens:,} tokens of {report.seen.requests:,} requests"
-    )
+    seen = report.seen
+    bound = "" if report.is_exact else "at least "
+    return f"{bound}{report.hit_rate:.1%} of {seen.prompt_tokens:,} tokens of {seen.requests:,} requests"
 
 
 def _again(report: Report) -> str:

@@ -75,7 +75,8 @@ class WatchView:
 
 def figure_texts(report: Report) -> tuple[str, str, str, str, str]:
     """A text for each of the large numbers."""
-    rate = "-" if report.hit_rate is None else f"\u2265 {report.hit_rate:.0%}"
+    bound = "" if report.is_exact else "\u2265 "
+    rate = "-" if report.hit_rate is None else f"{bound}{report.hit_rate:.0%}"
     share = "" if report.pool_blocks is None else f", {report.blocks / report.pool_blocks:.0%} of the pool"
     return (
         f"{rate} <small>of {draw.tokens(report.seen.prompt_tokens)}</small>",
@@ -94,9 +95,14 @@ def more_memory(report: Report) -> str:
             '<div class="empty">The engine has evicted nothing since the watch began: more memory would have brought '
             "nothing. The first eviction shows the size of its pool.</div>"
         )
+    unseen = (
+        ""
+        if report.is_exact
+        else "A request whose prompt was found whole is not seen, so all rates are lower than the real ones; look at "
+        "their differences. "
+    )
     note = (
-        "Estimated for LRU from the requests that were seen. A request whose prompt was found whole is not seen, so "
-        "all rates are lower than the real ones; look at their differences. Counted: twice the memory would have "
+        f"Estimated for LRU from the requests that were seen. {unseen}Counted: twice the memory would have "
         f"kept {draw.tokens(report.again_tokens)} from being computed again."
     )
     curve = drawn_curve(report.curve, lambda num_blocks: draw.tokens(num_blocks * size))

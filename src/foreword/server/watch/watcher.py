@@ -80,8 +80,13 @@ class Report:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of the prompt tokens that were found, at least; None before the first request."""
+        """The share of the prompt tokens that were found; None before the first request. A bound unless `is_exact`."""
         return self.seen.found_tokens / self.seen.prompt_tokens if self.seen.prompt_tokens else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine reports what requests find and the stream is whole: then the rate is exact, in blocks."""
+        return self.state == "exact" and self.seen.is_exact
 
     def as_dict(self) -> dict[str, Any]:
         """Values of JSON."""
@@ -97,6 +102,7 @@ class Report:
             **self.troubles,
             "seen": asdict(self.seen),
             "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
+            "is_exact": self.is_exact,
             "again_tokens": self.again_tokens,
             "curve": [
                 {"blocks": point.num_blocks, "hit_rate": round(point.hit_rate, 4), "error": point.standard_error}
@@ -120,6 +126,7 @@ class Watcher:
         self._requests = Requests(subscriber.mirror, num_blocks)
         subscriber.follower.witness = self._requests
         self._curve = _Curve()
+        self._block_tokens: int | None = None
         self._recording = None if record is None else _Recording(record)
         self._recent: deque[RecentPrompt] = deque(maxlen=NUM_RECENT)
         self._prefixes: tuple[CommonPrefix, ...] = ()
@@ -142,6 +149,9 @@ class Watcher:
     def _follow(self, requests: Sequence[SeenRequest]) -> None:
         now = time.monotonic()
         for request in requests:
+            if request.block_tokens != self._block_tokens:  # what was followed before was tails of prompts
+                self._block_tokens, self._curve = request.block_tokens, _Curve()
+                self._recent.clear()
             computed = request.num_prompt_tokens - request.num_found_tokens
             self._recent.append(RecentPrompt(now, request.num_found_tokens, computed))
             self._curve.note(request)
@@ -248,8 +258,8 @@ class _Recording:
 
     def write(self, request: SeenRequest) -> None:
         """Append a request. Raises TraceError."""
-        if self._start is None:
-            self._start = request.time
+        if self._start is None or request.block_tokens != self._writer.block_tokens:
+            self._start, self.num_requests = request.time, 0
             self._writer.close()
             self._writer = TraceWriter(self._file, block_tokens=request.block_tokens)  # only now the size is known
         self._writer.write_keys(

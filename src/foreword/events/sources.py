@@ -1,0 +1,79 @@
+"""Where an engine publishes its events, asked at its HTTP address: vLLM's `GET /kv_event_sources`.
+
+Knows JSON and addresses; knows nothing of what is published.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from foreword.errors import ConfigError
+
+ASK_S = 10.0
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """The addresses of one data-parallel rank."""
+
+    events: str
+    replay: str | None
+    topic: str
+
+
+def find_source(url: str, rank: int | None = None) -> EventSource:
+    """The source of a rank, by default the only one, at a server such as http://HOST:8000. Raises ConfigError."""
+    parts = urlsplit(url)
+    asked = f"{parts.scheme}://{parts.netloc}/kv_event_sources"
+    try:
+        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
+            ranks = _read(json.loads(answer.read(MAX_BYTES)))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = f"it answers {error.code}" if isinstance(error, urllib.error.HTTPError) else str(error)
+        raise ConfigError(
+            f"{asked} does not say where the engine publishes events: {why}; give the address itself, such as "
+            "tcp://HOST:5557"
+        ) from error
+    if not ranks:
+        raise ConfigError(
+            f"the engine at {url} publishes no events; start it with --kv-events-config "
+            "'{\"enable_kv_cache_events\": true}'"
+        )
+    if rank is None and len(ranks) == 1:
+        (rank,) = ranks
+    if rank not in ranks:
+        said = "no rank is given" if rank is None else f"rank={rank} is none of them"
+        raise ConfigError(
+            f"the engine at {url} publishes for ranks {', '.join(map(str, sorted(ranks)))}, and {said}; use --rank"
+        )
+    found, host = ranks[rank], parts.hostname or ""
+    replay = found.get("replay_endpoint")
+    topic = str(found.get("topic") or "")
+    return EventSource(_reachable(found["endpoint"], host), replay and _reachable(replay, host), topic)
+
+
+def _read(answer: Any) -> dict[int, dict[str, Any]]:
+    """The sources by rank. Raises ValueError for another form."""
+    if not isinstance(answer, dict):
+        raise ValueError(f"its answer is a {type(answer).__name__}")
+    for one in answer.values():
+        addresses = (one.get("endpoint"), one.get("replay_endpoint") or "") if isinstance(one, dict) else (None,)
+        if not all(isinstance(address, str) for address in addresses):
+            raise ValueError("its answer has a source without an endpoint")
+    return {int(rank): one for rank, one in answer.items() if one.get("publisher", "zmq") == "zmq"}
+
+
+def _reachable(address: str, host: str) -> str:
+    """An address that listens everywhere, as one at this host."""
+    host = f"[{host}]" if ":" in host else host
+    for wildcard in ("*", "0.0.0.0", "[::]", "::"):
+        if address.startswith(f"tcp://{wildcard}:"):
+            return f"tcp://{host}:{address.rpartition(':')[2]}"
+    return address
