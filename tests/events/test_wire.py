@@ -217,7 +217,7 @@ def test_sglangs_bytes_are_decoded_and_ours_by_sglang() -> None:
         MapCleared(),
     ]
     ours = (
-        BlockStored((-5,), None, (1, 2), 2, "sql", (("red",),)),
+        BlockStored((-5,), None, (1, 2), 2, "sql", (("red",),), session_id="session"),
         BlockStored((7,), -5, (3, 4), 2, medium="CPU_PINNED"),
         BlockRemoved((7,), "CPU_PINNED"),
         AllBlocksCleared(),
