@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
-from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, MissReason
 from foreword.cluster.follower import Event, EventBatch, Follower
 from foreword.engine import Prompt
 from foreword.events.mirror import Mirror
+from foreword.events.reasons import Why
 from foreword.events.requests import IDLE_S, Requests, SeenRequest
 from foreword.events.subscriber import Subscriber
 from foreword.events.wire import decode_batch
@@ -214,7 +215,8 @@ def test_a_snapshot_is_no_traffic() -> None:
     requests.note(1.0, stored(2, 3))
     mirror.store(stored(2, 3))
     requests.end_batch(1.0)
-    assert requests.take(everything=True) == [SeenRequest(1.0, [1, 2, 3], 16, 2, 3)]
+    why = Why(MissReason.NEVER_SEEN, 32, ours=tuple(range(8)))
+    assert requests.take(everything=True) == [SeenRequest(1.0, [1, 2, 3], 16, 2, 3, why=why)]
 
 
 # ------------------------------------------------------------------------- vLLM 0.33's own bytes (record_vllm.py)
@@ -296,3 +298,46 @@ def test_another_session_s_blocks_belong_to_another_request() -> None:
     stream.send(1.0, stored(None, 1, 2, session_id="a"))
     stream.send(2.0, stored(2, 3, 4, session_id="b"), stored(4, 5, session_id="b"))
     assert stream.shapes() == [(0, 2, 0), (2, 5, 0)]
+
+
+def test_a_request_s_reason_and_the_token_at_which_it_parts() -> None:
+    """Of one engine's bytes: prompts that part, go on, repeat, are salted, use an adapter, come after a reset."""
+    seen = watched(VLLM["one group, full"]["batches"]).take(everything=True)
+    reasons = [(one.why.reason, one.why.num_tokens) for one in seen]
+    assert reasons == [
+        (MissReason.NEVER_SEEN, 0),
+        (MissReason.NEVER_SEEN, 50),
+        (None, 0),
+        (MissReason.NEVER_SEEN, 64),
+        (MissReason.PARTIAL_BLOCK, 48),
+        (MissReason.SALT_DIFFERS, 0),
+        (MissReason.ADAPTER_DIFFERS, 0),
+        (MissReason.NEVER_SEEN, 20),
+        (MissReason.EVICTED, 0),
+    ]
+    assert (seen[1].why.ours[:2], seen[1].why.theirs[:2]) == ((300, 301), (200, 201))
+    assert seen[-1].why.was_reset
+    states = watched(VLLM["states, attention, full"]["batches"]).take(everything=True)
+    assert [(one.why.reason, one.why.num_tokens) for one in states][1] == (MissReason.STATE_NOT_SAVED, 48)
+    assert states[1].num_found_tokens == 0, "the attention's blocks were there, the states were not"
+
+
+def test_what_was_evicted_and_what_has_another_picture() -> None:
+    stream = Stream()
+    picture, other = ((("cat", 0),),), ((("dog", 0),),)
+    stream.send(0.0, stored(None, 1, 2), stored(None, 7, extra_keys=picture), BlockRemoved((2,)))
+    stream.send(40.0, stored(1, 2), stored(None, 8, extra_keys=other), BlockRemoved((8,)))
+    seen = stream.requests.take(everything=True)
+    assert [(one.why.reason, one.why.seconds_ago) for one in seen[2:]] == [
+        (MissReason.EVICTED, 40.0),
+        (MissReason.MEDIA_DIFFERS, None),
+    ]
+
+
+def test_a_report_that_an_eviction_parts_from_what_is_computed_next_is_one_request() -> None:
+    stream = Stream()
+    stream.send(0.0, stored(None, 1, 2), stored(None, 9))
+    stream.send(60.0, stored(None, 1, 2), BlockRemoved((9,)), stored(2, 3))
+    first, _, last = stream.requests.take(everything=True)
+    assert (last.num_found_blocks, last.num_prompt_blocks, last.why.reason) == (2, 3, MissReason.NEVER_SEEN)
+    assert first.why.reason is MissReason.NEVER_SEEN

@@ -46,6 +46,8 @@ class Mirror:
 
     def __init__(self) -> None:
         self.blocks: dict[BlockName, MirroredBlock] = {}
+        self.children: dict[tuple[str, int, Key | None], dict[Key, None]] = {}
+        """The blocks after each block, and those that begin a sequence after None; the newest come last."""
         self.num_tokens = 0
         self.num_blocks: Counter[tuple[str, int]] = Counter()
         """The number of blocks by medium and group."""
@@ -62,6 +64,7 @@ class Mirror:
     def clear(self) -> None:
         """Forget all blocks."""
         self.blocks.clear()
+        self.children.clear()
         self.num_blocks.clear()
         self.num_tokens = 0
 
@@ -75,6 +78,7 @@ class Mirror:
             extra = event.extra_keys[at] if event.extra_keys and at < len(event.extra_keys) else None
             self._forget(name)
             self.blocks[name] = MirroredBlock(parent, tokens, size, event.lora_name, extra)
+            self.children.setdefault((*name[:2], parent), {})[key] = None
             self.num_blocks[name[:2]] += 1
             self.num_tokens += size
             parent = key
@@ -84,25 +88,25 @@ class Mirror:
         block = self.blocks.pop(name, None)
         if block is None:
             return False
+        before = (*name[:2], block.parent)
+        del self.children[before][name[2]]
+        if not self.children[before]:
+            del self.children[before]
         self.num_blocks[name[:2]] -= 1
         self.num_tokens -= block.block_size
         return True
 
     def common_prefixes(self, limit: int) -> list[CommonPrefix]:
         """Where sequences part: the prefixes with which most of them begin, by blocks. Looks at all blocks."""
-        children: Counter[BlockName] = Counter()
-        for name, block in self.blocks.items():
-            if block.parent is not None:
-                children[(*name[:2], block.parent)] += 1
         ends: Counter[BlockName] = Counter()
         lengths: Counter[BlockName] = Counter()
         for name in self.blocks:
-            if name in children:
+            if name in self.children:
                 continue
             path = self._path(name)
             length = sum(self.blocks[one].block_size for one in path)
             for one in path:  # from the end to the beginning
-                if children[one] > 1:
+                if len(self.children.get(one, ())) > 1:
                     ends[one] += 1
                     lengths[one] = length
                 length -= self.blocks[one].block_size

@@ -28,10 +28,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored
+from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, MissReason
 from foreword.cluster.follower import Event
 from foreword.events.mirror import BlockName, Key, Mirror
+from foreword.events.reasons import Why, why_missed
 from foreword.events.wire import DEVICE
 
 IDLE_S = 10.0
@@ -56,6 +58,7 @@ class SeenRequest:
     num_found_blocks: int
     num_prompt_blocks: int
     session_id: str | None = None
+    why: Why = field(default_factory=Why)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -116,6 +119,10 @@ class _Run:
     keys: list[Key] = field(default_factory=list)
     num_reported: int = 0
     """Those at the beginning of a sequence that the engine had, and reported again."""
+    known: set[Key] = field(default_factory=set)
+    """Those that the engine had."""
+    gone: dict[Key, float] = field(default_factory=dict)
+    """The seconds since it evicted others of them."""
     is_promise: bool = False
     """One event reported them all, and only the last one is not there."""
 
@@ -154,8 +161,10 @@ class Requests:
         """The requests that were not taken, with their numbers, the earliest first."""
         self._next_number = 0
         self._num_waiting_blocks = 0
-        self._ghosts: OrderedDict[Key, None] = OrderedDict()
-        """Blocks that the engine evicted lately, at most as many as its pool has."""
+        self._ghosts: OrderedDict[Key, float] = OrderedDict()
+        """Blocks that the engine evicted lately, at most as many as its pool has, and when."""
+        self._reset: tuple[float, frozenset[Key]] = 0.0, frozenset()
+        """When the cache was emptied, and the blocks that it held."""
 
     # ------------------------------------------------------------------ events
 
@@ -165,14 +174,16 @@ class Requests:
         match event:
             case BlockStored() if event.block_hashes and self._is_followed(event):
                 self._store(event)
-            case BlockStored() if (event.medium, event.group_idx) != self._place and event.medium == DEVICE:
+            case BlockStored() if (event.medium, event.group_idx) != self.place and event.medium == DEVICE:
                 self._hear_sibling(event)
-            case BlockRemoved() if (event.medium, event.group_idx) == self._place:
+            case BlockRemoved() if (event.medium, event.group_idx) == self.place:
                 self._end_run()
                 self._remove(event)
             case AllBlocksCleared():
                 self._end_run()
                 self._ghosts.clear()
+                held = (key for medium, group, key in self._mirror.blocks if (medium, group) == self.place)
+                self._reset = self._time, frozenset(held)
             case _:
                 pass
 
@@ -212,7 +223,7 @@ class Requests:
     # ------------------------------------------------------------------- blocks
 
     @property
-    def _place(self) -> tuple[str, int]:
+    def place(self) -> tuple[str, int]:
         """Medium and group of the blocks that are followed."""
         return DEVICE, self._group
 
@@ -256,11 +267,13 @@ class Requests:
         is_beginning = not run.keys and run.parent is None and run.first_tokens != self._computed
         self._computed = None
         for key in event.block_hashes:
-            if is_beginning and run.num_reported == len(run.keys) and (*self._place, key) in blocks:
+            if is_beginning and run.num_reported == len(run.keys) and (*self.place, key) in blocks:
                 run.num_reported += 1
+            if (*self.place, key) in blocks:
+                run.known.add(key)
             run.keys.append(key)
             if key in self._ghosts:
-                del self._ghosts[key]
+                run.gone[key] = self._time - self._ghosts.pop(key)
                 self.num_again_tokens += self.block_tokens
         run.is_promise = is_beginning and 0 < run.num_reported == len(run.keys) - 1
 
@@ -280,13 +293,13 @@ class Requests:
             run.num_reported, run.is_promise = 0, False
 
     def _remove(self, event: BlockRemoved) -> None:
-        held = self._mirror.num_blocks[self._place]
+        held = self._mirror.num_blocks[self.place]
         if not self._is_size_given:
             self.num_blocks = max(self.num_blocks or 1, held)
         for key in event.block_hashes:
-            block = self._mirror.blocks.get((*self._place, key))
+            block = self._mirror.blocks.get((*self.place, key))
             if block is not None and block.block_size == self.block_tokens:
-                self._ghosts[key] = None
+                self._ghosts[key] = self._time
                 self._ghosts.move_to_end(key)
 
     def _end_run(self) -> None:
@@ -319,10 +332,13 @@ class Requests:
 
     def _extend(self, one: _Open, run: _Run) -> None:
         request = one.request
+        is_all_found = request.num_found_blocks == len(request.keys)
         del self._open[request.keys[-1]]
         request.keys += run.keys
-        if len(run.keys) > 1 or one.is_promised:
+        if len(run.keys) > 1 or one.is_promised or one.last_time == self._time:
             request.num_prompt_blocks = len(request.keys)
+            if is_all_found:
+                request.why = self._why(request, run)
         else:
             one.is_answering = True
         one.is_promised = False
@@ -337,11 +353,21 @@ class Requests:
         self.counts.reported += run.num_reported > 0
         self.counts.inferred += len(path) > 0
         request = SeenRequest(self._time, keys, self.block_tokens, found, len(keys), run.session_id)
+        request.why = self._why(request, run)
         number, self._next_number = self._next_number, self._next_number + 1
         self._begun.append((number, request))
         self._num_waiting_blocks += len(keys)
         self._open_numbers.add(number)
         self._keep_open(_Open(number, request, self._time, run.is_promise))
+
+    def _why(self, request: SeenRequest, run: _Run) -> Why:
+        """Why a request did not find the block after those that it found."""
+        missed = request.keys[request.num_found_blocks :]
+        num_known = sum(1 for _ in takewhile(run.known.__contains__, missed))
+        reset_time, held = self._reset
+        if missed and not num_known and missed[0] in held:
+            return Why(MissReason.EVICTED, request.num_found_tokens, self._time - reset_time, was_reset=True)
+        return why_missed(self._mirror, self.place, request.keys, request.num_found_blocks, num_known, run.gone)
 
     def _keep_open(self, one: _Open) -> None:
         """What comes next goes on from this request, and no longer from an earlier one that ends in the same block."""
@@ -358,7 +384,7 @@ class Requests:
         path: list[Key] = []
         blocks = self._mirror.blocks
         while end is not None:
-            name: BlockName = (*self._place, end)
+            name: BlockName = (*self.place, end)
             block = blocks.get(name)
             if block is None or block.block_size != self.block_tokens or len(path) == len(blocks):
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -16,7 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from events.raw_publisher import RawPublisher
 from live_server import ServerProcess, post, wait_until
+from server.watch.test_watch import stored, watching
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 PROMETHEUS = shutil.which("prometheus")
@@ -37,12 +40,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def prometheus(folder: Path, target: str) -> Iterator[str]:
-    """Prometheus with our own configuration, except for the target and how often it is scraped."""
+def prometheus(folder: Path, target: str, watch: str) -> Iterator[str]:
+    """Prometheus with our own configuration, except for the targets and how often they are scraped."""
     config = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
     assert "127.0.0.1:8000" in config
     assert "scrape_interval: 5s" in config
-    config = config.replace("127.0.0.1:8000", target).replace("scrape_interval: 5s", "scrape_interval: 1s")
+    config = (
+        config.replace("127.0.0.1:8000", target)
+        .replace("127.0.0.1:8001", watch)
+        .replace("scrape_interval: 5s", "scrape_interval: 1s")
+    )
     (folder / "prometheus.yml").write_text(config)
     (folder / "operator.key").write_text(OPERATOR)
     url = f"127.0.0.1:{free_port()}"
@@ -77,6 +84,26 @@ def query(url: str, expression: str) -> list[dict[str, Any]]:
 
 
 @contextmanager
+def prompts_published(publisher: RawPublisher) -> Iterator[None]:
+    """Another engine's requests, one each half second, until the block ends."""
+    over = threading.Event()
+
+    def publish() -> None:
+        for number in itertools.count():
+            publisher.send(200.0 + 30 * number, stored(2, 100 + number, 1100 + number))
+            if over.wait(0.5):
+                break
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    try:
+        yield
+    finally:
+        over.set()
+        publishing.join()
+
+
+@contextmanager
 def requests_running(url: str) -> Iterator[None]:
     """Requests that hit and requests that miss, until the block ends."""
     over = threading.Event()
@@ -100,9 +127,10 @@ def requests_running(url: str) -> Iterator[None]:
 
 def expressions() -> list[tuple[str, str]]:
     """Panel and expression, as Grafana sends them with its variables filled in."""
-    dashboard = json.loads((DEPLOY / "grafana" / "foreword.json").read_text())
+    dashboards = [json.loads(file.read_text()) for file in sorted((DEPLOY / "grafana").glob("*.json"))]
     return [
         (panel["title"], target["expr"].replace("$model", ".*").replace("$__rate_interval", WINDOW))
+        for dashboard in dashboards
         for panel in dashboard["panels"]
         for target in panel.get("targets", ())
     ]
@@ -114,11 +142,13 @@ def test_every_expression_of_the_dashboard_is_valid_and_has_data(tmp_path):
     assert not [expression for _, expression in asked if "$" in expression], "a variable was not filled in"
     with (
         ServerProcess("--operator-key", OPERATOR) as server,
-        prometheus(tmp_path, server.url.removeprefix("http://")) as url,
+        RawPublisher() as publisher,
+        watching(publisher, FOREWORD_OPERATOR_KEY=OPERATOR) as watch,
+        prometheus(tmp_path, *(one.url.removeprefix("http://") for one in (server, watch))) as url,
     ):
         wait_until(lambda: answers(url))
         assert httpx.get(f"{server.url}/metrics").status_code == 401, "the key in the configuration is not needed"
-        with requests_running(server.url):
+        with requests_running(server.url), prompts_published(publisher):
             wait_until(
                 lambda: (up := query(url, "count_over_time(up[5m])")) and float(up[0]["value"][1]) >= NUM_SCRAPES
             )
@@ -128,7 +158,7 @@ def test_every_expression_of_the_dashboard_is_valid_and_has_data(tmp_path):
                 if not values or not all(math.isfinite(value) for value in values):
                     without_data.append((panel, expression, values))
             assert without_data == []
-        assert [float(series["value"][1]) for series in query(url, "min_over_time(up[5m])")] == [1.0]
+        assert [float(series["value"][1]) for series in query(url, "min_over_time(up[5m])")] == [1.0, 1.0]
         models = httpx.get(
             f"{url}/api/v1/label/model_name/values", params={"match[]": "foreword_num_requests_running"}
         ).json()["data"]

@@ -80,6 +80,13 @@ def test_a_report_says_what_was_found_and_what_more_memory_would_bring() -> None
     assert "in 6 blocks, 100% of the pool" in figure_texts(report)[1]
     assert "kept 64 tokens from being computed again" in more_memory(report)
     assert "has evicted nothing" in more_memory(empty)
+    assert report.why["reasons"] == {
+        "never_seen": {"requests": 3, "tokens": 128},
+        "evicted": {"requests": 2, "tokens": 64},
+    }
+    assert [(one["tokens"], one["found"]) for one in report.why["kinds"]] == [(320, 128)]
+    assert report.why["newest"][-1]["why"] == "it was evicted 30 s before"
+    assert (report.verdict, empty.verdict) == (None, None)
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["hit_rate"] == 0.4
 
 
@@ -189,7 +196,10 @@ def test_the_dashboard_shows_another_engine_s_cache_to_this_machine_alone(tmp_pa
         assert page.status_code == 200
         assert "What would more memory bring" in page.text
         assert "kept 64 tokens from being computed again" in page.text
-        for path in ("/report", "/dashboard/"):
+        metrics = httpx.get(f"{url}/metrics").text
+        assert "foreword_watch_found_tokens_total 128.0" in metrics
+        assert 'foreword_watch_missed_tokens_total{reason="evicted"} 64.0' in metrics
+        for path in ("/report", "/metrics", "/dashboard/"):
             refused = httpx.get(url + path, headers={"Host": "elsewhere.example"})
             assert refused.status_code == 403
             assert "open to this machine alone" in refused.json()["error"]
@@ -218,6 +228,8 @@ def test_the_page_in_a_browser(browser) -> None:
         publisher.send(180.0, stored(2, 20, 21, 22, 23))
         publisher.send(210.0)
         page.get_by_text("6 requests seen").wait_for()
+        assert "evicted" in page.get_by_test_id("why").inner_text()
+        assert "new from token 32 on" in page.get_by_test_id("newest").inner_text()
         publisher.send(240.0, removed(99))
         page.screenshot(path=str(BUILD / "watch.png"))
 

@@ -18,15 +18,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import BlockState, EvictionCause, MissReason
-from foreword.server.observe.explanations import IN_WORDS, LOAD_FAILURES_IN_WORDS, text_of
+from foreword.cache import BlockState, EvictionCause
+from foreword.server.observe.explanations import IN_WORDS, LOAD_FAILURES_IN_WORDS, NEW_TEXT, text_of
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
 NUM_BINS = 60
-NEW_TEXT = frozenset({str(MissReason.NEVER_SEEN), str(MissReason.PARTIAL_BLOCK)})
-"""Reasons that name text which no cache could have found; the others are misses that could be avoided."""
 MAX_CELLS = 4096
 """Cells of the pool's map; larger pools have several blocks in one."""
 

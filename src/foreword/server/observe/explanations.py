@@ -41,6 +41,9 @@ IN_WORDS = {
     MissReason.TIER_OTHER_MODEL: "a tier below the pool has it of other weights, or in another layout or number format",
 }
 
+NEW_TEXT = frozenset({str(MissReason.NEVER_SEEN), str(MissReason.PARTIAL_BLOCK)})
+"""Reasons that name text which no cache could have found; the others are misses that could be avoided."""
+
 LOAD_FAILURES_IN_WORDS = {
     LoadFailure.TIER_SLOW: "a tier below the pool did not answer in time",
     LoadFailure.TIER_CORRUPT: "what a tier below the pool had of it was damaged",

@@ -15,13 +15,20 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
+from foreword.cache import MissReason
 from foreword.config import Environment
 from foreword.errors import ConfigError
 from foreword.events.sources import find_source
 from foreword.events.subscriber import Subscriber
+from foreword.server.observe.explanations import IN_WORDS
+from foreword.server.watch.tally import Decode
 from foreword.server.watch.watcher import Report, Watcher
+
+NUM_SHOWN = 3
+"""Sessions, kinds of prompts and requests in the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", metavar="FILE", type=Path, help="write the requests that are seen as a trace for `foreword replay`"
     )
+    parser.add_argument(
+        "--tokenizer", metavar="MODEL", help="folder or hub id whose tokenizer shows the text where prompts part"
+    )
     parser.add_argument("--port", type=int, help="show a dashboard at this port instead of reports; 0 takes a free one")
     parser.add_argument("--host", default="127.0.0.1", help="address of the dashboard (default: 127.0.0.1)")
     parser.add_argument(
@@ -58,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
     if args.events.startswith(("http://", "https://")):
         source = find_source(args.events, args.rank)
         args.events, args.replay, args.topic = source.events, args.replay or source.replay, args.topic or source.topic
+    decode = None if args.tokenizer is None else _decoder(args.tokenizer)
     with (
         Subscriber(args.events, replay=args.replay, snapshot=args.snapshot, topic=args.topic) as subscriber,
-        closing(Watcher(subscriber, num_blocks=args.blocks, record=args.record)) as watcher,
+        closing(Watcher(subscriber, num_blocks=args.blocks, record=args.record, decode=decode)) as watcher,
     ):
         if serve is not None:
             serve(watcher)
@@ -78,6 +89,17 @@ def run(args: argparse.Namespace) -> int:
             for report in reports:
                 console.print(_line(report), soft_wrap=True)
     return 0
+
+
+def _decoder(model: str) -> Decode:
+    from foreword.text import Tokenizer
+
+    tokenizer = Tokenizer.load(model)
+    if tokenizer is None:
+        raise ConfigError(
+            f"--tokenizer {model!r} comes without a tokenizer; name the folder or hub id of one that has it"
+        )
+    return tokenizer.decode
 
 
 def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
@@ -116,6 +138,17 @@ def _table(address: str, report: Report) -> Table:
     table.add_row("held", _held(report))
     table.add_row("blocks", _rates(report))
     table.add_row("found", _found(report))
+    if report.verdict is not None:
+        table.add_row("nothing found", report.verdict)
+    for name, missed in report.why["reasons"].items():
+        words = IN_WORDS[MissReason(name)]
+        table.add_row("missed", f"{missed['tokens']:,} tokens of {missed['requests']:,} requests: {words}")
+    for title in ("sessions", "kinds"):
+        for one in report.why[title][:NUM_SHOWN]:
+            share = one["found"] / max(1, one["tokens"])
+            table.add_row(title[:-1], f"{share:.1%} of {one['tokens']:,} tokens: {escape(one['name'])}")
+    for one in report.why["newest"][-NUM_SHOWN:]:
+        table.add_row("request", f"found {one['found']:,} of {one['tokens']:,} tokens; {escape(one['why'])}")
     table.add_row("memory", _again(report))
     for point in report.curve[1:]:
         factor = point.num_blocks / report.curve[0].num_blocks

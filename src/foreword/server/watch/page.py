@@ -17,6 +17,7 @@ from foreword.server.dashboard.parts import Head, Html, card, figure, window_cho
 from foreword.server.watch.watcher import Report
 
 REFRESH_S = 1.0
+MOST_LETTERS = 60
 _FIGURES = (
     ("Hit rate", "hit-rate"),
     ("Held", "held"),
@@ -53,6 +54,12 @@ class WatchView:
                 self._figures = [figure(name, test_id) for name, test_id in _FIGURES]
             with card("Prompt tokens", "span12", ("found", "computed")):
                 self._bars = Html()
+            with card("Why tokens were missed", "span7"):
+                self._why = Html(test_id="why")
+            with card("Sessions and kinds of prompts", "span5"):
+                self._groups = Html(test_id="groups")
+            with card("The newest requests", "span12"):
+                self._newest = Html(test_id="newest")
             with card("What would more memory bring", "span12"):
                 self._more = Html(test_id="more-memory")
             with card("Common prefixes", "span7"):
@@ -68,6 +75,9 @@ class WatchView:
         for one, text in zip(self._figures, figure_texts(report), strict=True):
             one.show(text)
         self._bars.show(draw.token_bars(report.recent, now, window_s))
+        self._why.show(_why(report))
+        self._groups.show(_groups(report))
+        self._newest.show(_newest(report))
         self._more.show(more_memory(report))
         self._prefixes.show(_prefixes(report))
         self._stream.show(_stream(report))
@@ -85,6 +95,30 @@ def figure_texts(report: Report) -> tuple[str, str, str, str, str]:
         f"{draw.count(report.removed_per_s)} <small>blocks a second</small>",
         f"{draw.count(report.again_tokens)} <small>tokens that twice the memory would have kept</small>",
     )
+
+
+def _why(report: Report) -> str:
+    reasons = report.why["reasons"].items()
+    note = "" if report.verdict is None else f'<div class="note">{escape(report.verdict)}</div>'
+    missed, misses = ({name: sums[of] for name, sums in reasons} for of in ("tokens", "requests"))
+    return note + draw.miss_reasons(missed, misses)
+
+
+def _groups(report: Report) -> str:
+    rows = (
+        f"<div><span>{escape(one['name'][:MOST_LETTERS])}</span><b>{one['found'] / max(1, one['tokens']):.0%} of "
+        f"{draw.tokens(one['tokens'])}</b></div>"
+        for one in (*report.why["sessions"], *report.why["kinds"])
+    )
+    return f'<div class="model-facts">{"".join(rows)}</div>'
+
+
+def _newest(report: Report) -> str:
+    rows = (
+        f"<div><span>{draw.count(one['found'])} of {draw.tokens(one['tokens'])}</span><b>{escape(one['why'])}</b></div>"
+        for one in reversed(report.why["newest"])
+    )
+    return f'<div class="model-facts">{"".join(rows)}</div>'
 
 
 def more_memory(report: Report) -> str:

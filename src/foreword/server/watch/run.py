@@ -8,18 +8,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from foreword.cache import MissReason
 from foreword.errors import TraceError
 from foreword.server.access.operators import Operators
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard.mount import PATH, mount_page
+from foreword.server.observe.metrics import Metric
 from foreword.server.run import AnnouncingServer
 from foreword.server.watch.page import WatchView
 from foreword.server.watch.watcher import Report, Watcher
@@ -93,8 +98,62 @@ def make_app(watcher: Watcher, name: str, operators: Operators) -> FastAPI:
         shown: dict[str, Any] = {**thread.latest.as_dict(), "failure": thread.failure}
         return JSONResponse(shown)
 
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        try:
+            operators.check(request.scope)
+        except APIError as error:
+            return _refusal(request, error)
+        return Response(exposition(thread.latest), media_type=CONTENT_TYPE_LATEST)
+
     mount_page(app, operators, name, lambda: WatchView(name, thread), _refusal)
     return app
+
+
+def exposition(report: Report) -> bytes:
+    """A report in Prometheus' text format."""
+    return generate_latest(_Metrics(report))
+
+
+class _Metrics(Collector):
+    """The numbers of one report."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, under names that docs/guides/events.md lists."""
+        report, seen = self._report, self._report.seen
+        counters = {
+            "requests": ("Requests that the stream showed.", seen.requests),
+            "prompt_tokens": ("Tokens of their prompts, in whole blocks.", seen.prompt_tokens),
+            "found_tokens": ("Those of them that were found.", seen.found_tokens),
+            "again_tokens": ("Tokens that twice the memory would have kept.", report.again_tokens),
+        }
+        for name, (text, number) in counters.items():
+            yield CounterMetricFamily(f"foreword_watch_{name}", text, value=number)
+        missed = CounterMetricFamily(
+            "foreword_watch_missed_tokens", "Computed prompt tokens, by reason.", labels=("reason",)
+        )
+        for reason in _REASONS:
+            missed.add_metric((reason,), report.why["reasons"].get(reason, {"tokens": 0})["tokens"])
+        yield missed
+        yield GaugeMetricFamily("foreword_watch_blocks", "Blocks that the cache holds.", value=report.blocks)
+        yield GaugeMetricFamily(
+            "foreword_watch_is_exact", "1 if the rate is exact, 0 for a bound.", value=report.is_exact
+        )
+
+
+_REASONS = (
+    MissReason.NEVER_SEEN,
+    MissReason.EVICTED,
+    MissReason.PARTIAL_BLOCK,
+    MissReason.SALT_DIFFERS,
+    MissReason.ADAPTER_DIFFERS,
+    MissReason.MEDIA_DIFFERS,
+    MissReason.STATE_NOT_SAVED,
+)
+"""Those that a stream shows. A label that is there from the start has a rate from the first miss on."""
 
 
 def _refusal(_: Request, error: APIError) -> Response:

@@ -24,6 +24,7 @@ from foreword.replay.keys import PrefixKeys
 from foreword.replay.live_curve import CurvePoint, LiveLruCurve
 from foreword.replay.trace import TraceWriter
 from foreword.server.observe.more_memory import FACTORS
+from foreword.server.watch.tally import Decode, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,10 @@ class Report:
     recent: tuple[RecentPrompt, ...]
     num_recorded: int | None
     """Requests in the recording; None without one."""
+    why: dict[str, Any]
+    """Missed tokens by reason, hits by session and kind of prompt, and the newest requests with their reasons."""
+    verdict: str | None
+    """What it means that nothing was found."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -112,14 +117,26 @@ class Report:
                 {"tokens": prefix.num_tokens, "sequences": prefix.num_ends} for prefix in self.common_prefixes
             ],
             "recorded": self.num_recorded,
+            **self.why,
+            "verdict": self.verdict,
         }
 
 
 class Watcher:
     """What one subscriber has shown so far. `poll` it all the time; `close` writes the end of the recording."""
 
-    def __init__(self, subscriber: Subscriber, *, num_blocks: int | None = None, record: Path | None = None) -> None:
-        """`num_blocks`: the pool's size, if it is known; `record`: a file to start. Raises ConfigError, TraceError."""
+    def __init__(
+        self,
+        subscriber: Subscriber,
+        *,
+        num_blocks: int | None = None,
+        record: Path | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        """`num_blocks`: the pool's size, if it is known; `record`: a file to start; `decode`: a tokenizer's text.
+
+        Raises ConfigError, TraceError.
+        """
         if num_blocks is not None and num_blocks < 1:
             raise ConfigError(f"a pool of {num_blocks} blocks holds nothing; use at least 1")
         self._subscriber = subscriber
@@ -127,6 +144,8 @@ class Watcher:
         subscriber.follower.witness = self._requests
         self._curve = _Curve()
         self._block_tokens: int | None = None
+        self._decode = decode
+        self._tally = Tally(decode)
         self._recording = None if record is None else _Recording(record)
         self._recent: deque[RecentPrompt] = deque(maxlen=NUM_RECENT)
         self._prefixes: tuple[CommonPrefix, ...] = ()
@@ -152,6 +171,9 @@ class Watcher:
             if request.block_tokens != self._block_tokens:  # what was followed before was tails of prompts
                 self._block_tokens, self._curve = request.block_tokens, _Curve()
                 self._recent.clear()
+                self._tally = Tally(self._decode)
+            first = self._subscriber.mirror.blocks.get((*self._requests.place, request.keys[0]))
+            self._tally.note(request, None if first is None else first.token_ids)
             computed = request.num_prompt_tokens - request.num_found_tokens
             self._recent.append(RecentPrompt(now, request.num_found_tokens, computed))
             self._curve.note(request)
@@ -185,6 +207,8 @@ class Watcher:
             self._prefixes,
             tuple(self._recent),
             None if self._recording is None else self._recording.num_requests,
+            self._tally.as_dict(),
+            self._tally.verdict(requests.counts, requests.block_tokens) if follower.counts["batches"] else None,
         )
 
     def _state(self) -> str:

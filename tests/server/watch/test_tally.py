@@ -1,0 +1,57 @@
+"""What a rate of 0 means, and reasons in words, from real events of prompts in SmolLM2's tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from events.test_requests import Stream
+from foreword.cache import BlockStored
+from foreword.server.watch.tally import Tally
+from foreword.text import Tokenizer
+from real_models import real_model
+
+SIZE = 16
+
+
+def tally_of(*prompts: list[int], tokenizer: Tokenizer | None = None, salts: tuple[str, ...] = ()) -> tuple[Tally, str]:
+    """Prompts that an engine without a hit computes; the tally, and its verdict."""
+    stream = Stream()
+    for at, tokens in enumerate(prompts):
+        count = len(tokens) // SIZE
+        keys = tuple(hash((tuple(tokens[: SIZE * (n + 1)]), *salts[at : at + 1])) for n in range(count))
+        extra = tuple(((salts[at],),) if n == 0 else () for n in range(count)) if salts else None
+        extra = None if extra is None else tuple(one[0] if one else () for one in extra)
+        stream.send(60.0 * at, BlockStored(keys, None, tuple(tokens[: SIZE * count]), SIZE, extra_keys=extra))
+    tally = Tally(None if tokenizer is None else tokenizer.decode)
+    for one in stream.requests.take(everything=True):
+        tally.note(one, prompts[0])
+    return tally, tally.verdict(stream.requests.counts, stream.requests.block_tokens) or ""
+
+
+def test_nothing_found_is_below_a_block_or_kept_apart_or_not_there() -> None:
+    head = list(range(50, 60))
+    _, below = tally_of([*head, *range(100, 150)], [*head, *range(200, 250)])
+    assert "below a block: no two prompts began with more than 10 equal tokens, and a block has 16" in below
+    assert "the cache is not broken" in below
+    _, salted = tally_of(list(range(48)), list(range(48)), salts=("one", "two"))
+    assert "the same tokens are cached under another salt" in salted
+    _, short = tally_of()
+    assert "prompts are shorter than one" in short
+
+
+def test_a_tokenizer_shows_where_prompts_part() -> None:
+    tokenizer = Tokenizer.load(str(real_model("smollm2")))
+    assert tokenizer is not None
+    system = "You are a careful assistant. Today is "
+    prompts = [tokenizer.encode(f"{system}{day}. " + "Answer in one sentence. " * 8) for day in ("Monday", "Friday")]
+    tally, _ = tally_of(*map(list, prompts), tokenizer=tokenizer)
+    assert "Friday" in tally.as_dict()["newest"][1]["why"]
+    assert "instead of ' Monday" in tally.as_dict()["newest"][1]["why"]
+    assert tally.as_dict()["kinds"][0]["name"].startswith("'You are a careful assistant")
+
+
+@pytest.mark.parametrize("most", [3])
+def test_what_is_told_apart_is_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.server.watch.tally.MOST_KEPT", most)
+    tally, _ = tally_of(*([number] * 32 for number in range(10)))
+    assert len(tally.as_dict()["kinds"]) == most
