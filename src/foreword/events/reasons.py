@@ -66,8 +66,8 @@ def why_missed(
         if sibling == key or block.token_ids is None or other.token_ids is None:
             continue
         if other.token_ids == block.token_ids:
-            if (reason := _differing(block, other)) is not None:
-                return Why(reason, start)
+            if (kept_apart := _differing(block, other)) is not None:
+                return Why(kept_apart, start)
             continue
         length = _common(block.token_ids, other.token_ids)
         if length > best:
