@@ -331,6 +331,12 @@ def test_malformed_messages_are_refused(llm: LLM, messages: Any, message: str) -
         ({"max_model_len": 10**6}, f"max_model_len=1000000 is more than the model's {MAX_POSITIONS} positions"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; use one of auto, float32, bfloat16, float16"),
         ({"dtype": "float16", "attention_kernel": "cpu"}, "attention_kernel='cpu' takes no dtype='float16'; use"),
+        ({"weight_arithmetic": "int4"}, "weight_arithmetic='int4' is unknown; use one of exact, int8"),
+        (
+            {"weight_arithmetic": "int8", "device": "cuda"},
+            "weight_arithmetic='int8' runs on a CPU alone, and the model",
+        ),
+        ({"weight_arithmetic": "int8"}, "weight_arithmetic='int8' needs weights in codes of whole numbers (GGUF, GPTQ"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo' is unknown; use one of fcfs, priority, prefix"),
         ({"max_overtake_s": -1.0}, "max_overtake_s=-1.0 is no time to wait; use seconds, at least 0"),
         ({"max_overtake_s": float("nan")}, "max_overtake_s=nan is no time to wait"),

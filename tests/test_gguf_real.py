@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -68,3 +69,26 @@ def test_answers_are_those_of_the_same_values_as_plain_numbers_and_outlive_a_res
     assert found[1] == found[2]
     assert found[0][0] == found[1][0]
     assert found[0][1] == pytest.approx(found[1][1], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_in_integers_the_likeliest_tokens_are_nearly_those_of_exact_products() -> None:
+    """Top-1 agreement, and the divergence over the 20 likeliest tokens, at each position of a text."""
+    text = (Path(__file__).parents[1] / "LICENSE").read_text()[:600]
+    found = []
+    for mode in ("exact", "int8"):
+        with LLM(
+            str(real_gguf("smollm2")), weight_arithmetic=mode, kv_cache_memory_bytes=2**26, self_check=False
+        ) as llm:
+            [output] = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=20))
+        assert output.prompt_logprobs is not None
+        found.append([{token: own.logprob for token, own in one.items()} for one in output.prompt_logprobs[1:] if one])
+    same, divergences = 0, []
+    for exact, rounded in zip(*found, strict=True):
+        same += max(exact, key=exact.__getitem__) == max(rounded, key=rounded.__getitem__)
+        lowest = min(rounded.values())
+        divergences.append(sum(math.exp(own) * (own - rounded.get(token, lowest)) for token, own in exact.items()))
+    agreement, divergence = same / len(divergences), sum(divergences) / len(divergences)
+    print(f"{agreement:.3f} of {len(divergences)} agree, divergence {divergence:.5f}")
+    assert agreement > 0.85
+    assert divergence < 0.03

@@ -21,6 +21,7 @@ from foreword.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
+WeightArithmetic = Literal["exact", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -69,6 +70,9 @@ class ModelConfig:
     in another type, "float16" refuses weights beyond 65504. Activations beyond that overflow all the same; models
     trained in bfloat16 may have some.
     """
+    weight_arithmetic: WeightArithmetic = "exact"
+    """How a CPU multiplies weights in codes (GGUF, GPTQ, AWQ, MXFP4): "exact" by activations in float32; "int8" by
+    activations in eight bits, in integers, which is faster and rounds. Each has its own answers and its own cache."""
     device: str = "cpu"
     """Torch device of the weights and the KV."""
     max_model_len: int | None = None
@@ -112,6 +116,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
+        _one_of("weight_arithmetic", self.weight_arithmetic, get_args(WeightArithmetic))
+        if self.weight_arithmetic == "int8" and self.device != "cpu":
+            raise ConfigError(
+                f"weight_arithmetic='int8' runs on a CPU alone, and the model is asked for on device={self.device!r}; "
+                "leave it out, or use device='cpu'"
+            )
         for name in ("exact", "cuda_graphs", "allow_links", "enable_lora"):
             _of_type(name, getattr(self, name), bool, "True or False")
         _at_least("max_loras", self.max_loras, 1)

@@ -23,6 +23,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "score_template": "qwen3-reranker",
             "generation_config": "none",
             "dtype": "bfloat16",
+            "weight_arithmetic": "int8",
             "device": "cuda",
             "enable_lora": "",
             "lora_modules": "sql=./adapters/sql",

@@ -19,6 +19,7 @@ from foreword.config.engine import (
     IndexName,
     KernelName,
     Policy,
+    WeightArithmetic,
     engine_options,
 )
 from foreword.config.events import EncodingName, HashesName
@@ -35,6 +36,7 @@ class ModelKeywords(TypedDict, total=False):
     response_template: str | None
     generation_config: str
     dtype: Dtype
+    weight_arithmetic: WeightArithmetic
     device: str
     max_model_len: int | None
     kv_cache_memory_bytes: int | str | None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from foreword.model.adapters.loaded import LoadedAdapters
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.stored import StoredModel, check_shapes, quantized_as, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
-from foreword.model.cpu.coded_product import CodedRows, Weight
+from foreword.model.cpu.coded_product import INTEGERS, CodedRows, Weight
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
 from foreword.model.decoder.linear import plain_weights
@@ -196,6 +196,8 @@ def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedMo
     from foreword.model.checkpoint.read import read_checkpoint
     from foreword.model.foreign.loading import accelerated, load_plain
 
+    if options.weight_arithmetic == "int8":
+        _refuse_integers(options, f"transformers reads it, because of {reason}")
     checkpoint = read_checkpoint(options)
     if checkpoint.device.type != "cpu":
         if options.allow_links:
@@ -256,15 +258,38 @@ def _written(
         raise ModelLoadError(f"the weights of model {options.model!r} cannot be read: {error}; start again") from error
     except UnreadableError as error:
         raise UnsupportedModelError(f"the weights of model {options.model!r} are not read: {error}") from error
+    facts = {} if quantized is None else {"quantization_config": quantized}
+    if options.weight_arithmetic == "int8":
+        facts["weight_arithmetic"] = "int8"
+        _report_integers(decoder.parts(), options)
     return LoadedModel(
         network=decoder,
-        config={**asdict(spec), **({} if quantized is None else {"quantization_config": quantized})},
+        config={**asdict(spec), **facts},
         layers=decoder.layouts,
         states={},
         kernel=choose_kernel(options.attention_kernel, read.device, KVFormat(read.dtype), decoder.options),
         rotation=KeyRotation.of(spec, decoder.rotaries) if options.allow_links else None,
         vocab_size=spec.vocab_size,
         **facts_of(read, options),
+    )
+
+
+def _report_integers(parts: Counter[str], options: ModelConfig) -> None:
+    """Say which formats are multiplied in integers, and which are not. Raises ConfigError if none is."""
+    formats = list(dict.fromkeys(own for part in parts if part != "in one program" for own in part.split(", ")))
+    integers = [own.removesuffix(INTEGERS) for own in formats if own.endswith(INTEGERS)]
+    others = [own for own in formats if not own.endswith(INTEGERS)]
+    if not integers:
+        _refuse_integers(options, f"its weights are {', '.join(others)}")
+    exact = f"; exactly: {', '.join(others)}" if others else ""
+    logger.info("weights multiplied in integers: %s%s", ", ".join(integers), exact)
+
+
+def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
+    """Say that a model cannot run in integers, and what can. Raises ConfigError."""
+    raise ConfigError(
+        f"weight_arithmetic='int8' needs weights in codes of whole numbers (GGUF, GPTQ, AWQ, MXFP4), a family that is "
+        f"written down, and a CPU with AVX2; model {options.model!r} has no such products: {reason}; leave it out"
     )
 
 

@@ -101,10 +101,10 @@ def constant(value: float) -> ir.Constant:
     return ir.Constant(F32S, [value] * LANES)
 
 
-def call(builder: Any, name: str, *arguments: Any) -> Any:
-    """Call an LLVM intrinsic whose result has the type of its first argument."""
+def call(builder: Any, name: str, *arguments: Any, returns: Any = None) -> Any:
+    """Call an LLVM intrinsic, whose result has the type of its first argument unless `returns` says another."""
     kinds = [argument.type for argument in arguments]
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kinds[0], kinds), name)
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(returns or kinds[0], kinds), name)
     return builder.call(function, arguments)
 
 

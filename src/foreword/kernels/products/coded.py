@@ -7,7 +7,10 @@ bits, or integers that 256 inputs share such numbers for.
     panel     16 outputs, side by side in all that follows: a vector loads one byte of each
     head      scales (and offsets) that 256 inputs share, or 32 if there are no integers
     step      32 inputs: their integers, then their codes in planes, of which each has some bits of every code;
-              a byte of a plane of 4 bits has the codes of two inputs, the first in the low bits
+              a byte of a plane of 4 bits has the codes of two units, the first in the low bits
+
+A unit has a code of each output: 16 bytes for one input, or 64 for a *quad* of four inputs, which lie side by side for
+each output, as products in integers read them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ WHOLE = 16
 """Bits of a plane that has whole floats."""
 SUPER_STEPS = 8
 """Steps that share a head, if scales are integers."""
+QUAD = 4
+"""Inputs that lie side by side for products in integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,11 @@ class CodeFormat:
     def is_e4m3(self) -> bool:
         """Whether codes are floats of eight bits, of which E4M3_SCALE is taken out."""
         return self.name == "E4M3"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether numbers are integers of at most eight bits."""
+        return self.scale != "none" and not self.is_e4m3
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -180,9 +190,9 @@ class Codes:
 class Panels:
     """Weights as products read them: `memory` [panels, heads, super_bytes]."""
 
-    def __init__(self, kind: CodeFormat, shape: tuple[int, int], memory: Bytes) -> None:
-        """`shape`: outputs and inputs; `memory` [num_bytes] is written by `fill`."""
-        self.kind, self.shape = kind, shape
+    def __init__(self, kind: CodeFormat, shape: tuple[int, int], memory: Bytes, unit: int = 1) -> None:
+        """`shape`: outputs and inputs; `memory` [num_bytes] is written by `fill`; `unit`: 1, or QUAD inputs."""
+        self.kind, self.shape, self._unit = kind, shape, unit
         self.memory = memory.reshape(-1, shape[1] // (STEP * kind.head_steps), kind.super_bytes)
 
     @staticmethod
@@ -212,7 +222,8 @@ class Panels:
             integers = side_by_side(codes.integers.view(np.uint8))
             integers = integers.reshape(num_panels, num_steps, -1, kind.parts, PANEL).swapaxes(2, 3)
             parts.append(integers.reshape(num_panels, num_steps, -1))
-        own = side_by_side(codes.codes).reshape(num_panels, num_steps, STEP, PANEL)
+        own = side_by_side(codes.codes).reshape(num_panels, num_steps, -1, self._unit, PANEL).swapaxes(3, 4)
+        own = own.reshape(num_panels, num_steps, -1, PANEL * self._unit)
         parts += [_to_plane(own, bits, low) for bits, low in kind.places]
         steps = np.concatenate(parts, axis=2)
         target[:, :, kind.head_bytes :] = steps.reshape(num_panels, -1, kind.head_steps * kind.step_bytes)
@@ -238,25 +249,26 @@ class Panels:
         for bits, low in kind.places:
             size = STEP * PANEL * bits // 8
             plane = steps[:, :, kind.integer_bytes + start : kind.integer_bytes + start + size]
-            codes |= _from_plane(plane, bits)[which, :, lanes] << low
+            units = _from_plane(plane, bits, PANEL * self._unit).reshape(count, -1, PANEL, self._unit)
+            codes |= units[which, :, lanes].reshape(count, -1) << low
             start += size
         return Codes(codes, heads, integers, zeros).values(kind)
 
 
-def _to_plane(codes: npt.NDArray[Any], bits: int, low: int) -> Bytes:
-    """Some bits of codes [panels, steps, 32, 16], from bit `low` on: [panels, steps, bytes]."""
+def _to_plane(units: npt.NDArray[Any], bits: int, low: int) -> Bytes:
+    """Some bits of units [panels, steps, units, bytes], from bit `low` on: [panels, steps, bytes]."""
     if bits == WHOLE:
-        return np.ascontiguousarray(codes).view(np.uint8).reshape(*codes.shape[:2], -1)
-    own = (codes >> low & (1 << bits) - 1).reshape(*codes.shape[:2], -1, 8 // bits, PANEL)
+        return np.ascontiguousarray(units).view(np.uint8).reshape(*units.shape[:2], -1)
+    own = (units >> low & (1 << bits) - 1).reshape(*units.shape[:2], -1, 8 // bits, units.shape[-1])
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     packed: Bytes = np.bitwise_or.reduce(own << shifts, axis=3).astype(np.uint8)
-    return packed.reshape(*codes.shape[:2], -1)
+    return packed.reshape(*units.shape[:2], -1)
 
 
-def _from_plane(plane: Bytes, bits: int) -> npt.NDArray[Any]:
-    """The bits of codes [outputs, inputs, 16] from a plane [outputs, steps, bytes]."""
+def _from_plane(plane: Bytes, bits: int, size: int) -> npt.NDArray[Any]:
+    """The bits of units [outputs, units, size] from a plane [outputs, steps, bytes]."""
     if bits == WHOLE:
-        return np.ascontiguousarray(plane).view(np.uint16).reshape(len(plane), -1, PANEL)
-    packed = plane.reshape(*plane.shape[:2], -1, 1, PANEL)
+        return np.ascontiguousarray(plane).view(np.uint16).reshape(len(plane), -1, size)
+    packed = plane.reshape(*plane.shape[:2], -1, 1, size)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return (packed >> shifts & (1 << bits) - 1).reshape(len(plane), -1, PANEL)
+    return (packed >> shifts & (1 << bits) - 1).reshape(len(plane), -1, size)

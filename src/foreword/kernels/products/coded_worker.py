@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import binding as llvm
 from llvmlite import ir
@@ -132,21 +132,21 @@ def _codes(builder: Any, planes: Sequence[Any], kind: CodeFormat, octet: Any) ->
     return found
 
 
-def _values(builder: Any, kind: CodeFormat, planes: Sequence[Any], zeros: Any, octet: Any) -> list[Any]:
-    """The numbers of eight inputs, each of 16 outputs; `zeros`: those of the step, if they have some."""
+def _values(builder: Any, kind: CodeFormat, planes: Planes, octet: Any) -> list[Any]:
+    """The numbers of eight inputs, each of 16 outputs."""
     if kind.planes == (WHOLE,):
-        start = builder.add(planes[0], builder.mul(octet, emit.integer(8 * 2 * PANEL)))
+        start = builder.add(planes.addresses[0], builder.mul(octet, emit.integer(8 * 2 * PANEL)))
         if kind.is_bfloat16:
             return [emit.widened(builder, emit.load(builder, start, 32 * number, I16S)) for number in range(8)]
         return [builder.fpext(emit.load(builder, start, 32 * number, _HALVES), F32S) for number in range(8)]
-    codes = _codes(builder, planes, kind, octet)
+    codes = _codes(builder, planes.addresses, kind, octet)
     if kind.table is not None:
         table = ir.Constant(_BYTES, [number % 256 for number in kind.table])
         codes = [emit.call(builder, "llvm.x86.ssse3.pshuf.b.128", table, code) for code in codes]
     elif kind.is_e4m3:
         return [_e4m3(builder, code) for code in codes]
     elif kind.has_zeros:
-        codes = [builder.sub(code, zeros) for code in codes]
+        codes = [builder.sub(code, planes.zeros) for code in codes]
     elif kind.zero:
         codes = [builder.sub(code, _bytes(kind.zero)) for code in codes]
     return [_number(builder, code) for code in codes]
@@ -156,10 +156,18 @@ Octet = Callable[[Any], list[Any]]
 """The number of eight inputs of a step -> their numbers, each of 16 outputs."""
 
 
-def _for_steps(
+class Planes(NamedTuple):
+    """The codes of a step."""
+
+    addresses: list[Any]
+    zeros: Any
+    """A vector, if the step has some."""
+
+
+def for_steps(
     builder: Any, kind: CodeFormat, source: Any, num_steps: Any, carried: list[Any], body: Callable[..., list[Any]]
 ) -> list[Any]:
-    """`carried = body(step, scales, octet, *carried)` for some steps; `scales`: [parts][groups] vectors."""
+    """`carried = body(step, scales, planes, *carried)` for some steps; `scales`: [parts][groups] vectors."""
     shared = _head(builder, kind, source) if kind.head_steps > 1 else None
     stride = kind.step_bytes if kind.head_steps > 1 else kind.super_bytes
     num_groups = STEP // kind.group
@@ -177,13 +185,13 @@ def _for_steps(
         sizes = [STEP * PANEL * low // 8 for _, low in kind.places]
         planes = [builder.add(own, emit.integer(kind.integer_bytes + size)) for size in sizes]
         zeros = emit.load(builder, place, kind.head_bytes - PANEL, _BYTES) if kind.has_zeros else None
-        return body(step, scales, lambda octet: _values(builder, kind, planes, zeros, octet), *carried)
+        return body(step, scales, Planes(planes, zeros), *carried)
 
     return emit.loop(builder, emit.integer(0), num_steps, 1, carried, of_step)
 
 
 def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target: Any) -> None:
-    def of_step(step: Any, scales: list[list[Any]], octet: Octet) -> list[Any]:
+    def of_step(step: Any, scales: list[list[Any]], planes: Planes) -> list[Any]:
         own = builder.add(target, builder.mul(step, emit.integer(EXPANDED_BYTES)))
         for of_groups, at in zip(scales, (SCALES, OFFSETS_AT), strict=False):
             for group, scale in enumerate(of_groups):
@@ -191,13 +199,13 @@ def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target:
 
         def of_octet(number: Any) -> list[Any]:
             begin = builder.add(own, builder.mul(number, emit.integer(8 * 64)))
-            for at, value in enumerate(octet(number)):
+            for at, value in enumerate(_values(builder, kind, planes, number)):
                 emit.store(builder, value, begin, 64 * at)
             return []
 
         return emit.loop(builder, emit.integer(0), emit.integer(STEP // 8), 1, [], of_octet)
 
-    _for_steps(builder, kind, source, num_steps, [], of_step)
+    for_steps(builder, kind, source, num_steps, [], of_step)
 
 
 expand = emit.by_rows(
@@ -277,7 +285,10 @@ def _multiply_one(builder: Any, form: int, arguments: Sequence[Any]) -> None:
     source, num_steps, row, inputs, sums = arguments
     kind = FORMS[form]
 
-    def of_step(step: Any, scales: list[list[Any]], octet: Octet, total: Any) -> list[Any]:
+    def of_step(step: Any, scales: list[list[Any]], planes: Planes, total: Any) -> list[Any]:
+        def octet(number: Any) -> list[Any]:
+            return _values(builder, kind, planes, number)
+
         left, found = [builder.add(row, builder.mul(step, emit.integer(4 * STEP)))], [total]
         for group in range(STEP // kind.group):
             own = [of_groups[group] for of_groups in scales]
@@ -286,7 +297,7 @@ def _multiply_one(builder: Any, form: int, arguments: Sequence[Any]) -> None:
             found = _of_group(builder, left, group * kind.group, kind.group, octet, own, found)
         return found
 
-    [total] = _for_steps(builder, kind, source, num_steps, [emit.load(builder, sums)], of_step)
+    [total] = for_steps(builder, kind, source, num_steps, [emit.load(builder, sums)], of_step)
     emit.store(builder, total, sums)
 
 
@@ -335,9 +346,9 @@ def thread_scratch(num_steps: int) -> int:
     return _INPUTS + UNIT_ROWS * 8 * num_steps + 64
 
 
-def set_units(a: Record, num_threads: int) -> None:
-    """Set the sizes of units in a record with `num_rows`."""
-    num_units = max(1, -(-int(a["num_rows"]) // UNIT_ROWS))
+def set_units(a: Record, num_threads: int, unit_rows: int = UNIT_ROWS) -> None:
+    """Set the sizes of units, of at most `unit_rows` rows, in a record with `num_rows`."""
+    num_units = max(1, -(-int(a["num_rows"]) // unit_rows))
     a["unit_rows"] = -(-int(a["num_rows"]) // num_units)
     a["group"] = max(1, min(UNIT_PANELS, int(a["num_panels"]) * num_units // (4 * num_threads)))
 

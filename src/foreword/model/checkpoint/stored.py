@@ -62,25 +62,30 @@ def read_stored(options: ModelConfig) -> StoredModel:
     if special:
         raise UnreadableError(special[0])
     files = gguf_files(folder)
-    places = {} if files or is_grouped else safetensors_places(folder)
+    plain = {} if files or is_grouped else safetensors_places(folder)
     # Without instructions for bfloat16, rows of float32 are multiplied several times as fast, by weights as they are.
     # Experts in one tensor would become float32.
-    keeps_bits = values["dtype"] == "bfloat16" and all(len(place.shape) < 3 for place in places.values())
-    is_widened = HAS_INSTRUCTIONS and not can_multiply() and (bool(files) or is_grouped or keeps_bits)
+    keeps_bits = values["dtype"] == "bfloat16" and all(len(place.shape) < 3 for place in plain.values())
+    in_integers = options.weight_arithmetic == "int8"
+    is_widened = not can_multiply() and keeps_bits
+    is_widened |= (bool(files) or is_grouped) and (in_integers or not can_multiply())
+    is_widened &= HAS_INSTRUCTIONS
     dtype = choose_dtype(options, "float32" if is_widened else values["dtype"], device)
     if dtype == torch.float16:
         raise UnreadableError("float16, which may not hold all weights")
     # With those instructions, 12 bits a weight are multiplied faster than codes: see docs/decisions/0050.
-    keeps_codes = not (dtype == torch.bfloat16 and can_multiply())
+    keeps_codes = in_integers or not (dtype == torch.bfloat16 and can_multiply())
+    places: Mapping[str, Place]
     if is_grouped:
-        weights = StoredTensors(str(folder), _grouped(folder, quantized, keeps_codes), dtype)
+        places = _grouped(folder, quantized, keeps_codes)
     elif files:
-        weights = StoredTensors(str(folder), gguf_places(files, keeps_codes=keeps_codes), dtype)
+        places = gguf_places(files, keeps_codes=keeps_codes)
     else:
-        if "embed_tokens.weight" in places:  # a model without a head, as embedding models are stored
-            places = {f"model.{name}": place for name, place in places.items()}
+        places = plain
+        if "embed_tokens.weight" in plain:  # a model without a head, as embedding models are stored
+            places = {f"model.{name}": place for name, place in plain.items()}
             values = {**values, "tie_word_embeddings": True}
-        weights = StoredTensors(str(folder), places, dtype)
+    weights = StoredTensors(str(folder), places, dtype, in_integers=in_integers)
     return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,9 +93,11 @@ class StoredPlace:
 class StoredTensors(MutableMapping[str, Weight]):
     """A model's tensors by their names. What is looked up is remembered; what is popped is the caller's alone."""
 
-    def __init__(self, model: str, places: Mapping[str, Place], dtype: torch.dtype) -> None:
-        """`dtype`: the type of all tensors; others are converted."""
-        self._model, self._places, self._dtype = model, dict(places), dtype
+    def __init__(
+        self, model: str, places: Mapping[str, Place], dtype: torch.dtype, *, in_integers: bool = False
+    ) -> None:
+        """`dtype`: the type of all tensors; others are converted. `in_integers`: how whole numbers are multiplied."""
+        self._model, self._places, self._dtype, self._in_integers = model, dict(places), dtype, in_integers
         self._read: dict[str, Weight] = {}
         self._log = WeightsLog(model, len(self._places))
 
@@ -106,7 +108,10 @@ class StoredTensors(MutableMapping[str, Weight]):
     def __getitem__(self, name: str) -> Weight:
         if name not in self._read:
             try:
-                self._read[name] = self._places[name].read(self._dtype)
+                weight = self._places[name].read(self._dtype)
+                if self._in_integers and isinstance(weight, CodedRows) and weight.kind.is_whole:
+                    weight = replace(weight, in_integers=True)
+                self._read[name] = weight
             except OSError as error:
                 raise ModelLoadError(
                     f"the weights of model {self._model!r} cannot be read: {error}; start again"

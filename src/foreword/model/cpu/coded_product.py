@@ -1,6 +1,7 @@
 """Linear layers whose weights stay in the few bits that a file gives them.
 
-Knows codes and rows; knows no module and no file. Rows of any type are multiplied in float32.
+Knows codes and rows; knows no module and no file. Rows of any type are multiplied in float32, or rounded to eight bits
+and multiplied in integers: each weight says which.
 """
 
 from __future__ import annotations
@@ -8,26 +9,29 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.kernels.products import coded_worker
-from foreword.kernels.products.coded import PANEL, STEP, CodeFormat, Codes, Panels
+from foreword.kernels.products import coded_worker, integer_worker
+from foreword.kernels.products.coded import PANEL, QUAD, STEP, CodeFormat, Codes, Panels
 from foreword.kernels.products.coded_worker import CODED, FORMS, GROUPS_OF_16, OFFSETS
-from foreword.kernels.runtime.compiled import Record
+from foreword.kernels.runtime.compiled import Record, Worker
 from foreword.kernels.runtime.huge_pages import HugePages
 from foreword.kernels.runtime.threads import OfThread, Operation
 from foreword.model.cpu.product import thread_memory
+from foreword.model.cpu.row_functions import ALONE_ELEMENTS
 
 FILLED = 1 << 20
 """Weights that are packed at once."""
 ALONE_OPERATIONS = 1 << 18
 """The calling thread computes a product of fewer multiplications alone: waking the others takes longer."""
 HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS
+INTEGERS = " int8"
+"""The end of the name of a format that is multiplied in integers."""
 _WEIGHTS = HugePages()
 
 
@@ -40,6 +44,8 @@ class CodedRows:
     """Outputs and inputs."""
     codes: Callable[[int, int], Codes]
     """The codes of the outputs first <= i < end. Raises OSError."""
+    in_integers: bool = False
+    """Whether products round rows to eight bits and add up integers."""
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -82,7 +88,7 @@ def join(first: CodedRows, second: CodedRows) -> CodedRows:
             np.concatenate(zeros) if zeros else None,
         )
 
-    return CodedRows(first.kind, (size + len(second), first.shape[1]), codes)
+    return replace(first, shape=(size + len(second), first.shape[1]), codes=codes)
 
 
 Weight = Tensor | CodedRows
@@ -92,14 +98,15 @@ Weight = Tensor | CodedRows
 class CodedProduct:
     """A weight in its codes: rows [..., in_features] to columns of a result."""
 
-    def __init__(self, weight: CodedRows, bias: Tensor | None, column: int, width: int) -> None:
+    def __init__(self, weight: CodedRows, bias: Tensor | None, column: int, width: int, row_scratch: int = 0) -> None:
         """Pack a weight, whose inputs are a multiple of 32; `bias` [out_features].
 
-        `column`: the first of its columns in a result of `width` columns.
+        `column`: the first of its columns in a result of `width` columns; `row_scratch`: bytes of a quantised row.
         """
         self.out_features, self.in_features = weight.shape
+        self._in_integers = weight.in_integers
         memory = _WEIGHTS.allocate(Panels.num_bytes(weight.kind, weight.shape))
-        self._panels = Panels(weight.kind, weight.shape, memory)
+        self._panels = Panels(weight.kind, weight.shape, memory, QUAD if weight.in_integers else 1)
         step = max(PANEL, FILLED // self.in_features // PANEL * PANEL)
         for first in range(0, self.out_features, step):
             self._panels.fill(first, weight.codes(first, min(first + step, self.out_features)))
@@ -113,9 +120,13 @@ class CodedProduct:
         a["head_steps"], a["num_panels"], a["num_steps"] = kind.head_steps, num_panels, self.in_features // STEP
         a["form"], a["bias"], a["width"] = FORMS.index(kind), self._bias.data_ptr(), self.out_features
         a["kind"] = OFFSETS * kind.has_offset | GROUPS_OF_16 * (kind.group == 16)
-        a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
         a["target"], a["target_bytes"] = 4 * column, 4 * width
-        self.operation = functools.partial(CodedOperation, a, (memory, self._bias))  # no circle with self
+        if weight.in_integers:
+            a["row_bytes"], a["thread_scratch"] = row_scratch, integer_worker.THREAD_SCRATCH
+        else:
+            a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
+        own = IntegerOperation if weight.in_integers else CodedOperation
+        self.operation = functools.partial(own, a, (memory, self._bias), row_scratch)  # no circle with self
         """Makes the product as a new operation; there may be many."""
         self._of_thread = OfThread(self.operation)
 
@@ -126,7 +137,7 @@ class CodedProduct:
 
     @property
     def format(self) -> str:
-        return self._panels.kind.name
+        return self._panels.kind.name + (INTEGERS if self._in_integers else "")
 
     @property
     def num_bytes(self) -> int:
@@ -151,9 +162,9 @@ class CodedProduct:
         """Bytes of scratch memory that each thread needs."""
         return int(self._constants["thread_scratch"])
 
-    def write(self, rows: Tensor, target: Tensor) -> None:
+    def write(self, rows: Tensor, target: Tensor, scratch: int) -> None:
         """Write the products of float32 rows [rows, in_features] to their columns of `target` [rows, width]."""
-        own, scratch = self._of_thread.operation, thread_memory(self.thread_scratch * torch.get_num_threads())
+        own = self._of_thread.operation
         own.bind(rows.data_ptr(), len(rows), target.data_ptr(), scratch)
         own.run(alone=len(rows) * self.in_features * self.out_features < ALONE_OPERATIONS)
 
@@ -167,14 +178,21 @@ class CodedLinear:
     def __init__(self, weights: Sequence[CodedRows], bias: Tensor | None) -> None:
         joined: list[CodedRows] = []
         for weight in weights:  # a product for each format: each has to call the threads
-            if joined and joined[-1].kind == weight.kind:
+            if joined and (joined[-1].kind, joined[-1].in_integers) == (weight.kind, weight.in_integers):
                 weight = join(joined.pop(), weight)
             joined.append(weight)
         sizes = [len(weight) for weight in joined]
         biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
         self.width, self._in_features = sum(sizes), weights[0].shape[1]
         columns = itertools.accumulate(sizes, initial=0)
-        self._products = [CodedProduct(*one, self.width) for one in zip(joined, biases, columns, strict=False)]
+        in_integers = any(weight.in_integers for weight in joined)
+        self.row_scratch = self._in_features // STEP * integer_worker.STEP_BYTES if in_integers else 0
+        """Bytes of scratch memory before that of threads, for each row: it is quantised once for all products."""
+        self._products = [
+            CodedProduct(*one, self.width, self.row_scratch) for one in zip(joined, biases, columns, strict=False)
+        ]
+        quantise = functools.partial(QuantiseOperation, self._in_features)
+        self._quantise = OfThread(quantise) if in_integers else None
 
     @property
     def format(self) -> str:
@@ -185,9 +203,10 @@ class CodedLinear:
         """Bytes of scratch memory that each thread needs."""
         return max(product.thread_scratch for product in self._products)
 
-    def operations(self) -> list[CodedOperation]:
+    def operations(self) -> list[Operation]:
         """The product as new operations; there may be many."""
-        return [product.operation() for product in self._products]
+        first = [] if self._quantise is None else [QuantiseOperation(self._in_features)]
+        return [*first, *(product.operation() for product in self._products)]
 
     @property
     def weight(self) -> Tensor:
@@ -203,24 +222,54 @@ class CodedLinear:
             raise RuntimeError(f"rows of {rows.shape[-1]}, but the weight is for {self._in_features}")
         own = rows.float().reshape(-1, rows.shape[-1]).contiguous()
         output = own.new_empty(len(own), self.width)
+        scratch = thread_memory(len(own) * self.row_scratch + self.thread_scratch * torch.get_num_threads())
+        if self._quantise is not None:
+            self._quantise.operation.bind(own.data_ptr(), len(own), 0, scratch)
+            self._quantise.operation.run(alone=own.numel() <= ALONE_ELEMENTS)
         for product in self._products:
-            product.write(own, output)
+            product.write(own, output, scratch)
         return output.view(*rows.shape[:-1], -1).to(rows.dtype)
 
 
 class CodedOperation(Operation):
     """A product of the rows that `bind` set last."""
 
-    def __init__(self, constants: Record, kept: object) -> None:
+    def __init__(self, constants: Record, kept: object, row_scratch: int, worker: Worker | None = None) -> None:
         """`constants`: arguments that `bind` does not set; `kept`: the memory that they are addresses of."""
-        super().__init__(coded_worker.compile_worker())
-        self._kept, self._first_byte = kept, int(constants["target"])
+        super().__init__(worker or coded_worker.compile_worker())
+        self._kept, self._first_byte, self._row_scratch = kept, int(constants["target"]), row_scratch
         for name in CODED.names or ():
             if name != "counters":
                 self.arguments[name] = constants[name]
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
-        """Set the addresses of rows, of the whole result, and of `thread_scratch` bytes for each thread."""
+        """Set the addresses of rows, of the whole result, and of scratch memory for rows and threads."""
         a = self.arguments
-        a["rows"], a["num_rows"], a["target"], a["scratch"] = rows, num_rows, target + self._first_byte, scratch
+        a["rows"], a["num_rows"], a["target"] = rows, num_rows, target + self._first_byte
+        a["scratch"] = scratch + num_rows * self._row_scratch
         coded_worker.set_units(a, torch.get_num_threads())
+
+
+class IntegerOperation(CodedOperation):
+    """A product in integers of the rows that a `QuantiseOperation` has left in scratch memory."""
+
+    def __init__(self, constants: Record, kept: object, row_scratch: int) -> None:
+        super().__init__(constants, kept, row_scratch, integer_worker.compile_worker())
+
+    def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
+        super().bind(scratch, num_rows, target, scratch)
+        coded_worker.set_units(self.arguments, torch.get_num_threads(), integer_worker.UNIT_ROWS)
+
+
+class QuantiseOperation(Operation):
+    """Rounds the rows that `bind` set last to eight bits."""
+
+    def __init__(self, in_features: int) -> None:
+        super().__init__(integer_worker.compile_quantiser())
+        self.arguments["num_steps"] = in_features // STEP
+
+    def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
+        """Set the addresses of rows and of scratch memory, where they are left; there is no other result."""
+        a = self.arguments
+        a["rows"], a["num_rows"], a["target"] = rows, num_rows, scratch
+        a["unit_rows"] = max(1, min(integer_worker.UNIT_ROWS, -(-num_rows // torch.get_num_threads())))

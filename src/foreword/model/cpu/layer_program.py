@@ -58,6 +58,8 @@ class RowProduct(Protocol):
 
     dtype: torch.dtype
     """Of the rows and of the result."""
+    row_scratch: int
+    """Bytes of scratch memory for each row, before that of threads."""
 
     @property
     def width(self) -> int:
@@ -106,7 +108,7 @@ class Places:
     added: int
     total: int
     scratch: int
-    """Scratch memory of products, for all threads."""
+    """Scratch memory of products, for all rows and threads."""
 
 
 class Workspace:
@@ -114,19 +116,21 @@ class Workspace:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._wide = self._narrow = self._thread_scratch = 0
+        self._wide = self._narrow = self._thread_scratch = self._row_scratch = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: Places | None = None
 
-    def widen(self, wide: int, narrow: int, thread_scratch: int) -> None:
-        """Make room for a layer with rows of `wide` and `narrow` elements, and scratch bytes for each thread."""
+    def widen(self, wide: int, narrow: int, products: Sequence[RowProduct]) -> None:
+        """Make room for a layer with rows of `wide` and `narrow` elements, and for the scratch memory of products."""
         self._wide, self._narrow = max(self._wide, wide), max(self._narrow, narrow)
-        self._thread_scratch = max(self._thread_scratch, thread_scratch)
+        self._thread_scratch = max(self._thread_scratch, *(product.thread_scratch for product in products))
+        self._row_scratch = max(self._row_scratch, *(product.row_scratch for product in products))
 
     def places(self, num_rows: int) -> Places:
         """Addresses for a number of rows: the same object until memory moves."""
         wide, narrow = (_in_lines(num_rows * width * self.dtype.itemsize) for width in (self._wide, self._narrow))
-        num_bytes = wide + 4 * narrow + torch.get_num_threads() * self._thread_scratch
+        num_bytes = wide + 4 * narrow + num_rows * self._row_scratch
+        num_bytes += torch.get_num_threads() * self._thread_scratch
         if self._places is None or num_rows != self._places.num_rows or self._memory.numel() < num_bytes:
             if self._memory.numel() < num_bytes:
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -149,10 +153,9 @@ class LayerOperations:
 
     def __init__(self, layer: int, parts: LayerParts, options: AttentionOptions) -> None:
         self.layer, self.rotary, self.first_norm = layer, parts.rotary, parts.before_attention
-        products = parts.project, parts.output, parts.gate_up, parts.down
-        self._project, self._output, self._gate_up, self._down = (product.operations() for product in products)
+        self._products = parts.project, parts.output, parts.gate_up, parts.down
+        self._project, self._output, self._gate_up, self._down = (product.operations() for product in self._products)
         self._widths = parts.project.width, parts.output.width, parts.gate_up.width
-        self._thread_scratch = max(product.thread_scratch for product in products)
         self._item_bytes = parts.project.dtype.itemsize
         self._shapes, self._rotary = parts.heads.shapes, parts.heads.operation()
         self._options = options
@@ -193,12 +196,12 @@ class LayerOperations:
         names = list(self.operations)
         return sum(len(self.operations[name]) for name in names[names.index("heads") + 1 :])
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Elements of a row of `wide`, and of the other memory; bytes that products need for each thread."""
+    def sizes(self) -> tuple[int, int, Sequence[RowProduct]]:
+        """Elements of a row of `wide`, and of the other memory; the products, which need scratch memory."""
         project, width, gate_up = self._widths
         heads = project + (self._query_bytes + self._mixed_bytes) // self._item_bytes
         network = gate_up if self._gate is None else gate_up + gate_up // 2
-        return max(heads, network) + _LINE, width, self._thread_scratch
+        return max(heads, network) + _LINE, width, self._products
 
     def end_with(self, norm: Norm) -> None:
         """Normalise the layer's last sum by `norm`, which is the next layer's first or the model's last."""
@@ -268,7 +271,7 @@ class LayerChain:
         self.layers, self._space = layers, Workspace(head.dtype)
         for layer in layers:
             self._space.widen(*layer.sizes())
-        self._space.widen(0, 0, head.thread_scratch)
+        self._space.widen(0, 0, [head])
         for layer, following in zip(layers, (*(own.first_norm for own in layers[1:]), norm), strict=True):
             layer.end_with(following)
         self._head, self._head_operations = head, head.operations()

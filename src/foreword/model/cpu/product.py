@@ -44,6 +44,7 @@ class CompactProduct:
 
     format = "12 bits"
     dtype = torch.bfloat16
+    row_scratch = 0
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False) -> None:
         """`weights` [any, in_features] bfloat16 with consecutive outputs, and the bias of all outputs.

@@ -1,0 +1,325 @@
+"""Products in integers: coded weights times rows of eight bits, compiled by numba for processors with AVX2.
+
+Knows panels of quads (`coded.py`) and rows as memory addresses; knows no file and no module. Two workers:
+
+    quantise   float32 rows -> for each 32 inputs whole numbers n of -127 to 127 and a scale: x = scale * n, about
+    multiply   of each group of inputs the sum of number * n in integers, which is exact in any order; then, in float32
+               and in one chain over groups, result = scale of weights * (sum * scale of the row) + result, and
+               result = offset * (sum of n * scale of the row) + result
+
+So the bits of a result depend on no other row, on no thread and on no instruction set. scale = max |x| / 127; n is
+x * (127 / max |x|), rounded to the nearest, of two equally near ones to the even one. Inputs below TINY are 0.
+
+A quantised step has 64 bytes: 32 numbers; the scale; the sums of all, of the first and of the last 16 numbers as
+integers; and the same sums times the scale. Two products of bytes are added in 16 bits by AVX2, and more by us, as many
+as cannot overflow; with VNNI four are added in 32 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import carray
+
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.llvm.emit import F32, F32S, I16, I32, I32S, LANES
+from foreword.kernels.products.coded import PANEL, QUAD, STEP, CodeFormat
+from foreword.kernels.products.coded_worker import CODED, FORMS, Planes, for_steps, write
+from foreword.kernels.runtime.compiled import Worker, inlined, record, worker
+
+QUANTISED = record("rows", "num_rows", "num_steps", "target", "unit_rows", "counters")
+"""The arguments of rows that are quantised: addresses, and counts."""
+STEP_BYTES = 64
+"""Bytes of a quantised step."""
+_SCALE, _SUMS, _SCALED_SUMS = STEP, STEP + 4, STEP + 16
+TINY = 2.0**-100
+MOST, LARGEST = 127, (1 << 15) - 1
+"""The largest number of a row, and of 16 bits."""
+ROUND = 12582912.0
+"""3 * 2 ** 22: the last bits of a float32 plus this are the nearest whole number."""
+ROWS = 4
+"""Rows that are multiplied at once."""
+UNIT_ROWS = 32
+"""Most rows of a unit: quantised, they stay in a core's cache."""
+THREAD_SCRATCH = ROWS * 4 * PANEL
+"""Bytes of scratch memory for each thread: sums."""
+_I8 = ir.IntType(8)
+Dot = Callable[[Any, Any, Any, Any], Any]
+"""(builder, 16 of int32, 64 codes, 64 signed bytes) -> to each integer the sum of four products is added."""
+
+
+# ----------------------------------------------------------------------------------------------- quantising
+
+
+def _words(value: int) -> ir.Constant:
+    return ir.Constant(I32S, [value] * LANES)
+
+
+def _first(builder: Any, vector: Any) -> Any:
+    return builder.extract_element(vector, ir.Constant(I32, 0))
+
+
+def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
+    """Quantise 32 float32. Integers compare absolute values, so one that is no number becomes the scale."""
+    halves = [emit.load(builder, source, 64 * half) for half in (0, 1)]
+    sizes = [builder.and_(builder.bitcast(half, I32S), _words(0x7FFFFFFF)) for half in halves]
+
+    def larger(left: Any, right: Any) -> Any:
+        return builder.select(builder.icmp_signed(">", left, right), left, right)
+
+    most = builder.bitcast(_first(builder, emit.reduce(builder, larger(*sizes), larger)), F32)
+    is_tiny, zero = builder.fcmp_ordered("<", most, ir.Constant(F32, TINY)), ir.Constant(F32, 0.0)
+    scale = builder.select(is_tiny, zero, builder.fdiv(most, ir.Constant(F32, MOST)))
+    inverse = emit.splat(builder, builder.select(is_tiny, zero, builder.fdiv(ir.Constant(F32, MOST), most)))
+    sums = []
+    for half, values in enumerate(halves):
+        shifted = builder.fadd(builder.fmul(values, inverse), emit.constant(ROUND))
+        numbers = builder.sub(builder.bitcast(shifted, I32S), builder.bitcast(emit.constant(ROUND), I32S))
+        emit.store(builder, builder.trunc(numbers, ir.VectorType(_I8, LANES)), target, LANES * half)
+        sums.append(_first(builder, emit.reduce(builder, numbers, builder.add)))
+    emit.store(builder, scale, target, _SCALE)
+    for place, total in enumerate((builder.add(*sums), *sums)):
+        emit.store(builder, total, target, _SUMS + 4 * place)
+        emit.store(builder, builder.fmul(builder.sitofp(total, F32), scale), target, _SCALED_SUMS + 4 * place)
+
+
+@emit.instructions("aai")
+def _quantise_row(builder: Any, row: Any, target: Any, num_steps: Any) -> None:
+    def of_step(step: Any) -> list[Any]:
+        source = builder.add(row, builder.mul(step, emit.integer(4 * STEP)))
+        _emit_quantised(builder, source, builder.add(target, builder.mul(step, emit.integer(STEP_BYTES))))
+        return []
+
+    emit.loop(builder, emit.integer(0), num_steps, 1, [], of_step)
+
+
+@functools.cache
+def compile_quantiser() -> Worker:
+    """Compile the function that every thread runs: it quantises units of rows until none is left."""
+
+    @worker(QUANTISED)
+    def quantise_rows(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        while True:
+            first = simd.fetch_add(a.counters, a.unit_rows)
+            if first >= a.num_rows:
+                return
+            for row in range(first, min(first + a.unit_rows, a.num_rows)):
+                _quantise_row(
+                    a.rows + row * a.num_steps * 4 * STEP, a.target + row * a.num_steps * STEP_BYTES, a.num_steps
+                )
+
+    return quantise_rows
+
+
+# ------------------------------------------------------------------------------------------------- products
+
+
+def _is_signed(kind: CodeFormat) -> bool:
+    """Whether codes are made signed numbers before they are multiplied."""
+    return kind.table is not None or kind.has_zeros or sum(kind.planes) == 8
+
+
+def _numbers(builder: Any, kind: CodeFormat, planes: Planes, quad: int, part: int, size: int) -> Any:
+    """The numbers of a quad's part of `size` bytes: signed ones, or codes of which `zero` is still to be taken away."""
+    bytes_kind = ir.VectorType(_I8, size)
+
+    def constant(value: int) -> ir.Constant:
+        return ir.Constant(bytes_kind, [value] * size)
+
+    code: Any = None
+    for address, (bits, low) in zip(planes.addresses, kind.places, strict=True):
+        vector, slot = divmod(quad, 8 // bits)
+        own = emit.load(builder, address, QUAD * PANEL * vector + size * part, bytes_kind)
+        if slot:
+            own = builder.lshr(own, constant(bits * slot))
+        if bits * (slot + 1) < 8:
+            own = builder.and_(own, constant((1 << bits) - 1))
+        code = own if code is None else builder.or_(code, builder.shl(own, constant(low)))
+    if kind.table is not None:
+        table = ir.Constant(ir.VectorType(_I8, 32), [number % 256 for number in kind.table] * 2)
+        halves = [_piece(builder, code, 32, place) for place in range(size // 32)]
+        return _joined(builder, [emit.call(builder, "llvm.x86.avx2.pshuf.b", table, half) for half in halves])
+    if kind.has_zeros:
+        lanes = [(size * part + place) // QUAD for place in range(size)]
+        zeros = planes.zeros
+        code = builder.sub(code, builder.shuffle_vector(zeros, zeros, ir.Constant(ir.VectorType(I32, size), lanes)))
+    return code
+
+
+def _piece(builder: Any, vector: Any, size: int, place: int) -> Any:
+    """Some elements of a vector."""
+    order = ir.Constant(ir.VectorType(I32, size), list(range(size * place, size * (place + 1))))
+    return builder.shuffle_vector(vector, vector, order)
+
+
+def _joined(builder: Any, parts: Sequence[Any]) -> Any:
+    """One vector of one or two."""
+    if len(parts) == 1:
+        return parts[0]
+    order = ir.VectorType(I32, 2 * parts[0].type.count)
+    return builder.shuffle_vector(*parts, ir.Constant(order, list(range(order.count))))
+
+
+def _of_row(builder: Any, row: Any, quad: int, size: int) -> Any:
+    """Four numbers of a row, for each of `size / 4` outputs."""
+    words = ir.VectorType(I32, size // QUAD)
+    one = builder.insert_element(
+        ir.Constant(words, ir.Undefined), emit.load(builder, row, QUAD * quad, I32), ir.Constant(I32, 0)
+    )
+    everywhere = builder.shuffle_vector(one, ir.Constant(words, ir.Undefined), ir.Constant(words, None))
+    return builder.bitcast(everywhere, ir.VectorType(_I8, size))
+
+
+def _sums_of_pairs(builder: Any, kind: CodeFormat, planes: Planes, rows: Sequence[Any], quads: range) -> list[Any]:
+    """For each row the sums of some quads' products by AVX2: 16 of int32."""
+    words, halves, signed = ir.VectorType(I32, 8), ir.VectorType(I16, 16), _is_signed(kind)
+    largest = max(map(abs, kind.table)) if kind.table is not None else 128 if signed else (1 << sum(kind.planes)) - 1
+    most = LARGEST // (2 * MOST * largest)  # pairs of products whose sum fits 16 bits
+    parts: list[list[Any]] = []
+    for part in (0, 1):
+        totals, pairs = [ir.Constant(words, None)] * len(rows), [None] * len(rows)
+        for count, quad in enumerate(quads, 1):
+            numbers = left = _numbers(builder, kind, planes, quad, part, 32)
+            if signed:
+                left = emit.call(builder, "llvm.abs.v32i8", numbers, ir.Constant(ir.IntType(1), 0))
+            for place, row in enumerate(rows):
+                right = _of_row(builder, row, quad, 32)
+                if signed:
+                    right = emit.call(builder, "llvm.x86.avx2.psign.b", right, numbers)
+                own = emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", left, right, returns=halves)
+                pairs[place] = own if pairs[place] is None else builder.add(pairs[place], own)
+                if count % min(most, len(quads)) == 0:
+                    ones = ir.Constant(halves, [1] * 16)
+                    wide = emit.call(builder, "llvm.x86.avx2.pmadd.wd", pairs[place], ones, returns=words)
+                    totals[place], pairs[place] = builder.add(totals[place], wide), None
+        parts.append(totals)
+    return [_joined(builder, [low, high]) for low, high in zip(*parts, strict=True)]
+
+
+def vnni(builder: Any, total: Any, codes: Any, numbers: Any) -> Any:
+    """VNNI's instruction for `Dot`."""
+    words = [builder.bitcast(own, I32S) for own in (codes, numbers)]
+    return emit.call(builder, "llvm.x86.avx512.vpdpbusd.512", total, *words)
+
+
+DOT: Dot | None = vnni if llvm.get_host_cpu_features().get("avx512vnni") else None
+"""How this processor adds products of bytes in 32 bits; None: it does in 16 bits."""
+
+
+def _sums_of_quads(
+    builder: Any, kind: CodeFormat, planes: Planes, rows: Sequence[Any], quads: range, dot: Dot
+) -> list[Any]:
+    """The same by sums in 32 bits; those of signed numbers are 128 times the sum of the row's numbers too large."""
+    totals: list[Any] = [_words(0)] * len(rows)
+    for quad in quads:
+        left = _numbers(builder, kind, planes, quad, 0, 64)
+        if _is_signed(kind):
+            left = builder.xor(left, ir.Constant(left.type, [128] * 64))
+        for place, row in enumerate(rows):
+            totals[place] = dot(builder, totals[place], left, _of_row(builder, row, quad, 64))
+    return totals
+
+
+def emit_product(
+    builder: Any, kind: CodeFormat, dot: Dot | None, source: Any, num_supers: Any, rows: Sequence[Any]
+) -> list[Any]:
+    """The products of quantised rows and a panel, 16 float32 each; `num_supers`: heads of the panel."""
+    size, zero = kind.group // QUAD, kind.zero
+    if _is_signed(kind):
+        zero = 0 if dot is None else 128
+
+    def of_step(step: Any, scales: list[list[Any]], planes: Planes, *totals: Any) -> list[Any]:
+        found = list(totals[: len(rows)])
+        own = [builder.add(place, builder.mul(step, emit.integer(STEP_BYTES))) for place in totals[len(rows) :]]
+        for group in range(STEP // kind.group):
+            which = 4 * (group + 1 if kind.group < STEP else 0)
+            quads = range(size * group, size * (group + 1))
+            if dot is None:
+                sums = _sums_of_pairs(builder, kind, planes, own, quads)
+            else:
+                sums = _sums_of_quads(builder, kind, planes, own, quads, dot)
+            for place, (row, total) in enumerate(zip(own, sums, strict=True)):
+                if zero:
+                    inputs = emit.splat(builder, emit.load(builder, row, _SUMS + which, I32))
+                    total = builder.sub(total, builder.mul(inputs, _words(zero)))
+                scale = emit.splat(builder, emit.load(builder, row, _SCALE, F32))
+                part = builder.fmul(builder.sitofp(total, F32S), scale)
+                found[place] = emit.fma(builder, scales[0][group], part, found[place])
+                if kind.has_offset:
+                    inputs = emit.splat(builder, emit.load(builder, row, _SCALED_SUMS + which, F32))
+                    found[place] = emit.fma(builder, scales[1][group], inputs, found[place])
+        return [*found, *totals[len(rows) :]]
+
+    def of_super(number: Any, *totals: Any) -> list[Any]:
+        place = builder.add(source, builder.mul(number, emit.integer(kind.super_bytes)))
+        skipped = builder.mul(number, emit.integer(kind.head_steps * STEP_BYTES))
+        own = [builder.add(row, skipped) for row in rows]
+        found = for_steps(builder, kind, place, emit.integer(kind.head_steps), [*totals, *own], of_step)
+        return found[: len(rows)]
+
+    empty = [emit.constant(0.0)] * len(rows)
+    if kind.head_steps == 1:
+        return for_steps(builder, kind, source, num_supers, [*empty, *rows], of_step)[: len(rows)]
+    return emit.loop(builder, emit.integer(0), num_supers, 1, empty, of_super)
+
+
+def _emit_multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
+    source, num_supers, row, row_bytes, num_rows, sums = arguments
+    form, is_many = divmod(variant, 2)
+    rows, last = [row], builder.sub(num_rows, emit.integer(1))
+    for number in range(1, ROWS if is_many else 1):
+        own = builder.select(builder.icmp_signed("<", last, emit.integer(number)), last, emit.integer(number))
+        rows.append(builder.add(row, builder.mul(own, row_bytes)))
+    for place, total in enumerate(emit_product(builder, FORMS[form], DOT, source, num_supers, rows)):
+        emit.store(builder, total, sums, 64 * place)
+
+
+_multiply = emit.by_rows(
+    "aiaiia", [2 * form + many for form, kind in enumerate(FORMS) if kind.is_whole for many in (0, 1)], _emit_multiply
+)
+"""Write the sums of up to ROWS rows and a panel. Arguments: twice the number of the format, + 1 for several rows; the
+panel, its heads; rows, the bytes from one to the next, their number; the sums, of which there must be ROWS if several.
+"""
+
+
+@inlined
+def _multiply_panel(a: Any, sums: int, panel: int, first: int, count: int) -> None:
+    """Multiply some rows by a panel, and write the results."""
+    source, room = a.panels + panel * a.panel_bytes, min(PANEL, a.width - panel * PANEL)
+    for begin in range(first, first + count, ROWS):
+        number = min(ROWS, first + count - begin)
+        row = a.rows + begin * a.row_bytes
+        _multiply(2 * a.form + (number > 1), source, a.num_steps // a.head_steps, row, a.row_bytes, number, sums)
+        for own in range(number):
+            target = a.target + (begin + own) * a.target_bytes + panel * 64
+            if room == PANEL:
+                write(sums + own * 64, a.bias + panel * 64, target)
+            else:
+                write(sums + own * 64, a.bias + panel * 64, sums + own * 64)
+                simd.copy_bytes(target, sums + own * 64, 4 * room)
+
+
+@functools.cache
+def compile_worker() -> Worker:
+    """Compile the function that every thread runs: it computes units until none is left."""
+
+    @worker(CODED)
+    def multiply_integers(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        sums = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+        num_groups = (a.num_panels + a.group - 1) // a.group
+        num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
+        unit = simd.fetch_add(a.counters, 1)
+        while unit < num_units:
+            first, first_panel = unit // num_groups * a.unit_rows, unit % num_groups * a.group
+            count = min(a.unit_rows, a.num_rows - first)
+            for panel in range(first_panel, min(first_panel + a.group, a.num_panels)):
+                _multiply_panel(a, sums, panel, first, count)
+            unit = simd.fetch_add(a.counters, 1)
+
+    return multiply_integers
