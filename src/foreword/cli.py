@@ -153,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     lint = commands.add_parser("lint", help="why recorded prompts part early, and what mending that would save")
     lint.later = _arguments_of("foreword.lint.command")
 
+    keys = commands.add_parser("keys", help="the block hashes that vLLM and SGLang give to a prompt")
+    keys.later = _arguments_of("foreword.lint.keys")
+
     pml = commands.add_parser("pml", help="prompt modules: check a schema, answer a prompt of it, measure links")
     of_pml = pml.add_subparsers(title="actions", required=True, metavar="ACTION")
     check = of_pml.add_parser("check", help="a schema's layout, or the line and column where it is wrong")

@@ -25,8 +25,23 @@ def encode_head(major_type: int, value: int) -> bytes:
 
 def encode_texts(texts: Sequence[str]) -> bytes:
     """An array of text strings."""
-    encoded = [text.encode() for text in texts]
-    return encode_head(ARRAY, len(encoded)) + b"".join(encode_head(TEXT, len(text)) + text for text in encoded)
+    return encode(tuple(texts))
+
+
+def encode(value: object) -> bytes:
+    """Anything that consists of None, integers, byte strings, text and tuples."""
+    match value:
+        case None:
+            return NULL
+        case int():
+            return encode_head(0, value) if value >= 0 else encode_head(1, -1 - value)
+        case bytes():
+            return encode_head(BYTES, len(value)) + value
+        case str():
+            return encode_head(TEXT, len(value.encode())) + value.encode()
+        case tuple():
+            return encode_head(ARRAY, len(value)) + b"".join(map(encode, value))
+    raise TypeError(f"a {type(value).__name__} is no part of a key")
 
 
 def encode_integers(values: npt.NDArray[np.int32]) -> tuple[bytes, npt.NDArray[np.int64]]:

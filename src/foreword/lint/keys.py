@@ -1,0 +1,152 @@
+"""`foreword keys`: the block hashes that vLLM and SGLang give to a prompt, and which tokens are its system prompt.
+
+Knows the terminal and the tokenizer; the cache's keys know the hashes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foreword.cache import common_length
+from foreword.cache.keys.foreign import (
+    Context,
+    Media,
+    check_tokens,
+    published,
+    sglang_keys,
+    vllm_keys,
+)
+from foreword.cache.keys.hashing import HASH_FUNCTION_NAMES
+from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
+from foreword.lint.align import TokenIds
+from foreword.lint.bodies import Conversation, read_body
+from foreword.text import Tokenizer
+
+SIZES = {"vllm": 16, "sglang": 1}
+"""Tokens of a block where nothing else is said to the engines."""
+NUM_WORDS = 8
+"""Tokens of a block that are shown as text."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `foreword keys`."""
+    parser.add_argument("engine", choices=SIZES, help="whose hashes")
+    parser.add_argument("--model", metavar="MODEL", help="folder or hub id of the tokenizer and chat template")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="text to complete")
+    what.add_argument("--prompt-token-ids", metavar="IDS", help="such as 5,17,9")
+    what.add_argument("--body", metavar="FILE", type=Path, help="body of a chat request, as JSON")
+    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block or page (default: 16, 1)")
+    parser.add_argument("--unit-tokens", type=int, metavar="N", help="vLLM's tokens per hash, if blocks are larger")
+    parser.add_argument("--hash", choices=HASH_FUNCTION_NAMES, default="sha256", help="vLLM's hash (default: sha256)")
+    parser.add_argument("--seed", metavar="TEXT", help="PYTHONHASHSEED of vLLM's process (default: none)")
+    parser.add_argument("--salt", metavar="TEXT", help="cache_salt of the request")
+    parser.add_argument("--adapter", metavar="NAME=PATH", help="LoRA adapter, as vLLM was given it")
+    parser.add_argument(
+        "--media", metavar="OFFSET:LENGTH:ID", action="append", default=[], help="placeholders and vLLM's identifier"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the keys of one prompt; returns the exit code."""
+    tokenizer = None if args.model is None else Tokenizer.load(args.model)
+    token_ids, parts = _prompt(args, tokenizer)
+    size = SIZES[args.engine] if args.block_tokens is None else args.block_tokens
+    if size < 1 or (args.unit_tokens is not None and args.unit_tokens < 1):
+        raise ConfigError(f"block_tokens={size} and unit_tokens={args.unit_tokens} must be at least 1")
+    context = Context(args.salt, _adapter(args.adapter), tuple(map(_media, args.media)))
+    if args.engine == "vllm":
+        keys = vllm_keys(token_ids, size, context, algorithm=args.hash, seed=args.seed, unit_tokens=args.unit_tokens)
+    else:
+        keys = sglang_keys(token_ids, size, context)
+    blocks = [
+        {"first": at * size, "end": (at + 1) * size, "key": key.hex(), "event": published(args.engine, key)}
+        for at, key in enumerate(keys)
+    ]
+    answer = {"tokens": len(token_ids), "block_tokens": size, "parts": parts, "blocks": blocks}
+    print(json.dumps(answer) if args.json else _table(answer, token_ids, tokenizer))
+    return 0
+
+
+def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list[int], list[dict[str, Any]]]:
+    """The prompt's tokens, and where each message of a conversation lies in it."""
+    if args.prompt_token_ids is not None:
+        try:
+            given = [int(token) for token in args.prompt_token_ids.split(",")]
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"--prompt-token-ids {args.prompt_token_ids!r} is not a list of numbers such as 5,17,9"
+            ) from error
+        check_tokens(given)
+        return given, []
+    if tokenizer is None:
+        raise ConfigError("a text needs a tokenizer; name a folder or hub id that has one with --model")
+    if args.prompt is not None:
+        return list(map(int, tokenizer.encode(args.prompt))), []
+    try:
+        body = json.loads(args.body.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"--body {str(args.body)!r} cannot be read as JSON: {error}") from error
+    conversation = read_body(body) if isinstance(body, dict) else None
+    if conversation is None:
+        raise InvalidRequestError(
+            f"--body {str(args.body)!r} holds no conversation; give it messages, input or contents"
+        )
+    token_ids = tokenizer.render_chat(conversation.messages, template_inputs=conversation.inputs)
+    return list(map(int, token_ids)), _parts(conversation, token_ids, tokenizer)
+
+
+def _parts(conversation: Conversation, token_ids: TokenIds, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The tokens of each message; one that the template does not show alone stands together with the next."""
+    parts: list[dict[str, Any]] = []
+    first, roles = 0, []
+    for count, message in enumerate(conversation.messages, 1):
+        roles.append(str(message["role"]))
+        try:
+            beginning = tokenizer.render_chat(
+                conversation.messages[:count], add_generation_prompt=False, template_inputs=conversation.inputs
+            )
+        except ChatTemplateError:
+            continue
+        end = common_length(beginning, token_ids)
+        if end > first:
+            parts.append({"name": " + ".join(roles), "first": first, "end": end})
+            first, roles = end, []
+    if first < len(token_ids):
+        parts.append({"name": " + ".join([*roles, "begin of the reply"]), "first": first, "end": len(token_ids)})
+    return parts
+
+
+def _adapter(given: str | None) -> tuple[str, str] | None:
+    if given is None:
+        return None
+    name, sign, path = given.partition("=")
+    if not (name and sign and path):
+        raise ConfigError(f"--adapter {given!r} is not NAME=PATH; vLLM hashes both")
+    return name, path
+
+
+def _media(given: str) -> Media:
+    parts = given.split(":", 2)
+    try:
+        return Media(int(parts[0]), int(parts[1]), parts[2])
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"--media {given!r} is not OFFSET:LENGTH:ID, such as 10:256:c0ffee") from error
+
+
+def _table(answer: dict[str, Any], token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    size = answer["block_tokens"]
+    lines = [f"{answer['tokens']:,} tokens, {len(answer['blocks']):,} whole blocks of {size:,}"]
+    for part in answer["parts"]:
+        whole = part["end"] // size
+        lines.append(f"{part['name']}: tokens {part['first']:,} to {part['end']:,}; {whole:,} whole blocks end by then")
+    for block in answer["blocks"]:
+        shown = token_ids[block["first"] : block["end"]][:NUM_WORDS]
+        text = " ".join(map(str, shown)) if tokenizer is None else repr(tokenizer.decode(shown))
+        lines.append(f"{block['first']:>8}  {block['key']}  {block['event']}  {text}")
+    return "\n".join(lines)
