@@ -166,8 +166,8 @@ def test_weights_in_the_codes_of_a_file_take_adapters_too(
     tiny_models: TinyModels, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path, weights = tmp_path / "model.gguf", adapter_for("llama", tiny_models, tmp_path / "adapter")
-    plain = write_gguf(tiny_models.folder("llama"), path)
+    path, weights = tmp_path / "model.gguf", adapter_for("wide_llama", tiny_models, tmp_path / "adapter")
+    plain = write_gguf(tiny_models.folder("wide_llama"), path)
     coded, same = (
         load_model(ModelConfig(str(folder), dtype="float32")) for folder in (unfold(path, with_tokenizer=False), plain)
     )
@@ -176,10 +176,17 @@ def test_weights_in_the_codes_of_a_file_take_adapters_too(
     for run in (cold, chunked, wanted):
         run.run("a", prompt, weights)
     chunked.run("b", prompt, weights)
-    plain_rows, mixed = Adapted(coded), Adapted(coded)  # the first runs its layers as one program
+    plain_rows, mixed = Adapted(coded), Adapted(coded)
     plain_rows.run("base", prompt, None)
     mixed.add("a", prompt, weights)
     mixed.run("base", prompt, None)
+    assert coded.decoder.chain is not None  # all of these ran the layers as one program, with and without adapters
+    monkeypatch.setattr(coded.decoder, "chain", None)
+    for run in (mixed, Adapted(coded)):
+        run.add("a, layer by layer", prompt, weights)
+        run.run("base, layer by layer", prompt, None)
+        assert_same_bits(run.logits["a, layer by layer"], cold.logits["a"])
+        assert_same_bits(run.logits["base, layer by layer"], plain_rows.logits["base"])
     assert_same_bits(mixed.logits["base"], plain_rows.logits["base"])
     assert_same_bits(mixed.logits["a"], cold.logits["a"])
     assert_same_bits(chunked.logits["a"], cold.logits["a"])

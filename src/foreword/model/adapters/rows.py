@@ -26,6 +26,8 @@ from foreword.model.cpu.product import thread_memory
 ALONE_OPERATIONS = 1 << 18
 """The calling thread computes fewer multiplications alone: waking the others takes longer."""
 NONE = -1
+STEP_ARGUMENTS = "num_rows", "numbers", "tables", "unit_rows", "scratch", "thread_scratch"
+"""What changes in every step for an operation whose rows have their place."""
 
 
 class AdaptedRows:
@@ -36,8 +38,8 @@ class AdaptedRows:
         self._adapters, self._numbers = adapters, np.ascontiguousarray(numbers)
         self._tables = np.stack([adapter.tables for adapter in adapters], axis=1)
         self._is_changed: list[bool] = (self._tables != 0).any(axis=1).tolist()
-        self._most_rank = max(adapter.most_rank for adapter in adapters) + low_rank.RANKS
-        self._addresses = self._numbers.ctypes.data, self._tables.ctypes.data, self._tables.strides[0]
+        most_rank = max(adapter.most_rank for adapter in adapters) + low_rank.RANKS
+        self._most_rank, self.thread_scratch = most_rank, low_rank.thread_scratch(most_rank)
 
     def layer(self, layer: int) -> LayerDeltas:
         """What is added to the results of a layer's products."""
@@ -54,15 +56,28 @@ class AdaptedRows:
         """The rows that have an adapter."""
         return torch.from_numpy(np.flatnonzero(self._numbers != NONE))
 
+    def step_numbers(self, product: int, first: int, count: int, scratch: int) -> tuple[int, ...]:
+        """STEP_ARGUMENTS of a product whose rows are `count` of the step's rows, from the row `first` on.
+
+        `scratch`: the address of memory for all threads.
+        """
+        if not self._is_changed[product]:
+            return (0,) * len(STEP_ARGUMENTS)
+        unit = MOST_ROWS * max(1, count // (4 * MOST_ROWS * torch.get_num_threads()))
+        numbers = self._numbers.ctypes.data + first * self._numbers.itemsize
+        tables = self._tables.ctypes.data + product * self._tables.strides[0]
+        return count, numbers, tables, unit, scratch, self.thread_scratch
+
     def add(self, product: int, rows: Tensor, result: Tensor) -> Tensor:
         """See `Deltas.add`."""
         inputs, target = rows.float(), result.float().contiguous()
         missing = low_rank.padded_inputs(inputs.shape[-1]) - inputs.shape[-1]
         inputs = torch.nn.functional.pad(inputs, (0, missing)) if missing else inputs.contiguous()
         assert len(inputs) == len(target) == len(self._numbers)
-        numbers, tables, table_bytes = self._addresses
         operation = _operations().operation
-        operation.bind(inputs, target, numbers, tables + product * table_bytes, self._most_rank)
+        operation.bind(inputs.data_ptr(), inputs.shape[1], target.data_ptr(), target.shape[1])
+        scratch = thread_memory(self.thread_scratch * torch.get_num_threads())
+        operation.set_step(self.step_numbers(product, 0, len(inputs), scratch))
         work = len(inputs) * self._most_rank * (inputs.shape[-1] + target.shape[-1])
         operation.run(alone=work < ALONE_OPERATIONS)
         return target if result.dtype == torch.float32 else target.to(result.dtype)
@@ -100,22 +115,25 @@ class LayerDeltas(NamedTuple):
 NO_DELTAS = LayerDeltas()
 
 
-class _LowRankOperation(Operation):
-    """The product of the rows that `bind` set last."""
+class LowRankOperation(Operation):
+    """What adapters add to the results of one product, in float32."""
 
     def __init__(self) -> None:
         super().__init__(low_rank.compile_worker())
 
-    def bind(self, rows: Tensor, target: Tensor, numbers: int, tables: int, most_rank: int) -> None:
-        """Set the rows [rows, padded inputs], what they are added to, and the addresses of the rows' tables."""
-        threads, (count, inputs), scratch = torch.get_num_threads(), rows.shape, low_rank.thread_scratch(most_rank)
-        unit = MOST_ROWS * max(1, count // (4 * MOST_ROWS * threads))
-        given = rows.data_ptr(), 4 * inputs, count, inputs // LANES, target.data_ptr(), 4 * target.shape[1]
-        counters, memory = self.arguments["counters"], thread_memory(scratch * threads)
-        self.arguments[()] = (*given, numbers, tables, unit, counters, memory, scratch)
+    def bind(self, rows: int, inputs: int, target: int, outputs: int) -> None:
+        """Set the addresses of rows [rows, inputs], whose number is padded, and of what they are added to."""
+        a = self.arguments
+        a["rows"], a["row_bytes"], a["num_steps"] = rows, 4 * inputs, inputs // LANES
+        a["target"], a["target_bytes"] = target, 4 * outputs
+
+    def set_step(self, numbers: Sequence[int]) -> None:
+        """Set STEP_ARGUMENTS."""
+        for argument, number in zip(STEP_ARGUMENTS, numbers, strict=True):
+            self.arguments[argument] = number
 
 
 @functools.cache
-def _operations() -> OfThread[_LowRankOperation]:
+def _operations() -> OfThread[LowRankOperation]:
     """An operation of each thread's own; the first one compiles."""
-    return OfThread(_LowRankOperation)
+    return OfThread(LowRankOperation)

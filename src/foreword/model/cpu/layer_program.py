@@ -33,6 +33,9 @@ from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
+from foreword.model.adapters import rows as adapters
+from foreword.model.adapters.rows import AdaptedRows, LowRankOperation
+from foreword.model.adapters.weights import PRODUCTS
 from foreword.model.cpu import rotary
 from foreword.model.cpu.rotary import RotaryKernel
 from foreword.model.cpu.row_functions import Gate, Norm, RowOperation
@@ -172,23 +175,35 @@ class LayerOperations:
         shapes = self._shapes
         self._query_bytes = shapes.query_heads * shapes.key_dim * self._item_bytes
         self._mixed_bytes = shapes.query_heads * shapes.value_dim * self._item_bytes
+        self._changes: Sequence[LowRankOperation] = ()
         self._bound: tuple[Places, int, bool, tuple[int, int] | None] | None = None
         self._queries = self._mixed = 0
         self.operations: dict[str, Sequence[Operation]] = {  # in the order in which they run
             "norm": [self._norm],
             "project": self._project,
+            "project: adapters": [],
             "heads": [self._rotary],
             "attention": [self.attention.items],
             "merge": [self.attention.merges],
             "output": self._output,
+            "output: adapters": [],
             "norm after attention": _if_any(self._after_attention),
             "sum, norm": [self._norm_of_sum],
             "gate, up": self._gate_up,
+            "gate, up: adapters": [],
             "gate": _if_any(self._gate),
             "down": self._down,
+            "down: adapters": [],
             "norm after network": _if_any(self._after_network),
             "sum, next norm": [self._next_norm],
         }
+
+    def take_adapters(self) -> Sequence[LowRankOperation]:
+        """Add operations for what adapters add to the four products, and return them."""
+        self._changes, self._bound = [LowRankOperation() for _ in range(PRODUCTS)], None
+        names = [name for name in self.operations if name.endswith(": adapters")]
+        self.operations.update({name: [change] for name, change in zip(names, self._changes, strict=True)})
+        return self._changes
 
     @property
     def num_after_keys(self) -> int:
@@ -252,6 +267,13 @@ class LayerOperations:
         if self._after_network is not None:
             self._after_network.bind(places.added, 0, 0, places.added, count)
         self._next_norm.bind(places.total, places.added, places.rows + skipped, normed + skipped, count)
+        if self._changes:
+            project, width, gate_up = self._widths
+            mixed, inner = self._mixed_bytes // self._item_bytes, gate_up // 2
+            self._changes[0].bind(normed, width, wide, project)
+            self._changes[1].bind(self._mixed + first * self._mixed_bytes, mixed, places.added, width)
+            self._changes[2].bind(normed, width, wide, gate_up)
+            self._changes[3].bind(gated, inner, places.added, width)
         self._bound = places, rows, is_normed, wanted
 
 
@@ -275,8 +297,10 @@ class LayerChain:
         for layer, following in zip(layers, (*(own.first_norm for own in layers[1:]), norm), strict=True):
             layer.end_with(following)
         self._head, self._head_operations = head, head.operations()
-        self._of_layers = [one for layer in layers for own in layer.operations.values() for one in own]
-        self.program = Program([*self._of_layers, *self._head_operations])
+        self._make_program()
+        self._adapter_wires: Wires | None = None
+        """None until adapters come: models without them have no operations for them."""
+        self._is_adapted = False
         self._storage: Callable[[], KVStorage | None] = lambda: None
         """Weak: a model outlives engines, whose blocks must be freed."""
         self._kernel: AttentionKernel | None = None
@@ -287,6 +311,10 @@ class LayerChain:
         self._wires = Wires([])
         self._kept: object = None
         """Tensors that the step's numbers are addresses of, if the caller may not keep them."""
+
+    def _make_program(self) -> None:
+        self._of_layers = [one for layer in self.layers for own in layer.operations.values() for one in own]
+        self.program = Program([*self._of_layers, *self._head_operations])
 
     def logits(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> Tensor | None:
         """Logits [num_kept, vocab] from the rows [rows, width] that enter; None if the program cannot run such a step.
@@ -333,10 +361,13 @@ class LayerChain:
                     layer.set_storage(storage, cast(CpuAttention, kernel))
                 self._lay_wires(storage)
             self._storage, self._kernel = weakref.ref(storage), kernel
-        return self._is_for_storage and rows.dtype == self._space.dtype
+        takes_adapters = step.adapted is None or self._space.dtype == torch.float32
+        return self._is_for_storage and rows.dtype == self._space.dtype and takes_adapters
 
     def _bind(self, x: Tensor, turns: Sequence[Turns], step: Step, *, wanted: tuple[int, int] | None = None) -> Places:
         """Bind all layers. The last one leaves its `wanted` rows where the others do."""
+        if step.adapted is not None:
+            self._take_adapters(step.adapted)
         places = self._space.places(len(x))
         first, last = self.layers[0], self.layers[-1]
         for layer in self.layers:
@@ -346,8 +377,34 @@ class LayerChain:
                 is_normed=layer is not first,
                 wanted=wanted if layer is last else None,
             )
+        if step.adapted is not None or self._is_adapted:
+            self._bind_adapters(step.adapted, len(x), wanted, places.scratch)
         self._bind_step([(cosines.contiguous(), sines.contiguous()) for cosines, sines in turns], step)
         return places
+
+    def _take_adapters(self, adapted: AdaptedRows) -> None:
+        """Make room for what adapters add, and their operations if these are the first ones."""
+        self._space.widen(0, 0, adapted.thread_scratch)
+        if self._adapter_wires is None:
+            changes = [change for layer in self.layers for change in layer.take_adapters()]
+            self._make_program()
+            places = enumerate((change, argument) for change in changes for argument in adapters.STEP_ARGUMENTS)
+            self._adapter_wires = Wires([(change, argument, number) for number, (change, argument) in places])
+
+    def _bind_adapters(
+        self, adapted: AdaptedRows | None, num_rows: int, wanted: tuple[int, int] | None, scratch: int
+    ) -> None:
+        """Set the rows that adapters change; None: none. After attention the last layer has its `wanted` rows."""
+        products = [PRODUCTS * layer.layer + number for layer in self.layers for number in range(PRODUCTS)]
+        numbers = np.zeros((len(products), len(adapters.STEP_ARGUMENTS)), np.int64)
+        if adapted is not None:
+            after = len(products) - PRODUCTS + 1
+            for at, product in enumerate(products):
+                first, count = wanted if wanted is not None and at >= after else (0, num_rows)
+                numbers[at] = adapted.step_numbers(product, first, count, scratch)
+        assert self._adapter_wires is not None
+        self._adapter_wires.carry(numbers)
+        self._is_adapted = adapted is not None
 
     def _lay_wires(self, storage: KVStorage) -> None:
         """Wire layers; those of one kind take the same numbers of a step."""

@@ -63,7 +63,7 @@ class Decoder:
         rows = self.embed(step)
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
         self._keep, self._kept = step.keep[: step.num_kept], None
-        if self.chain is not None and step.adapted is None:
+        if self.chain is not None:
             logits = self.chain.logits(rows, turns, step)
             if logits is not None:
                 return self._scaled(logits)
