@@ -22,6 +22,7 @@ from foreword.lint.align import TokenIds
 from foreword.lint.bodies import read_body
 from foreword.lint.prompts import LintPrompt
 from foreword.replay.lines import parse_json_line, timestamp_ms
+from foreword.replay.others import as_body, of_vllm_log
 from foreword.text import Tokenizer
 
 MAX_REPORTED_LINES = 5
@@ -60,7 +61,10 @@ def read_prompts(file: Path, tokenizer: Tokenizer, max_requests: int | None = No
             continue
         where = f"line {number} of {str(file)!r}"
         try:
-            found.prompts.append(_prompt(parse_json_line(line.decode("utf-8-sig"), where), where, tokenizer))
+            text = line.decode("utf-8-sig")
+            if (logged := of_vllm_log(text)) == {}:
+                continue  # another line of vLLM's log
+            found.prompts.append(_prompt(logged or parse_json_line(text, where), where, tokenizer))
         except UnicodeDecodeError as error:
             _note(found, f"{where} is not UTF-8 ({error.reason} at byte {error.start}); give JSON lines")
         except TraceError as error:
@@ -84,6 +88,7 @@ def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
         return LintPrompt(_token_ids(record, where))
     if not isinstance(record, dict):
         raise TraceError(f"{where} is {str(record)[:40]!r}; each line must be a JSON object or a list of token ids")
+    record = dict(as_body(record, where))
     inner: dict[str, Any] = next(
         (record[name] for name in ("body", "request") if isinstance(record.get(name), dict)), {}
     )

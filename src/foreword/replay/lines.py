@@ -6,13 +6,17 @@ Knows JSON values and formats; knows no file. A line's keys tell its format:
                         a partial last block may have an id or none
     prompt_token_ids    or token_ids, or a bare list: plain token ids
     prompt | messages   OpenAI: text or a conversation, alone or as the `body` of a batch line; needs a tokenizer
+
+With `session_id`, a line with hash_ids is a turn as AIPerf writes it: its ids and input_length are those of the new
+blocks, which follow the session's earlier ones. Where a turn begins with all of these again, turns are whole prompts.
+Lines of other programs are in `others`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +24,7 @@ import numpy.typing as npt
 
 from foreword.errors import ForewordError, TraceError
 from foreword.replay.keys import NO_KEYS, PrefixKeys, as_content_ids, content_ids_of_tokens
+from foreword.replay.others import as_body, of_vllm_log
 
 MOONCAKE_BLOCK_TOKENS = 512
 TOKEN_BLOCK_TOKENS = 16
@@ -28,6 +33,7 @@ MAX_TIME = 2.0**63
 """Largest time that stays a finite float in other units, too."""
 MAX_BLOCK_TOKENS = 2**31 - 1
 _DECODER = json.JSONDecoder()
+_SESSION = b'"session_id"'
 _IDS_BEGIN = (b'"hash_ids": [', b'"hash_ids":[')
 
 
@@ -117,12 +123,29 @@ class SkimmedLine(NamedTuple):
     where: str
 
 
-@dataclass(frozen=True, slots=True)
+class _Turn(NamedTuple):
+    """The last turn of a session, with what came before it."""
+
+    ids: list[Any]
+    num_tokens: int
+    timestamp: float | None
+
+
+@dataclass(slots=True)
 class LineParser:
     """Turns the JSON value of a line into a request."""
 
     block_tokens: int | None
     tokenizer: PromptEncoder | None
+    sessions: dict[Any, _Turn] = field(default_factory=dict)
+    """Of the lines that were parsed so far."""
+    has_whole_turns: bool = False
+    """Whether a session's turn was a whole prompt."""
+
+    def start_again(self) -> None:
+        """The next line is the first one of a file."""
+        self.sessions.clear()
+        self.has_whole_turns = False
 
     def skim(self, line: bytes, where: str) -> SkimmedLine | None:
         """Read a simple line as if it had no ids; the ids are read later."""
@@ -131,7 +154,7 @@ class LineParser:
             if found:
                 break
         ids, bracket, after = rest.partition(b"]")
-        if not bracket or not ids.strip() or b"hash_ids" in before or b"hash_ids" in after:
+        if not bracket or not ids.strip() or any(b"hash_ids" in part or _SESSION in part for part in (before, after)):
             return None
         num_ids = ids.count(b",") + 1
         try:
@@ -146,7 +169,8 @@ class LineParser:
     def parse(self, line: bytes, where: str) -> ParsedLine | TraceError:
         """The request of a line, or the error in it."""
         try:
-            return self._of_value(parse_json_line(line.decode(), where), where)
+            text = line.decode()
+            return self._of_value(of_vllm_log(text) or parse_json_line(text, where), where)
         except UnicodeDecodeError as error:
             return TraceError(
                 f"{where} is not UTF-8 ({error.reason} at byte {error.start}); give JSONL, gzipped or not"
@@ -163,6 +187,7 @@ class LineParser:
             raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be a JSON object or a list")
         if "hash_ids" in record:
             return self._of_block_ids(record, where)
+        record = dict(as_body(record, where))
         body = record.get("body")
         merged = {**record, **body} if isinstance(body, dict) else record
         for name in ("prompt_token_ids", "token_ids"):
@@ -184,7 +209,25 @@ class LineParser:
             raise TraceError(
                 f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0, or digests"
             )
-        return self._of_counted_ids(record, len(ids), as_content_ids(ids), where)
+        line = self._of_counted_ids(record, len(ids), as_content_ids(ids), where)
+        session = record.get("session_id")
+        return line if session is None else self._of_turn(line, ids, session, record, where)
+
+    def _of_turn(
+        self, line: ParsedLine, ids: list[Any], session: Any, record: dict[str, Any], where: str
+    ) -> ParsedLine:
+        """A turn with the session's blocks before it. Answers, which only the replayed engine knows, are left out."""
+        if not isinstance(session, str | int):
+            raise TraceError(f"{where}: session_id={str(session)[:40]!r}; it must be a text or a number")
+        before, time, num_tokens = self.sessions.get(session), line.timestamp_ms, line.num_prompt_tokens
+        if before is not None and ids[: len(before.ids)] == before.ids:
+            self.has_whole_turns = True
+        elif before is not None and not self.has_whole_turns:
+            ids, num_tokens = before.ids + ids, before.num_tokens + num_tokens
+        if before is not None and time is None and before.timestamp is not None:
+            time = before.timestamp + (_number(record, "delay", 0, where) or 0)
+        self.sessions[session] = _Turn(ids, num_tokens, time)
+        return line._replace(timestamp_ms=time, content_ids=as_content_ids(ids), num_prompt_tokens=num_tokens)
 
     def _of_counted_ids(self, record: dict[str, Any], num_ids: int, content_ids: PrefixKeys, where: str) -> ParsedLine:
         block_tokens = self.block_tokens or _block_tokens(record, where) or MOONCAKE_BLOCK_TOKENS

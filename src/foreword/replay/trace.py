@@ -32,10 +32,12 @@ from foreword.replay.lines import (
     PromptEncoder,
     SkimmedLine,
 )
+from foreword.replay.others import of_vllm_log
 
 MAX_REPORTED_LINES = 5
 NUM_LINES_AHEAD = 256
 NUM_BYTES_AHEAD = 2**20
+ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 class RecordedRequest(NamedTuple):
@@ -108,6 +110,7 @@ class TraceReader:
     def __iter__(self) -> Iterator[RecordedRequest]:
         self.num_requests = self.num_malformed = 0
         self.malformed = []
+        self._parser.start_again()
         block_tokens = None
         for request in self._requests():
             if block_tokens is None:
@@ -175,7 +178,7 @@ class TraceReader:
                         num_reported = raw.tell()
                     if number == 1:
                         line = line.removeprefix(codecs.BOM_UTF8)
-                    if line.strip():
+                    if line.strip() and not _is_noise(line):
                         where = f"line {number} {of_trace}"
                         yield self._parser.skim(line, where) or self._parser.parse(line, where)
         except (EOFError, zlib.error, OSError) as error:
@@ -194,6 +197,11 @@ class TraceReader:
         self.num_malformed += 1
         if len(self.malformed) < MAX_REPORTED_LINES:
             self.malformed.append(str(what))
+
+
+def _is_noise(line: bytes) -> bool:
+    """Whether this is a line of vLLM's log without a request."""
+    return line[:1] not in (b"{", b"[") and of_vllm_log(line.decode(errors="replace")) == {}
 
 
 def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
@@ -218,7 +226,11 @@ def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
 def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
     """The file itself, for the position in it, and its unpacked lines."""
     with file.open("rb") as raw:
-        is_gzip = raw.read(2) == b"\x1f\x8b"
+        begin = raw.read(4)
+        if begin == ZSTD or ".lcp" in file.suffixes:
+            what = "packed by zstd" if begin == ZSTD else "in libCacheSim's format lcp"
+            raise TraceError(f"trace {str(file)!r} is {what}, which is not read; give JSON lines, gzipped or not")
+        is_gzip = begin[:2] == b"\x1f\x8b"
         raw.seek(0)
         with gzip.GzipFile(fileobj=raw) if is_gzip else nullcontext(raw) as lines:
             yield raw, lines
