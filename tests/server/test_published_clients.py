@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -180,6 +181,42 @@ def test_lm_eval_scores_answers_and_likelihoods(tmp_path: Path, url: str) -> Non
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())["results"]
     assert results["answered"]["exact_match,none"] == results["chosen"]["acc,none"] == 1.0, results
+
+
+@pytest.mark.slow
+def test_guidellm_measures_the_server(tmp_path: Path, url: str) -> None:
+    python = tmp_path / "bin" / "python"
+    venv.create(tmp_path, with_pip=False)  # sees this environment's packages: guidellm needs torch, too
+    packages = next(tmp_path.glob("lib/*/site-packages"))
+    (packages / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    install([sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", "guidellm"])
+    with embedded_model() as weights:
+        options = {
+            "backend": f"kind=openai_http,target={url.removesuffix('/v1')}",
+            "profile": "kind=synchronous",
+            "constraint": "kind=max_requests,count=3",
+            "tokenizer": f"kind=huggingface_auto,model={weights}",
+            "data": "kind=synthetic_text,prompt_tokens=40,output_tokens=8",
+            "output": f"kind=json,path={tmp_path / 'report.json'}",
+        }
+        done = subprocess.run(
+            [
+                tmp_path / "bin" / "guidellm",
+                "run",
+                "--disable-console",
+                *(f"--{name}={options[name]}" for name in options),
+            ],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr[-2000:]
+    [measured] = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    answered = measured["requests"]["successful"]
+    assert len(answered) == 3
+    assert [one["output_tokens"] for one in answered] == [8, 8, 8]
+    assert all(one["prompt_tokens"] >= 40 for one in answered)
 
 
 @pytest.fixture(scope="module")
