@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from foreword.model.loader import LoadedModel
     from foreword.model.runner import ModelRunner
     from foreword.model.storage import KVStorage
+    from foreword.model.vision.encoded import EncodedPictures
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class Assembled:
     """Where the next process finds what steps take; None if this one times none."""
     adapters: LoadedAdapters | None = None
     """What reads and keeps adapters; None if requests may name none."""
+    pictures: EncodedPictures | None = None
+    """What encodes pictures; None: the model takes none."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
@@ -199,6 +202,7 @@ def assemble(config: EngineConfig) -> Assembled:
         deviations,
         times,
         adapters,
+        model.pictures,
     )
 
 
@@ -224,6 +228,9 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
         raise ModelLoadError(
             f"tokenizer={options.tokenizer!r} has no tokenizer files; name a folder or hub id that has"
         )
+    beside = Path(options.model) / "chat_template.json"  # where older models with pictures have theirs
+    if tokenizer is not None and tokenizer.chat_template is None and beside.is_file():
+        tokenizer.set_chat_template(_template_in(beside))
     if options.chat_template is not None:
         if tokenizer is None:
             raise ConfigError("chat_template needs a tokenizer, and this model has none; name one with tokenizer")
@@ -235,6 +242,14 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
     elif options.response_template is not None:
         raise ConfigError("response_template needs a tokenizer, and this model has none; name one with tokenizer")
     return tokenizer
+
+
+def _template_in(path: Path) -> str:
+    """The chat template in a file of a processor. Raises ModelLoadError."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["chat_template"]) + "\n"
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ModelLoadError(f"{path.name} of the model cannot be read: {error}; download it again") from error
 
 
 def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
@@ -397,6 +412,7 @@ def build_engine(
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         allows_links=model.can_link(layout),
         hidden_size=model.hidden_size,
+        picture_token_id=None if model.pictures is None else model.pictures.vision.token_id,
     )
     size = layout.bytes_per_block / 2**20
     facts = num_blocks, size, num_blocks * size / 1024, limits.max_model_len, layout.describe()

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK
 from foreword.cache.block_ids import Int64Array as Int64Array
-from foreword.request import FACTS, Adapter, FactRows, Request, TokenLogprobs
+from foreword.request import FACTS, Adapter, FactRows, Picture, Request, TokenLogprobs
 from foreword.request.links import IntArray as IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -155,6 +155,22 @@ class Adapted(NamedTuple):
     """[num_tokens]: of each token the place of its adapter in `adapters`, or -1."""
 
 
+class Shown(NamedTuple):
+    """Tokens that rows of a picture replace."""
+
+    picture: Picture
+    rows: slice
+    """The rows of the picture's encoding."""
+    tokens: Int64Array
+    """[rows]: the number of the token that each replaces, ascending."""
+
+    def within(self, start: int, end: int) -> Shown:
+        """The part that replaces tokens `start` to `end` (exclusive), numbered from `start` on."""
+        first, last = np.searchsorted(self.tokens, (start, end)).tolist()
+        rows = slice(self.rows.start + first, self.rows.start + last)
+        return Shown(self.picture, rows, self.tokens[first:last] - start)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Arrays of one step over `num_tokens` tokens of `len(entries)` requests."""
@@ -181,6 +197,8 @@ class Batch:
     """[num_tokens]: the position by which each token's query and key are turned. None: `positions`."""
     adapted: Adapted | None = None
     """The tokens that adapters change; None: none."""
+    shown: tuple[Shown, ...] = ()
+    """The tokens that rows of pictures replace."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: the number of a token, ascending, and the entry of the batch before that samples it."""
 
@@ -257,6 +275,7 @@ def build_batch(
         moves=moves,
         rotary=_rotary(entries, positions, query_starts),
         adapted=_adapted(entries, positions, query_starts),
+        shown=_shown(entries, query_starts),
         expected=_expected(entries, query_starts),
     )
 
@@ -302,6 +321,17 @@ def _adapted(entries: Entries, positions: IntArray, query_starts: IntArray) -> A
                 adapters.append(request.adapter)
             numbers[tokens][begun] = adapters.index(request.adapter)
     return Adapted(adapters, numbers) if adapters else None
+
+
+def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
+    """The rows of pictures that fall into the step."""
+    found = []
+    for number in entries.facts["has_pictures"].nonzero()[0].tolist():
+        request, start, end, _ = entries[number]
+        for placed in request.pictures:
+            own = Shown(placed.picture, slice(0, len(placed.places)), placed.places.astype(np.int64)).within(start, end)
+            found.append(own._replace(tokens=own.tokens + int(query_starts[number])))
+    return tuple(own for own in found if len(own.tokens))
 
 
 def _expected(entries: Entries, query_starts: IntArray) -> IntArray:

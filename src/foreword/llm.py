@@ -28,12 +28,14 @@ from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.linking import METHODS, LinkedAnswer, LinkExplanation, Method, compare_methods, explain_parts
 from foreword.offline import run_all
+from foreword.pictures import Pictures, taken_apart
 from foreword.pml.composition import Composition
 from foreword.pml.layout import Bounds
 from foreword.pml.library import Library
 from foreword.prompts import PromptInput, Prompts, priority_of
 from foreword.request import LoRARequest, RequestOutput, SamplingParams, one_each
 from foreword.text.conversation import ChatKeywords, template_inputs
+from foreword.text.picture_marks import pictures_of
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from foreword.grammar import Grammars  # imports llguidance, which is loaded on demand
 
 Message = Mapping[str, Any]
-"""{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
+"""{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...} and pictures, such as
+{"type": "image", "image": "photo.jpg"}."""
 
 
 class LLM:
@@ -68,7 +71,9 @@ class LLM:
     def _take(self, config: EngineConfig, parts: Assembled) -> None:
         self.config = config
         self.tokenizer = parts.tokenizer
-        self._prompts = Prompts(config.model.model, parts.tokenizer, parts.deviations)
+        self.encoded_pictures, self.pictures = parts.pictures, self._read_pictures(parts)
+        """What encodes pictures, and what reads them; None for models that take none."""
+        self._prompts = Prompts(config.model.model, parts.tokenizer, parts.deviations, self.pictures)
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.cache_identity = parts.identity
@@ -87,6 +92,13 @@ class LLM:
         self._explain_attention, self._deviations = parts.explain_attention, parts.deviations
         self._request_numbers = itertools.count()
         self._grammars: Grammars | None = None
+
+    def _read_pictures(self, parts: Assembled) -> Pictures | None:
+        if parts.pictures is None or parts.tokenizer is None:
+            return None
+        room = parts.engine.limits.max_model_len - 1
+        most = self.config.model.max_pictures
+        return Pictures(parts.pictures.vision, parts.tokenizer.encode_part, max_pictures=most, max_tokens=room)
 
     @property
     def engine(self) -> Engine:
@@ -335,6 +347,8 @@ class LLM:
     def _chat_prompt(self, messages: Sequence[Message], rendering: ChatKeywords) -> Prompt:
         tokenizer = self._prompts.tokenizer_for("chat()")
         template, inputs = rendering.get("chat_template"), template_inputs(rendering)
+        if self.pictures is not None:
+            messages = taken_apart(messages)
         continues = rendering.get("continue_final_message", False)
         token_ids = tokenizer.render_chat(
             messages,
@@ -344,7 +358,10 @@ class LLM:
             chat_template=template,
         )
         if self.engine.state_interval is None:
-            return Prompt(token_ids, begins_reply=not continues)
+            prompt = Prompt(token_ids, begins_reply=not continues)
+            if self.pictures is None:
+                return prompt
+            return self.pictures.shown(prompt, self.pictures.read(pictures_of(messages)))
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
 

@@ -15,6 +15,7 @@ from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError
 from foreword.linking import Deviations, Method, composition_of, with_links
+from foreword.pictures import Pictures, picture_file
 from foreword.pml.composition import Composition
 from foreword.pml.documents import FIELDS
 from foreword.pml.library import SchemaPrompt
@@ -27,9 +28,18 @@ PromptInput = str | SchemaPrompt | Mapping[str, Any]
 class Prompts:
     """Reads prompts for one model."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, deviations: Deviations | None = None) -> None:
-        """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked."""
-        self._model, self._tokenizer, self._deviations = model, tokenizer, deviations
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer | None,
+        deviations: Deviations | None = None,
+        pictures: Pictures | None = None,
+    ) -> None:
+        """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked.
+
+        `pictures`: what reads them; None: the model takes none.
+        """
+        self._model, self._tokenizer, self._deviations, self._pictures = model, tokenizer, deviations, pictures
 
     def read(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
         """The engine's prompt, with its parts linked by a method if one is given. Raises InvalidRequestError."""
@@ -68,8 +78,15 @@ class Prompts:
                 f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
                 f"({type(prompt).__name__})"
             )
+        if prompt.get("multi_modal_data"):
+            return self._with_pictures(prompt), None
         given = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
-        unknown = set(prompt) - given - {"cache_salt", "priority"} - (FIELDS if "documents" in given else set())
+        unknown = (
+            set(prompt)
+            - given
+            - {"cache_salt", "priority", "multi_modal_data"}
+            - (FIELDS if "documents" in given else set())
+        )
         if unknown or len(given) != 1:
             raise InvalidRequestError(
                 f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
@@ -83,6 +100,18 @@ class Prompts:
             text = prompt["prompt"]
             return Prompt(self.tokenizer_for("a text prompt").encode(text), text, keys, priority), None
         return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority), None
+
+    def _with_pictures(self, prompt: Mapping[str, Any]) -> Prompt:
+        """The prompt with `multi_modal_data`, as vLLM has it: a picture for each of the model's signs for one."""
+        data = prompt["multi_modal_data"]
+        if not isinstance(data, Mapping) or set(data) != {"image"}:
+            names = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise InvalidRequestError(f"multi_modal_data has {names}; give {{'image': one picture or a list of them}}")
+        if self._pictures is None:
+            raise InvalidRequestError(f"model {self._model!r} takes no pictures; leave multi_modal_data out")
+        images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+        plain = self.read({name: value for name, value in prompt.items() if name != "multi_modal_data"})
+        return self._pictures.shown(plain, self._pictures.read([picture_file(one) for one in images]))
 
 
 def priority_of(value: Any) -> int:

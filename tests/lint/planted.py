@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from foreword.lint.bodies import read_body
 from foreword.lint.prompts import LintPrompt
 from foreword.text import Tokenizer
 
@@ -58,6 +59,12 @@ def conversation(cause: str, number: int, random: Random) -> tuple[list[Message]
             system = f"Answer well.{random.choice([' ', chr(10) * 2])}{FACTS}"
         case "order":
             system = f"Answer from these.\n{''.join(random.sample(PASSAGES, len(PASSAGES)))}{FACTS}"
+        case "picture":
+            url = f"data:image/png;base64,{random.getrandbits(80):020x}"
+            parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": FACTS}]
+            read = read_body({"messages": [{"role": "user", "content": parts}]})
+            assert read is not None
+            system = read.messages[0]["content"]
         case "passages":
             system = f"Answer from these.\n{''.join(random.sample(PASSAGES, 3))}{FACTS}"
         case _:

@@ -29,6 +29,7 @@ NAMES = {
     "keys": "keys of JSON in another order",
     "space": "white space",
     "order": "the same parts in another order",
+    "picture": "a picture",
     "passages": "a passage, such as retrieved documents",
 }
 

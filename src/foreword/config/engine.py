@@ -110,6 +110,10 @@ class ModelConfig:
     at most twice the bytes of this many, of the largest rank on all weights."""
     max_lora_rank: int = 16
     """Largest rank of an adapter."""
+    max_pictures: int = 16
+    """Most pictures of one prompt (docs/guides/pictures.md)."""
+    picture_cache_bytes: int = 256 * 2**20
+    """Memory for the encodings of the pictures that were shown last."""
     self_check: bool = True
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
@@ -126,6 +130,8 @@ class ModelConfig:
             _of_type(name, getattr(self, name), bool, "True or False")
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
+        _at_least("max_pictures", self.max_pictures, 0)
+        _at_least("picture_cache_bytes", self.picture_cache_bytes, 0)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         share = self.gpu_memory_utilization

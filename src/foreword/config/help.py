@@ -29,6 +29,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "lora_modules": "sql=./adapters/sql",
             "max_loras": "32",
             "max_lora_rank": "64",
+            "max_pictures": "4",
+            "picture_cache_bytes": "1GB",
             "draft_tokens": "0",
             "trust_remote_code": "",
             "seed": "7",

@@ -50,6 +50,9 @@ class ModelKeywords(TypedDict, total=False):
     enable_lora: bool
     max_loras: int
     max_lora_rank: int
+    max_pictures: int
+    picture_cache_bytes: int | str
+    """A number of bytes, or a text such as "1GB"."""
     self_check: bool
 
 

@@ -77,6 +77,8 @@ class Intake:
                 request.link(links, sources)
             if prompt.adapter is not None:
                 request.adapt(prompt.adapter)
+            if prompt.pictures:
+                request.show(prompt.pictures)
         return requests
 
     def _note_cut(self, prompt: Prompt, params: SamplingParams, room: int) -> None:
@@ -142,6 +144,10 @@ class Intake:
         num_dropped = max(0, len(prompt.token_ids) - most)
         if not num_dropped:
             return prompt
+        if prompt.pictures:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens={params.truncate_prompt_tokens} would cut a prompt with pictures; leave it out"
+            )
         ends = tuple(end - num_dropped for end in prompt.message_ends if end > num_dropped)
         marks = tuple(replace(mark, end=mark.end - num_dropped) for mark in prompt.marks if mark.end > num_dropped)
         return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends, marks=marks)
@@ -208,6 +214,7 @@ class Intake:
                 f"prompt token {prompt.token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
                 f"the model's ids are 0 to {self._limits.vocab_size - 1}"
             )
+        self._check_pictures(prompt)
         self._check_reports(params, length)
         for name in ("logit_bias", "stop_token_ids", "logprob_token_ids", "allowed_token_ids", "prediction_token_ids"):
             token_ids = getattr(params, name) or (0,)
@@ -253,6 +260,18 @@ class Intake:
                 "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
+
+    def _check_pictures(self, prompt: Prompt) -> None:
+        """Raise InvalidRequestError for signs of pictures without pictures: tokens of a prompt that had some."""
+        sign = self._limits.picture_token_id
+        if sign is None:
+            return
+        num_signs, num_rows = int((prompt.token_ids == sign).sum()), sum(len(one.places) for one in prompt.pictures)
+        if num_signs != num_rows:
+            raise InvalidRequestError(
+                f"the prompt has {num_signs} tokens that stand for pictures, and pictures for {num_rows}; send the "
+                "pictures with it"
+            )
 
     def _check_reports(self, params: SamplingParams, length: int) -> None:
         """Raise InvalidRequestError if what is asked about a prompt of this length cannot be reported."""

@@ -103,6 +103,7 @@ class Outputs:
             answers.append(_Answer(request, completion, stream))
         completions = [answer.completion for answer in answers]
         output = RequestOutput(request_id, prompt, prompt_token_ids, completions, requests[0].metrics)
+        output.num_picture_tokens = sum(len(placed.places) for placed in requests[0].pictures)
         group = self._group_named[request_id] = _Group(output, answers)
         self._group_of.update(dict.fromkeys(requests, group))
         return output

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from foreword.cache import NO_EXTRA_KEYS, PIN, BlockHash, ExtraKeys, HashFunction, chain_root, sha256
 from foreword.engine.outputs import OpenTextStream
 from foreword.errors import InvalidRequestError
-from foreword.request import Adapter, Links
+from foreword.request import Adapter, Links, PlacedPicture
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class ModelLimits:
     """Whether KV can be moved to other positions, so that prompts may have links."""
     hidden_size: int | None = None
     """Width of the hidden states that prompts may ask for; None: the model gives none."""
+    picture_token_id: int | None = None
+    """The token that rows of pictures replace; None: the model takes no pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class Prompt:
     """Tokens that are copied from other sequences, and positions; None: all tokens are computed, in their places."""
     adapter: Adapter | None = None
     """What computes its tokens, from a place that the adapter finds in the prompt; None: the model alone."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures whose rows replace tokens, in their order; each is a span of `extra_keys` too."""
     owner: str | None = None
     """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""
 

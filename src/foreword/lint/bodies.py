@@ -1,11 +1,13 @@
 """Reads bodies of requests to OpenAI's, Anthropic's and Google's APIs as conversations for a chat template.
 
 Knows the fields that reach a prompt, and passes over all others: what a body asks besides is the server's business. A
-part that is no text, such as an image, is written as its type in brackets, because a template has no place for it.
+part that is no text, such as an image, is written as its type in brackets, because a template has no place for it; a
+picture with a digest of what was sent, so that two pictures differ.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,8 @@ from foreword.errors import InvalidRequestError
 Plain = dict[str, Any]
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a block that coding agents put before the system prompt; the server leaves it out, too."""
+PICTURE_KINDS = ("image", "image_url", "input_image", "inlineData", "inline_data")
+DIGEST_DIGITS = 12
 _TEXTS = frozenset(("text", "input_text", "output_text", "reasoning_text", "summary_text"))
 _ANTHROPIC_BLOCKS = frozenset("tool_use tool_result thinking redacted_thinking".split())
 
@@ -72,7 +76,14 @@ def _text(part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text")
-    return str(part["text"]) if kind in _TEXTS else f"[{kind}]"
+    return str(part["text"]) if kind in _TEXTS else _in_brackets(kind, part)
+
+
+def _in_brackets(kind: str, part: Any) -> str:
+    """What stands for a part that is no text."""
+    if kind not in PICTURE_KINDS:
+        return f"[{kind}]"
+    return f"[{kind} {hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:DIGEST_DIGITS]}]"
 
 
 def _joined(content: Any, role: str) -> str:
@@ -251,4 +262,4 @@ def _field(given: Mapping[str, Any], name: str) -> Any:
 def _google_text(part: Any) -> str:
     if isinstance(part, str):
         return part
-    return str(part["text"]) if "text" in part else f"[{next(iter(part), 'nothing')}]"
+    return str(part["text"]) if "text" in part else _in_brackets(next(iter(part), "nothing"), part)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foreword.lint.align import TokenIds
+from foreword.lint.bodies import DIGEST_DIGITS, PICTURE_KINDS
 from foreword.lint.prompts import LintPrompt
 from foreword.lint.slots import Slot, Span
 
@@ -35,6 +36,7 @@ IDENTIFIER = re.compile(
     r"|\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{8,}\b"
 )
 NUMBER = re.compile(r"\d+")
+PICTURE = re.compile(rf"\[(?:{'|'.join(PICTURE_KINDS)}) [0-9a-f]{{{DIGEST_DIGITS}}}\]")
 HEADER = re.compile(r"(?:^|[\n>])\s*[A-Za-z][A-Za-z0-9]*(?:-[A-Za-z0-9]+)+:[^\n]*$")
 NAME = re.compile(
     r"(?i)\b(?:user|name|customer|client|account|assistant to|dear|hello|hi)\b\W+(?:(?:is|named)\W+)?\W*$"
@@ -48,6 +50,9 @@ KEEP_SPACE = "Write the white space in one way; build this text by one function.
 KEEP_ORDER = "Write these parts in one order, the most lasting first."
 KEEP_HISTORY = "Use a chat template that leaves earlier turns as they were written."
 MOVE_DATE = "Let the chat template write no date, or round it; put the date into the last message."
+MOVE_PICTURE = (
+    "Write the picture after the instructions and all else that stays the same: it costs everybody what follows."
+)
 MOVE = "Write it after what stays the same: at the end of the last message."
 
 
@@ -95,6 +100,8 @@ class Reader:
                 return Cause(("a date that the chat template writes",), MOVE_DATE, keeps=False)
         if _most([_goes_on(sent, self._prompts[index].texts) for index in others]):
             return Cause(("a chat template that rewrites earlier turns",), KEEP_HISTORY, keeps=True)
+        if _differ(pattern, around, PICTURE):
+            return Cause(("a picture",), MOVE_PICTURE, keeps=False)
         mine, theirs = WORD.findall(pattern.own), [WORD.findall(other.own) for other in around]
         if _most([words == mine for words in theirs]):
             return Cause(("white space",), KEEP_SPACE, keeps=True)
@@ -121,6 +128,12 @@ class _Around:
         return {match[0] for match in patterns[-1].finditer(whole) if match.start() <= end and match.end() >= begin}
 
 
+def _differ(pattern: _Around, others: Sequence[_Around], *patterns: re.Pattern[str]) -> bool:
+    """Whether what the last pattern finds at the slot differs in most prompts."""
+    found = pattern.found(*patterns)
+    return bool(found) and _most([bool(found ^ other.found(*patterns)) for other in others])
+
+
 def _most(are: Sequence[bool]) -> bool:
     return 5 * sum(are) >= 4 * len(are) > 0
 
@@ -145,8 +158,7 @@ def _names(pattern: _Around, others: Sequence[_Around]) -> tuple[str, ...]:
         ("an id", (DATE, IDENTIFIER)),
         ("a number", (DATE, IDENTIFIER, NUMBER)),
     ):
-        found = pattern.found(*patterns)
-        if found and _most([bool(found ^ other.found(*patterns)) for other in others]):
+        if _differ(pattern, others, *patterns):
             is_counter = name == "a number" and _counts([other.found(*patterns) for other in others])
             names.append("a counter" if is_counter else name)
     if not names:

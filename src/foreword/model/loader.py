@@ -21,6 +21,7 @@ from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.adapters.loaded import LoadedAdapters
 from foreword.model.checkpoint.gguf.unfold import gguf_files
+from foreword.model.checkpoint.picture_models import refuse_other_form
 from foreword.model.checkpoint.stored import StoredModel, check_shapes, quantized_as, read_stored
 from foreword.model.checkpoint.tensors import UnreadableError
 from foreword.model.cpu.coded_product import INTEGERS, CodedRows, Weight
@@ -34,6 +35,8 @@ from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.spec import DecoderSpec
 from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
+from foreword.model.vision.encoded import EncodedPictures
+from foreword.model.vision.load import load_vision
 
 if TYPE_CHECKING:
     from foreword.model.checkpoint.read import Checkpoint
@@ -65,6 +68,8 @@ class LoadedModel:
     """How cached keys are moved to other positions; None: nobody asked."""
     exact: bool
     """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
+    pictures: EncodedPictures | None = None
+    """What encodes pictures; None: the model takes none."""
 
     def forward(self, step: Step, runs: dict[int, list[StateRun]], offsets: Tensor) -> Tensor:
         """Write the step's KV; return logits [num_kept, vocab].
@@ -162,6 +167,7 @@ def load_model(options: ModelConfig) -> LoadedModel:
         spec = _spec_of(stored)
         check_shapes(spec, stored.weights)
     except (UnreadableError, UnwrittenError) as reason:
+        refuse_other_form(Path(options.model), reason)
         if gguf_files(Path(options.model)):
             raise UnsupportedModelError(
                 f"the GGUF file of model {options.model!r} cannot run: {reason}; use its safetensors checkpoint"
@@ -173,7 +179,9 @@ def load_model(options: ModelConfig) -> LoadedModel:
                 f"written families on a CPU; it does not run because of {reason}: choose another checkpoint"
             ) from reason
         return _load_with_transformers(options, reason)
-    return _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
+    vision = None if stored.vision is None else load_vision(stored.vision, stored.dtype)
+    model = _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
+    return model if vision is None else replace(model, pictures=EncodedPictures(vision, options.picture_cache_bytes))
 
 
 def _has_tied_head(weights: Mapping[str, Weight]) -> bool:

@@ -26,7 +26,7 @@ from foreword.model.passes import split_batch
 from foreword.model.row_padding import RowPadding
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.state_runs import StateRun, plan_state_runs
-from foreword.model.step import GroupStep, Step
+from foreword.model.step import GivenRows, GroupStep, Step
 from foreword.model.storage import KVStorage
 
 EXACT_ROWS = 256
@@ -64,6 +64,7 @@ class ForwardPass:
     groups: dict[int, GroupPlan]
     runs: dict[int, list[StateRun]]
     adapted: AdaptedRows | None = None
+    given: GivenRows | None = None
 
     def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
         """Write the KV and return logits [num_kept, vocab]."""
@@ -72,7 +73,7 @@ class ForwardPass:
             group_id: plan.step(own[: self.num_tokens])
             for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
         }
-        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, self.adapted)
+        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, self.adapted, self.given)
         return model.forward(step, self.runs, offsets)
 
 
@@ -191,7 +192,16 @@ class ModelRunner:
         keep = np.zeros(self.pad_rows(len(logit_rows)) if len(logit_rows) else 1, np.int32)
         keep[: len(logit_rows)] = logit_rows
         adapted = _adapted(batch, rows.shape[1])
-        return ForwardPass(batch.num_tokens, self._put(rows), self._put(keep), len(logit_rows), groups, runs, adapted)
+        given = self._given(batch) if batch.shown else None
+        put = self._put(rows), self._put(keep)
+        return ForwardPass(batch.num_tokens, *put, len(logit_rows), groups, runs, adapted, given)
+
+    def _given(self, batch: Batch) -> GivenRows:
+        """The rows of pictures; a picture that no earlier step has shown is encoded now."""
+        encoded = self._model.pictures
+        assert encoded is not None, "the model takes no pictures"
+        values = torch.cat([encoded.rows(shown.picture)[shown.rows] for shown in batch.shown])
+        return GivenRows(torch.from_numpy(np.concatenate([shown.tokens for shown in batch.shown])), values)
 
     def _plan_attention(self, batch: Batch, group_id: int) -> GroupPlan:
         scrap, size = self._storage.scrap_block, self._storage.block_sizes[group_id]

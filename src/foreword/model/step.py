@@ -28,6 +28,16 @@ class GroupStep:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Rows that enter the first layer and are no token's embedding."""
+
+    places: Tensor
+    """[given] int64: which rows of the step they are."""
+    values: Tensor
+    """[given, width], in the model's type."""
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """The rows of one forward pass: tokens, and padding after them."""
 
@@ -43,6 +53,8 @@ class Step:
     """Attention group -> its step."""
     adapted: AdaptedRows | None = None
     """The rows that adapters change; None: none."""
+    given: GivenRows | None = None
+    """The rows that are no tokens' embeddings; None: all are."""
 
     def deltas(self, layer: int) -> LayerDeltas:
         """What adapters add to the results of a layer's products."""

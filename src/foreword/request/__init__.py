@@ -6,6 +6,7 @@ Knows token ids and token sequences; knows neither text nor tensors.
 from foreword.request.adapter import Adapter as Adapter
 from foreword.request.adapter import LoRARequest as LoRARequest
 from foreword.request.links import LinkedRun as LinkedRun, LinkReport as LinkReport, Links as Links
+from foreword.request.picture import Picture as Picture, PlacedPicture as PlacedPicture
 from foreword.request.reply import Reply as Reply
 from foreword.request.reply import ToolCall as ToolCall
 from foreword.request.request import (

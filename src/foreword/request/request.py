@@ -18,6 +18,7 @@ from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequ
 from foreword.request.adapter import Adapter
 from foreword.request.distinct import DistinctTokens
 from foreword.request.links import LinkReport, Links
+from foreword.request.picture import PlacedPicture
 from foreword.request.reply import Reply
 from foreword.request.sampling_params import ForkingConstraint
 from foreword.request.sampling_params import SamplingParams as SamplingParams
@@ -51,6 +52,7 @@ FACTS = np.dtype(
         ("samples_by_tokens", np.bool_),  # whether sampling itself depends on earlier tokens
         ("may_run_dry", np.bool_),
         ("is_adapted", np.bool_),  # whether an adapter computes some of its tokens
+        ("has_pictures", np.bool_),  # whether rows of pictures replace some of its tokens
         ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
         ("embeds", np.bool_),  # whether it gives the hidden state of the prompt's last token
@@ -178,6 +180,8 @@ class Request:
     """Linked tokens that were copied since it was last admitted."""
     adapter: Adapter | None = None
     """What computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures whose rows replace tokens of the prompt, in their order."""
     tenant: str | None = None
     """Who sent it, if that is known."""
     hidden_state: npt.NDArray[np.float32] | None = None
@@ -229,6 +233,7 @@ class Request:
             samples_by_tokens=samples_by_tokens,
             may_run_dry=self.may_run_dry,
             is_adapted=False,
+            has_pictures=False,
             has_gaps=False,
             reports=params.reports_answer,
             embeds=params.embeds,
@@ -379,6 +384,11 @@ class Request:
         self.adapter = adapter
         self._set_fact("is_adapted", True)
 
+    def show(self, pictures: tuple[PlacedPicture, ...]) -> None:
+        """Have rows of pictures replace tokens of the prompt; call it before the request is queued."""
+        self.pictures = pictures
+        self._set_fact("has_pictures", True)
+
     def _set_fact(self, name: str, value: object) -> None:
         facts = dict(zip(FACTS.names or (), self.facts, strict=True))
         self.facts = named_record(FACTS, **{**facts, name: value})
@@ -458,6 +468,8 @@ class RequestOutput:
     """Of the prompt's last token, [width], after the last norm; None unless `SamplingParams.embeds`."""
     link: LinkReport | None = None
     """What was linked; None for a plain prompt."""
+    num_picture_tokens: int = 0
+    """Prompt tokens that rows of pictures replace."""
 
     @property
     def finished(self) -> bool:

@@ -97,7 +97,7 @@ async def tokenize(
 ) -> Response:
     """Token ids of a text or a conversation."""
     service = service_of(request)
-    token_ids = await read_prompt(service, body, request)
+    token_ids = (await read_prompt(service, body, request)).token_ids
 
     def answer() -> Response:
         tokens = token_ids.tolist()

@@ -40,10 +40,11 @@ async def explain(
 ) -> Response:
     """The part of a prompt that is cached now, and why not more. Runs nothing and counts nothing."""
     service = service_of(request)
-    token_ids = await read_prompt(service, body, request)
+    plain = await read_prompt(service, body, request)
+    token_ids = plain.token_ids
     service.check_length(len(token_ids))
     adapter, salt = await service.adapter(body.model), service.tenants.namespace(tenant, body.cache_salt)
-    prompt = service.prompt_of(token_ids, salt, adapter).begun()
+    prompt = service.placed(plain, salt, adapter).begun()
     keys = prompt.extra_keys
     namespace = namespace_of(keys.salt, None if keys.adapter_offset else keys.adapter)
     explanation = await service.thread.call(lambda engine: engine.explain(prompt), best)

@@ -17,7 +17,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from foreword.cache import CacheEntry
-from foreword.engine import Engine, Keep, Mark, Prompt
+from foreword.engine import Engine, Keep, Mark
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, bad_request
@@ -59,9 +59,9 @@ async def create_entry(
     service = service_of(request)
     if not service.llm.engine.entries.are_possible:
         raise bad_request("this server keeps no prefixes; start it with max_pinned_share above 0 and prefix caching")
-    token_ids = await read_prompt(service, body, request)
+    plain = await read_prompt(service, body, request)
     keep = Keep(body.ttl_s, is_refreshed=False)
-    prompt = Prompt(token_ids, marks=(Mark(len(token_ids), keep),))
+    prompt = replace(plain, marks=(Mark(len(plain.token_ids), keep),))
     params = SamplingParams(max_tokens=1, temperature=0.0)
     caller = caller_of(body, request, tenant, "cache.entries")
     answer = await service.start(caller, new_id("pin_"), [prompt], params, stream=False)

@@ -159,13 +159,16 @@ class Crews:
     """Prompts of modules and documents to compose."""
     adapters: Crew = field(default_factory=lambda: Crew("adapters", 4, 64))
     """Files of adapters to look at and read, which may be slow or far away."""
+    pictures: Crew = field(default_factory=lambda: Crew("pictures", 2, 64))
+    """Pictures to check and decode; each thread has one decoded picture at a time."""
 
     @classmethod
     def of(cls, most_choices: int) -> Crews:
         """Crews that refuse no burst that the engine's queue takes: `most_choices` run or wait there."""
         text, modules = Crew("text", 2, max(64, most_choices)), Crew("modules", 2, max(16, most_choices))
         grammars, adapters = Crew("grammars", 1, max(32, most_choices)), Crew("adapters", 4, max(64, most_choices))
-        return cls(text=text, grammars=grammars, modules=modules, adapters=adapters)
+        pictures = Crew("pictures", 2, max(64, most_choices))
+        return cls(text=text, grammars=grammars, modules=modules, adapters=adapters, pictures=pictures)
 
     def __iter__(self) -> Iterator[Crew]:
-        yield from (self.text, self.grammars, self.schemas, self.modules, self.adapters)
+        yield from (self.text, self.grammars, self.schemas, self.modules, self.adapters, self.pictures)

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from threading import Lock
 from typing import Any
 
+from foreword.pictures import PictureFile
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.json_pieces import to_long_json
@@ -84,4 +85,4 @@ def _size(value: Any) -> int:
         return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
     if isinstance(value, list):
         return sys.getsizeof(value) + sum(map(_size, value))
-    return sys.getsizeof(value)
+    return value.num_bytes if isinstance(value, PictureFile) else sys.getsizeof(value)

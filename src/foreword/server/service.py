@@ -57,6 +57,7 @@ from foreword.server.resources.schemas import KeptSchemas
 from foreword.server.resources.store import CachedContents
 from foreword.server.template_check import check_template, log_template
 from foreword.text import Tokenizer
+from foreword.text.picture_marks import pictures_of
 from foreword.text.places import Place
 from foreword.text.template_probe import TemplateReport
 
@@ -187,6 +188,7 @@ class Service:
             max_model_len=llm.engine.limits.max_model_len,
             max_prompts=config.max_choices,
             vocab_size=llm.engine.limits.vocab_size,
+            max_pictures=0 if llm.pictures is None else llm.config.model.max_pictures,
             max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
         )
         scan_json(b"{}")  # compiles it before requests wait for it
@@ -361,9 +363,12 @@ class Service:
     ) -> Prompt:
         """The prompt of a conversation. It finds the ends of messages only for models with recurrent layers.
 
-        Marks whose place the template does not show are left out. Raises ChatTemplateError.
+        Marks whose place the template does not show are left out. Raises ChatTemplateError, or APIError 400 for
+        pictures that the model does not take.
         """
         self._check_template()
+        if self.llm.pictures is None and pictures_of(messages):
+            raise bad_request(f"model {self.model_name!r} takes no pictures; send text alone")
         if marks:
             places = [mark.place for mark in marks]
             token_ids, ends = await self.crews.text.run(
@@ -376,13 +381,21 @@ class Service:
             token_ids, found = await self.render_chat(messages, ending=ending, template_inputs=template_inputs), ()
         begins_reply = not ending.continue_final_message
         if self.llm.engine.state_interval is None:
-            return Prompt(token_ids, marks=found, begins_reply=begins_reply)
+            prompt = Prompt(token_ids, marks=found, begins_reply=begins_reply)
+            return await self._with_pictures(prompt, messages)
         self.check_length(len(token_ids))
         message_ends = await self.crews.text.run(
             lambda: self.tokenizer.message_ends(messages, token_ids, template_inputs=template_inputs)
         )  # each beginning is rendered separately
         all_ends = {*message_ends, *(mark.end for mark in found)}
         return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found, begins_reply=begins_reply)
+
+    async def _with_pictures(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """The prompt of a conversation with its pictures, if it has any. Raises InvalidRequestError."""
+        files, pictures = pictures_of(messages), self.llm.pictures
+        if not files or pictures is None:
+            return prompt
+        return pictures.shown(prompt, await self.crews.pictures.run(lambda: pictures.read(files)))
 
     def _check_template(self) -> None:
         """Say what a client of this server can do, where the library's error speaks of Python."""
@@ -430,13 +443,7 @@ class Service:
         size, adapter = self.llm.layout.block_size, await self.adapter(caller.model)
         placed = [
             replace(
-                prompt,
-                extra_keys=replace(
-                    self._extra_keys(prompt.token_ids, salt),
-                    adapter=prompt.extra_keys.adapter,
-                    adapter_offset=prompt.extra_keys.adapter_offset,
-                ),
-                adapter=prompt.adapter or adapter,
+                self.placed(prompt, salt, adapter),
                 priority=caller.priority,
                 owner=self.tenants.owner(caller.tenant),
             ).begun()
@@ -502,6 +509,12 @@ class Service:
         if salt is None:
             return NO_EXTRA_KEYS
         return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
+
+    def placed(self, prompt: Prompt, salt: str | None, adapter: Adapter | None) -> Prompt:
+        """A prompt in the namespace of a salt; keys that say where its adapter begins, and its pictures, stay."""
+        own, keys = self._extra_keys(prompt.token_ids, salt), prompt.extra_keys
+        own = replace(own, adapter=keys.adapter, adapter_offset=keys.adapter_offset, spans=keys.spans)
+        return replace(prompt, extra_keys=own, adapter=prompt.adapter or adapter)
 
     def prompt_of(self, token_ids: npt.NDArray[np.int32], salt: str | None, adapter: Adapter | None = None) -> Prompt:
         """A prompt in the namespace of a salt, for a lookup."""

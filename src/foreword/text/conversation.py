@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypedDict
 
 from foreword.errors import InvalidRequestError
+from foreword.text.picture_marks import joined
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -70,7 +71,7 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
 
 def joined_parts(texts: Sequence[str], role: Any) -> str:
     """The parts of a content as one text: an answer's are pieces of it, those of others stand in lines of their own."""
-    return ("" if role == "assistant" else "\n").join(texts)
+    return joined(texts, "" if role == "assistant" else "\n")
 
 
 def read_arguments(text: str) -> Mapping[str, Any] | str:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from foreword.text.control_tokens import MARKS, ControlTokens, marked_tokens
 from foreword.text.conversation import plain_messages
+from foreword.text.picture_marks import in_parts, pictures_of
 from foreword.text.places import Conversation, Place, common_beginning
 from foreword.text.reply.format import ReplyFormat, choose_format
 from foreword.text.template_engine import render
@@ -165,6 +166,8 @@ class Renderer:
         refuse_lost(report, one.messages, one.inputs)
         one, mark = self._hidden(one)
         messages, inputs = report.form.write(one.messages, one.inputs)
+        if pictures_of(one.messages):
+            messages = in_parts(messages)
         return _Marked(self._apply(Conversation(messages, inputs, one.is_open), continues, source), mark)
 
     def _hidden(self, one: Conversation) -> tuple[Conversation, str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from foreword.model.checkpoint.picture_models import text_values
 from foreword.model.checkpoint.tensors import UnreadableError
 
 _SIZES = (
@@ -118,11 +119,20 @@ _ROPE_NEEDS = {
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The completed fields of a folder's config.json. Raises UnreadableError."""
+def read_raw(folder: Path) -> Mapping[str, Any]:
+    """The fields of a folder's config.json as they are. Raises UnreadableError."""
     try:
-        raw = json.loads((folder / "config.json").read_bytes())
-        return complete(raw)
+        raw: Mapping[str, Any] = json.loads((folder / "config.json").read_bytes())
+        raw.get("model_type")
+        return raw
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnreadableError(f"a config.json that cannot be read ({error})") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The completed fields of a folder's language model. Raises UnreadableError."""
+    try:
+        return complete(text_values(read_raw(folder)))
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise UnreadableError(f"a config.json that cannot be read ({error})") from error
 

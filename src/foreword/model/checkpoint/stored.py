@@ -17,12 +17,13 @@ import torch
 
 from foreword.config import ModelConfig
 from foreword.errors import UnsupportedModelError
-from foreword.model.checkpoint.config_json import read_config
+from foreword.model.checkpoint.config_json import read_config, read_raw
 from foreword.model.checkpoint.facts import LOADABLE, SIDE_FILES, choose_dtype, max_positions, token_ids
 from foreword.model.checkpoint.gguf.tensors import gguf_places
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.grouped import METHODS, grouped_places
-from foreword.model.checkpoint.tensors import Place, StoredTensors, UnreadableError, safetensors_places
+from foreword.model.checkpoint.picture_models import VisionFiles, parted
+from foreword.model.checkpoint.tensors import Place, StoredPlace, StoredTensors, UnreadableError, safetensors_places
 from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
 from foreword.model.cpu.product import can_multiply
 from foreword.model.spec import DecoderSpec, NetworkNames
@@ -40,6 +41,8 @@ class StoredModel:
     max_positions: int
     """The length of the longest sequence that the model accepts."""
     eos_token_ids: frozenset[int]
+    vision: VisionFiles | None = None
+    """The half that sees pictures; None: there is none."""
 
 
 def read_stored(options: ModelConfig) -> StoredModel:
@@ -62,7 +65,10 @@ def read_stored(options: ModelConfig) -> StoredModel:
     if special:
         raise UnreadableError(special[0])
     files = gguf_files(folder)
-    plain = {} if files or is_grouped else safetensors_places(folder)
+    plain: dict[str, StoredPlace] = {}
+    vision = None
+    if not files and not is_grouped:
+        plain, vision = parted(folder, read_raw(folder), safetensors_places(folder))
     # Without instructions for bfloat16, rows of float32 are multiplied several times as fast, by weights as they are.
     # Experts in one tensor would become float32.
     keeps_bits = values["dtype"] == "bfloat16" and all(len(place.shape) < 3 for place in plain.values())
@@ -86,7 +92,8 @@ def read_stored(options: ModelConfig) -> StoredModel:
             places = {f"model.{name}": place for name, place in plain.items()}
             values = {**values, "tie_word_embeddings": True}
     weights = StoredTensors(str(folder), places, dtype, in_integers=in_integers)
-    return StoredModel(values, weights, dtype, device, max_positions(SimpleNamespace(**values)), _ends(folder, values))
+    most = max_positions(SimpleNamespace(**values))
+    return StoredModel(values, weights, dtype, device, most, _ends(folder, values), vision)
 
 
 def quantized_as(folder: Path) -> str | None:

@@ -56,7 +56,8 @@ class Decoder:
     def embed(self, step: Step) -> Tensor:
         """The rows that enter the first layer, [rows, width]."""
         rows = self._embedding(step.token_ids)
-        return rows if self.spec.embedding_scale == 1.0 else rows * self._embedding_scale
+        rows = rows if self.spec.embedding_scale == 1.0 else rows * self._embedding_scale
+        return rows if step.given is None else rows.index_copy(0, step.given.places, step.given.values)
 
     def __call__(self, step: Step) -> Tensor:
         """Write the step's keys and values; return logits [num_kept, vocab] of the rows `keep`."""

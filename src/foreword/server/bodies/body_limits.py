@@ -49,6 +49,8 @@ class BodyLimits:
     vocab_size: int
     max_token_characters: int
     """Characters of the longest token."""
+    max_pictures: int = 0
+    """Most pictures of a conversation; 0: the model takes none."""
 
     @property
     def max_characters(self) -> int:
@@ -56,7 +58,9 @@ class BodyLimits:
         return self.max_model_len * self.max_token_characters
 
     def most_bytes(self, model: type[Body]) -> int:
-        """Most bytes of a body: enough for prompts of the greatest length."""
+        """Most bytes of a body: enough for prompts of the greatest length, or for pictures."""
+        if self.max_pictures and model.HOLDS != "prompts":
+            return self.max_body_bytes
         most = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES
         return min(self.max_body_bytes, most * self._num_prompts(model))
 
@@ -154,7 +158,7 @@ class BodyLimits:
         if not isinstance(messages, list):
             return
         _at_most(messages, self.max_model_len, name)
-        num_characters = num_parts = 0
+        num_characters = num_parts = num_pictures = 0
         for number, message in enumerate(messages):
             content = message.get(key) if isinstance(message, dict) else None
             if isinstance(content, str):
@@ -163,10 +167,31 @@ class BodyLimits:
                 num_parts += len(content)
                 if num_parts <= self.max_model_len:
                     num_characters += sum(_num_characters(part) for part in content)
-                    _refuse_what_is_not_text(content, f"{name}[{number}].{key}")
+                    num_pictures += self._num_pictures(content, f"{name}[{number}].{key}")
         if num_parts > self.max_model_len:
             raise _too_many(num_parts, self.max_model_len, f"the contents of {name}", name)
+        if num_pictures > self.max_pictures:
+            raise bad_request(
+                f"{name} has {num_pictures} pictures; at most {self.max_pictures} are taken (--max-pictures), send "
+                "fewer",
+                param=name,
+            )
         self._check_characters(name, num_characters)
+
+    def _num_pictures(self, parts: list[Any], where: str) -> int:
+        """The number of pictures among parts. Raises APIError 400 for other media, and for all that nobody looks at."""
+        count = 0
+        for number, part in enumerate(parts):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            medium = _NOT_TEXT.get(kind) if isinstance(kind, str) else None
+            if medium == "images" and self.max_pictures:
+                count += 1
+            elif medium is not None:
+                raise bad_request(
+                    f"{where}[{number}] is of the type {kind!r}; this server takes no {medium}, send text alone",
+                    param=f"{where}[{number}]",
+                )
+        return count
 
     def _check_text(self, name: str, text: Any) -> None:
         if isinstance(text, str):
@@ -219,13 +244,3 @@ def _too_many(count: int, most: int, what: str, param: str) -> APIError:
 def _num_characters(part: Any) -> int:
     text = part.get("text") if isinstance(part, dict) else None
     return len(text) if isinstance(text, str) else 0
-
-
-def _refuse_what_is_not_text(parts: list[Any], where: str) -> None:
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind in _NOT_TEXT:
-            raise bad_request(
-                f"{where}[{number}] is of the type {kind!r}; this server takes no {_NOT_TEXT[kind]}, send text alone",
-                param=f"{where}[{number}]",
-            )

@@ -145,7 +145,7 @@ async def start_chat(
     if chat.shortens and not chat.context:
 
         async def count(messages: Messages) -> int:
-            return len(await service.render_chat(messages, ending=chat.ending, template_inputs=inputs))
+            return len((await service.conversation(messages, inputs, chat.ending)).token_ids)
 
         messages = await shortened(messages, service.max_prompt_len(params.max_tokens), count)
     marks = chat.marks if messages is chat.messages else _still_there(chat, messages)
@@ -197,7 +197,7 @@ def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:
     """Length of a conversation's prompt. Raises what `start_chat` raises for a chat that this model cannot answer."""
     await _tool_use(service, chat)
-    return len(await service.render_chat(chat.messages, ending=chat.ending, template_inputs=chat.inputs))
+    return len((await service.conversation(chat.messages, chat.inputs, chat.ending)).token_ids)
 
 
 async def read_prompt(service: Service, chat: Chat) -> Prompt:

@@ -110,10 +110,8 @@ def test_a_models_name_may_have_slashes_and_names_come_in_pages(locked):
     ("change", "field"),
     [
         ({"contents": []}, "contents"),
-        (
-            {"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": "AA=="}}]}]},
-            "contents[0].parts[0]",
-        ),
+        ({"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": "AA=="}}]}]}, None),
+        ({"contents": [{"parts": [{"inlineData": {"mimeType": "audio/mp3", "data": "AA=="}}]}]}, None),
         ({"contents": [{"parts": [{"fileData": {"fileUri": "x"}}]}]}, "contents[0].parts[0]"),
         ({"systemInstruction": {"parts": [{"functionCall": {"name": "f"}}]}}, "systemInstruction"),
         ({"store": True}, None),

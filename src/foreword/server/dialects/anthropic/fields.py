@@ -11,7 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from foreword.pictures import PictureFile, file_of_base64, file_of_url
 from foreword.server.bodies.fields import Body, Count, Word
+from foreword.text.picture_marks import MARK
 
 MIN_THINKING_TOKENS = 1024
 
@@ -56,6 +58,36 @@ class TextBlock(_Block):
         return self
 
 
+class ImageSource(_Block):
+    """Where the bytes of a picture are."""
+
+    type: Literal["base64", "url"]
+    media_type: Opaque | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(_Block):
+    """A picture."""
+
+    type: Literal["image"]
+    source: ImageSource
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        """The mark of a picture."""
+        return MARK
+
+    def file(self) -> PictureFile:
+        """The picture. Raises InvalidRequestError."""
+        source = self.source
+        return file_of_url(source.url) if source.type == "url" else file_of_base64(source.data or "")
+
+
+ShownBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
 class DirectCaller(Body):
     """`caller` of a call that the model itself made."""
 
@@ -98,18 +130,25 @@ Texts = Annotated[
 """A string or blocks of text; the result is always blocks."""
 
 
+Shown = Annotated[
+    list[ShownBlock], Field(fail_fast=True), BeforeValidator(_as_blocks, json_schema_input_type=str | list[ShownBlock])
+]
+"""A string, or blocks of text and pictures."""
+
+
 class ToolResultBlock(_Block):
     """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Id
-    content: Texts | None = None
+    content: Shown | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
 AnyBlock = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    Field(discriminator="type"),
 ]
 Blocks = Annotated[
     list[AnyBlock], Field(fail_fast=True), BeforeValidator(_as_blocks, json_schema_input_type=str | list[AnyBlock])

@@ -19,6 +19,7 @@ from foreword.server.dialects.anthropic.fields import (
     AnyBlock,
     CountMessageTokensRequest,
     CreateMessageRequest,
+    ImageBlock,
     Message,
     RedactedThinkingBlock,
     TextBlock,
@@ -29,6 +30,7 @@ from foreword.server.dialects.anthropic.fields import (
 )
 from foreword.server.dialects.anthropic.marks import Marks
 from foreword.server.service import Ending, Service
+from foreword.text.picture_marks import PICTURES
 from foreword.text.places import Place
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -124,10 +126,10 @@ class _Telling:
         return self._told
 
     def _user(self, turn: _Turn) -> None:
-        texts: list[tuple[str, TextBlock]] = []
+        texts: list[tuple[str, TextBlock | ImageBlock]] = []
         for where, block in turn.blocks:
             match block:
-                case TextBlock():
+                case TextBlock() | ImageBlock():
                     texts.append((where, block))
                 case ToolResultBlock():
                     self._add_text(texts)
@@ -139,9 +141,10 @@ class _Telling:
             raise bad_request(f"{turn.where}.content: user messages must have non-empty content")
         self._add_text(texts)
 
-    def _add_text(self, blocks: Sequence[tuple[str, TextBlock]]) -> None:
+    def _add_text(self, blocks: Sequence[tuple[str, TextBlock | ImageBlock]]) -> None:
         if blocks:
-            self._told.append({"role": "user", "content": _joined(blocks, self._marks, len(self._told))})
+            content = _joined(blocks, self._marks, len(self._told))
+            self._told.append({"role": "user", "content": content, **_pictures(blocks)})
 
     def _result(self, where: str, block: ToolResultBlock) -> Plain:
         name = self._names.get(block.tool_use_id)
@@ -154,7 +157,7 @@ class _Telling:
         parts = [(f"{where}.content.{number}", part) for number, part in enumerate(block.content or ())]
         content = _joined(parts, self._marks, at, begun)
         self._marks.see(where, block.cache_control, Place(at, len(content)))
-        return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content, **_pictures(parts)}
 
     def _assistant(self, turn: _Turn) -> None:
         texts: list[str] = []
@@ -188,7 +191,9 @@ class _Telling:
         blocks: list[tuple[str, TextBlock]] = []
         for where, block in turn.blocks:
             if not isinstance(block, TextBlock):
-                raise _misplaced(where, block, "user" if isinstance(block, ToolResultBlock) else "assistant")
+                raise _misplaced(
+                    where, block, "user" if isinstance(block, ToolResultBlock | ImageBlock) else "assistant"
+                )
             blocks.append((where, block))
         self._told.append({"role": "system", "content": _joined(blocks, self._marks, len(self._told))})
 
@@ -201,11 +206,18 @@ def _system(blocks: Sequence[TextBlock] | None, marks: Marks) -> list[Plain]:
     return [{"role": "system", "content": _joined(placed, marks, 0)}] if placed else []
 
 
-def _joined(blocks: Iterable[tuple[str, TextBlock]], marks: Marks, index: int, begun: str = "") -> str:
+def _pictures(blocks: Iterable[tuple[str, TextBlock | ImageBlock]]) -> Plain:
+    """The field of a message that has the pictures among blocks; empty without any."""
+    files = [block.file() for _, block in blocks if isinstance(block, ImageBlock)]
+    return {PICTURES: files} if files else {}
+
+
+def _joined(blocks: Iterable[tuple[str, TextBlock | ImageBlock]], marks: Marks, index: int, begun: str = "") -> str:
     """The texts of blocks as the rest of a message's content, which has begun so."""
     text, separator = begun, ""
     for where, block in blocks:
-        text, separator = f"{text}{separator}{block.text}", "\n"
+        text = f"{text}{'' if isinstance(block, ImageBlock) else separator}{block.text}"
+        separator = "" if isinstance(block, ImageBlock) else "\n"
         if block.text:
             marks.see(where, block.cache_control, Place(index, len(text)))
     return text

@@ -84,7 +84,7 @@ class GeneratedContent:
             "promptTokenCount": num_prompt,
             "candidatesTokenCount": self._num_tokens - self._num_thoughts,
             "totalTokenCount": num_prompt + self._num_tokens,
-            "promptTokensDetails": tokens_of_text(num_prompt),
+            "promptTokensDetails": _details(num_prompt, output.num_picture_tokens),
         }
         if self._num_thoughts:
             usage["thoughtsTokenCount"] = self._num_thoughts
@@ -141,6 +141,12 @@ class GeneratedContent:
 
 
 _EMPTY = [{"text": ""}]
+
+
+def _details(num_tokens: int, num_of_pictures: int) -> list[Json]:
+    """How many tokens of a prompt are text, and how many are pictures'."""
+    of_pictures = [{"modality": "IMAGE", "tokenCount": num_of_pictures}] if num_of_pictures else []
+    return [*tokens_of_text(num_tokens - num_of_pictures), *of_pictures]
 
 
 def tokens_of_text(num_tokens: int) -> list[Json]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from foreword.engine import Keep
+from foreword.pictures import PictureFile
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.chat import Chat
 from foreword.server.chats.thinking import thinking_inputs
@@ -31,6 +32,7 @@ from foreword.server.dialects.gemini.fields import (
 from foreword.server.dialects.gemini.schemas import json_schema
 from foreword.server.service import ChatMark, Service
 from foreword.text.conversation import joined_parts
+from foreword.text.picture_marks import MARK, PICTURES
 from foreword.text.places import Place
 
 
@@ -136,6 +138,8 @@ class _Conversation:
             self.messages.append({"role": "assistant", "content": ""})
             self.waiting = []
         message = self.messages[-1]
+        if any(part.inline_data is not None for part in parts):
+            raise bad_request(f"{where} is the model's; it has no pictures", param=where)
         for number, part in enumerate(parts):
             match _given(part, f"{where}.parts[{number}]"):
                 case str() as text:
@@ -161,23 +165,27 @@ class _Conversation:
     def ask(self, parts: Sequence[ContentPart], where: str) -> None:
         """Add what the user said, and the results of calls."""
         texts: list[str] = []
+        files: list[PictureFile] = []
         for number, part in enumerate(parts):
             place = f"{where}.parts[{number}]"
+            if part.inline_data is not None:
+                files.append(part.inline_data.file(place))
             match _given(part, place):
                 case str() as more:
                     texts.append(more)
                 case GoogleFunctionResponse() as result:
                     if texts:
-                        self._say(texts)
-                        texts = []
+                        self._say(texts, files)
+                        texts, files = [], []
                     self.messages.append(self._result(result, place))
                 case GoogleFunctionCall():
                     raise bad_request(f"{where} is the user's; it has results of calls, not calls", param=place)
         if texts:
-            self._say(texts)
+            self._say(texts, files)
 
-    def _say(self, texts: Sequence[str]) -> None:
-        self.messages.append({"role": "user", "content": joined_parts(texts, "user")})
+    def _say(self, texts: Sequence[str], files: Sequence[PictureFile]) -> None:
+        pictures = {PICTURES: files} if files else {}
+        self.messages.append({"role": "user", "content": joined_parts(texts, "user"), **pictures})
 
     def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
         """The result of the call with its id; else of the first one with its name; else of the first one."""
@@ -196,10 +204,12 @@ class _Conversation:
 
 def _given(part: ContentPart, where: str) -> str | GoogleFunctionCall | GoogleFunctionResponse | None:
     """What a part holds; None if it is only a signature, which means nothing here."""
-    held = [one for one in (part.text, part.function_call, part.function_response) if one is not None]
+    picture = None if part.inline_data is None else MARK
+    held = [one for one in (part.text, picture, part.function_call, part.function_response) if one is not None]
     if len(held) > 1 or (not held and part.thought_signature is None):
         raise bad_request(
-            f"{where} must have exactly one of text, functionCall and functionResponse, and has {len(held)}",
+            f"{where} must have exactly one of text, inlineData, functionCall and functionResponse, and has "
+            f"{len(held)}",
             param=where,
         )
     return held[0] if held else None
@@ -207,7 +217,7 @@ def _given(part: ContentPart, where: str) -> str | GoogleFunctionCall | GoogleFu
 
 def _texts(parts: Sequence[ContentPart], where: str) -> list[str]:
     held = [_given(part, f"{where}.parts[{number}]") for number, part in enumerate(parts)]
-    texts = [one for one in held if isinstance(one, str)]
+    texts = [one for one in held if isinstance(one, str) and one != MARK]
     if len(texts) < len(held):
         raise bad_request(f"{where} takes texts only", param=where)
     return texts

@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from foreword.errors import InvalidRequestError
+from foreword.pictures import PictureFile, file_of_base64
 from foreword.server.bodies.fields import Body, Identifier, Penalty, Positive, Probability, Word
 
 
@@ -70,6 +72,22 @@ class GoogleFunctionResponse(GoogleBody):
     UNSUPPORTED = ("parts", "scheduling", "will_continue")
 
 
+class InlineData(GoogleBody):
+    """`inlineData`: the bytes of a picture."""
+
+    mime_type: Word
+    data: str
+    display_name: Word | None = None
+
+    def file(self, where: str) -> PictureFile:
+        """The picture. Raises InvalidRequestError."""
+        if not self.mime_type.lower().startswith("image/"):
+            raise InvalidRequestError(
+                f"{where}.inlineData is of the type {self.mime_type!r}; this server takes pictures (image/png) and text"
+            )
+        return file_of_base64(self.data.replace("-", "+").replace("_", "/"))
+
+
 class ContentPart(GoogleBody):
     """A part of a content: a text, a call or the result of one."""
 
@@ -79,7 +97,7 @@ class ContentPart(GoogleBody):
     thought: bool | None = None
     thought_signature: str | None = None
     part_metadata: dict[str, Any] | None = None
-    inline_data: Any | None = None
+    inline_data: InlineData | None = None
     file_data: Any | None = None
     executable_code: Any | None = None
     code_execution_result: Any | None = None
@@ -90,7 +108,6 @@ class ContentPart(GoogleBody):
     media_resolution: Any | None = None
 
     UNSUPPORTED = (
-        "inline_data",
         "file_data",
         "executable_code",
         "code_execution_result",

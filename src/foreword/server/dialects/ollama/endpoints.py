@@ -73,6 +73,8 @@ async def generate(
     if body.raw:
         if body.context:
             raise bad_request("context cannot be combined with raw; send the whole prompt as text", param="context")
+        if body.images:
+            raise bad_request("images cannot be combined with raw; leave raw out", param="images")
         prompt = service.fit(Prompt(await service.encode(body.prompt)), params)
         answer = await service.start(caller, new_id("ollama-"), [prompt], params, stream=body.stream is not False)
     else:

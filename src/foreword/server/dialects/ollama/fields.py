@@ -142,7 +142,7 @@ class OllamaMessage(Part):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=128)] | None = None
     tool_name: Name | None = None
     name: Name | None = None
@@ -183,8 +183,8 @@ class GenerateRequest(_Generation):
     """The tokens of an earlier answer and its prompt, which this one continues."""
     raw: bool | None = None
     """Whether the prompt is the whole prompt, without a chat template."""
-    images: list[Any] | None = None
+    images: list[str] | None = None
     suffix: str | None = None
     template: str | None = None
 
-    UNSUPPORTED = ("images", "suffix", "template")
+    UNSUPPORTED = ("suffix", "template")

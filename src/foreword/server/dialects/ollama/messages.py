@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from foreword.pictures import file_of_base64
 from foreword.request import SamplingParams, StructuredOutputsParams
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.chat import Chat
@@ -21,6 +22,7 @@ from foreword.server.dialects.ollama.fields import (
     Options,
 )
 from foreword.server.service import Ending, Service
+from foreword.text.picture_marks import MARK, PICTURES
 
 Plain = dict[str, Any]
 
@@ -30,7 +32,9 @@ def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_byt
     if isinstance(body, GenerateRequest):
         has_system = body.system and not body.context  # which begins with it
         messages = [{"role": "system", "content": body.system}] if has_system else []
-        messages.append({"role": "user", "content": body.prompt or ""})
+        if body.context and body.images:
+            raise bad_request("images cannot be combined with context; send messages to /api/chat", param="images")
+        messages.append(_shown("user", body.prompt, body.images))
         tools: Sequence[OllamaTool] = ()
     else:
         messages, tools = _messages(body.messages or ()), body.tools or ()
@@ -51,11 +55,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
     told: list[Plain] = []
     waiting: list[Plain] = []
     num_calls = 0
-    for number, message in enumerate(messages):
-        if message.images:
-            where = f"messages[{number}].images"
-            raise bad_request(f"{where}: images are not supported by this server; send text alone", param=where)
-        plain: Plain = {"role": message.role, "content": message.content or ""}
+    for message in messages:
+        plain = _shown(message.role, message.content, message.images)
         if message.role == "assistant":
             waiting = [
                 {
@@ -72,6 +73,12 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
             plain |= _result(message, waiting)
         told.append(plain)
     return told
+
+
+def _shown(role: str, text: str | None, images: Sequence[str] | None) -> Plain:
+    """A message with pictures, each in base64, before its text."""
+    plain: Plain = {"role": role, "content": MARK * len(images or ()) + (text or "")}
+    return plain | {PICTURES: [file_of_base64(image) for image in images]} if images else plain
 
 
 def _result(message: OllamaMessage, waiting: list[Plain]) -> Plain:

@@ -53,6 +53,8 @@ def shown(service: Service, name: str) -> Json:
     capabilities = ["completion"] + (["tools"] if template else [])
     if tokenizer is not None and can_think(service):
         capabilities.append("thinking")
+    if service.llm.pictures is not None:
+        capabilities.append("vision")
     if service.llm.engine.limits.hidden_size is not None and service.llm.pooling.refusal is None:
         capabilities.append("embedding")
     return {

@@ -46,7 +46,7 @@ class Breakpoints:
 
 
 def _breakpoint(part: TextPart, where: str) -> Breakpoint:
-    if part.type == "output_text":
+    if part.type not in ("text", "input_text"):
         refuse_breakpoint(part, where)
     try:
         return Breakpoint.model_validate(part.prompt_cache_breakpoint)

@@ -7,10 +7,12 @@ fields that do not affect the answer are accepted and ignored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
+from foreword.pictures import PictureFile, file_of_url
 from foreword.server.bodies.fields import (
     Body,
     Count,
@@ -26,6 +28,7 @@ from foreword.server.bodies.fields import (
     TokenIds,
     Word,
 )
+from foreword.text.picture_marks import MARK, PICTURES
 
 
 class StreamOptions(Body):
@@ -170,6 +173,45 @@ class Unmarkable(Part):
     prompt_cache_breakpoint: Any = None
 
 
+class ImageUrl(Part):
+    """`image_url` of a part; how much detail is seen is the model's affair."""
+
+    url: str
+
+
+class ImagePart(Unmarkable):
+    """A picture in a message's content."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: ImageUrl | str
+
+    @property
+    def text(self) -> str:
+        """The mark of a picture."""
+        return MARK
+
+    def file(self) -> PictureFile:
+        """The picture. Raises InvalidRequestError."""
+        return file_of_url(self.image_url if isinstance(self.image_url, str) else self.image_url.url)
+
+
+def _read_part(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Errors of a part name the fields of its kind alone."""
+    is_image = isinstance(value, dict) and value.get("type") in ("image_url", "input_image")
+    return ImagePart.model_validate(value) if is_image else check(value)
+
+
+ContentPart = Annotated[TextPart, WrapValidator(_read_part, json_schema_input_type=TextPart | ImagePart)]
+"""A `TextPart` or an `ImagePart`."""
+
+
+def pictures_in(content: str | Sequence[TextPart] | None) -> dict[str, list[PictureFile]]:
+    """The field of a plain message that has a content's pictures; empty without any. Raises InvalidRequestError."""
+    parts: Sequence[TextPart | ImagePart] = () if content is None or isinstance(content, str) else content
+    files = [part.file() for part in parts if isinstance(part, ImagePart)]
+    return {PICTURES: files} if files else {}
+
+
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -221,7 +263,7 @@ class ChatMessage(Unmarkable):
     """A message; fields of OpenAI's answers that mean nothing here are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None

@@ -50,7 +50,7 @@ def usage(
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {**found, "audio_tokens": 0, **_from_tiers(outputs, llm)},
+        "prompt_tokens_details": {**found, "audio_tokens": 0, **_of_pictures(outputs), **_from_tiers(outputs, llm)},
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning,
             "audio_tokens": 0,
@@ -96,11 +96,17 @@ def response_usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written,
     }
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {**cache, **_from_tiers(outputs, llm)},
+        "input_tokens_details": {**cache, **_of_pictures(outputs), **_from_tiers(outputs, llm)},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": prompt + completion,
     }
+
+
+def _of_pictures(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """Tokens of pictures, if there are any."""
+    count = sum(output.num_picture_tokens for output in outputs)
+    return {"image_tokens": count} if count else {}
 
 
 def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from fastapi import Request
 
+from foreword.engine import Prompt
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import scan_json
@@ -22,6 +22,7 @@ from foreword.server.dialects.openai.fields import (
     ExplainRequest,
     TokenizeRequest,
     Tool,
+    pictures_in,
 )
 from foreword.server.intake import with_body
 from foreword.server.service import Ending, Service
@@ -58,6 +59,7 @@ def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -
     refuse_breakpoint(message, where)
     text = breakpoints.text(content, f"{where}.content", index, message.role)
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    plain |= pictures_in(content)
     if message.function_call or message.audio:
         raise bad_request("function_call and audio are not supported by this server", param=where)
     if content is None and not message.tool_calls:
@@ -86,9 +88,7 @@ def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -
     return plain
 
 
-async def read_prompt(
-    service: Service, body: TokenizeRequest | ExplainRequest, request: Request
-) -> npt.NDArray[np.int32]:
+async def read_prompt(service: Service, body: TokenizeRequest | ExplainRequest, request: Request) -> Prompt:
     """The prompt in a call of an endpoint that generates nothing: a text, token ids or a conversation.
 
     Raises APIError 400 for none or several of them, and 404 for another model.
@@ -105,8 +105,9 @@ async def read_prompt(
     if (body.prompt is None) == (messages is None):
         raise bad_request("give either prompt or messages")
     if messages is not None:
-        return await service.render_chat(messages, ending=ending_of(body), template_inputs=inputs)
-    return await service.encode(body.prompt) if isinstance(body.prompt, str) else np.array(body.prompt, np.int32)
+        return await service.conversation(messages, inputs, ending_of(body))
+    text = body.prompt
+    return Prompt(await service.encode(text) if isinstance(text, str) else np.array(text, np.int32))
 
 
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:

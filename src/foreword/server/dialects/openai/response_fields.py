@@ -13,14 +13,14 @@ from pydantic import Discriminator, Field, Tag
 from foreword.server.bodies.fields import Body, Identifier, Part, Positive, TemplateInputs, Word
 from foreword.server.dialects.openai.fields import (
     AnyCall,
+    ContentPart,
     ResponseCacheOptions,
     StreamOptions,
-    TextPart,
     ToolName,
     Unmarkable,
 )
 
-Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
+Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class InputMessage(Unmarkable):

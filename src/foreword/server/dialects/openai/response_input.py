@@ -16,6 +16,7 @@ from typing import Any
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.openai.caching import Breakpoints, refuse_breakpoint
+from foreword.server.dialects.openai.fields import pictures_in
 from foreword.server.dialects.openai.messages import arguments_for_template
 from foreword.server.dialects.openai.response_fields import (
     CallOutputItem,
@@ -65,7 +66,7 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item], brea
             case InputMessage():
                 role = "system" if item.role == "developer" else item.role
                 text = breakpoints.text(item.content, f"{where}.content", index, role)
-                messages.append({"role": role, "content": text})
+                messages.append({"role": role, "content": text, **pictures_in(item.content)})
             case FunctionCallItem() | CustomCallItem():
                 if reasoning is not None or not messages or messages[-1]["role"] != "assistant":
                     messages.append(_assistant("", reasoning))
@@ -79,7 +80,8 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item], brea
                     message = f"No tool call found for the output with call_id {item.call_id[:100]!r}"
                     raise bad_request(f"{message}; send the call before it", param=f"{where}.call_id")
                 result = {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id]}
-                messages.append({**result, "content": breakpoints.text(item.output, f"{where}.output", index, "tool")})
+                text = breakpoints.text(item.output, f"{where}.output", index, "tool")
+                messages.append({**result, "content": text, **pictures_in(item.output)})
             case ReasoningItem():
                 reasoning = (reasoning or "") + _reasoning(item, where)
             case _:

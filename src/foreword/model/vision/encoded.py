@@ -1,0 +1,69 @@
+"""Encoded pictures: their rows, kept by the digest of what they show.
+
+Knows digests and tensors; knows neither prompts nor blocks. The engine's thread alone may call it, so a new picture of
+several requests is encoded once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from foreword.request import Picture
+
+
+class Vision(Protocol):
+    """The half of a model that sees."""
+
+    token_id: int
+    """The token that rows of pictures replace."""
+    digest: str
+    """Of all besides pixels and weights on which a picture's rows depend."""
+
+    def shape(self, height: int, width: int) -> Any:
+        """How a picture of this size is cut."""
+
+    def num_rows(self, shape: Any) -> int:
+        """The number of rows of a picture that is cut so."""
+
+    def text(self, shape: Any) -> str:
+        """What stands in a prompt for a picture that is cut so."""
+
+    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """The rows [rows, width] of a picture [height, width, 3]."""
+
+
+class EncodedPictures:
+    """The rows of the pictures that were shown last."""
+
+    def __init__(self, vision: Vision, max_bytes: int) -> None:
+        """`max_bytes`: most memory of kept rows; the last picture stays in any case, for its next chunk."""
+        self.vision, self.max_bytes = vision, max_bytes
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self.num_bytes = self.num_encoded = self.num_found = 0
+        """Memory of kept rows; how often a picture was encoded, and how often its rows were there."""
+        self.seconds = 0.0
+        """Time that encoding took."""
+
+    def rows(self, picture: Picture) -> Tensor:
+        """The rows of a picture, [rows, width]."""
+        found = self._kept.get(picture.digest)
+        if found is not None:
+            self._kept.move_to_end(picture.digest)
+            self.num_found += 1
+            return found
+        started = time.monotonic()
+        made = self.vision.encode(picture.pixels())
+        assert len(made) == self.vision.num_rows(picture.shape), "the image processor cuts pictures otherwise"
+        self.seconds += time.monotonic() - started
+        self.num_encoded += 1
+        self._kept[picture.digest] = made
+        self.num_bytes += made.nbytes
+        while self.num_bytes > self.max_bytes and len(self._kept) > 1:
+            self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return made

@@ -1,0 +1,131 @@
+"""Idefics3 and SmolVLM: a picture is cut into tiles, and the whole follows as one more tile.
+
+Knows the family's tokens, and transformers' encoder, connector and image processor. A picture's rows depend on no other
+picture: tiles are encoded one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foreword.errors import ModelLoadError
+from foreword.model.checkpoint.picture_models import VisionFiles
+
+Tiles = tuple[int, int]
+"""Rows and columns of tiles; (0, 0): the picture is not cut."""
+
+
+class Idefics3Vision:
+    """The half of one model that sees."""
+
+    def __init__(self, files: VisionFiles, dtype: torch.dtype) -> None:
+        """Read the weights. Raises ModelLoadError for files that do not fit together."""
+        import transformers
+
+        try:
+            self._processor, config, self._tower, self._connector = _parts(files, dtype)
+        except Exception as error:  # config.json and preprocessor_config.json may hold anything
+            line = str(error).strip().partition("\n")[0]
+            raise ModelLoadError(
+                f"the half of model {str(files.folder)!r} that sees cannot be loaded: {line}; download it again"
+            ) from error
+        self._sizes = _SizesAlone(self._processor)
+        side = self._processor.max_image_size["longest_edge"] // config.vision_config.patch_size
+        self._tile_rows: int = side * side // config.scale_factor**2
+        self.token_id: int = config.image_token_id
+        """The token that rows of pictures replace."""
+        facts = {
+            "config": config.to_dict(),
+            "processor": self._processor.to_dict(),
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "dtype": str(dtype),
+        }
+        self.digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        """Of all besides pixels and weights on which a picture's rows depend."""
+
+    def shape(self, height: int, width: int) -> Tiles:
+        """How a picture of this size is cut."""
+        return self._sizes.tiles(height, width)
+
+    def num_rows(self, shape: Tiles) -> int:
+        """The number of rows of a picture that is cut so."""
+        return (shape[0] * shape[1] + 1) * self._tile_rows
+
+    def text(self, shape: Tiles) -> str:
+        """What stands in a prompt for a picture that is cut so."""
+        tile, mark = "<image>" * self._tile_rows, "<fake_token_around_image>"
+        tiles = (
+            "".join(f"{mark}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(shape[1])) + "\n"
+            for row in range(shape[0])
+        )
+        whole = f"{mark}<global-img>{tile}{mark}"
+        return "".join(tiles) + (f"\n{whole}" if shape[0] else whole)
+
+    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """The rows [rows, width] of a picture [height, width, 3]."""
+        prepared = self._processor([[pixels]], return_tensors="pt", input_data_format="channels_last")["pixel_values"]
+        tiles = prepared[0].to(self._connector.modality_projection.proj.weight.dtype)
+        rows = [self._connector(self._tower(pixel_values=tile[None]).last_hidden_state)[0] for tile in tiles]
+        return torch.cat(rows)
+
+
+def _parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+    """The image processor, the config, the encoder and the connector of a model."""
+    if files.config["model_type"] == "smolvlm":
+        from transformers import SmolVLMConfig as Config
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil as Processor
+        from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector as Connector
+        from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionTransformer as Tower
+    else:
+        from transformers import Idefics3Config as Config
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil as Processor
+        from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector as Connector
+        from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer as Tower
+    config = Config.from_dict(dict(files.config))
+    with torch.device("meta"):
+        module = torch.nn.ModuleDict(
+            {"vision_model": Tower._from_config(config.vision_config), "connector": Connector(config)}
+        )
+    module.load_state_dict({name: place.stored().to(dtype) for name, place in files.weights.items()}, assign=True)
+    module.eval().requires_grad_(False)
+    return Processor.from_pretrained(files.folder), config, module["vision_model"], module["connector"]
+
+
+class _SizesAlone:
+    """An image processor that cuts pictures without pixels: its own code says how."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor, self._module = copy.copy(processor), sys.modules[type(processor).__module__]
+        self._processor.resize = self._resized
+
+    def tiles(self, height: int, width: int) -> Tiles:
+        """Rows and columns of tiles of a picture of this size."""
+        own, image = self._processor, _without_pixels(height, width)
+        if not own.do_image_splitting:
+            return 0, 0
+        if own.do_resize:
+            image = own.resize(image, own.size)
+        image = own.resize_for_vision_encoder(image, own.max_image_size["longest_edge"])
+        _, rows, columns = own.split_images(image, own.max_image_size)
+        return rows, columns
+
+    def _resized(self, image: npt.NDArray[np.uint8], size: Any, **_: object) -> npt.NDArray[np.uint8]:
+        if size.longest_edge:
+            return _without_pixels(*self._module.get_resize_output_image_size(image, size.longest_edge))
+        return _without_pixels(size.height, size.width)
+
+
+def _without_pixels(height: int, width: int) -> npt.NDArray[np.uint8]:
+    """A picture [3, height, width] that takes no memory."""
+    return np.broadcast_to(np.uint8(0), (3, height, width))

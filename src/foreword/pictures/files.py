@@ -1,0 +1,163 @@
+"""Files of pictures: checked by their headers, then decoded to RGB.
+
+Knows formats and limits; knows no model. Whatever is wrong with a file raises InvalidRequestError in a line. Pillow is
+imported with the first picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_FILE_BYTES = 32 * 2**20
+MAX_PIXELS = 2**25
+"""Of one picture: a file of a few kilobytes may hold billions."""
+MAX_RATIO = 100
+"""Of the longer side to the shorter one."""
+Pixels = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFile:
+    """A picture as a caller gives it: a file's bytes, or an image of Pillow that is decoded already."""
+
+    data: Any = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a file; of an image, of its pixels."""
+        return len(self.data) if isinstance(self.data, bytes) else 3 * self.data.width * self.data.height
+
+
+def file_of_url(url: object) -> PictureFile:
+    """The picture in a data URL. Raises InvalidRequestError, also for places that would have to be fetched."""
+    if not isinstance(url, str):
+        raise InvalidRequestError(f"the URL of a picture is a {type(url).__name__}, not a text")
+    scheme = url[:8].lower().partition(":")[0]
+    if scheme != "data":
+        raise InvalidRequestError(
+            f"the picture at {url!r:.80} is not fetched, because a server must not be sent to addresses by its "
+            "clients; send its bytes as data:image/png;base64,..."
+        )
+    head, comma, text = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequestError(f"the data URL {url!r:.60} has no base64 data; send data:image/png;base64,...")
+    return file_of_base64(text)
+
+
+def file_of_base64(text: str) -> PictureFile:
+    """The picture whose bytes are given in base64. Raises InvalidRequestError."""
+    if len(text) > MAX_FILE_BYTES * 4 // 3 + 4:
+        raise _too_large(len(text) * 3 // 4)
+    try:
+        return PictureFile(base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError(f"a picture's data is not base64: {error}") from error
+
+
+def size_of(file: PictureFile) -> tuple[int, int]:
+    """Height and width that a picture will have, checked before anything is decoded. Raises InvalidRequestError."""
+    image = _opened(file)
+    turned = isinstance(file.data, bytes) and _orientation(image) >= 5
+    return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def pixels_of(file: PictureFile) -> Pixels:
+    """A picture's pixels [height, width, 3], upright and on white. Raises InvalidRequestError."""
+    from PIL import ImageOps
+
+    image = _opened(file)
+    try:
+        if isinstance(file.data, bytes):
+            image.load()
+            _check_size(image.width, image.height)  # some formats say it twice
+            image = ImageOps.exif_transpose(image)
+        return np.asarray(_rgb(image), np.uint8)
+    except InvalidRequestError:
+        raise
+    except Exception as error:  # decoders raise whatever they like
+        raise _unreadable(error) from error
+
+
+def _opened(file: PictureFile) -> Image:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError("pictures need Pillow; run `pip install foreword[vision]`") from error
+    if not isinstance(file.data, bytes):
+        _check_size(file.data.width, file.data.height)
+        found: Image.Image = file.data
+        return found
+    if len(file.data) > MAX_FILE_BYTES:
+        raise _too_large(len(file.data))
+    try:
+        image = Image.open(io.BytesIO(file.data), formats=FORMATS)
+        is_animated = bool(getattr(image, "is_animated", False))
+    except Image.DecompressionBombError as error:
+        raise _too_many_pixels("more than twice as many") from error
+    except Exception as error:
+        raise _unreadable(error) from error
+    _check_size(image.width, image.height)
+    if is_animated:
+        raise InvalidRequestError("a picture is an animation; send one of its frames")
+    return image
+
+
+def _orientation(image: Image) -> int:
+    """How the camera was held, as EXIF says it: from 5 on, height and width change places."""
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception:  # as if there was none, as `exif_transpose` does
+        return 1
+
+
+def _rgb(image: Image) -> Image:
+    from PIL import Image
+
+    if image.mode in ("I;16", "I;16L", "I;16B", "I", "F"):
+        if image.mode == "F":
+            raise InvalidRequestError("a picture has pixels of the type float; send 8 bits for each colour")
+        return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise _too_many_pixels(f"{width} x {height}")
+    if not width or not height or max(width, height) > MAX_RATIO * min(width, height):
+        raise InvalidRequestError(
+            f"a picture has {width} x {height} pixels; a side may be at most {MAX_RATIO} times the other one"
+        )
+
+
+def _too_many_pixels(size: str) -> InvalidRequestError:
+    return InvalidRequestError(f"a picture has {size} pixels; at most {MAX_PIXELS} are taken, send a smaller one")
+
+
+def _too_large(num_bytes: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a picture's file has {num_bytes} bytes; at most {MAX_FILE_BYTES} are taken, send a smaller one"
+    )
+
+
+def _unreadable(error: Exception) -> InvalidRequestError:
+    line = str(error).partition("\n")[0][:100]
+    return InvalidRequestError(
+        f"a picture cannot be read ({type(error).__name__}: {line}); send a whole file of {', '.join(FORMATS)}"
+    )

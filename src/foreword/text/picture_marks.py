@@ -1,0 +1,49 @@
+"""Picture marks: where pictures stand in the text of a message, until a chat template writes its own sign for them.
+
+Knows messages in their plain form, whose content is one text; knows no picture.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MARK = f"\x02picture {secrets.token_hex(16)}\x03"
+"""Stands for a picture. No client can guess it, so a text with it has a picture there."""
+PICTURES = "pictures"
+"""The field of a plain message that has the files of its pictures, in the order of their marks."""
+
+
+def joined(texts: Sequence[str], between: str) -> str:
+    """Texts with something between them, but next to pictures."""
+    if MARK not in texts:
+        return between.join(texts)
+    whole = ""
+    for text in texts:
+        whole += text if not whole or text == MARK or whole.endswith(MARK) else between + text
+    return whole
+
+
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The files of all pictures of a conversation, in the order of their marks."""
+    return [file for message in messages for file in message.get(PICTURES, ())]
+
+
+def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a conversation with pictures for a template: contents with marks become lists of parts."""
+    return [_in_parts({key: value for key, value in message.items() if key != PICTURES}) for message in messages]
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content, parts = message.get("content"), list[dict[str, Any]]()
+    if content is None or (isinstance(content, str) and MARK not in content):
+        return message
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part.get("type") != "text":
+            parts.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(MARK)):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}

@@ -1,0 +1,130 @@
+"""Tiny random models that see, and what transformers says of them: its own processor, encoder and language half."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    AutoTokenizer,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+from tiny_models import BASE, save_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}:{% for part in m.content %}{% if part.type == 'image' %}<image>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+SIGNS = [
+    *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+]
+TILE = 32
+"""Pixels of a tile's side, which has 4 rows."""
+
+
+def save_seeing_model(folder: Path, kind: str = "idefics3", *, seed: int = 0) -> Path:
+    """Write a checkpoint of random weights, its tokenizer and its image processor."""
+    save_tokenizer(folder, chat_template=TEMPLATE)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": SIGNS})
+    tokenizer.save_pretrained(folder)
+    config_class, model_class = {
+        "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration),
+        "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration),
+    }[kind]
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": TILE,
+        "patch_size": 8,
+    }
+    config = config_class(
+        text_config={**BASE, "model_type": "llama", "vocab_size": len(tokenizer)},
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = model_class(config).to(torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    Idefics3ImageProcessorPil(size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE}).save_pretrained(
+        folder
+    )
+    return folder
+
+
+class SeeingOracle:
+    """The same checkpoint run by transformers alone: eager attention, no cache of any kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = Idefics3ForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        processor = Idefics3ImageProcessorPil.from_pretrained(folder)
+        self._processor = Idefics3Processor(processor, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt, and the likeliest continuation."""
+        images = [part["image"] for one in messages for part in one["content"] if part["type"] == "image"]
+        text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = self._processor(images=images or None, text=text, add_special_tokens=False, return_tensors="pt")
+        with torch.inference_mode():
+            found = self._model.generate(
+                **inputs, max_new_tokens=num_tokens, do_sample=False, use_cache=False, eos_token_id=None, pad_token_id=0
+            )
+        prompt = inputs["input_ids"][0].tolist()
+        return prompt, found[0, len(prompt) :].tolist()
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture that no other one equals."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """A picture as a file."""
+    target = io.BytesIO()
+    image.save(target, kind, **options)
+    return target.getvalue()
+
+
+def png_of(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG whose header says this size, whatever follows."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def asks(text: str, *images: Any) -> list[dict[str, Any]]:
+    """A question after pictures."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]

@@ -1,0 +1,97 @@
+"""Files of pictures that are too large, broken or hostile: a line each, and little memory."""
+
+from __future__ import annotations
+
+import base64
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from foreword.errors import InvalidRequestError
+from foreword.pictures.files import MAX_FILE_BYTES, PictureFile, file_of_url, pixels_of, size_of
+from picture_models import file_of, noise, png_of
+
+
+def broken() -> Iterator[Any]:
+    whole = file_of(noise(64, 48))
+    yield pytest.param(b"", "cannot be read", id="empty")
+    yield pytest.param(b"not a picture", "cannot be read", id="text")
+    yield pytest.param(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read", id="svg")
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
+        data = file_of(noise(64, 48), kind)
+        yield pytest.param(data[: len(data) // 2], "cannot be read", id=f"half of a {kind}")
+    yield pytest.param(whole[:-40] + b"\0" * 40, "cannot be read", id="damaged end")
+    yield pytest.param(png_of(20_000, 20_000, zlib.compress(b"\0" * 1000)), "pixels", id="bomb")
+    yield pytest.param(png_of(2**31 - 1, 2**31 - 1), "pixels|cannot be read", id="largest sides")
+    yield pytest.param(png_of(20_000, 100), "200 times|100 times", id="long side")
+    yield pytest.param(png_of(0, 10), "cannot be read|pixels", id="no side")
+    frames = [noise(20, 20, seed) for seed in range(2)]
+    for kind in ("GIF", "WEBP", "PNG"):
+        moving = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
+        yield pytest.param(moving, "animation", id=f"moving {kind}")
+    yield pytest.param(file_of(noise(20, 20), "TIFF"), "cannot be read", id="TIFF")
+    yield pytest.param(b"\x89PNG" + b"\0" * MAX_FILE_BYTES, "bytes", id="long file")
+
+
+@pytest.mark.parametrize(("data", "match"), list(broken()))
+def test_a_file_that_is_no_picture_is_refused_in_a_line(data: bytes, match: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError, match=match) as raised:
+            assert size_of(PictureFile(data)) == pixels_of(PictureFile(data)).shape[:2]
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(data) + (4 << 20)
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("http://127.0.0.1/a.png", "not fetched"),
+        ("https://example.com/a.png", "not fetched"),
+        ("file:///etc/passwd", "not fetched"),
+        ("/etc/passwd", "not fetched"),
+        ("data:image/png,abc", "no base64"),
+        ("data:image/png;base64,***", "not base64"),
+        ("data:image/png;base64," + "A" * (MAX_FILE_BYTES * 4 // 3 + 8), "bytes"),
+        (7, "not a text"),
+    ],
+)
+def test_only_data_urls_are_pictures(url: object, match: str) -> None:
+    with pytest.raises(InvalidRequestError, match=match) as raised:
+        file_of_url(url)
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "CMYK", "I;16"])
+def test_every_kind_of_pixels_becomes_rgb(mode: str) -> None:
+    if mode == "I;16":
+        image = Image.fromarray((np.arange(600, dtype=np.uint16) * 100).reshape(20, 30))
+    else:
+        image = noise(30, 20).convert(mode)
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    found = pixels_of(PictureFile(file_of(image, kind)))
+    assert found.shape == (20, 30, 3)
+    assert found.std() > 20
+    if mode == "I;16":
+        assert found[..., 0].ravel().tolist() == [value * 100 >> 8 for value in range(600)]
+
+
+def test_what_nobody_sees_is_no_part_of_a_picture() -> None:
+    hidden = np.zeros((2, 8, 8, 4), np.uint8)
+    hidden[1, ..., :3] = 200
+    one, other = (pixels_of(PictureFile(file_of(Image.fromarray(one)))) for one in hidden)
+    assert (one == other).all()
+    assert (one == 255).all()
+
+
+def test_base64_of_a_url_may_have_any_type() -> None:
+    data = file_of(noise(20, 20), "JPEG")
+    assert file_of_url("DATA:image/png;BASE64," + base64.b64encode(data).decode()).data == data

@@ -1,0 +1,250 @@
+"""Pictures through `LLM`: the tokens of transformers, equal bits however they come, and keys by what they show."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from foreword import LLM, SamplingParams
+from foreword.cache import MissReason
+from foreword.engine import Prompt
+from foreword.errors import InvalidRequestError
+from foreword.pictures.messages import taken_apart
+from foreword.text.picture_marks import pictures_of
+from picture_models import SIGNS, TILE, SeeingOracle, asks, file_of, noise, save_seeing_model
+from tiny_models import greedy
+
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "self_check": False, "dtype": "float32"}
+QUESTION = "The prefix that two requests share?"
+LOGPROBS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_seeing_model(tmp_path_factory.mktemp("pictures") / "idefics3")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> SeeingOracle:
+    return SeeingOracle(folder)
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield llm
+        llm.engine.check_integrity()
+
+
+def bits(output: Any) -> Any:
+    """An answer with its log probabilities: equal only if all bits are."""
+    [answer] = output.outputs
+    return answer.token_ids, [{token: one.logprob for token, one in each.items()} for each in answer.logprobs or ()]
+
+
+def ask(llm: LLM, *images: Any, text: str = QUESTION) -> tuple[Any, int]:
+    """The bits of an answer, and the number of tokens that were cached."""
+    [output] = llm.chat(asks(text, *images), LOGPROBS)
+    return bits(output), output.num_cached_tokens
+
+
+def offset_of(llm: LLM) -> int:
+    """The number of tokens before the first that a picture replaces."""
+    token_ids = llm.chat(asks(QUESTION, noise(40, 40)), greedy(1))[0].prompt_token_ids
+    return list(token_ids).index(llm.get_tokenizer().convert_tokens_to_ids("<image>"))
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(70, 50)], [(20, 30)], [(50, 70), (96, 96)], [(33, 5)]], ids=["cut", "small", "two", "flat"]
+)
+def test_tokens_are_those_of_transformers(llm: LLM, oracle: SeeingOracle, sizes: list[tuple[int, int]]) -> None:
+    messages = asks(QUESTION, *(noise(*size, seed) for seed, size in enumerate(sizes)))
+    prompt, answer = oracle.answer(messages, 12)
+    for expected_hit in (False, True):
+        [output] = llm.chat(messages, greedy(12))
+        assert list(output.prompt_token_ids) == prompt
+        assert output.outputs[0].token_ids == answer
+        assert bool(output.num_cached_tokens) == expected_hit
+
+
+def test_smolvlm_is_the_same_family(tmp_path: Path, oracle: SeeingOracle) -> None:
+    with LLM(str(save_seeing_model(tmp_path / "smolvlm", "smolvlm")), **OPTIONS) as llm:
+        [output] = llm.chat(asks(QUESTION, noise(70, 50)), greedy(8))
+        assert output.outputs[0].token_ids == oracle.answer(asks(QUESTION, noise(70, 50)), 8)[1]
+
+
+def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_other_pictures(folder: Path) -> None:
+    one, other = noise(90, 70), noise(70, 90, 1)
+    with LLM(str(folder), **OPTIONS) as llm:
+        cold, num_cached = ask(llm, one)
+        assert num_cached == 0
+        warm, num_cached = ask(llm, one)
+        assert warm == cold
+        assert num_cached > 60
+        alone = ask(llm, other)[0]
+        assert alone != cold
+    with LLM(str(folder), **OPTIONS, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
+        conversations = [asks(QUESTION, image) for image in (one, other, one)]
+        assert [bits(output) for output in llm.chat(conversations, LOGPROBS)] == [cold, alone, cold]
+        encoded = llm.encoded_pictures
+        assert encoded is not None
+        assert encoded.num_encoded == 2  # each once, though three prompts came in chunks
+    small = {**OPTIONS, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": 16, "max_num_batched_tokens": 64}
+    with LLM(str(folder), **small) as llm:
+        long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=3)
+        outputs = llm.chat([asks(QUESTION, image) for image in (one, other)], long)
+        for output, expected in zip(outputs, (cold, alone), strict=True):
+            token_ids, logprobs = bits(output)
+            assert (token_ids[:6], logprobs[:6]) == expected
+        assert llm.engine.snapshot().num_preemptions > 0
+
+
+def test_two_requests_with_one_new_picture_encode_it_once_and_a_hit_encodes_nothing(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS, picture_cache_bytes=0) as llm:
+        encoded = llm.encoded_pictures
+        assert encoded is not None
+        llm.chat([asks(text, noise(70, 50)) for text in ("The answer?", "The second?")], greedy(2))
+        assert encoded.num_encoded == 1
+        ask(llm, noise(70, 50, 1))  # and there is room for one only
+        ask(llm, noise(70, 50))
+        assert encoded.num_encoded == 2
+        llm.reset_prefix_cache()
+        ask(llm, noise(70, 50))
+        assert encoded.num_encoded == 3
+
+
+def test_whatever_changes_what_a_picture_shows_is_another_picture(llm: LLM) -> None:
+    picture = noise(70, 50)
+    pixels = np.asarray(picture).copy()
+    pixels[-1, -1, 2] ^= 1
+    # 96 x 64 is 3 x 2 tiles, 64 x 96 is 2 x 3: as many tokens, and another grid. 70 x 50 and 70 x 49 are cut alike.
+    others = {
+        "one byte": Image.fromarray(pixels),
+        "rotated": picture.rotate(180),
+        "transposed": picture.transpose(Image.Transpose.TRANSPOSE),
+        "smaller": picture.resize((35, 25)),
+        "lower": picture.crop((0, 0, 70, 49)),
+        "wide": noise(96, 64),
+        "high": noise(64, 96),
+        "as wide": Image.fromarray(np.asarray(noise(96, 64)).reshape(64, 96, 3)[:, ::-1].copy()),
+    }
+    before, first = offset_of(llm), ask(llm, picture)
+    answers = [first[0]]
+    for name, image in others.items():
+        answer, num_cached = ask(llm, image)
+        assert num_cached <= before, name  # the text before the picture, and the sign of its first tile
+        assert answer not in answers, name
+        answers.append(answer)
+        assert ask(llm, image)[0] == answer, name
+    llm.reset_prefix_cache()
+    assert [ask(llm, image)[0] for image in (picture, *others.values())] == answers
+
+
+def test_the_same_pixels_in_other_files_are_the_same_picture(llm: LLM, tmp_path: Path) -> None:
+    picture = noise(70, 50)
+    answer, _ = ask(llm, picture)
+    length = len(llm.chat(asks(QUESTION, picture), greedy(1))[0].prompt_token_ids)
+    png = file_of(picture, "PNG", pnginfo=None)
+    (tmp_path / "picture.bmp").write_bytes(file_of(picture, "BMP"))
+    exif = Image.Exif()
+    exif[0x010E] = "another description"
+    url = {"url": "data:image/png;base64," + base64.b64encode(png).decode()}
+    for image in (
+        *(png, tmp_path / "picture.bmp", str(tmp_path / "picture.bmp"), file_of(picture, "PNG", exif=exif)),
+        *(file_of(picture, "WEBP", lossless=True), picture.convert("RGBA")),
+    ):
+        assert ask(llm, image) == (answer, length - 1)
+    parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": QUESTION}]
+    [output] = llm.chat([{"role": "user", "content": parts}], LOGPROBS)
+    assert bits(output) == answer
+    assert output.num_cached_tokens == length - 1
+
+
+def test_a_picture_is_shown_as_its_camera_was_held(llm: LLM) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = file_of(noise(50, 70), "PNG", exif=exif)
+    upright = ask(llm, noise(50, 70).transpose(Image.Transpose.ROTATE_270))
+    assert ask(llm, turned)[0] == upright[0]
+
+
+def test_a_miss_because_of_another_picture_says_so(llm: LLM) -> None:
+    ask(llm, noise(70, 50))
+    prompts = [_prompt(llm, noise(70, 50, seed)) for seed in (0, 1)]
+    assert llm.engine.explain(prompts[0]).reason is None
+    found = llm.engine.explain(prompts[1])
+    assert found.reason == MissReason.MEDIA_DIFFERS
+    assert found.num_hit_tokens <= offset_of(llm)
+
+
+def _prompt(llm: LLM, image: Image.Image) -> Prompt:
+    assert llm.pictures is not None
+    messages = taken_apart(asks(QUESTION, image))
+    token_ids = llm._prompts.tokenizer_for("a test").render_chat(messages)
+    return llm.pictures.shown(Prompt(token_ids), llm.pictures.read(pictures_of(messages)))
+
+
+def test_prompts_of_generate_take_pictures_as_vllm_does(llm: LLM, oracle: SeeingOracle) -> None:
+    picture = noise(70, 50)
+    _, expected = oracle.answer(asks(QUESTION, picture), 6)
+    prompt = f"<s>user:<image>{QUESTION}</s><s>assistant:"
+    for given in (picture, [file_of(picture)]):
+        [output] = llm.generate({"prompt": prompt, "multi_modal_data": {"image": given}}, greedy(6))
+        assert output.outputs[0].token_ids == expected
+    token_ids = llm.get_tokenizer().encode(prompt, add_special_tokens=False)
+    [output] = llm.generate({"prompt_token_ids": token_ids, "multi_modal_data": {"image": picture}}, greedy(6))
+    assert output.outputs[0].token_ids == expected
+    for wrong, match in (
+        ({"prompt": QUESTION, "multi_modal_data": {"image": picture}}, "1 pictures, but 0 signs"),
+        ({"prompt": prompt, "multi_modal_data": {"audio": picture}}, "multi_modal_data has"),
+        ({"prompt": prompt, "multi_modal_data": {"image": 7}}, "a picture is a int"),
+    ):
+        with pytest.raises(InvalidRequestError, match=match):
+            llm.generate(wrong, greedy(1))
+
+
+def test_the_sign_of_a_picture_in_a_text_is_text(llm: LLM) -> None:
+    [output] = llm.chat(asks("Is <image> a sign?", noise(40, 40)), greedy(1))
+    sign = llm.get_tokenizer().convert_tokens_to_ids("<image>")
+    assert list(output.prompt_token_ids).count(sign) == 4 * (1 + 3 * 3)
+    [output] = llm.chat([{"role": "user", "content": "Is <image> a sign?"}], greedy(1))
+    assert sign not in output.prompt_token_ids
+
+
+def test_marks_and_places_move_with_pictures(llm: LLM) -> None:
+    assert llm.pictures is not None
+    sign = llm.get_tokenizer().convert_tokens_to_ids("<image>")
+    read = llm.pictures.read(pictures_of(taken_apart(asks("", noise(20, 20), noise(20, 20, 1)))))
+    plain = np.array([5, sign, 6, 7, sign, 8], np.int32)
+    shown = llm.pictures.shown(Prompt(plain, message_ends=(1, 2, 4, 5, 6)), read)
+    assert shown.token_ids[[0, -1]].tolist() == [5, 8]
+    lengths = [len(llm.pictures._placeholders(one.shape).token_ids) for one in read]
+    assert shown.message_ends == (1, 1 + lengths[0], 3 + lengths[0], 3 + sum(lengths), 4 + sum(lengths))
+    for placed in shown.pictures:
+        assert (shown.token_ids[placed.places] == sign).all()
+
+
+@pytest.mark.parametrize("size", [(96, 96), (97, 31), (31, 97), (1, 60), (60, 1), (400, 300), (33, 32)])
+def test_pictures_are_cut_as_the_image_processor_cuts_them(llm: LLM, size: tuple[int, int]) -> None:
+    assert llm.encoded_pictures is not None
+    vision = llm.encoded_pictures.vision
+    pixels = np.asarray(noise(*size))
+    shape = vision.shape(size[1], size[0])
+    assert len(vision.encode(pixels)) == vision.num_rows(shape)
+    assert vision.text(shape).count("<image>") == vision.num_rows(shape)
+    assert all(sign in SIGNS or not sign.startswith("<row") for sign in vision.text(shape).split("<image>"))
+
+
+def test_models_without_eyes_refuse_pictures_in_a_line(tiny_models: Any) -> None:
+    with LLM(str(tiny_models.folder_with_tokenizer("llama")), **OPTIONS) as llm:
+        with pytest.raises(InvalidRequestError, match="takes only text") as one:
+            llm.chat(asks(QUESTION, noise(TILE, TILE)), greedy(1))
+        with pytest.raises(InvalidRequestError, match="takes no pictures") as other:
+            llm.generate({"prompt": "a", "multi_modal_data": {"image": noise(TILE, TILE)}}, greedy(1))
+        assert "\n" not in f"{one.value}{other.value}"
