@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from foreword.cache import CacheLedger, EvictionCause
 from foreword.errors import ConfigError
 from foreword.replay import one_pass
 from foreword.replay.caches import LruCache, ManagerCache
@@ -126,10 +127,31 @@ def test_every_policy_can_be_replayed_and_finds_no_more_than_the_optimum(policy)
     for seed in range(2):
         trace = random_requests(random.Random(seed), 120, alphabet=3)
         best = Optimum([each.keys for each in trace])
+        churn = simulate(trace, [policy], blocks(5, 9, 20)).churn()[policy]
         for capacity in (5, 9, 20):
-            cache = ManagerCache(capacity, policy)
+            ledger = CacheLedger(capacity)
+            cache = ManagerCache(capacity, policy, ledger)
             assert sum(held_by(cache, trace)) <= best.hits(capacity).sum()
             cache.manager.check_integrity()
+            evicted = ledger.evictions[EvictionCause.REUSED]
+            assert churn[str(capacity)] == pytest.approx(1000 * evicted / len(trace))
+
+
+def test_memory_is_saved_where_lru_needs_more_for_as_many_hits():
+    """Two prompts of six blocks take turns with floods: LRU finds them again only in a pool that holds a flood, too."""
+    flood = itertools.count(100)
+    trace = [request([turn // 2, *range(10, 15)]) for turn in range(4)]
+    for turn in range(60):
+        trace += [request([turn % 2, *range(10, 15)]), request([next(flood) for _ in range(8)])]
+    result = simulate(trace, ["lru", "slru"], blocks(16, 400))
+    saved = result.memory_saved()
+    lru, slru = (result.block_ratio(result.hits[policy]["16"]) for policy in ("lru", "slru"))
+    assert slru > lru
+    needed = next(
+        size for size, ratio in zip(result.curve_capacities, result.curve_ratios, strict=True) if ratio >= slru
+    )
+    assert 0 < saved["slru"]["16"] <= 1 - 16 / needed + 1e-9
+    assert saved["slru"]["400"] == 0.0, "both find all"
 
 
 def test_unlimited_memory_holds_all_that_was_seen():

@@ -44,6 +44,8 @@ class HitCount:
     tokens: int = 0
     refused_blocks: int = 0
     """Blocks of requests that have more blocks than the cache."""
+    empty_blocks: int = 0
+    """Blocks of a cache that held nothing at the end, because evicting a head forgot its tails."""
 
     def note(self, request: RecordedRequest, num_held: int, capacity: int) -> None:
         """Note that a cache of this capacity held the first `num_held` blocks of the request."""
@@ -81,6 +83,7 @@ class ManagerCache:
         self.capacity = capacity
         index = RadixIndex(capacity, PIECES)
         policy = make_policy(eviction_policy, capacity) if isinstance(eviction_policy, str) else eviction_policy
+        self.policy = policy
         self.manager = KVCacheManager(capacity, block_size=PIECES, index=index, eviction_policy=policy, ledger=ledger)
 
     def admit(self, request: RecordedRequest) -> int:

@@ -6,13 +6,14 @@ Each class implements `EvictionPolicy`. docs/decisions/0028-safe-value.md has th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import BlockIds, EvictionPolicy, FreeKVCacheBlockQueue
+from foreword.cache import BlockHash, BlockIds, EvictionPolicy, FreeKVCacheBlockQueue
 from foreword.cache.eviction.choose import POLICIES as ENGINE_POLICIES
 from foreword.cache.eviction.empty_first import EmptyFirstPolicy
 from foreword.cache.eviction.policies import QueuedPolicy, RankedPolicy
@@ -83,6 +84,65 @@ class SlruPolicy(EmptyFirstPolicy):
         assert not self._is_protected[self._probation.in_order()].any(), "a protected block is on probation"
         assert self._is_protected[self._protected.in_order()].all(), "a block is protected without a hit"
         assert len(self._protected) <= self._max_protected, "too many blocks are protected"
+
+
+class TlruPolicy(RankedPolicy):
+    """First the last `SPARE_BLOCKS` blocks of each prompt, then the others; each LRU.
+
+    A conversation's next turn has to compute its new tokens anyway; a few blocks more keep it within its goal for the
+    first token. So ends may go, and heads stay. Choose it where slow first tokens matter more than hits. Requests
+    free their blocks in one call. After "Tail-Optimized Caching for LLM Inference" (arXiv 2510.15152); also in SGLang.
+    """
+
+    SPARE_BLOCKS = 4
+
+    def _add(self, block_ids: BlockIds) -> None:
+        self._rank[block_ids] = 1
+        self._rank[block_ids[: self.SPARE_BLOCKS]] = 0
+        super()._add(block_ids)
+
+
+class TinyLfuPolicy(RankedPolicy):
+    """Fewest uses first, of those that the key had before it was evicted, too; among equals the least recently freed.
+
+    Counts end at 15, and all are halved after ten uses for each block of the pool, so old fame fades. What comes back
+    after an eviction keeps its fame: choose it where prompts return after long. The counts of "TinyLFU" (Einziger,
+    Friedman and Manes, 2017) without its sketch, which only saves memory.
+    """
+
+    MOST = 15
+    wants_keys = True
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._key_of: dict[int, BlockHash] = {}
+        self._uses: Counter[BlockHash] = Counter()
+        self._num_uses = 0
+
+    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
+        self._key_of.update(zip(block_ids.tolist(), keys, strict=True))
+        self._use(block_ids)
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        self._rank[block_ids] += 1  # where keys are not told
+        self._use(block_ids)
+
+    def _use(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            if (key := self._key_of.get(block_id)) is not None:
+                self._uses[key] = self._rank[block_id] = min(self._uses[key] + 1, self.MOST)
+                self._num_uses += 1
+        if self._num_uses >= 10 * len(self._rank):
+            self._num_uses = 0
+            self._uses = Counter({key: uses // 2 for key, uses in self._uses.items() if uses > 1})
+            self._rank //= 2
+            kept = self._queue.in_order()
+            self._queue.remove(kept)
+            self._add(kept)
+
+    def _unlearn(self, block_ids: BlockIds) -> None:
+        for block_id in block_ids.tolist():
+            self._key_of.pop(block_id, None)
 
 
 class FifoPolicy(EmptyFirstPolicy):
@@ -182,6 +242,8 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "lfu": LfuPolicy,
         "slru": SlruPolicy,
         "fifo": FifoPolicy,
+        "tlru": TlruPolicy,
+        "tinylfu": TinyLfuPolicy,
         "last_accessed": LastAccessedPolicy,
     }
 )

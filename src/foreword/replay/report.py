@@ -129,6 +129,8 @@ def as_json(result: ReplayResult, kv_bytes_per_token: int | None = None) -> dict
             "tokens": round(result.token_ratio(result.unlimited), 6),
         },
         "misses": result.of_each(result.misses),
+        "evicted_per_1000_requests": _rounded(result.churn()),
+        "memory_saved": _rounded(result.memory_saved()),
         "capacity_blocks": {capacity.name: capacity.num_blocks for capacity in result.capacities},
         "lru_curve": {
             "capacity_blocks": result.curve_capacities,
@@ -164,6 +166,11 @@ def print_report(result: ReplayResult, console: Console, title: str, kv_bytes_pe
         never_seen = result.num_blocks - result.unlimited.blocks
         console.print("\nBlocks missed because they had been evicted", style="bold")
         console.print(_evicted(result))
+        console.print("\nBlocks evicted per 1,000 requests", style="bold")
+        console.print(_by_capacity(result, result.churn(), ",.0f"))
+        if saved := result.memory_saved():
+            console.print("\nMemory saved where LRU would find as much", style="bold")
+            console.print(_by_capacity(result, saved, ".0%"))
         share = never_seen / max(1, result.num_blocks)
         console.print(f"Never seen before, and missed by any cache: {never_seen:,} blocks ({share:.1%}).")
         for name, num_blocks in _refused(result).items():
@@ -202,6 +209,17 @@ def _evicted(result: ReplayResult) -> Table:
         missed = (result.misses(by_capacity[capacity.name]) for by_capacity in result.hits.values())
         table.add_row(capacity.name, *(f"{by_reason[MissReason.EVICTED.value]:,}" for by_reason in missed))
     return table
+
+
+def _by_capacity(result: ReplayResult, figures: dict[str, dict[str, float]], form: str) -> Table:
+    table = table_of("capacity", *figures)
+    for size in result.capacities:
+        table.add_row(size.name, *(format(by_capacity[size.name], form) for by_capacity in figures.values()))
+    return table
+
+
+def _rounded(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {policy: {name: round(one, 4) for name, one in sizes.items()} for policy, sizes in figures.items()}
 
 
 def _refused(result: ReplayResult) -> dict[str, int]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from foreword.cache.account.ledger import MissReason
 from foreword.errors import ConfigError
-from foreword.replay.caches import HitCount, ManagerCache, SimulatedCache
+from foreword.replay.caches import HitCount, ManagerCache
 from foreword.replay.capacity import Capacity
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.one_pass import OnePass, ReuseIntervals
@@ -56,6 +56,35 @@ class ReplayResult:
     def token_ratio(self, count: HitCount) -> float:
         return count.tokens / self.num_tokens
 
+    def churn(self) -> dict[str, dict[str, float]]:
+        """Evicted blocks per 1,000 requests: those that were stored, without those that are left."""
+        stored = self.of_each(lambda count: self.num_blocks - count.refused_blocks - count.blocks + count.empty_blocks)
+        return {
+            policy: {
+                size.name: max(0, stored[policy][size.name] - size.num_blocks) * 1000 / self.num_requests
+                for size in self.capacities
+            }
+            for policy in self.hits
+            if policy != OPTIMUM
+        }
+
+    def memory_saved(self) -> dict[str, dict[str, float]]:
+        """The share of memory that a policy saves where LRU finds as much; below 0 where it needs more."""
+        ratios, first = np.unique(self.curve_ratios, return_index=True)
+        sizes = np.array(self.curve_capacities, np.float64)
+
+        def saved(count: HitCount, num_blocks: int) -> float:
+            ratio = self.block_ratio(count)
+            if abs(ratio - float(np.interp(num_blocks, sizes, self.curve_ratios))) < 1e-9:
+                return 0.0
+            return 1 - num_blocks / float(np.interp(ratio, ratios, sizes[first]))
+
+        return {
+            policy: {size.name: saved(hits[size.name], size.num_blocks) for size in self.capacities}
+            for policy, hits in self.hits.items()
+            if policy != "lru"
+        }
+
     def hit_ratios(self) -> dict[str, dict[str, float]]:
         """The share of the blocks found, by policy, then by capacity's name."""
         return self.of_each(lambda count: round(self.block_ratio(count), 6))
@@ -92,7 +121,7 @@ class Simulation:
             raise ConfigError(f"a sample of {sampling_rate} works for lru only; leave out the other policies")
         self._policies = list(policies)
         self._capacities: list[Capacity] = []
-        self._caches: list[tuple[HitCount, int, SimulatedCache]] = []
+        self._caches: list[tuple[HitCount, int, ManagerCache]] = []
         self._hits: dict[str, dict[str, HitCount]] = {policy: {} for policy in policies}
         self._kept: list[PrefixKeys] = []
         self._kept_lengths: list[int] = []
@@ -130,6 +159,8 @@ class Simulation:
         """The results so far."""
         if OPTIMUM in self._policies:
             self._find_optimum()
+        for count, _, cache in self._caches:
+            count.empty_blocks = cache.policy.num_empty
         self._pass.flush()
         curve, unlimited = self._pass.curve, self._pass.unlimited
         most = max(2, curve.num_blocks)
@@ -169,7 +200,7 @@ class Simulation:
             self._hits[OPTIMUM][capacity.name] = HitCount(int(held.sum()), int(tokens.sum()))
 
 
-def _make_cache(policy: str, capacity: int) -> SimulatedCache:
+def _make_cache(policy: str, capacity: int) -> ManagerCache:
     if capacity > MAX_TABLE_BLOCKS:
         raise ConfigError(
             f"capacity={capacity} blocks is too large to try {policy}, whose tables take memory for each of them; use "

@@ -123,6 +123,18 @@ class FifoModel(Model):
         return (content["cached_at"],)
 
 
+class TlruModel(Model):
+    """The four blocks that a request frees first are the ends of its prompt."""
+
+    def append(self, blocks):
+        super().append(blocks)
+        for at, block in enumerate([block for block in blocks if block in self.cached]):
+            self.cached[block]["rank"] = int(at >= 4)
+
+    def cached_key(self, block, content):
+        return (content["rank"], self.free[block])
+
+
 class LastAccessedModel(Model):
     def append(self, blocks):
         super().append(blocks)
@@ -283,6 +295,8 @@ class ValueModel(Model):
 MODELS = {
     "lru": LruModel,
     "lfu": LfuModel,
+    "tinylfu": LfuModel,  # the life tells no keys
+    "tlru": TlruModel,
     "slru": SlruModel,
     "fifo": FifoModel,
     "last_accessed": LastAccessedModel,

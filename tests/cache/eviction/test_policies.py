@@ -59,6 +59,32 @@ def test_slru_demotes_the_longest_unused_when_too_many_are_protected():
     assert policy.in_order().tolist() == [1, 2, 3, 4, 0]
 
 
+def test_tlru_gives_away_the_ends_of_all_prompts_before_any_head():
+    policy = make_policy("tlru", 12)
+    first, second = cached_chain(policy, 6), cached_chain(policy, 6)
+    ends = [*first[:1:-1], *second[:1:-1]]
+    assert policy.in_order().tolist() == [*ends, *first[1::-1], *second[1::-1]]
+
+
+def test_tinylfu_remembers_the_uses_of_a_key_that_was_evicted_until_they_are_old():
+    policy = make_policy("tinylfu", 2)
+
+    def cache(*keys):
+        for key in keys:
+            block = policy.popleft(1)
+            policy.note_cached(block, ids(0))
+            policy.note_keys(block, [key])
+            policy.append(block)
+
+    cache(b"famous", b"famous", b"famous", b"a", b"b", b"famous", b"c")
+    kept = {policy._key_of[block] for block in policy.in_order().tolist()}
+    assert kept == {b"famous", b"c"}, "it came back after an eviction, with its uses"
+    assert policy._uses[b"famous"] == 4
+    cache(*(bytes([number]) for number in range(40)))
+    assert policy._uses[b"famous"] <= 1
+    policy.check_integrity()
+
+
 def test_fifo_ignores_hits_and_serves_blocks_that_were_held_when_their_turn_came():
     policy = make_policy("fifo", 4)
     first, second, third = cached_chain(policy, 1), cached_chain(policy, 1), cached_chain(policy, 1)
