@@ -126,8 +126,12 @@ class Workspace:
     def widen(self, wide: int, narrow: int, products: Sequence[RowProduct]) -> None:
         """Make room for a layer with rows of `wide` and `narrow` elements, and for the scratch memory of products."""
         self._wide, self._narrow = max(self._wide, wide), max(self._narrow, narrow)
-        self._thread_scratch = max(self._thread_scratch, *(product.thread_scratch for product in products))
+        self.widen_scratch(*(product.thread_scratch for product in products))
         self._row_scratch = max(self._row_scratch, *(product.row_scratch for product in products))
+
+    def widen_scratch(self, *thread_scratch: int) -> None:
+        """Make room for these numbers of bytes of scratch memory for each thread."""
+        self._thread_scratch = max(self._thread_scratch, *thread_scratch)
 
     def places(self, num_rows: int) -> Places:
         """Addresses for a number of rows: the same object until memory moves."""
@@ -384,7 +388,7 @@ class LayerChain:
 
     def _take_adapters(self, adapted: AdaptedRows) -> None:
         """Make room for what adapters add, and their operations if these are the first ones."""
-        self._space.widen(0, 0, adapted.thread_scratch)
+        self._space.widen_scratch(adapted.thread_scratch)
         if self._adapter_wires is None:
             changes = [change for layer in self.layers for change in layer.take_adapters()]
             self._make_program()
