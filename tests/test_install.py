@@ -49,6 +49,14 @@ def test_everything_that_foreword_cannot_run_without_is_pinned() -> None:
     assert {Requirement(line).name for line in PROJECT["dependencies"]} <= set(PINS)
 
 
+def test_the_tools_for_operators_need_a_part_of_what_foreword_needs() -> None:
+    lines = (ROOT / "deploy" / "ops.txt").read_text().splitlines()
+    needed = {line for line in lines if not line.startswith("#")}
+    assert needed <= {*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["ops"]}
+    assert set(PROJECT["optional-dependencies"]["ops"]) <= needed & set(PROJECT["optional-dependencies"]["cluster"])
+    assert not {Requirement(line).name for line in needed} & {"torch", "transformers", "ray"}
+
+
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 def test_packages_whose_names_and_bits_change_have_an_upper_bound(package: str) -> None:
     """All tests ran on one version; .ci/newest.py runs some on what the bound lets in."""

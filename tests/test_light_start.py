@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from foreword.text import Tokenizer
+from real_models import real_model
 from tiny_models import TinyModels, save_tokenizer
 
 SCRIPT = """
@@ -35,6 +37,36 @@ class Server(uvicorn.Server):
 asyncio.run(Server(options).serve())
 print([name for name in sys.modules if name.split(".")[0] in ("transformers", "sympy", "accelerate")])
 """
+
+ABSENT = "accelerate cloudpickle fastapi nicegui prometheus_client ray safetensors torch transformers uvicorn".split()
+TOOLS = """
+import sys
+
+model, trace, body, *absent = sys.argv[1:]
+for name in absent:
+    sys.modules[name] = None  # as if it were not installed
+from foreword import cli
+
+for command in (
+    ["keys", "vllm", "--model", model, "--body", body],
+    ["replay", trace, "--policy", "lru,value", "--capacity", "10", "--tokenizer", model],
+    ["lint", trace, "--model", model],
+    ["watch", "tcp://127.0.0.1:1", "--reports", "1", "--interval", "0.05", "--tokenizer", model],
+):
+    assert cli.main(command) == 0, command
+"""
+
+
+def test_the_tools_for_operators_run_where_deploy_ops_txt_alone_is_installed(tmp_path: Path) -> None:
+    """That is without torch, transformers, ray and web servers."""
+    body = {"messages": [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "content": "Say hello."}]}
+    (tmp_path / "body.json").write_text(json.dumps(body))
+    (tmp_path / "trace.jsonl").write_text(f"{json.dumps(body)}\n" * 3)
+    files = [str(real_model("smollm2")), str(tmp_path / "trace.jsonl"), str(tmp_path / "body.json")]
+    done = subprocess.run([sys.executable, "-c", TOOLS, *files, *ABSENT], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "system: tokens 0 to" in done.stdout
+    assert "waiting for a message" in done.stdout
 
 
 @pytest.mark.slow

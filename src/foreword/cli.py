@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     measure.later = _arguments_of("foreword.modules.measure")
 
     watch = commands.add_parser("watch", help="what the cache of a running engine holds: foreword's, vLLM's, SGLang's")
-    watch.later = _arguments_of("foreword.server.watch.command", "cluster")
+    watch.later = _arguments_of("foreword.server.watch.command", "ops")
 
     cache = commands.add_parser("cache", help="what lies in a cache directory, whether it is sound, and what can go")
     actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")
