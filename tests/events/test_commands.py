@@ -121,11 +121,15 @@ def test_watch_says_that_nobody_answers_and_what_to_start(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["watch", "tcp://127.0.0.1:1"], ["generate", ".", "--prompt", "x", "--kv-events", "tcp://*:0"]]
+    ("arguments", "extra"),
+    [
+        (["watch", "tcp://127.0.0.1:1"], "ops"),
+        (["generate", ".", "--prompt", "x", "--kv-events", "tcp://*:0"], "cluster"),
+    ],
 )
-def test_without_the_packages_an_error_names_the_extra(arguments: list[str]) -> None:
+def test_without_the_packages_an_error_names_the_extra(arguments: list[str], extra: str) -> None:
     """In a process in which `zmq` cannot be imported."""
     code = f"import sys; sys.modules['zmq'] = None; from foreword.cli import main; sys.exit(main({arguments!r}))"
     done = subprocess.run([sys.executable, "-c", code, "x"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "pip install foreword[cluster]" in done.stderr
+    assert f"pip install foreword[{extra}]" in done.stderr
