@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from foreword.errors import InvalidRequestError
 from foreword.pictures.files import MAX_FILE_BYTES, PictureFile, file_of_url, pixels_of, size_of
@@ -82,6 +83,19 @@ def test_every_kind_of_pixels_becomes_rgb(mode: str) -> None:
     assert found.std() > 20
     if mode == "I;16":
         assert found[..., 0].ravel().tolist() == [value * 100 >> 8 for value in range(600)]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_pictures_are_turned_as_pillow_turns_them_and_their_size_needs_no_pixels(kind: str) -> None:
+    for orientation in range(10):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        data = file_of(noise(30, 20), kind, exif=exif)
+        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+        found = pixels_of(PictureFile(data))
+        assert (found == np.asarray(upright)).all()
+        assert size_of(PictureFile(data)) == found.shape[:2]
+    assert size_of(PictureFile(png_of(3000, 2000, b"no pixels"))) == (2000, 3000)
 
 
 def test_what_nobody_sees_is_no_part_of_a_picture() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ MAX_PIXELS = 2**25
 """Of one picture: a file of a few kilobytes may hold billions."""
 MAX_RATIO = 100
 """Of the longer side to the shorter one."""
+_TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""EXIF's orientation -> `PIL.Image.Transpose`, which is not imported yet."""
+_ON_ITS_SIDE = range(5, 9)
+"""Those by which height and width change places."""
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -70,21 +75,19 @@ def file_of_base64(text: str) -> PictureFile:
 def size_of(file: PictureFile) -> tuple[int, int]:
     """Height and width that a picture will have, checked before anything is decoded. Raises InvalidRequestError."""
     image = _opened(file)
-    turned = isinstance(file.data, bytes) and _orientation(image) >= 5
-    return (image.width, image.height) if turned else (image.height, image.width)
+    return (image.width, image.height) if _orientation(file, image) in _ON_ITS_SIDE else (image.height, image.width)
 
 
 def pixels_of(file: PictureFile) -> Pixels:
     """A picture's pixels [height, width, 3], upright and on white. Raises InvalidRequestError."""
-    from PIL import ImageOps
-
     image = _opened(file)
+    turn = _TURNS.get(_orientation(file, image))
     try:
         if isinstance(file.data, bytes):
             image.load()
             _check_size(image.width, image.height)  # some formats say it twice
-            image = ImageOps.exif_transpose(image)
-        return np.asarray(_rgb(image), np.uint8)
+        rgb = _rgb(image)
+        return np.asarray(rgb if turn is None else rgb.transpose(turn), np.uint8)
     except InvalidRequestError:
         raise
     except Exception as error:  # decoders raise whatever they like
@@ -115,11 +118,13 @@ def _opened(file: PictureFile) -> Image:
     return image
 
 
-def _orientation(image: Image) -> int:
-    """How the camera was held, as EXIF says it: from 5 on, height and width change places."""
+def _orientation(file: PictureFile, image: Image) -> int:
+    """How the camera was held, as EXIF says it before the pixels."""
+    if not isinstance(file.data, bytes) or "exif" not in image.info:  # a PNG would be decoded to look for more
+        return 1
     try:
         return int(image.getexif().get(0x0112, 1))
-    except Exception:  # as if there was none, as `exif_transpose` does
+    except Exception:  # as if it said nothing
         return 1
 
 

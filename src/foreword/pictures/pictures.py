@@ -70,7 +70,8 @@ class Pictures:
         """`encode`: the tokenizer's, for a part of a text. `max_tokens`: of all pictures of a prompt."""
         self._vision, self._encode = vision, encode
         self._max_pictures, self._max_tokens = max_pictures, max_tokens
-        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[str, tuple[int, int]]] = OrderedDict()
+        """Digest of a file -> that of what it shows, and its height and width."""
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
         self.num_held_bytes = 0
         """Bytes of the files that requests hold."""
@@ -83,7 +84,10 @@ class Pictures:
                 f"the prompt has {len(files)} pictures; at most {self._max_pictures} are taken (max_pictures), "
                 "send fewer"
             )
-        sizes = [size_of(file) for file in files]
+        names = [hashlib.sha256(file.data).digest() if isinstance(file.data, bytes) else None for file in files]
+        with self._lock:
+            found = [None if name is None else self._known.get(name) for name in names]
+        sizes = [size_of(file) if one is None else one[1] for file, one in zip(files, found, strict=True)]
         shapes = [self._vision.shape(*size) for size in sizes]
         num_tokens = sum(len(self._placeholders(shape).token_ids) for shape in shapes)
         if num_tokens > self._max_tokens:
@@ -91,8 +95,12 @@ class Pictures:
                 f"the pictures take {num_tokens} tokens; a prompt has room for {self._max_tokens}, send fewer or "
                 "smaller ones"
             )
-        each = zip(files, sizes, shapes, strict=True)
-        return [self._hold(ReadPicture(self._digest(file, size, shape), shape, file)) for file, size, shape in each]
+        read = []
+        for file, name, one, size, shape in zip(files, names, found, sizes, shapes, strict=True):
+            digest = self._digest(file, size, shape) if one is None else one[0]
+            read.append(self._hold(ReadPicture(digest, shape, file)))
+            self._note(name, digest, size)
+        return read
 
     def _hold(self, picture: ReadPicture) -> ReadPicture:
         """Count a picture until it is freed. Raises PicturesBusyError if requests hold too many bytes."""
@@ -147,22 +155,21 @@ class Pictures:
 
     def _digest(self, file: PictureFile, size: tuple[int, int], shape: Any) -> str:
         """The digest of what a file shows, and of how it is prepared."""
-        name = hashlib.sha256(file.data).digest() if isinstance(file.data, bytes) else None
-        if name is not None:
-            with self._lock:
-                if name in self._known:
-                    self._known.move_to_end(name)
-                    return self._known[name]
         pixels = pixels_of(file)
         assert pixels.shape[:2] == size, "a picture has another size than its file says"
         digest = hashlib.sha256(f"{self._vision.digest} {size[0]} x {size[1]} as {shape}\n".encode())
         digest.update(np.ascontiguousarray(pixels).data)
-        if name is not None:
-            with self._lock:
-                self._known[name] = digest.hexdigest()
-                while len(self._known) > MOST_KNOWN:
-                    self._known.popitem(last=False)
         return digest.hexdigest()
+
+    def _note(self, name: bytes | None, digest: str, size: tuple[int, int]) -> None:
+        """Remember what a file shows, by the digest of its bytes."""
+        if name is None:
+            return
+        with self._lock:
+            self._known[name] = digest, size
+            self._known.move_to_end(name)
+            while len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
 
     def _make_placeholders(self, shape: Any) -> Placeholders:
         token_ids = np.array(self._encode(self._vision.text(shape)), np.int32)
