@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,19 @@ SIGNS = [
     *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 ]
+OLD_FIELDS = {
+    "_flash_attn_2_enabled": True,
+    "neftune_noise_alpha": 0.0,
+    "perceiver_config": {"model_type": "vllama3"},
+    "pixel_shuffle_factor": 4,
+    "qk_layer_norms": False,
+    "rope_interleaved": False,
+    "use_resampler": False,
+    "is_llama_config": True,
+    "transformers.js_config": {"dtype": "q4"},
+    "max_length": 20,
+    "do_sample": False,
+}
 TILE = 32
 """Pixels of a tile's side, which has 4 rows."""
 
@@ -71,6 +85,11 @@ def save_seeing_model(folder: Path, kind: str = "idefics3", *, seed: int = 0) ->
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
+    if kind == "smolvlm":  # as files of earlier versions are written
+        path = folder / "config.json"
+        values = json.loads(path.read_text())
+        values["text_config"] |= OLD_FIELDS
+        path.write_text(json.dumps(values))
     Idefics3ImageProcessorPil(size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE}).save_pretrained(
         folder
     )

@@ -18,10 +18,17 @@ _TEXT, _HEAD = "model.text_model.", "lm_head.weight"
 _VISION = ("model.vision_model.", "model.connector.")
 PICTURE_MODELS = ("idefics3", "smolvlm")
 """`model_type` of the models whose pictures are served. Their language half is a decoder by itself."""
-_OF_OTHERS = (
-    "_flash_attn_2_enabled neftune_noise_alpha perceiver_config pixel_shuffle_factor qk_layer_norms use_resampler"
-).split()
-"""Fields that old files have in `text_config`, and that transformers' language models do not read."""
+_OF_OTHERS = frozenset(
+    "_attn_implementation_autoset _flash_attn_2_enabled neftune_noise_alpha perceiver_config pixel_shuffle_factor "
+    "qk_layer_norms use_resampler add_cross_attention bad_words_ids begin_suppress_tokens cross_attention_hidden_size "
+    "decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
+    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id is_decoder "
+    "length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
+    "output_scores prefix pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id "
+    "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p "
+    "torchscript typical_p use_bfloat16".split()
+)
+"""Fields that old files have in `text_config`, and that change no number of transformers' language models."""
 
 
 @dataclass(frozen=True, slots=True)
