@@ -33,7 +33,7 @@ class Options:
     drafts: bool | None = None
     """Whether several tokens a step are guessed from the text and checked; None: as the engine does by itself."""
     weights: str = "bfloat16"
-    """foreword and vLLM know "float32" besides, foreword "auto", llama.cpp "Q4_0"."""
+    """foreword and vLLM know "float32" besides, foreword "auto" and "int8" (integers), llama.cpp "Q4_0"."""
 
 
 class Driver(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from foreword.errors import ConfigError
 from foreword.kernels.llvm import emit
 from foreword.kernels.products import integer_worker
 from foreword.kernels.products.coded import FORMATS, QUAD, CodeFormat, Codes, Panels
+from foreword.model import loader
 from foreword.model.checkpoint.gguf.unfold import unfold
 from foreword.model.cpu import coded_product
 from foreword.model.cpu.coded_product import CodedLinear, CodedRows
@@ -254,12 +256,16 @@ def test_a_model_in_integers_answers_with_the_same_bits_cold_and_warm_on_any_thr
     assert found[0] != answers(load_model(replace(options, weight_arithmetic="exact")))
 
 
-def test_the_mode_is_part_of_the_model_and_of_its_arithmetic(file: Path) -> None:
+def test_the_mode_is_part_of_the_model_and_of_its_arithmetic(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     exact, integers = (load_model(ModelConfig(str(file), weight_arithmetic=mode)) for mode in ("exact", "int8"))
     assert "weight_arithmetic" not in exact.config, "what was cached before is still found"
     assert model_facts(exact, "weights", ()) != model_facts(integers, "weights", ())
     assert arithmetic_facts(exact, "probe") != arithmetic_facts(integers, "probe")
     assert all(name.endswith("int8") or name == "in one program" for name in integers.parts())
+    assert "weights multiplied in integers: Q4_1" in caplog.messages
+    loader._report_integers(Counter({"Q4_K int8, F16": 3, "Q6_K int8": 1, "plain": 1}), ModelConfig(str(file)))
+    assert caplog.messages[-1] == "weights multiplied in integers: Q4_K, Q6_K; exactly: F16, plain"
 
 
 @pytest.mark.parametrize(
