@@ -18,6 +18,7 @@ from foreword.config.engine import (
     ModelConfig as ModelConfig,
     Policy as Policy,
     SchedulerConfig as SchedulerConfig,
+    WeightArithmetic as WeightArithmetic,
     engine_options as engine_options,
     has_thread_count as has_thread_count,
     has_wait_policy as has_wait_policy,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foreword.batch import Batch
-from foreword.config import ModelConfig
+from foreword.config import ModelConfig, WeightArithmetic
 from foreword.engine import Engine, Prompt
 from foreword.errors import InvalidRequestError
 from foreword.model.adapters.folder import read_adapter
@@ -162,16 +162,23 @@ def test_bits_depend_neither_on_cuts_nor_on_hits_nor_on_neighbours(
     assert_same_bits(mixed.logits["short"], plain.logits["short"])
 
 
+@pytest.mark.parametrize(("mode", "name", "near"), [("exact", "Q8_0", 2e-3), ("int8", "Q8_0 int8", 0.1)])
 def test_weights_in_the_codes_of_a_file_take_adapters_too(
-    tiny_models: TinyModels, tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    mode: WeightArithmetic,
+    name: str,
+    near: float,
+    tiny_models: TinyModels,
+    tmp_path: Path,
+    prompt: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path, weights = tmp_path / "model.gguf", adapter_for("wide_llama", tiny_models, tmp_path / "adapter")
     plain = write_gguf(tiny_models.folder("wide_llama"), path)
-    coded, same = (
-        load_model(ModelConfig(str(folder), dtype="float32")) for folder in (unfold(path, with_tokenizer=False), plain)
-    )
-    assert coded.parts()["Q8_0"]
+    folder = str(unfold(path, with_tokenizer=False))
+    coded = load_model(ModelConfig(folder, dtype="float32", weight_arithmetic=mode))
+    same = load_model(ModelConfig(str(plain), dtype="float32"))
+    assert coded.parts()[name]
     cold, chunked, wanted = Adapted(coded), Adapted(coded, max_num_batched_tokens=13), Adapted(same)
     for run in (cold, chunked, wanted):
         run.run("a", prompt, weights)
@@ -191,7 +198,7 @@ def test_weights_in_the_codes_of_a_file_take_adapters_too(
     assert_same_bits(mixed.logits["a"], cold.logits["a"])
     assert_same_bits(chunked.logits["a"], cold.logits["a"])
     assert torch.equal(chunked.logits["b"][89], cold.logits["a"][89])
-    torch.testing.assert_close(cold.logits["a"][89], wanted.logits["a"][89], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(cold.logits["a"][89], wanted.logits["a"][89], rtol=near, atol=near)
 
 
 def test_an_alora_adapter_leaves_the_prefix_to_the_base_and_hits_it(
