@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -138,6 +140,39 @@ def test_the_other_dialects_see_the_same_picture(server: ServerThread, expected:
     assert "vision" in (local.show(MODEL).capabilities or ())
     with pytest.raises(ollama.ResponseError, match="stand for pictures"):
         local.generate(MODEL, "And now?", context=again.context)
+
+
+def test_many_at_once_get_their_own_pictures_each_encoded_once_and_leave_nothing(
+    server: ServerThread, llm: LLM
+) -> None:
+    assert llm.pictures is not None
+    assert llm.encoded_pictures is not None
+    before = llm.encoded_pictures.num_encoded
+
+    def answer(seed: int) -> str:
+        body = [{"role": "user", "content": content(file_of(noise(70, 50, seed)))}]
+        create = client(server.url).chat.completions.create
+        return str(create(model=MODEL, messages=body, **GREEDY).choices[0].message.content)
+
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(answer, [20, 21, 22] * 4))
+    assert [set(answers[number::3]) for number in range(3)] == [{answers[number]} for number in range(3)]
+    assert len(set(answers)) == 3
+    assert llm.encoded_pictures.num_encoded == before + 3
+    gc.collect()
+    assert llm.pictures.num_held_bytes == 0
+    llm.engine.check_integrity()
+
+
+def test_a_cached_content_may_have_pictures(server: ServerThread) -> None:
+    inline = {"inlineData": {"mimeType": "image/png", "data": base64.b64encode(file_of(noise(70, 50, 7))).decode()}}
+    said = {"role": "user", "parts": [inline, {"text": "x " * 60}]}
+    kept = httpx.post(
+        f"{server.url}/v1beta/cachedContents", json={"model": f"models/{MODEL}", "contents": [said]}, timeout=60
+    ).json()
+    asked = {"cachedContent": kept["name"], "contents": [{"role": "user", "parts": [{"text": "Why?"}]}]}
+    answer = httpx.post(f"{server.url}/v1beta/models/{MODEL}:generateContent", json=asked, timeout=60).json()
+    assert answer["usageMetadata"]["cachedContentTokenCount"] == kept["usageMetadata"]["totalTokenCount"]
 
 
 def test_prompts_with_pictures_are_explained_and_counted(server: ServerThread) -> None:

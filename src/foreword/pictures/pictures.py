@@ -156,7 +156,8 @@ class Pictures:
     def _digest(self, file: PictureFile, size: tuple[int, int], shape: Any) -> str:
         """The digest of what a file shows, and of how it is prepared."""
         pixels = pixels_of(file)
-        assert pixels.shape[:2] == size, "a picture has another size than its file says"
+        if pixels.shape[:2] != size:
+            raise InvalidRequestError("a picture has another size than its file's beginning says; write the file anew")
         digest = hashlib.sha256(f"{self._vision.digest} {size[0]} x {size[1]} as {shape}\n".encode())
         digest.update(np.ascontiguousarray(pixels).data)
         return digest.hexdigest()
