@@ -19,6 +19,7 @@ from foreword.errors import InvalidRequestError
 from foreword.model.adapters.folder import read_adapter
 from foreword.model.adapters.weights import AdapterWeights
 from foreword.model.checkpoint.gguf.unfold import unfold
+from foreword.model.cpu import layer_program
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner
 from foreword.request import Links, RequestOutput
@@ -179,6 +180,19 @@ def test_weights_in_the_codes_of_a_file_take_adapters_too(
     coded = load_model(ModelConfig(folder, dtype="float32", weight_arithmetic=mode))
     same = load_model(ModelConfig(str(plain), dtype="float32"))
     assert coded.parts()[name]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_program, "Wires", interrupted)
+        with pytest.raises(KeyboardInterrupt):  # as the first adapter comes
+            Adapted(coded).run("a", prompt, weights)
+    whole, parts = Adapted(coded), Adapted(coded, max_num_batched_tokens=13)
+    for run in (whole, parts):
+        run.run("base", prompt, None)
+    assert_same_bits(parts.logits["base"], whole.logits["base"])
+
     cold, chunked, wanted = Adapted(coded), Adapted(coded, max_num_batched_tokens=13), Adapted(same)
     for run in (cold, chunked, wanted):
         run.run("a", prompt, weights)
@@ -187,13 +201,16 @@ def test_weights_in_the_codes_of_a_file_take_adapters_too(
     plain_rows.run("base", prompt, None)
     mixed.add("a", prompt, weights)
     mixed.run("base", prompt, None)
-    assert coded.decoder.chain is not None  # all of these ran the layers as one program, with and without adapters
+    chain = coded.decoder.chain
+    assert chain is not None
+    assert chain._adapter_wires is not None  # all of these ran the layers as one program, with and without adapters
     monkeypatch.setattr(coded.decoder, "chain", None)
     for run in (mixed, Adapted(coded)):
         run.add("a, layer by layer", prompt, weights)
         run.run("base, layer by layer", prompt, None)
         assert_same_bits(run.logits["a, layer by layer"], cold.logits["a"])
         assert_same_bits(run.logits["base, layer by layer"], plain_rows.logits["base"])
+        assert_same_bits(run.logits["base, layer by layer"], whole.logits["base"])
     assert_same_bits(mixed.logits["base"], plain_rows.logits["base"])
     assert_same_bits(mixed.logits["a"], cold.logits["a"])
     assert_same_bits(chunked.logits["a"], cold.logits["a"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,15 +37,17 @@ class AdaptedRows:
         """`numbers` [rows]: of each row the place of its adapter in `adapters`, or NONE."""
         self._adapters, self._numbers = adapters, np.ascontiguousarray(numbers)
         self._tables = np.stack([adapter.tables for adapter in adapters], axis=1)
-        self._is_changed: list[bool] = (self._tables != 0).any(axis=1).tolist()
+        self.is_changed = (self._tables != 0).any(axis=1)
+        """Of each product whether an adapter changes it."""
         most_rank = max(adapter.most_rank for adapter in adapters) + low_rank.RANKS
         self._most_rank, self.thread_scratch = most_rank, low_rank.thread_scratch(most_rank)
+        self._addresses = self._numbers.ctypes.data, self._tables.ctypes.data
 
     def layer(self, layer: int) -> LayerDeltas:
         """What is added to the results of a layer's products."""
         first = PRODUCTS * layer
         return LayerDeltas(
-            *(Deltas(self, at) if self._is_changed[at] else None for at in range(first, first + PRODUCTS))
+            *(Deltas(self, at) if self.is_changed[at] else None for at in range(first, first + PRODUCTS))
         )
 
     def of(self, rows: Tensor) -> AdaptedRows:
@@ -56,17 +58,18 @@ class AdaptedRows:
         """The rows that have an adapter."""
         return torch.from_numpy(np.flatnonzero(self._numbers != NONE))
 
-    def step_numbers(self, product: int, first: int, count: int, scratch: int) -> tuple[int, ...]:
-        """STEP_ARGUMENTS of a product whose rows are `count` of the step's rows, from the row `first` on.
+    def step_numbers(self, products: Int64Array, firsts: Any, counts: Any, scratch: int) -> Int64Array:
+        """STEP_ARGUMENTS of products whose rows are `counts` of the step's rows, from the rows `firsts` on.
 
         `scratch`: the address of memory for all threads.
         """
-        if not self._is_changed[product]:
-            return (0,) * len(STEP_ARGUMENTS)
-        unit = MOST_ROWS * max(1, count // (4 * MOST_ROWS * torch.get_num_threads()))
-        numbers = self._numbers.ctypes.data + first * self._numbers.itemsize
-        tables = self._tables.ctypes.data + product * self._tables.strides[0]
-        return count, numbers, tables, unit, scratch, self.thread_scratch
+        rows, tables = self._addresses
+        found = np.empty((len(products), len(STEP_ARGUMENTS)), np.int64)
+        found[:, 0], found[:, 1] = counts, rows + firsts * self._numbers.itemsize
+        found[:, 2] = tables + products * self._tables.strides[0]
+        found[:, 3] = MOST_ROWS * np.maximum(1, counts // (4 * MOST_ROWS * torch.get_num_threads()))
+        found[:, 4:] = scratch, self.thread_scratch
+        return found
 
     def add(self, product: int, rows: Tensor, result: Tensor) -> Tensor:
         """See `Deltas.add`."""
@@ -77,7 +80,7 @@ class AdaptedRows:
         operation = _operations().operation
         operation.bind(inputs.data_ptr(), inputs.shape[1], target.data_ptr(), target.shape[1])
         scratch = thread_memory(self.thread_scratch * torch.get_num_threads())
-        operation.set_step(self.step_numbers(product, 0, len(inputs), scratch))
+        operation.set_step(self.step_numbers(np.array([product]), 0, len(inputs), scratch)[0])
         work = len(inputs) * self._most_rank * (inputs.shape[-1] + target.shape[-1])
         operation.run(alone=work < ALONE_OPERATIONS)
         return target if result.dtype == torch.float32 else target.to(result.dtype)
@@ -127,7 +130,7 @@ class LowRankOperation(Operation):
         a["rows"], a["row_bytes"], a["num_steps"] = rows, 4 * inputs, inputs // LANES
         a["target"], a["target_bytes"] = target, 4 * outputs
 
-    def set_step(self, numbers: Sequence[int]) -> None:
+    def set_step(self, numbers: Int64Array) -> None:
         """Set STEP_ARGUMENTS."""
         for argument, number in zip(STEP_ARGUMENTS, numbers, strict=True):
             self.arguments[argument] = number

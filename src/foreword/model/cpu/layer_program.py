@@ -301,10 +301,11 @@ class LayerChain:
         for layer, following in zip(layers, (*(own.first_norm for own in layers[1:]), norm), strict=True):
             layer.end_with(following)
         self._head, self._head_operations = head, head.operations()
-        self._make_program()
         self._adapter_wires: Wires | None = None
         """None until adapters come: models without them have no operations for them."""
         self._is_adapted = False
+        """Whether adapters' operations may have rows."""
+        self._make_program()
         self._storage: Callable[[], KVStorage | None] = lambda: None
         """Weak: a model outlives engines, whose blocks must be freed."""
         self._kernel: AttentionKernel | None = None
@@ -317,8 +318,10 @@ class LayerChain:
         """Tensors that the step's numbers are addresses of, if the caller may not keep them."""
 
     def _make_program(self) -> None:
+        self._is_made = False  # an interrupt must not leave a program whose operations count elsewhere
         self._of_layers = [one for layer in self.layers for own in layer.operations.values() for one in own]
         self.program = Program([*self._of_layers, *self._head_operations])
+        self._is_made = True
 
     def logits(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> Tensor | None:
         """Logits [num_kept, vocab] from the rows [rows, width] that enter; None if the program cannot run such a step.
@@ -372,6 +375,8 @@ class LayerChain:
         """Bind all layers. The last one leaves its `wanted` rows where the others do."""
         if step.adapted is not None:
             self._take_adapters(step.adapted)
+        if not self._is_made:
+            self._make_program()
         places = self._space.places(len(x))
         first, last = self.layers[0], self.layers[-1]
         for layer in self.layers:
@@ -390,8 +395,8 @@ class LayerChain:
         """Make room for what adapters add, and their operations if these are the first ones."""
         self._space.widen_scratch(adapted.thread_scratch)
         if self._adapter_wires is None:
+            self._is_made = False
             changes = [change for layer in self.layers for change in layer.take_adapters()]
-            self._make_program()
             places = enumerate((change, argument) for change in changes for argument in adapters.STEP_ARGUMENTS)
             self._adapter_wires = Wires([(change, argument, number) for number, (change, argument) in places])
 
@@ -399,14 +404,16 @@ class LayerChain:
         self, adapted: AdaptedRows | None, num_rows: int, wanted: tuple[int, int] | None, scratch: int
     ) -> None:
         """Set the rows that adapters change; None: none. After attention the last layer has its `wanted` rows."""
-        products = [PRODUCTS * layer.layer + number for layer in self.layers for number in range(PRODUCTS)]
+        assert self._adapter_wires is not None
+        products = np.arange(PRODUCTS * len(self.layers))
         numbers = np.zeros((len(products), len(adapters.STEP_ARGUMENTS)), np.int64)
         if adapted is not None:
-            after = len(products) - PRODUCTS + 1
-            for at, product in enumerate(products):
-                first, count = wanted if wanted is not None and at >= after else (0, num_rows)
-                numbers[at] = adapted.step_numbers(product, first, count, scratch)
-        assert self._adapter_wires is not None
+            firsts, counts = np.zeros_like(products), np.full_like(products, num_rows)
+            if wanted is not None:
+                firsts[1 - PRODUCTS :], counts[1 - PRODUCTS :] = wanted
+            changed = adapted.is_changed[products]
+            numbers[changed] = adapted.step_numbers(products, firsts, counts, scratch)[changed]
+        self._is_adapted = True  # until all operations are known to have none
         self._adapter_wires.carry(numbers)
         self._is_adapted = adapted is not None
 
