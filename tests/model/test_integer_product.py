@@ -158,7 +158,7 @@ def portable(builder: Any, total: Any, codes: Any, numbers: Any) -> Any:
     return total
 
 
-def module_of(kind: CodeFormat, dot: integer_worker.Dot) -> llvm.ModuleRef:
+def module_of(kind: CodeFormat, dot: integer_worker.Dot | None) -> llvm.ModuleRef:
     """A function product(panel, heads of it, row, sums) that adds products in 32 bits."""
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [emit.I64] * 4), "product")
@@ -170,33 +170,40 @@ def module_of(kind: CodeFormat, dot: integer_worker.Dot) -> llvm.ModuleRef:
     return llvm.parse_assembly(str(module))
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q6_K", "IQ4_XS", "uint4 half"])
-def test_sums_in_32_bits_are_those_in_16(name: str) -> None:
-    """VNNI's way: run with portable instructions, and compiled with its own."""
-    weight, rows = weight_of(name), rows_of(3)[2:]
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize("name", WHOLE)
+def test_sums_in_32_bits_are_those_in_16(name: str, extreme: bool) -> None:
+    """VNNI's way: run with portable instructions, and compiled with its own; and that of AVX2, where VNNI is."""
+    weight, rows = weight_of(name, extreme=extreme), rows_of(3, extreme=extreme)[2:].repeat(2, 1)
+    rows[1, 6] = torch.inf
     kind, shape = weight.kind, weight.shape
     panels = Panels(kind, shape, np.zeros(Panels.num_bytes(kind, shape), np.uint8), QUAD)
     panels.fill(0, weight.codes(0, OUTPUTS))
-    quantised, scratch = np.zeros(INPUTS // 32 * integer_worker.STEP_BYTES, np.uint8), np.zeros(16, np.float32)
+    quantised = np.zeros((2, INPUTS // 32 * integer_worker.STEP_BYTES), np.uint8)
     quantise = coded_product.QuantiseOperation(INPUTS)
-    quantise.bind(rows.data_ptr(), 1, 0, quantised.ctypes.data)
+    quantise.bind(rows.data_ptr(), 2, 0, quantised.ctypes.data)
     quantise.run(alone=True)
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten()
-    )
-    with llvm.create_mcjit_compiler(module_of(kind, portable), machine) as engine:
-        engine.finalize_object()
-        call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(engine.get_function_address("product"))
-        num_supers = panels.memory.shape[1]
-        call(panels.memory.ctypes.data, num_supers, quantised.ctypes.data, scratch.ctypes.data)
-    expected = CodedLinear([weight], None)(rows)
-    assert torch.equal(torch.from_numpy(scratch), expected[0, :16])
-    other = llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu="icelake-server", opt=2)
-    assert "vpdpbusd" in other.emit_assembly(module_of(kind, integer_worker.vnni))
+    expected = CodedLinear([weight], None)(rows)[:, :16]
+    assert expected[1].isnan().all()
+    for dot in (portable, None):
+        machine = llvm.Target.from_default_triple().create_target_machine(  # an engine owns its machine
+            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten()
+        )
+        with llvm.create_mcjit_compiler(module_of(kind, dot), machine) as engine:
+            engine.finalize_object()
+            call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(engine.get_function_address("product"))
+            for row, bits in zip(quantised, expected, strict=True):
+                sums = np.zeros(16, np.float32)
+                call(panels.memory.ctypes.data, panels.memory.shape[1], row.ctypes.data, sums.ctypes.data)
+                assert np.array_equal(sums, bits.numpy(), equal_nan=True)
+    if not extreme:
+        other = llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu="icelake-server", opt=2)
+        assert "vpdpbusd" in other.emit_assembly(module_of(kind, integer_worker.vnni))
 
 
-def test_what_is_no_number_stays_none_and_infinity_does_not_vanish() -> None:
-    product, rows = CodedLinear([weight_of("Q4_1")], None), rows_of(4)
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+def test_what_is_no_number_stays_none_and_infinity_does_not_vanish(name: str) -> None:
+    product, rows = CodedLinear([weight_of(name)], None), rows_of(4)
     rows[1, 5], rows[2, 6] = torch.nan, torch.inf
     found, expected = product(rows), product(rows[[0, 3]])
     assert not found[1:3].isfinite().any()

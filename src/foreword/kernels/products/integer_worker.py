@@ -18,6 +18,7 @@ as cannot overflow; with VNNI four are added in 32 bits.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,10 @@ def _first(builder: Any, vector: Any) -> Any:
 
 
 def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
-    """Quantise 32 float32. Integers compare absolute values, so one that is no number becomes the scale."""
+    """Quantise 32 float32. Integers compare absolute values, so one that is no number becomes the scale.
+
+    An infinite one makes the scale no number: sums times infinity would depend on the instructions.
+    """
     halves = [emit.load(builder, source, 64 * half) for half in (0, 1)]
     sizes = [builder.and_(builder.bitcast(half, I32S), _words(0x7FFFFFFF)) for half in halves]
 
@@ -74,6 +78,8 @@ def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
     most = builder.bitcast(_first(builder, emit.reduce(builder, larger(*sizes), larger)), F32)
     is_tiny, zero = builder.fcmp_ordered("<", most, ir.Constant(F32, TINY)), ir.Constant(F32, 0.0)
     scale = builder.select(is_tiny, zero, builder.fdiv(most, ir.Constant(F32, MOST)))
+    is_finite = builder.fcmp_ordered("<", most, ir.Constant(F32, math.inf))
+    scale = builder.select(is_finite, scale, ir.Constant(F32, math.nan))
     inverse = emit.splat(builder, builder.select(is_tiny, zero, builder.fdiv(ir.Constant(F32, MOST), most)))
     sums = []
     for half, values in enumerate(halves):
@@ -193,7 +199,7 @@ def _sums_of_pairs(builder: Any, kind: CodeFormat, planes: Planes, rows: Sequenc
                     right = emit.call(builder, "llvm.x86.avx2.psign.b", right, numbers)
                 own = emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", left, right, returns=halves)
                 pairs[place] = own if pairs[place] is None else builder.add(pairs[place], own)
-                if count % min(most, len(quads)) == 0:
+                if count % most == 0 or count == len(quads):
                     ones = ir.Constant(halves, [1] * 16)
                     wide = emit.call(builder, "llvm.x86.avx2.pmadd.wd", pairs[place], ones, returns=words)
                     totals[place], pairs[place] = builder.add(totals[place], wide), None
