@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from foreword.errors import InvalidRequestError
+from foreword.pictures import picture_file
 from foreword.pictures.files import MAX_FILE_BYTES, PictureFile, file_of_url, pixels_of, size_of
 from picture_models import file_of, noise, png_of
 
@@ -37,6 +40,16 @@ def broken() -> Iterator[Any]:
         yield pytest.param(moving, "animation", id=f"moving {kind}")
     yield pytest.param(file_of(noise(20, 20), "TIFF"), "cannot be read", id="TIFF")
     yield pytest.param(b"\x89PNG" + b"\0" * MAX_FILE_BYTES, "bytes", id="long file")
+    empty = struct.pack(">I4sI", 0, b"prIv", zlib.crc32(b"prIv"))
+    jpeg = file_of(noise(20, 20).convert("L"), "JPEG", progressive=True)
+    scan = jpeg.rindex(b"\xff\xda")
+    yield pytest.param(jpeg[:-2] + jpeg[scan:-2] * 100 + jpeg[-2:], "scans", id="scans")
+    yield pytest.param(jpeg[:2] + b"\xff\xe9\0\2" * 20_000 + jpeg[2:], "small pieces", id="empty segments")
+    yield pytest.param(jpeg[:20] + b"\0" * 40_000 + jpeg[20:], "small pieces", id="junk between segments")
+    yield pytest.param(whole[:33] + empty * 20_000 + whole[33:], "small pieces", id="empty chunks")
+    runs = b"\1\1" * 20_000
+    header = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 0, 0, 0, 1078, 40, 100, 200, 1, 8, 1, len(runs), 0, 0, 256, 0)
+    yield pytest.param(header + bytes(1024) + runs, "small pieces", id="runs of a BMP")
 
 
 @pytest.mark.parametrize(("data", "match"), list(broken()))
@@ -108,4 +121,37 @@ def test_what_nobody_sees_is_no_part_of_a_picture() -> None:
 
 def test_base64_of_a_url_may_have_any_type() -> None:
     data = file_of(noise(20, 20), "JPEG")
-    assert file_of_url("DATA:image/png;BASE64," + base64.b64encode(data).decode()).data == data
+    for text in (base64.b64encode(data).decode(), base64.encodebytes(data).decode()):
+        assert file_of_url("DATA:image/png;BASE64," + text).data == data
+        assert file_of_url("data:image/png;base64," + text.rstrip("=\n")).data == data
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("JPEG", {"progressive": True}), ("PNG", {}), ("GIF", {}), ("WEBP", {}), ("BMP", {})],
+)
+def test_large_files_of_ordinary_programs_are_read(kind: str, options: dict[str, Any]) -> None:
+    assert pixels_of(PictureFile(file_of(noise(600, 500), kind, **options))).shape == (500, 600, 3)
+
+
+def test_a_photograph_with_a_preview_is_a_picture() -> None:
+    data = file_of(noise(40, 30), "MPO", save_all=True, append_images=[noise(8, 6, 1)])
+    assert Image.open(io.BytesIO(data)).n_frames == 2
+    assert (pixels_of(PictureFile(data)) == pixels_of(PictureFile(file_of(noise(40, 30), "JPEG")))).all()
+
+
+def test_images_of_pillow_are_checked_and_turned_as_files_are(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (path := tmp_path / "turned.png").write_bytes(data := file_of(noise(50, 70), "PNG", exif=exif))
+    with Image.open(path) as image:
+        assert (pixels_of(picture_file(image)) == pixels_of(PictureFile(data))).all()
+    path.write_bytes(data[: len(data) // 2])
+    with Image.open(path) as image, pytest.raises(InvalidRequestError, match="cannot be read"):
+        picture_file(image)
+    path.write_bytes(png_of(9000, 9000))
+    with Image.open(path) as image, pytest.raises(InvalidRequestError, match="9000 x 9000 pixels"):
+        picture_file(image)
+    for mode in ("I", "F"):
+        with pytest.raises(InvalidRequestError, match="send 8 bits"):
+            pixels_of(picture_file(Image.new(mode, (9, 9), 200)))

@@ -27,6 +27,8 @@ MAX_PIXELS = 2**25
 """Of one picture: a file of a few kilobytes may hold billions."""
 MAX_RATIO = 100
 """Of the longer side to the shorter one."""
+MAX_SCANS = 64
+"""Of a JPEG: each goes over all pixels, though it may have a few bytes. Cameras and programs write ten or so."""
 _TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF's orientation -> `PIL.Image.Transpose`, which is not imported yet."""
 _ON_ITS_SIDE = range(5, 9)
@@ -44,6 +46,20 @@ class PictureFile:
     def num_bytes(self) -> int:
         """Bytes of a file; of an image, of its pixels."""
         return len(self.data) if isinstance(self.data, bytes) else 3 * self.data.width * self.data.height
+
+
+class _FewReads(io.BytesIO):
+    """A file that refuses more reads than its size explains: Pillow's Python loops over chunks, segments and runs."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._left = 10_000 + len(data) // (40 if data[:3] == b"GIF" else 500)  # a GIF has pieces of 255 bytes
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise InvalidRequestError("a picture's file is in too many small pieces; write it anew, as a plain PNG")
+        return super().read(size)
 
 
 def file_of_url(url: object) -> PictureFile:
@@ -67,9 +83,23 @@ def file_of_base64(text: str) -> PictureFile:
     if len(text) > MAX_FILE_BYTES * 4 // 3 + 4:
         raise _too_large(len(text) * 3 // 4)
     try:
-        return PictureFile(base64.b64decode(text, validate=True))
+        text = "".join(text.split()).rstrip("=")  # lines and missing padding leave no doubt
+        return PictureFile(base64.b64decode(text + "=" * (-len(text) % 4), validate=True))
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequestError(f"a picture's data is not base64: {error}") from error
+        raise InvalidRequestError(
+            f"a picture's data is not base64 ({error}); send the file's bytes in the standard alphabet, with + and /"
+        ) from error
+
+
+def upright_copy(image: Image) -> PictureFile:
+    """A caller's image of Pillow, which may be a file that is not decoded yet. Raises InvalidRequestError."""
+    from PIL import ImageOps
+
+    _check_size(image.width, image.height)
+    try:
+        return PictureFile(ImageOps.exif_transpose(image))  # a copy in any case: the caller may draw on
+    except Exception as error:  # decoders raise whatever they like
+        raise _unreadable(error) from error
 
 
 def size_of(file: PictureFile) -> tuple[int, int]:
@@ -105,9 +135,15 @@ def _opened(file: PictureFile) -> Image:
         return found
     if len(file.data) > MAX_FILE_BYTES:
         raise _too_large(len(file.data))
+    if file.data[:2] == b"\xff\xd8" and (num_scans := file.data.count(b"\xff\xda")) > MAX_SCANS:
+        raise InvalidRequestError(
+            f"a picture's JPEG has {num_scans} scans; at most {MAX_SCANS} are taken, write it anew with fewer"
+        )
     try:
-        image = Image.open(io.BytesIO(file.data), formats=FORMATS)
-        is_animated = bool(getattr(image, "is_animated", False))
+        image = Image.open(_FewReads(file.data), formats=FORMATS)
+        is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"  # a camera's JPEG, previews
+    except InvalidRequestError:
+        raise
     except Image.DecompressionBombError as error:
         raise _too_many_pixels("more than twice as many") from error
     except Exception as error:
@@ -131,9 +167,10 @@ def _orientation(file: PictureFile, image: Image) -> int:
 def _rgb(image: Image) -> Image:
     from PIL import Image
 
-    if image.mode in ("I;16", "I;16L", "I;16B", "I", "F"):
-        if image.mode == "F":
-            raise InvalidRequestError("a picture has pixels of the type float; send 8 bits for each colour")
+    if image.mode in ("I", "F"):  # which value is white, nobody says
+        kind = "float" if image.mode == "F" else "32-bit integer"
+        raise InvalidRequestError(f"a picture has pixels of the type {kind}; send 8 bits for each colour")
+    if image.mode in ("I;16", "I;16L", "I;16B"):
         return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         image = image.convert("RGBA")

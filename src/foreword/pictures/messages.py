@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import InvalidRequestError
-from foreword.pictures.files import MAX_FILE_BYTES, PictureFile, file_of_url
+from foreword.pictures.files import MAX_FILE_BYTES, PictureFile, file_of_url, upright_copy
 from foreword.text.picture_marks import MARK, PICTURES
 
 _KINDS = ("image", "image_pil", "image_url")
@@ -55,5 +55,5 @@ def picture_file(given: Any) -> PictureFile:
         except (OSError, ValueError) as error:
             raise InvalidRequestError(f"the picture {str(given)!r:.100} cannot be read: {error}") from error
     if hasattr(given, "width") and hasattr(given, "convert"):
-        return PictureFile(given.copy())  # the caller may draw on
+        return upright_copy(given)
     raise InvalidRequestError(f"a picture is a {type(given).__name__}; give an image of Pillow, a path or bytes")
