@@ -27,10 +27,10 @@ from foreword.request import SamplingParams
 class Stream:
     """A mirror and its witness, fed with batches."""
 
-    def __init__(self, num_blocks: int | None = None) -> None:
+    def __init__(self, num_blocks: int | None = None, *, all_report: bool = False) -> None:
         mirror = Mirror()
         self.follower = Follower(mirror, has_replay=False, has_snapshot=False)
-        self.requests = self.follower.witness = Requests(mirror, num_blocks)
+        self.requests = self.follower.witness = Requests(mirror, num_blocks, all_report=all_report)
         self._seq = 0
 
     def send(self, time: float, *events: Event) -> None:
@@ -227,10 +227,10 @@ VLLM: dict[str, dict[str, Any]] = json.loads(
 BLOCK = 16
 
 
-def watched(batches: list[str]) -> Requests:
+def watched(batches: list[str], *, all_report: bool = False) -> Requests:
     mirror = Mirror()
     follower = Follower(mirror, has_replay=False, has_snapshot=False)
-    requests = follower.witness = Requests(mirror)
+    requests = follower.witness = Requests(mirror, all_report=all_report)
     for number, batch in enumerate(batches):
         follower.take(decode_batch(bytes.fromhex(batch), number))
     return requests
@@ -239,7 +239,7 @@ def watched(batches: list[str]) -> Requests:
 @pytest.mark.parametrize("name", VLLM)
 def test_vllm_s_requests_have_found_what_its_own_lookup_found(name: str) -> None:
     """Of two groups in either order, with tails of prompts, reports of reused blocks, and states that are missing."""
-    requests = watched(VLLM[name]["batches"])
+    requests = watched(VLLM[name]["batches"], all_report=True)
     seen = requests.take(everything=True)
     truth = iter(VLLM[name]["truth"])
     for one in seen:  # those that stored no whole block are not seen
@@ -248,6 +248,7 @@ def test_vllm_s_requests_have_found_what_its_own_lookup_found(name: str) -> None
     assert requests.block_tokens == BLOCK
     assert requests.counts.unknown_beginnings == 0
     assert requests.counts.is_exact == (not name.endswith("incremental"))
+    assert (requests.num_blocks is None) == (name != "too small"), "a tail that becomes a block is no eviction"
     if requests.counts.is_exact:
         assert len(seen) == sum(told["prompt"] >= BLOCK for told in VLLM[name]["truth"])
 
@@ -341,3 +342,55 @@ def test_a_report_that_an_eviction_parts_from_what_is_computed_next_is_one_reque
     first, _, last = stream.requests.take(everything=True)
     assert (last.num_found_blocks, last.num_prompt_blocks, last.why.reason) == (2, 3, MissReason.NEVER_SEEN)
     assert first.why.reason is MissReason.NEVER_SEEN
+
+
+def test_a_prompt_that_is_computed_again_is_no_report_unless_the_operator_says_that_all_report() -> None:
+    for all_report in (False, True):
+        stream = Stream(all_report=all_report)
+        stream.send(1.0, stored(None, 1, 2, 3, 4))
+        stream.send(30.0, stored(None, 1, 2, 3, 4))
+        assert stream.shapes() == [(0, 4, 0), (4, 4, 0)]
+        counts = stream.requests.counts
+        assert (counts.is_exact, counts.is_bound) == (all_report, False)
+
+
+def test_nothing_is_exact_after_one_of_two_copies_of_a_block_went() -> None:
+    stream = Stream(all_report=True)
+    stream.send(1.0, stored(None, 1, 2, 3))
+    stream.send(30.0, stored(None, 1, 2, 3), BlockRemoved((1,)))
+    stream.send(60.0, stored(None, 1, 2, 3, 7))  # a report of 1, whose copy is still there
+    assert not stream.requests.counts.is_exact
+    other = Stream(all_report=True)
+    other.send(1.0, stored(None, 1, 2, 3))
+    other.send(30.0, stored(None, 1, 2), stored(2, 3))  # the last block of a prompt is computed again
+    assert other.requests.counts.is_exact
+    other.send(60.0, BlockRemoved((3,)))
+    assert not other.requests.counts.is_exact
+
+
+def test_a_reset_in_the_middle_of_a_batch_ends_what_came_before_it() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2, 3, 4), AllBlocksCleared(), stored(None, 5))
+    assert stream.shapes() == [(0, 4, 0), (0, 1, 0)]
+    assert len(stream.requests._mirror.blocks) == 1
+
+
+def test_an_eviction_after_a_reset_is_the_reason() -> None:
+    stream = Stream()
+    stream.send(0.0, stored(None, 1, 2))
+    stream.send(1.0, AllBlocksCleared())
+    stream.send(1000.0, stored(None, 1, 2))
+    stream.send(2990.0, BlockRemoved((2, 1)))
+    stream.send(3000.0, stored(None, 1, 2))
+    seen = stream.requests.take(everything=True)
+    assert [(one.why.was_reset, one.why.seconds_ago) for one in seen] == [(False, None), (True, 999.0), (False, 10.0)]
+
+
+def test_requests_are_bounded_on_a_clock_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.events.requests.MAX_WAITING_BLOCKS", 10)
+    stream = Stream()
+    stream.send(1e18)
+    for number in range(50):
+        stream.send(1.0, stored(None, number))
+        stream.requests.take()
+    assert len(stream.requests._open) <= 10

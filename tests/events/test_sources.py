@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,7 +22,9 @@ def answering(body: object, status: int = 200) -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(status if self.path == "/kv_event_sources" else 404)
             self.end_headers()
-            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+            for part in body if isinstance(body, list) and isinstance(body[0], bytes) else [body]:
+                self.wfile.write(part if isinstance(part, bytes) else json.dumps(part).encode())
+                time.sleep(0.02 if part is not body else 0)
 
         def log_message(self, *_: object) -> None:
             pass
@@ -59,6 +62,7 @@ def test_wildcards_are_the_server_s_host() -> None:
         ([ONE], 200, "its answer is a list"),
         ({"0": {}}, 200, "a source without an endpoint"),
         ({"zero": ONE}, 200, "invalid literal"),
+        (b"[" * 100_000, 200, "does not say where"),
     ],
 )
 def test_an_answer_that_names_no_source_is_an_error(body: object, status: int, message: str) -> None:
@@ -66,3 +70,12 @@ def test_an_answer_that_names_no_source_is_an_error(body: object, status: int, m
         find_source(url)
     with pytest.raises(ConfigError, match="give the address itself, such as tcp://HOST:5557"):
         find_source("http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="does not say where"):
+        find_source("http://[::1:8000")
+
+
+def test_an_answer_has_a_deadline_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.events.sources.ASK_S", 0.2)
+    drops = [b" "] * 50 + [json.dumps({"0": ONE}).encode()]
+    with answering(drops) as url, pytest.raises(ConfigError, match="no whole answer came in"):
+        find_source(url)

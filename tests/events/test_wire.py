@@ -236,6 +236,12 @@ def test_older_and_newer_publishers_are_understood() -> None:
         BlockRemoved((7,)),
         AllBlocksCleared(),
     )
+    offloaded = {"type": "BlockStored", "block_hashes": [9], "token_ids": [], "block_size": 0, "medium": "CPU"}
+    after = [offloaded, {"type": "BlockRemoved", "block_hashes": [1]}]
+    assert decode_batch(msgpack.packb([3.0, after]), 3).events == (
+        UnknownEvent("BlockStored without tokens"),  # of vLLM's OffloadingConnector
+        BlockRemoved((1,)),
+    )
     payload, read = msgpack.packb(newer), EventBatch(None, 3, (UnknownEvent("BlockMoved"), BlockRemoved((1,))), 3.0)
     assert decode_batch(payload, 3) == read
     assert (

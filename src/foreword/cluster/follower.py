@@ -280,7 +280,7 @@ class Follower:
         for at, event in enumerate(batch.events):
             if self.witness is not None:
                 self.witness.note(batch.time, event)
-            if not resets or at >= resets[-1]:
+            if self.witness is not None or not resets or at >= resets[-1]:  # a witness may look at any block
                 self._tell(event)
         if self.witness is not None:
             self.witness.end_batch(batch.time)

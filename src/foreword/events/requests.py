@@ -14,7 +14,8 @@ so the number of found tokens is a lower bound where answers are reported block 
 reports an answer as a whole, and it counts as a part of its prompt.
 
 vLLM can report what a request found, too (`kv_cache_report_mode`): the known blocks at the beginning of a sequence,
-once more. Known blocks after others are no such report: the engine has computed them again.
+once more. Known blocks after others are no such report: the engine has computed them again. So it may have all blocks
+of a prompt whose logits are asked for: only the operator knows that each request asks for reports.
 
 vLLM also keeps the last units of a prompt inside a block, and reports them as one block of a smaller size. Such a tail
 always comes alone, and may come first:
@@ -89,11 +90,20 @@ class RequestCounts:
     """Requests of which the engine reported what they found."""
     other_sizes: int = 0
     """Reports of blocks of another size, such as tails; they are ignored."""
+    lost_copies: int = 0
+    """Times when the engine may hold a copy of a block that the mirror has forgotten."""
+    all_report: bool = False
+    """All requests ask for reports, as the operator says."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the engine reported all that requests found, in whole blocks; if not, the sums are bounds."""
-        return self.reported > 0 and self.inferred == self.unknown_beginnings == 0
+        """Whether the engine reported all that requests found, in whole blocks."""
+        return self.all_report and self.inferred == self.unknown_beginnings == self.lost_copies == 0
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether requests found at least as much; if not, and not exactly so, prompts computed again may count."""
+        return self.reported == 0
 
 
 @dataclass(slots=True)
@@ -135,9 +145,12 @@ class _Run:
 class Requests:
     """Witness of a follower: rebuilds requests, and counts what twice the memory would have kept."""
 
-    def __init__(self, mirror: Mirror, num_blocks: int | None = None) -> None:
-        """`num_blocks`: the size of the engine's pool; None: the most that it held when it evicted."""
-        self.counts = RequestCounts()
+    def __init__(self, mirror: Mirror, num_blocks: int | None = None, *, all_report: bool = False) -> None:
+        """`num_blocks`: the size of the engine's pool; None: the most that it held when it evicted.
+
+        `all_report`: each request asks the engine to report what it finds.
+        """
+        self.counts = RequestCounts(all_report=all_report)
         self.num_again_tokens = 0
         """Tokens that were stored again although twice the memory, under LRU, would have kept them."""
         self.num_blocks = num_blocks
@@ -163,8 +176,10 @@ class Requests:
         self._num_waiting_blocks = 0
         self._ghosts: OrderedDict[Key, float] = OrderedDict()
         """Blocks that the engine evicted lately, at most as many as its pool has, and when."""
-        self._reset: tuple[float, frozenset[Key]] = 0.0, frozenset()
-        """When the cache was emptied, and the blocks that it held."""
+        self._reset: tuple[float, set[Key]] = 0.0, set()
+        """When the cache was emptied, and the blocks that it held and has not stored again."""
+        self._copied: set[Key] = set()
+        """Blocks that the engine computed again: it may hold two of each, and reports the end of each."""
 
     # ------------------------------------------------------------------ events
 
@@ -182,8 +197,9 @@ class Requests:
             case AllBlocksCleared():
                 self._end_run()
                 self._ghosts.clear()
+                self._copied.clear()
                 held = (key for medium, group, key in self._mirror.blocks if (medium, group) == self.place)
-                self._reset = self._time, frozenset(held)
+                self._reset = self._time, set(held)
             case _:
                 pass
 
@@ -210,6 +226,9 @@ class Requests:
             if number in self._open_numbers and not everything and not is_full:
                 break
             self._begun.popleft()
+            one = self._open.get(request.keys[-1])
+            if is_full and one is not None and one.number == number:
+                self._close(request.keys[-1])
             self._open_numbers.discard(number)
             self._num_waiting_blocks -= len(request.keys)
             counts = self.counts
@@ -249,12 +268,13 @@ class Requests:
         if (group, block_tokens) == (self._group, self.block_tokens):
             return
         self._group, self.block_tokens = group, block_tokens
-        self.counts = RequestCounts(other_sizes=self.counts.other_sizes + self.counts.requests + len(self._begun))
+        ignored = self.counts.other_sizes + self.counts.requests + len(self._begun)
+        self.counts = RequestCounts(other_sizes=ignored, all_report=self.counts.all_report)
         self.num_again_tokens = self._num_waiting_blocks = 0
         if not self._is_size_given:
             self.num_blocks = None
         self._run = self._computed = None
-        for seen in (self._open, self._open_numbers, self._begun, self._ghosts):
+        for seen in (self._open, self._open_numbers, self._begun, self._ghosts, self._copied):
             seen.clear()
 
     def _store(self, event: BlockStored) -> None:
@@ -293,20 +313,30 @@ class Requests:
             run.num_reported, run.is_promise = 0, False
 
     def _remove(self, event: BlockRemoved) -> None:
-        held = self._mirror.num_blocks[self.place]
-        if not self._is_size_given:
-            self.num_blocks = max(self.num_blocks or 1, held)
         for key in event.block_hashes:
             block = self._mirror.blocks.get((*self.place, key))
-            if block is not None and block.block_size == self.block_tokens:
-                self._ghosts[key] = self._time
-                self._ghosts.move_to_end(key)
+            if block is None or block.block_size != self.block_tokens:
+                continue  # a tail that has become a whole block goes without an eviction
+            if not self._is_size_given:
+                self.num_blocks = max(self.num_blocks or 1, self._mirror.num_blocks[self.place])
+            self.counts.lost_copies += key in self._copied
+            self._copied.discard(key)
+            self._ghosts[key] = self._time
+            self._ghosts.move_to_end(key)
 
     def _end_run(self) -> None:
         """All blocks of the run are in the mirror: find the request that they belong to."""
         run, self._run = self._run, None
         if run is None:
             return
+        num_known = sum(1 for _ in takewhile(run.known.__contains__, run.keys))
+        self.counts.lost_copies += len(run.known) > num_known  # known after an unknown one: that one had a copy
+        self._copied.update(run.known.intersection(run.keys[run.num_reported :]))
+        self._assign(run)
+        self._reset[1].difference_update(run.keys)
+
+    def _assign(self, run: _Run) -> None:
+        """Give the blocks of a run to the request that they go on from, or begin one."""
         while len(self._ghosts) > (self.num_blocks or 0):
             self._ghosts.popitem(last=False)
         one = None if run.parent is None else self._open.get(run.parent)
@@ -365,7 +395,7 @@ class Requests:
         missed = request.keys[request.num_found_blocks :]
         num_known = sum(1 for _ in takewhile(run.known.__contains__, missed))
         reset_time, held = self._reset
-        if missed and not num_known and missed[0] in held:
+        if missed and not num_known and missed[0] in held and missed[0] not in run.gone:
             return Why(MissReason.EVICTED, request.num_found_tokens, self._time - reset_time, was_reset=True)
         return why_missed(self._mirror, self.place, request.keys, request.num_found_blocks, num_known, run.gone)
 

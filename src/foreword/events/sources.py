@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import queue
+import threading
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from urllib.parse import urlsplit
 from foreword.errors import ConfigError
 
 ASK_S = 10.0
+"""A whole answer must be here by then."""
 MAX_BYTES = 1 << 20
 
 
@@ -30,12 +33,12 @@ class EventSource:
 
 def find_source(url: str, rank: int | None = None) -> EventSource:
     """The source of a rank, by default the only one, at a server such as http://HOST:8000. Raises ConfigError."""
-    parts = urlsplit(url)
-    asked = f"{parts.scheme}://{parts.netloc}/kv_event_sources"
+    asked = url
     try:
-        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
-            ranks = _read(json.loads(answer.read(MAX_BYTES)))
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        parts = urlsplit(url)
+        asked = f"{parts.scheme}://{parts.netloc}/kv_event_sources"
+        ranks = _read(json.loads(_answer(asked)))
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         why = f"it answers {error.code}" if isinstance(error, urllib.error.HTTPError) else str(error)
         raise ConfigError(
             f"{asked} does not say where the engine publishes events: {why}; give the address itself, such as "
@@ -57,6 +60,27 @@ def find_source(url: str, rank: int | None = None) -> EventSource:
     replay = found.get("replay_endpoint")
     topic = str(found.get("topic") or "")
     return EventSource(_reachable(found["endpoint"], host), replay and _reachable(replay, host), topic)
+
+
+def _answer(url: str) -> bytes:
+    """The body of an answer. A timeout of urlopen is one of each read, and a server may send a byte at a time."""
+    came: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=ASK_S) as answer:
+                came.put(answer.read(MAX_BYTES))
+        except Exception as error:  # raised again by the caller's thread
+            came.put(error)
+
+    threading.Thread(target=ask, name="event-sources", daemon=True).start()
+    try:
+        answer = came.get(timeout=ASK_S)
+    except queue.Empty as error:
+        raise TimeoutError(f"no whole answer came in {ASK_S:g} s") from error
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _read(answer: Any) -> dict[int, dict[str, Any]]:

@@ -171,18 +171,20 @@ def _decode_event(fields: Any) -> Event:
     return AllBlocksCleared() if tag == CLEARED else UnknownEvent(tag)
 
 
-def _decode_stored(value_of: Callable[[str], Any]) -> BlockStored:
+def _decode_stored(value_of: Callable[[str], Any]) -> Event:
     hashes = _hashes(value_of)
     token_ids = _check("token_ids", value_of("token_ids"), (list,))
     if not all(type(token) is int for token in token_ids):
         raise WireError("token_ids has something else than integers")
     size = _check("block_size", value_of("block_size"), (int,))
+    medium, group = _place(value_of)
+    if size == 0 and not token_ids and medium != DEVICE:
+        return UnknownEvent(f"{STORED} without tokens")  # of vLLM's OffloadingConnector
     if size < 1:
         raise WireError(f"block_size={size} is no number of tokens")
     extra = _check("extra_keys", value_of("extra_keys"), (list, type(None)))
     if extra is None and (salt := _check("cache_salt", value_of("cache_salt"), (str, type(None)))) is not None:
         extra = [[salt]] * len(hashes)  # SGLang's
-    medium, group = _place(value_of)
     return BlockStored(
         hashes,
         _check("parent_block_hash", value_of("parent_block_hash"), (int, bytes, type(None))),

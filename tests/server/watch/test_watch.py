@@ -96,7 +96,9 @@ def test_a_rate_is_exact_where_the_engine_reports_what_was_found_and_vllm_says_w
         told: list[str] = []
         with answering(source) as url:
             thread = threading.Thread(
-                target=lambda: told.append(str(cli.main(["watch", url, "--interval", "0.2", "--reports", "10"])))
+                target=lambda: told.append(
+                    str(cli.main(["watch", url, "--interval", "0.2", "--reports", "10", "--full-reports"]))
+                )
             )
             thread.start()
             publisher.wait()
@@ -237,6 +239,7 @@ def test_the_page_in_a_browser(browser) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--rank", "3"], "rank=3 is one of those at an http:// address"),
         (["--port", "0", "--json"], "--port shows a dashboard and prints no reports"),
         (["--port", "0", "--host", "192.0.2.1"], "cannot listen at host='192.0.2.1', port=0"),
         (["--port", "99999"], "port=99999 is not a port; use 1 to 65535"),

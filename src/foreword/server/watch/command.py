@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--blocks", metavar="N", type=int, help="size of the engine's pool (default: the most it held when it evicted)"
     )
     parser.add_argument(
+        "--full-reports",
+        action="store_true",
+        help="all requests ask vLLM to report what they find (kv_cache_report_mode: full), so that rates are exact",
+    )
+    parser.add_argument(
         "--record", metavar="FILE", type=Path, help="write the requests that are seen as a trace for `foreword replay`"
     )
     parser.add_argument(
@@ -68,10 +73,23 @@ def run(args: argparse.Namespace) -> int:
     if args.events.startswith(("http://", "https://")):
         source = find_source(args.events, args.rank)
         args.events, args.replay, args.topic = source.events, args.replay or source.replay, args.topic or source.topic
+    elif args.rank is not None:
+        raise ConfigError(
+            f"rank={args.rank} is one of those at an http:// address; {args.events!r} is one rank's, so give the "
+            "address of the rank, such as tcp://HOST:5557 plus its number"
+        )
     decode = None if args.tokenizer is None else _decoder(args.tokenizer)
     with (
         Subscriber(args.events, replay=args.replay, snapshot=args.snapshot, topic=args.topic) as subscriber,
-        closing(Watcher(subscriber, num_blocks=args.blocks, record=args.record, decode=decode)) as watcher,
+        closing(
+            Watcher(
+                subscriber,
+                num_blocks=args.blocks,
+                all_report=args.full_reports,
+                record=args.record,
+                decode=decode,
+            )
+        ) as watcher,
     ):
         if serve is not None:
             serve(watcher)
@@ -173,7 +191,7 @@ def _found(report: Report) -> str:
     if report.hit_rate is None:
         return "no request seen"
     seen = report.seen
-    bound = "" if report.is_exact else "at least "
+    bound = report.bound("at least ", "about ")
     return f"{bound}{report.hit_rate:.1%} of {seen.prompt_tokens:,} tokens of {seen.requests:,} requests"
 
 

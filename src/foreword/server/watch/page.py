@@ -85,7 +85,7 @@ class WatchView:
 
 def figure_texts(report: Report) -> tuple[str, str, str, str, str]:
     """A text for each of the large numbers."""
-    bound = "" if report.is_exact else "\u2265 "
+    bound = report.bound("\u2265 ", "\u2248 ")
     rate = "-" if report.hit_rate is None else f"{bound}{report.hit_rate:.0%}"
     share = "" if report.pool_blocks is None else f", {report.blocks / report.pool_blocks:.0%} of the pool"
     return (

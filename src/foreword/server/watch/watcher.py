@@ -85,13 +85,17 @@ class Report:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of the prompt tokens that were found; None before the first request. A bound unless `is_exact`."""
+        """The share of the prompt tokens that were found; None before the first request. See `bound`."""
         return self.seen.found_tokens / self.seen.prompt_tokens if self.seen.prompt_tokens else None
 
     @property
     def is_exact(self) -> bool:
         """Whether the engine reports what requests find and the stream is whole: then the rate is exact, in blocks."""
         return self.state == "exact" and self.seen.is_exact
+
+    def bound(self, least: str, about: str) -> str:
+        """What stands before the rate: nothing if it is exact."""
+        return "" if self.is_exact else least if self.seen.is_bound else about
 
     def as_dict(self) -> dict[str, Any]:
         """Values of JSON."""
@@ -130,17 +134,19 @@ class Watcher:
         subscriber: Subscriber,
         *,
         num_blocks: int | None = None,
+        all_report: bool = False,
         record: Path | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """`num_blocks`: the pool's size, if it is known; `record`: a file to start; `decode`: a tokenizer's text.
+        """`num_blocks`: the pool's size, if it is known; `all_report`: all requests ask the engine to report what they
+        find; `record`: a file to start; `decode`: a tokenizer's text.
 
         Raises ConfigError, TraceError.
         """
         if num_blocks is not None and num_blocks < 1:
             raise ConfigError(f"a pool of {num_blocks} blocks holds nothing; use at least 1")
         self._subscriber = subscriber
-        self._requests = Requests(subscriber.mirror, num_blocks)
+        self._requests = Requests(subscriber.mirror, num_blocks, all_report=all_report)
         subscriber.follower.witness = self._requests
         self._curve = _Curve()
         self._block_tokens: int | None = None
