@@ -163,12 +163,14 @@ class Shown(NamedTuple):
     """The rows of the picture's encoding."""
     tokens: Int64Array
     """[rows]: the number of the token that each replaces, ascending."""
+    salt: str | None = None
+    """That of the request: its rows are no others'."""
 
     def within(self, start: int, end: int) -> Shown:
         """The part that replaces tokens `start` to `end` (exclusive), numbered from `start` on."""
         first, last = np.searchsorted(self.tokens, (start, end)).tolist()
         rows = slice(self.rows.start + first, self.rows.start + last)
-        return Shown(self.picture, rows, self.tokens[first:last] - start)
+        return self._replace(rows=rows, tokens=self.tokens[first:last] - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +331,8 @@ def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
     for number in entries.facts["has_pictures"].nonzero()[0].tolist():
         request, start, end, _ = entries[number]
         for placed in request.pictures:
-            own = Shown(placed.picture, slice(0, len(placed.places)), placed.places.astype(np.int64)).within(start, end)
+            rows, places = slice(0, len(placed.places)), placed.places.astype(np.int64)
+            own = Shown(placed.picture, rows, places, request.sequence.extra_keys.salt).within(start, end)
             found.append(own._replace(tokens=own.tokens + int(query_starts[number])))
     return tuple(own for own in found if len(own.tokens))
 

@@ -35,7 +35,6 @@ from foreword.pml.library import Library
 from foreword.prompts import PromptInput, Prompts, priority_of
 from foreword.request import LoRARequest, RequestOutput, SamplingParams, one_each
 from foreword.text.conversation import ChatKeywords, template_inputs
-from foreword.text.picture_marks import pictures_of
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
@@ -361,7 +360,7 @@ class LLM:
             prompt = Prompt(token_ids, begins_reply=not continues)
             if self.pictures is None:
                 return prompt
-            return self.pictures.shown(prompt, self.pictures.read(pictures_of(messages)))
+            return self.pictures.shown(prompt, self.pictures.read(tokenizer.pictures(messages, inputs, template)))
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
 

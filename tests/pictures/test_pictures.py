@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 from PIL import Image
 
 from foreword import LLM, SamplingParams
-from foreword.cache import MissReason
+from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError
+from foreword.errors import InvalidRequestError, ModelLoadError
 from foreword.pictures.messages import taken_apart
+from foreword.server.observe.more_memory import block_keys
 from foreword.text.picture_marks import pictures_of
 from picture_models import SIGNS, TILE, SeeingOracle, asks, file_of, noise, save_seeing_model
 from tiny_models import greedy
@@ -119,6 +122,41 @@ def test_two_requests_with_one_new_picture_encode_it_once_and_a_hit_encodes_noth
         assert encoded.num_encoded == 3
 
 
+def test_a_picture_that_is_shown_twice_is_part_of_estimated_keys() -> None:
+    def keys(*digests: str) -> list[int]:
+        spans = tuple(KeyedSpan("media", digest, 4 * number, 2) for number, digest in enumerate(digests))
+        prompt = Prompt(np.arange(32, dtype=np.int32), extra_keys=ExtraKeys(spans=spans))
+        return block_keys(prompt, (), 16).tolist()
+
+    assert len({key for digests in ("", "aa", "bb", "ab", "ba") for key in keys(*digests)}) == 10
+
+
+def test_encodings_are_each_salts_own(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        assert llm.pictures is not None
+        assert llm.encoded_pictures is not None
+        prompt = "<s>user:<image>Who?</s>"
+        for number, salt in enumerate((None, "a", "b"), 1):
+            given = {"prompt": prompt, "multi_modal_data": {"image": noise(40, 40)}}
+            given |= {} if salt is None else {"cache_salt": salt}
+            for question in ("", "Why?"):
+                llm.generate({**given, "prompt": question + prompt}, greedy(1))
+            assert llm.encoded_pictures.num_encoded == number
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_image_size": {"height": 32, "width": 32}}, {"max_image_size": {"longest_edge": 40}}]
+)
+def test_a_processor_that_does_not_fit_is_refused_when_the_model_is_loaded(
+    folder: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ModelLoadError, match=r"half of model .* that sees"):
+        LLM(str(path.parent), **OPTIONS)
+
+
 def test_whatever_changes_what_a_picture_shows_is_another_picture(llm: LLM) -> None:
     picture = noise(70, 50)
     pixels = np.asarray(picture).copy()
@@ -215,6 +253,34 @@ def test_the_sign_of_a_picture_in_a_text_is_text(llm: LLM) -> None:
     assert list(output.prompt_token_ids).count(sign) == 4 * (1 + 3 * 3)
     [output] = llm.chat([{"role": "user", "content": "Is <image> a sign?"}], greedy(1))
     assert sign not in output.prompt_token_ids
+
+
+def test_pictures_follow_messages_that_a_template_wants_in_another_order(llm: LLM) -> None:
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in ("a", "b")]
+    shown = {name: noise(40, 40, seed) for seed, name in enumerate(("a", "b"))}
+    template = (
+        "{% for m in messages %}{% if m.tool_calls and m.tool_calls|length > 1 %}{{ raise_exception('1') }}{% endif %}"
+        "<s>{{ m.role }}:{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
+        "{% endif %}{% endfor %}{% for call in m.tool_calls or () %}{{ call.function.name }}"
+        "{{ call.function.arguments|tojson }}{% endfor %}</s>{% endfor %}<s>assistant:"
+    )
+    prompts = [
+        llm._chat_prompt(
+            [
+                {"role": "user", "content": "Look."},
+                {"role": "assistant", "content": "", "tool_calls": calls},
+                *(
+                    {"role": "tool", "tool_call_id": name, "content": asks(name, shown[name])[0]["content"]}
+                    for name in order
+                ),
+            ],
+            {"chat_template": template},
+        )
+        for order in ("ab", "ba")
+    ]
+    assert prompts[0].token_ids.tolist() == prompts[1].token_ids.tolist()
+    assert prompts[0].extra_keys.spans == prompts[1].extra_keys.spans
+    assert len({span.digest for span in prompts[0].extra_keys.spans}) == 2
 
 
 def test_marks_and_places_move_with_pictures(llm: LLM) -> None:

@@ -200,7 +200,7 @@ class ModelRunner:
         """The rows of pictures; a picture that no earlier step has shown is encoded now."""
         encoded = self._model.pictures
         assert encoded is not None, "the model takes no pictures"
-        values = torch.cat([encoded.rows(shown.picture)[shown.rows] for shown in batch.shown])
+        values = torch.cat([encoded.rows(shown.picture, shown.salt)[shown.rows] for shown in batch.shown])
         return GivenRows(torch.from_numpy(np.concatenate([shown.tokens for shown in batch.shown])), values)
 
     def _plan_attention(self, batch: Batch, group_id: int) -> GroupPlan:

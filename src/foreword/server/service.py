@@ -382,7 +382,7 @@ class Service:
         begins_reply = not ending.continue_final_message
         if self.llm.engine.state_interval is None:
             prompt = Prompt(token_ids, marks=found, begins_reply=begins_reply)
-            return await self._with_pictures(prompt, messages)
+            return await self._with_pictures(prompt, messages, template_inputs)
         self.check_length(len(token_ids))
         message_ends = await self.crews.text.run(
             lambda: self.tokenizer.message_ends(messages, token_ids, template_inputs=template_inputs)
@@ -390,12 +390,15 @@ class Service:
         all_ends = {*message_ends, *(mark.end for mark in found)}
         return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found, begins_reply=begins_reply)
 
-    async def _with_pictures(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    async def _with_pictures(
+        self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None
+    ) -> Prompt:
         """The prompt of a conversation with its pictures, if it has any. Raises InvalidRequestError."""
-        files, pictures = pictures_of(messages), self.llm.pictures
-        if not files or pictures is None:
+        pictures = self.llm.pictures
+        if pictures is None or not pictures_of(messages):
             return prompt
-        return pictures.shown(prompt, await self.crews.pictures.run(lambda: pictures.read(files)))
+        read = await self.crews.pictures.run(lambda: pictures.read(self.tokenizer.pictures(messages, inputs)))
+        return pictures.shown(prompt, read)
 
     def _check_template(self) -> None:
         """Say what a client of this server can do, where the library's error speaks of Python."""

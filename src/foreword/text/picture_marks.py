@@ -5,8 +5,10 @@ Knows messages in their plain form, whose content is one text; knows no picture.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 MARK = f"\x02picture {secrets.token_hex(16)}\x03"
@@ -28,6 +30,19 @@ def joined(texts: Sequence[str], between: str) -> str:
 def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The files of all pictures of a conversation, in the order of their marks."""
     return [file for message in messages for file in message.get(PICTURES, ())]
+
+
+def pictures_in_order(
+    messages: Sequence[Mapping[str, Any]], write: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> list[Any]:
+    """The files of all pictures in the order that `write` gives to their marks: it may move messages and texts."""
+    files, numbers = pictures_of(messages), count()
+    numbered = [
+        {**one, "content": re.sub(MARK, lambda mark: f"{mark[0]}{next(numbers)};", one["content"])} for one in messages
+    ]
+    contents = [message.get("content") or "" for message in write(numbered)]
+    texts = [one if isinstance(one, str) else "".join(part.get("text", "") for part in one) for one in contents]
+    return [files[int(number)] for number in re.findall(rf"{MARK}(\d+);", "".join(texts))]
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

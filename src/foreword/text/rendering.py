@@ -15,7 +15,7 @@ import numpy.typing as npt
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from foreword.text.control_tokens import MARKS, ControlTokens, marked_tokens
 from foreword.text.conversation import plain_messages
-from foreword.text.picture_marks import in_parts, pictures_of
+from foreword.text.picture_marks import in_parts, pictures_in_order, pictures_of
 from foreword.text.places import Conversation, Place, common_beginning
 from foreword.text.reply.format import ReplyFormat, choose_format
 from foreword.text.template_engine import render
@@ -155,8 +155,7 @@ class Renderer:
         wrong = sorted(_NO_INPUTS & set(one.inputs))
         if wrong:
             raise InvalidRequestError(f"{wrong[0]!r} is not an input of a chat template; leave it out")
-        has_tools = bool(one.inputs.get("tools")) or any(message.get("tool_calls") for message in one.messages)
-        source = chat_template or self._source(has_tools=has_tools)
+        source = chat_template or self._source_for(one)
         if source is None:
             raise ChatTemplateError(
                 "the model has no chat template: it continues texts; send a prompt written out in full (generate(), "
@@ -169,6 +168,23 @@ class Renderer:
         if pictures_of(one.messages):
             messages = in_parts(messages)
         return _Marked(self._apply(Conversation(messages, inputs, one.is_open), continues, source), mark)
+
+    def _source_for(self, one: Conversation) -> str | None:
+        has_tools = bool(one.inputs.get("tools")) or any(message.get("tool_calls") for message in one.messages)
+        return self._source(has_tools=has_tools)
+
+    def pictures(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_inputs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[Any]:
+        """The files of a conversation's pictures, in the order in which its rendering has their signs."""
+        if len(files := pictures_of(messages)) < 2:
+            return files
+        one = _conversation(messages, template_inputs, None, False)
+        form = self.template_report(chat_template or self._source_for(one)).form
+        return pictures_in_order(one.messages, lambda told: form.write(told, one.inputs)[0])
 
     def _hidden(self, one: Conversation) -> tuple[Conversation, str]:
         """The conversation with a mark in its control tokens, and the mark; "" if it has none."""

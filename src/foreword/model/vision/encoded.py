@@ -1,4 +1,4 @@
-"""Encoded pictures: their rows, kept by the digest of what they show.
+"""Encoded pictures: their rows, kept by the digest of what they show and the salt of who shows them.
 
 Knows digests and tensors; knows neither prompts nor blocks. The engine's thread alone may call it, so a new picture of
 several requests is encoded once.
@@ -44,17 +44,18 @@ class EncodedPictures:
     def __init__(self, vision: Vision, max_bytes: int) -> None:
         """`max_bytes`: most memory of kept rows; the last picture stays in any case, for its next chunk."""
         self.vision, self.max_bytes = vision, max_bytes
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[str | None, str], Tensor] = OrderedDict()
         self.num_bytes = self.num_encoded = self.num_found = 0
         """Memory of kept rows; how often a picture was encoded, and how often its rows were there."""
         self.seconds = 0.0
         """Time that encoding took."""
 
-    def rows(self, picture: Picture) -> Tensor:
-        """The rows of a picture, [rows, width]."""
-        found = self._kept.get(picture.digest)
+    def rows(self, picture: Picture, salt: str | None = None) -> Tensor:
+        """The rows of a picture, [rows, width]; of those kept under `salt` alone, lest time tell who else showed it."""
+        key = salt, picture.digest
+        found = self._kept.get(key)
         if found is not None:
-            self._kept.move_to_end(picture.digest)
+            self._kept.move_to_end(key)
             self.num_found += 1
             return found
         started = time.monotonic()
@@ -62,7 +63,7 @@ class EncodedPictures:
         assert len(made) == self.vision.num_rows(picture.shape), "the image processor cuts pictures otherwise"
         self.seconds += time.monotonic() - started
         self.num_encoded += 1
-        self._kept[picture.digest] = made
+        self._kept[key] = made
         self.num_bytes += made.nbytes
         while self.num_bytes > self.max_bytes and len(self._kept) > 1:
             self.num_bytes -= self._kept.popitem(last=False)[1].nbytes

@@ -29,18 +29,25 @@ class Idefics3Vision:
 
     def __init__(self, files: VisionFiles, dtype: torch.dtype) -> None:
         """Read the weights. Raises ModelLoadError for files that do not fit together."""
+        import PIL
         import transformers
 
         try:
             self._processor, config, self._tower, self._connector = _parts(files, dtype)
+            side, cell = self._processor.max_image_size["longest_edge"], config.vision_config.patch_size
+            cell *= config.scale_factor
+            if side % cell:
+                raise ValueError(f"tiles of {side} pixels are no multiple of patch_size times scale_factor, {cell}")
+            self._tile_rows: int = (side // cell) ** 2
+            self._sizes = _SizesAlone(self._processor)
+            shape, tiles = self.shape(side, side), self._tiles(np.zeros((side, side, 3), np.uint8))
+            if len(tiles) != shape[0] * shape[1] + 1 or tiles.shape[-2:] != (side, side):
+                raise ValueError(f"a picture becomes tiles {list(tiles.shape)}, which preprocessor_config.json denies")
         except Exception as error:  # config.json and preprocessor_config.json may hold anything
             line = str(error).strip().partition("\n")[0]
             raise ModelLoadError(
                 f"the half of model {str(files.folder)!r} that sees cannot be loaded: {line}; download it again"
             ) from error
-        self._sizes = _SizesAlone(self._processor)
-        side = self._processor.max_image_size["longest_edge"] // config.vision_config.patch_size
-        self._tile_rows: int = side * side // config.scale_factor**2
         self.token_id: int = config.image_token_id
         """The token that rows of pictures replace."""
         facts = {
@@ -48,6 +55,7 @@ class Idefics3Vision:
             "processor": self._processor.to_dict(),
             "transformers": transformers.__version__,
             "torch": torch.__version__,
+            "pillow": PIL.__version__,
             "threads": torch.get_num_threads(),
             "dtype": str(dtype),
         }
@@ -72,10 +80,15 @@ class Idefics3Vision:
         whole = f"{mark}<global-img>{tile}{mark}"
         return "".join(tiles) + (f"\n{whole}" if shape[0] else whole)
 
+    def _tiles(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """The tiles of a picture, and the whole: [tiles, 3, side, side]."""
+        prepared = self._processor([[pixels]], return_tensors="pt", input_data_format="channels_last")
+        found: Tensor = prepared["pixel_values"][0]
+        return found
+
     def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
         """The rows [rows, width] of a picture [height, width, 3]."""
-        prepared = self._processor([[pixels]], return_tensors="pt", input_data_format="channels_last")["pixel_values"]
-        tiles = prepared[0].to(self._connector.modality_projection.proj.weight.dtype)
+        tiles = self._tiles(pixels).to(self._connector.modality_projection.proj.weight.dtype)
         rows = [self._connector(self._tower(pixel_values=tile[None]).last_hidden_state)[0] for tile in tiles]
         return torch.cat(rows)
 

@@ -84,7 +84,7 @@ def block_keys(prompt: Prompt, answer: Sequence[int], block_tokens: int) -> Pref
     if prompt.extra_keys.adapter is not None:
         keys[prompt.extra_keys.adapter_offset // block_tokens :] ^= _salt_key(f"adapter {prompt.extra_keys.adapter}")
     for span in prompt.extra_keys.spans:
-        keys[span.offset // block_tokens :] ^= _salt_key(f"{span.kind} {span.digest}")
+        keys[span.offset // block_tokens :] ^= _salt_key(f"{span.kind} {span.digest} at {span.offset}")
     return keys
 
 
