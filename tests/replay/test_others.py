@@ -22,6 +22,9 @@ LITELLM = {
     "startTime": 1795000000.5,
     "completion_tokens": 7,
 }
+VLLM_REQUEST = (
+    "INFO {} 01:00:00 [a.py:1] Request x details: prompt: None, prompt_token_ids: {}, prompt_embeds shape: None."
+)
 PARTS = [{"type": "text", "content": "Say hello."}]
 OTEL = {
     "gen_ai.operation.name": "chat",
@@ -83,27 +86,15 @@ def test_calls_of_tools_are_read(tmp_path: Path) -> None:
 
 
 def test_vllm_s_log_is_read_and_its_other_lines_are_passed_over(tmp_path: Path) -> None:
-    """Lines as vLLM 0.33 formats them."""
-    head = "(APIServer pid=7) "
-    lines = [
-        head + "INFO 11-27 01:00:00 [launcher.py:37] Available routes are:",
-        head
-        + "DEBUG 11-27 01:00:01 [request_logger.py:55] Request chat-a details: prompt: 'a, prompt_token_ids: [9]\\n', "
-        "prompt_token_ids: [1, 2, 3], prompt_embeds shape: None.",
-        head + "INFO 11-27 01:00:01 [request_logger.py:65] Received request chatcmpl-a: params: SamplingParams(n=1), "
-        "lora_request: None.",
-        head + "DEBUG 11-27 01:00:03 [request_logger.py:55] Request cmpl-b details: prompt: None, "
-        "prompt_token_ids: [1, 2, 3, 4], prompt_embeds shape: None.",
-    ]
-    one, two = read(lines_in(tmp_path, *lines))
-    assert [one.num_prompt_tokens, two.num_prompt_tokens] == [3, 4]
-    assert two.timestamp_ms - one.timestamp_ms == 2000
+    """Lines that vLLM 0.33's own RequestLogger and formatters wrote, plain and with VLLM_LOGGING_COLOR=1."""
+    file = Path(__file__).parent / "vllm_requests.txt"
+    seen = read(file)
+    assert [one.num_prompt_tokens for one in seen] == [3, 4, 3, 4]
+    assert seen[2].timestamp_ms - seen[1].timestamp_ms == 17_000
     tokenizer = Tokenizer.load(str(real_model("smollm2")))
     assert tokenizer is not None
-    assert [one.token_ids.tolist() for one in read_prompts(lines_in(tmp_path, *lines), tokenizer).prompts] == [
-        [1, 2, 3],
-        [1, 2, 3, 4],
-    ]
+    prompts = read_prompts(file, tokenizer).prompts
+    assert [one.token_ids.tolist() for one in prompts] == [[1, 2, 3], [1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize(
@@ -119,9 +110,20 @@ def test_vllm_s_log_is_read_and_its_other_lines_are_passed_over(tmp_path: Path) 
         ({"resourceSpans": []}, "write one span or log on each line"),
         ({"attributes": {"gen_ai.input.messages": "[{}]"}}, "cannot be read"),
         ({**LITELLM, "messages": "[broken"}, "cannot be read"),
+        ({**LITELLM, "messages": "x", "completion_tokens": float("inf")}, "cannot be read"),
+        ({**LITELLM, "messages": "x", "startTime": 10**400}, "cannot be read"),
+        ({**LITELLM, "messages": "[" * 100_000}, "cannot be read"),
+        (VLLM_REQUEST.format("99-99", "[1]"), "is not JSON"),
+        (VLLM_REQUEST.format("11-27", "[1,,2]"), "is not JSON"),
+        (VLLM_REQUEST.format("11-27", "None"), "holds no requests; give"),
+        ({**LITELLM, "call_type": "aembedding", "messages": "x"}, "holds no requests; give"),
+        ({**LITELLM, "cache_hit": True, "messages": "x"}, "holds no requests; give"),
+        ({**LITELLM, "status": "failure", "messages": "x"}, "holds no requests; give"),
+        ({"attributes": {**OTEL, "gen_ai.operation.name": "invoke_agent"}}, "holds no requests; give"),
+        ({"attributes": {"gen_ai.operation.name": "execute_tool"}}, "holds no requests; give"),
     ],
 )
-def test_what_was_left_out_is_refused_by_name(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+def test_what_was_left_out_is_refused_by_name(tmp_path: Path, record: Any, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         read(lines_in(tmp_path, record))
 
@@ -166,3 +168,39 @@ def test_turns_that_repeat_the_session_are_whole_prompts(tmp_path: Path) -> None
     assert [len(one.keys) for one in read(lines_in(tmp_path, *lines))] == [1, 2, 2, 2, 1, 1]
     with pytest.raises(TraceError, match="session_id"):
         read(lines_in(tmp_path, {**turn("a", 1), "session_id": [1]}))
+
+
+def test_turns_that_end_inside_a_block_take_an_engine_s_blocks(tmp_path: Path) -> None:
+    """700 tokens and 100 more are two blocks of 512; the second one of the first turn is found by nobody."""
+    lines = [turn("a", 1, 2, input_length=700), turn("a", 3, input_length=100), turn("b", 1, 2, input_length=700)]
+    one, two, other = read(lines_in(tmp_path, *lines))
+    assert [len(each.keys) for each in (one, two)] == [2, 2]
+    assert (two.num_prompt_tokens, two.tokens_of(2)) == (800, 800)
+    assert one.keys[0] == two.keys[0]
+    assert one.keys[1] != two.keys[1]
+    assert other.keys.tolist() == one.keys.tolist()
+
+
+def test_an_empty_first_turn_makes_no_turn_a_whole_prompt(tmp_path: Path) -> None:
+    empty = turn("a", input_length=100)
+    lines = [empty, turn("a", 1, 2), turn("b", 5, 6), turn("b", 7, 8), {**empty, "session_id": "c"}, turn("c", 1, 2)]
+    seen = read(lines_in(tmp_path, *lines))
+    assert [len(one.keys) for one in seen] == [0, 3, 2, 4, 0, 3]
+    assert seen[1].num_prompt_tokens == 1124
+    assert seen[1].keys[0] != seen[5].keys[0], "what the first turns have in common is not known"
+
+
+def test_delays_are_any_numbers_and_a_session_ends_with_a_turn_that_is_refused(tmp_path: Path) -> None:
+    lines = [turn("a", 1, timestamp=0), turn("a", 2, delay=1.5), turn("a", 3, delay="x"), turn("a", 4), turn("b", 1)]
+    reader = TraceReader(lines_in(tmp_path, *lines))
+    assert [(len(one.keys), one.timestamp_ms) for one in reader] == [(1, 0), (2, 1.5), (1, None)]
+    assert "was refused" in reader.malformed[1]
+
+
+def test_pictures_of_a_tracer_are_told_apart(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(str(real_model("smollm2")))
+    assert tokenizer is not None
+    parts = [[{"type": "uri", "modality": "image", "uri": f"file:{name}"}, *PARTS] for name in "aba"]
+    spans = [{"attributes": {"gen_ai.input.messages": [{"role": "user", "parts": one}]}} for one in parts]
+    one, two, three = read(lines_in(tmp_path, *spans), tokenizer)
+    assert one.keys.tolist() == three.keys.tolist() != two.keys.tolist()

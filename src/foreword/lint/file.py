@@ -22,7 +22,7 @@ from foreword.lint.align import TokenIds
 from foreword.lint.bodies import read_body
 from foreword.lint.prompts import LintPrompt
 from foreword.replay.lines import parse_json_line, timestamp_ms
-from foreword.replay.others import as_body, of_vllm_log
+from foreword.replay.others import NoRequestError, as_body, of_vllm_log
 from foreword.text import Tokenizer
 
 MAX_REPORTED_LINES = 5
@@ -62,9 +62,9 @@ def read_prompts(file: Path, tokenizer: Tokenizer, max_requests: int | None = No
         where = f"line {number} of {str(file)!r}"
         try:
             text = line.decode("utf-8-sig")
-            if (logged := of_vllm_log(text)) == {}:
-                continue  # another line of vLLM's log
-            found.prompts.append(_prompt(logged or parse_json_line(text, where), where, tokenizer))
+            found.prompts.append(_prompt(of_vllm_log(text) or parse_json_line(text, where), where, tokenizer))
+        except NoRequestError:
+            continue
         except UnicodeDecodeError as error:
             _note(found, f"{where} is not UTF-8 ({error.reason} at byte {error.start}); give JSON lines")
         except TraceError as error:

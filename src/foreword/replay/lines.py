@@ -14,6 +14,7 @@ Lines of other programs are in `others`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -127,8 +128,35 @@ class _Turn(NamedTuple):
     """The last turn of a session, with what came before it."""
 
     ids: list[Any]
-    num_tokens: int
+    pieces: list[tuple[Any, int]]
+    """The ids, or a name of its own for a part without one, each with its tokens: turns end inside blocks."""
     timestamp: float | None
+
+
+def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
+    """Ids of the blocks that an engine makes of these pieces; one that begins or ends inside of ids has a digest."""
+    blocks: list[list[tuple[Any, int, int]]] = [[]]
+    room = block_tokens
+    for name, length in pieces:
+        start = 0
+        while start < length:
+            if not room:
+                blocks.append([])
+                room = block_tokens
+            taken = min(room, length - start)
+            blocks[-1].append((name, start, taken))
+            start, room = start + taken, room - taken
+    if room and any(isinstance(name, tuple) for name, _, _ in blocks[-1]):
+        blocks.pop()  # a partial last block without an id
+    digests = any(isinstance(name, str) for name, _ in pieces)
+    ids: list[Any] = []
+    for block in blocks:
+        if len(block) == 1 and block[0][1] == 0 and not isinstance(block[0][0], tuple):
+            ids.append(block[0][0])
+        else:
+            digest = hashlib.blake2b(repr(block).encode(), digest_size=8).digest()
+            ids.append(digest.hex() if digests else int.from_bytes(digest, "little") >> 1)
+    return ids
 
 
 @dataclass(slots=True)
@@ -137,8 +165,8 @@ class LineParser:
 
     block_tokens: int | None
     tokenizer: PromptEncoder | None
-    sessions: dict[Any, _Turn] = field(default_factory=dict)
-    """Of the lines that were parsed so far."""
+    sessions: dict[Any, _Turn | None] = field(default_factory=dict)
+    """Of the lines that were parsed so far; None after a turn that was refused."""
     has_whole_turns: bool = False
     """Whether a session's turn was a whole prompt."""
 
@@ -186,7 +214,14 @@ class LineParser:
         if not isinstance(record, dict):
             raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be a JSON object or a list")
         if "hash_ids" in record:
-            return self._of_block_ids(record, where)
+            session = record.get("session_id")
+            try:
+                line = self._of_block_ids(record, where)
+                return line if session is None else self._of_turn(line, record["hash_ids"], session, record, where)
+            except TraceError:
+                if isinstance(session, str | int):
+                    self.sessions[session] = None
+                raise
         record = dict(as_body(record, where))
         body = record.get("body")
         merged = {**record, **body} if isinstance(body, dict) else record
@@ -209,9 +244,7 @@ class LineParser:
             raise TraceError(
                 f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0, or digests"
             )
-        line = self._of_counted_ids(record, len(ids), as_content_ids(ids), where)
-        session = record.get("session_id")
-        return line if session is None else self._of_turn(line, ids, session, record, where)
+        return self._of_counted_ids(record, len(ids), as_content_ids(ids), where)
 
     def _of_turn(
         self, line: ParsedLine, ids: list[Any], session: Any, record: dict[str, Any], where: str
@@ -219,15 +252,26 @@ class LineParser:
         """A turn with the session's blocks before it. Answers, which only the replayed engine knows, are left out."""
         if not isinstance(session, str | int):
             raise TraceError(f"{where}: session_id={str(session)[:40]!r}; it must be a text or a number")
-        before, time, num_tokens = self.sessions.get(session), line.timestamp_ms, line.num_prompt_tokens
-        if before is not None and ids[: len(before.ids)] == before.ids:
+        before, time, size = self.sessions.get(session), line.timestamp_ms, line.block_tokens
+        if before is None and session in self.sessions and not self.has_whole_turns:
+            raise TraceError(f"{where}: an earlier turn of session {session!r} was refused, so its blocks are missing")
+        names = ids if len(ids) * size >= line.num_prompt_tokens else [*ids, (session, where)]
+        pieces = [(name, min(size, line.num_prompt_tokens - at * size)) for at, name in enumerate(names)]
+        if before is not None and before.ids and ids[: len(before.ids)] == before.ids:
             self.has_whole_turns = True
         elif before is not None and not self.has_whole_turns:
-            ids, num_tokens = before.ids + ids, before.num_tokens + num_tokens
+            ids, pieces = before.ids + ids, before.pieces + pieces
         if before is not None and time is None and before.timestamp is not None:
-            time = before.timestamp + (_number(record, "delay", 0, where) or 0)
-        self.sessions[session] = _Turn(ids, num_tokens, time)
-        return line._replace(timestamp_ms=time, content_ids=as_content_ids(ids), num_prompt_tokens=num_tokens)
+            delay = record.get("delay") or 0
+            if type(delay) not in (int, float) or not 0 <= delay <= MAX_TIME:
+                raise TraceError(f"{where}: delay={delay!r}; it must be a number of at least 0")
+            time = before.timestamp + delay
+        self.sessions[session] = _Turn(ids, pieces, time)
+        return line._replace(
+            timestamp_ms=time,
+            content_ids=as_content_ids(_on_grid(pieces, size)),
+            num_prompt_tokens=sum(length for _, length in pieces),
+        )
 
     def _of_counted_ids(self, record: dict[str, Any], num_ids: int, content_ids: PrefixKeys, where: str) -> ParsedLine:
         block_tokens = self.block_tokens or _block_tokens(record, where) or MOONCAKE_BLOCK_TOKENS

@@ -10,28 +10,44 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Any
 
 from foreword.errors import TraceError
 
-_VLLM_LINE = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d) \[[\w.]+:\d+\] ?(.*)$")
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+_VLLM_LINE = re.compile(r"\b(?:DEBUG|INFO|WARNING|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]\s]+:\d+\] ?(.*)$")
 _VLLM_REQUEST = re.compile(
     r"Request \S+ details: prompt: .*, prompt_token_ids: (\[[\d, ]*\]|None), prompt_embeds shape: "
 )
 REDACTED = "redacted-by-litellm"
 OTEL_MESSAGES = "gen_ai.input.messages"
+OTEL_OPERATIONS = (None, "chat", "text_completion", "generate_content")
+"""Those that call a model; others, such as of agents and tools, have such spans as children."""
+_LITELLM_CALL = re.compile(
+    r"a?(text_)?completion(_with_retries)?|a?responses|a?anthropic_messages|a?generate_content(_stream)?"
+    r"|(allm_|llm_)?pass_?through_(endpoint|route)"
+)
+DIGEST_DIGITS = 12
+
+
+class NoRequestError(TraceError):
+    """A line of a known program that is no prompt: it is passed over and counted nowhere."""
 
 
 def of_vllm_log(line: str) -> dict[str, Any] | None:
-    """The request of a line of vLLM's log; empty for a line of it without one, None for any other line."""
-    found = None if line.startswith(("{", "[")) else _VLLM_LINE.search(line.rstrip("\r\n"))
+    """The request of a line of vLLM's log; None for any other line. Raises NoRequestError if it has none."""
+    found = None if line.startswith(("{", "[")) else _VLLM_LINE.search(_COLOR.sub("", line.rstrip("\r\n")))
     if found is None:
         return None
     request = _VLLM_REQUEST.match(found[2])
     if request is None or request[1] == "None":
-        return {}
-    moment = datetime.strptime(f"2000-{found[1]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)  # it writes no year
-    return {"prompt_token_ids": json.loads(request[1]), "timestamp": moment.timestamp() * 1000}
+        raise NoRequestError("a line of vLLM's log without the token ids of a prompt")
+    try:
+        moment = datetime.strptime(f"2000-{found[1]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)  # it writes no year
+        return {"prompt_token_ids": json.loads(request[1]), "timestamp": moment.timestamp() * 1000}
+    except ValueError:
+        return None
 
 
 def as_body(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -44,7 +60,7 @@ def as_body(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             return _of_otel(record, attributes, where)
         if "litellm_call_id" in record or {"call_type", "startTime"} <= set(record):
             return _of_litellm(record, where)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise TraceError(
             f"{where} looks like a record of LiteLLM or OpenTelemetry and cannot be read ({type(error).__name__}: "
             f"{str(error)[:60]}); give the body of the request"
@@ -53,6 +69,11 @@ def as_body(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _of_litellm(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    call = record.get("call_type")
+    if call and not _LITELLM_CALL.fullmatch(str(call)):
+        raise NoRequestError(f"{where} is a call of LiteLLM that has no prompt: {call}")
+    if str(record.get("cache_hit")).lower() == "true" or record.get("status") == "failure":
+        raise NoRequestError(f"{where} is a call of LiteLLM that no model has answered")
     messages = _parsed(record.get("messages"))
     body: dict[str, Any] = {**(_parsed(record.get("model_parameters")) or {})}
     if not messages:
@@ -66,6 +87,9 @@ def _of_litellm(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _of_otel(record: Mapping[str, Any], attributes: Mapping[str, Any], where: str) -> dict[str, Any]:
+    operation = attributes.get("gen_ai.operation.name")
+    if operation not in OTEL_OPERATIONS:
+        raise NoRequestError(f"{where} is a span of {operation}, not of a call of a model")
     if OTEL_MESSAGES not in attributes:
         raise TraceError(
             f"{where}: the record of OpenTelemetry has no {OTEL_MESSAGES}; capture contents, with "
@@ -102,7 +126,14 @@ def _of_otel(record: Mapping[str, Any], attributes: Mapping[str, Any], where: st
 
 
 def _text(parts: Any) -> str:
-    return "\n".join(part["content"] for part in parts if part["type"] == "text")
+    """The text of parts; one that is no text, such as a picture, stands as its type and a digest."""
+    return "\n".join(
+        part["content"]
+        if part["type"] == "text"
+        else f"[{part['type']} {sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:DIGEST_DIGITS]}]"
+        for part in parts
+        if part["type"] not in ("tool_call", "tool_call_response", "reasoning")
+    )
 
 
 def _parsed(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Reads recorded traffic in any known format, and writes it without its text.
 
 Knows files with one JSON value on each line, gzipped or plain; `lines` knows the contents of a line. Knows nothing of
-caches. Only a few hundred lines are in memory at a time, however large the file is.
+caches. Only a few hundred lines are in memory at a time, however large the file is, and the turns of
+AIPerf's sessions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from foreword.replay.lines import (
     PromptEncoder,
     SkimmedLine,
 )
-from foreword.replay.others import of_vllm_log
+from foreword.replay.others import NoRequestError
 
 MAX_REPORTED_LINES = 5
 NUM_LINES_AHEAD = 256
@@ -147,7 +148,7 @@ class TraceReader:
         for line in read:
             if isinstance(line, ParsedLine):
                 yield RecordedRequest(line[0], next(keys), *line[2:])
-            else:
+            elif not isinstance(line, NoRequestError):
                 self._note_malformed(line)
 
     def _with_ids(self, lines: list[SkimmedLine | ParsedLine | TraceError]) -> list[ParsedLine | TraceError]:
@@ -178,7 +179,7 @@ class TraceReader:
                         num_reported = raw.tell()
                     if number == 1:
                         line = line.removeprefix(codecs.BOM_UTF8)
-                    if line.strip() and not _is_noise(line):
+                    if line.strip():
                         where = f"line {number} {of_trace}"
                         yield self._parser.skim(line, where) or self._parser.parse(line, where)
         except (EOFError, zlib.error, OSError) as error:
@@ -197,11 +198,6 @@ class TraceReader:
         self.num_malformed += 1
         if len(self.malformed) < MAX_REPORTED_LINES:
             self.malformed.append(str(what))
-
-
-def _is_noise(line: bytes) -> bool:
-    """Whether this is a line of vLLM's log without a request."""
-    return line[:1] not in (b"{", b"[") and of_vllm_log(line.decode(errors="replace")) == {}
 
 
 def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
