@@ -186,6 +186,9 @@ def test_which_tokens_are_my_system_prompt(tmp_path: Path, capsys: pytest.Captur
         (["vllm", "--prompt-token-ids", "1", "--block-tokens", "0"], "must be at least 1"),
         (["vllm", "--prompt-token-ids", "1", "--adapter", "sql"], "is not NAME=PATH"),
         (["vllm", "--prompt-token-ids", "1", "--media", "1:c0"], "is not OFFSET:LENGTH:ID"),
+        (["vllm", "--prompt-token-ids", "1", "--media=-1:1:c0"], "is not OFFSET:LENGTH:ID"),
+        (["vllm", "--prompt-token-ids", "1", "--media", "0:0:c0"], "is not OFFSET:LENGTH:ID"),
+        (["vllm", "--prompt-token-ids", "1", "--salt", "\udcff", "--hash", "sha256_cbor"], "not valid Unicode"),
         (["sglang", "--prompt-token-ids", "1", "--media", "0:1:c0"], "numbers of its own"),
         (["vllm", "--model", "x", "--body", "/nowhere.json", "--prompt", "y"], "not allowed with argument"),
     ],
@@ -199,3 +202,59 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
     assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match="unknown hash function 'md5'"):
         vllm_keys([1], 1, Context(), algorithm="md5")
+
+
+def user(content: object, **more: object) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **more}
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+ONE_TEXT = {"type": "text", "text": "Say hello."}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (user([ONE_TEXT, PICTURE]), "no text (image_url)"),
+        ({"system": "x", **user([{"type": "image", "source": {}}])}, "no text (image)"),
+        ({"contents": [{"role": "user", "parts": [{"inlineData": {"data": "AA"}}]}]}, "no text (inlineData)"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "no text (input_image)",
+        ),
+        (user([ONE_TEXT, ONE_TEXT]), "a content of several texts"),
+        ({"system": [ONE_TEXT, ONE_TEXT], **user("x")}, "a content of several texts"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "the role developer"),
+        (user("x", add_generation_prompt=False), "add_generation_prompt"),
+        (user("x", chat_template="{{ messages }}"), "chat_template"),
+    ],
+)
+def test_bodies_that_an_engine_renders_otherwise_are_refused(
+    tmp_path: Path, body: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "body.json").write_text(json.dumps(body))
+    model = str(real_model("smollm2"))
+    for engine in ("vllm", "sglang"):
+        assert cli.main(["keys", engine, "--model", model, "--body", str(tmp_path / "body.json")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_control_tokens_in_messages_are_those_of_the_model_s_own_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Hugging Face's tokenizer, which vLLM and SGLang call, reads the template's text."""
+    transformers = pytest.importorskip("transformers")
+    model = str(real_model("smollm2"))
+    body = user("The log says <|im_end|> twice: <|im_end|>")
+    (tmp_path / "body.json").write_text(json.dumps(body))
+    assert cli.main(["keys", "sglang", "--model", model, "--body", str(tmp_path / "body.json"), "--json"]) == 0
+    (answer,) = map(json.loads, capsys.readouterr().out.splitlines())
+    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    text = theirs.apply_chat_template(body["messages"], tokenize=False, add_generation_prompt=True)
+    token_ids = theirs.encode(text, add_special_tokens=False)
+    assert [block["key"] for block in answer["blocks"]] == [one.hex() for one in sglang_keys(token_ids, 1, Context())]
+
+
+def test_the_order_of_media_is_that_of_their_places() -> None:
+    media = Media(3, 2, "cat"), Media(0, 2, "dog")
+    assert vllm_keys(TOKENS, 8, Context(media=media)) == vllm_keys(TOKENS, 8, Context(media=media[::-1]))

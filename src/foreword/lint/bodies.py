@@ -22,7 +22,7 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 PICTURE_KINDS = ("image", "image_url", "input_image", "inlineData", "inline_data")
 DIGEST_DIGITS = 12
 _TEXTS = frozenset(("text", "input_text", "output_text", "reasoning_text", "summary_text"))
-_ANTHROPIC_BLOCKS = frozenset("tool_use tool_result thinking redacted_thinking".split())
+ANTHROPIC_BLOCKS = frozenset("tool_use tool_result thinking redacted_thinking".split())
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ def _is_anthropic(body: Mapping[str, Any]) -> bool:
         return True
     contents = [message.get("content") for message in body["messages"]]
     blocks = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") in _ANTHROPIC_BLOCKS for part in blocks)
+    return any(isinstance(part, dict) and part.get("type") in ANTHROPIC_BLOCKS for part in blocks)
 
 
 def _text(part: Any) -> str:
@@ -191,7 +191,7 @@ def _anthropic(body: Mapping[str, Any]) -> Conversation:
             calls = [part for part in parts if part.get("type") == "tool_use"]
             names |= {call["id"]: call["name"] for call in calls}
             thoughts = "".join(part["thinking"] for part in parts if part.get("type") == "thinking")
-            texts = [part for part in parts if part.get("type", "text") not in _ANTHROPIC_BLOCKS]
+            texts = [part for part in parts if part.get("type", "text") not in ANTHROPIC_BLOCKS]
             plain: Plain = {"role": role, "content": _joined(texts, role)}
             plain |= {"reasoning_content": thoughts} if thoughts else {}
             if calls:

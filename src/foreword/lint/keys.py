@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ from foreword.cache.keys.foreign import (
 from foreword.cache.keys.hashing import HASH_FUNCTION_NAMES
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from foreword.lint.align import TokenIds
-from foreword.lint.bodies import Conversation, read_body
+from foreword.lint.bodies import ANTHROPIC_BLOCKS, Conversation, read_body
 from foreword.text import Tokenizer
 
 SIZES = {"vllm": 16, "sglang": 1}
 """Tokens of a block where nothing else is said to the engines."""
+OTHER_INPUTS = ("add_generation_prompt", "continue_final_message", "chat_template", "add_special_tokens")
+"""Fields of a body that change what an engine renders, and that we do not follow."""
+TEXTS = frozenset("text functionCall function_call functionResponse function_response".split())
 NUM_WORDS = 8
 """Tokens of a block that are shown as text."""
 
@@ -56,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the keys of one prompt; returns the exit code."""
     tokenizer = None if args.model is None else Tokenizer.load(args.model)
     token_ids, parts = _prompt(args, tokenizer)
+    given = "".join(filter(None, (args.salt, args.adapter, args.seed, *args.media)))
+    if any("\ud800" <= sign <= "\udfff" for sign in given):
+        raise ConfigError("an option is not valid Unicode (it holds half of a surrogate pair); give UTF-8")
     size = SIZES[args.engine] if args.block_tokens is None else args.block_tokens
     if size < 1 or (args.unit_tokens is not None and args.unit_tokens < 1):
         raise ConfigError(f"block_tokens={size} and unit_tokens={args.unit_tokens} must be at least 1")
@@ -86,6 +92,7 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list
         return given, []
     if tokenizer is None:
         raise ConfigError("a text needs a tokenizer; name a folder or hub id that has one with --model")
+    tokenizer.take_control_tokens()  # they are no text to vLLM and SGLang, wherever they stand
     if args.prompt is not None:
         return list(map(int, tokenizer.encode(args.prompt))), []
     try:
@@ -97,8 +104,38 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list
         raise InvalidRequestError(
             f"--body {str(args.body)!r} holds no conversation; give it messages, input or contents"
         )
+    if (what := _written_otherwise(body)) is not None:
+        raise InvalidRequestError(
+            f"--body {str(args.body)!r} has {what}, of which an engine may make other tokens; give the tokens with "
+            "--prompt-token-ids"
+        )
     token_ids = tokenizer.render_chat(conversation.messages, template_inputs=conversation.inputs)
     return list(map(int, token_ids)), _parts(conversation, token_ids, tokenizer)
+
+
+def _written_otherwise(body: Mapping[str, Any]) -> str | None:
+    """What of a conversation an engine may write in another way: pictures, contents in pieces, inputs of its own."""
+    for name in OTHER_INPUTS:
+        if body.get(name) is not None:
+            return name
+    given = [body.get(name) for name in ("messages", "contents", "input")] + [{"content": body.get("system")}]
+    while given:
+        one = given.pop()
+        if isinstance(one, list):
+            given += one
+        if not isinstance(one, Mapping):
+            continue
+        if one.get("role") == "developer":
+            return "the role developer"
+        for pieces in (one.get(name) for name in ("content", "parts", "output")):
+            parts = [part for part in pieces if isinstance(part, Mapping)] if isinstance(pieces, list) else []
+            others = [part for part in parts if part.get("type") not in ANTHROPIC_BLOCKS and not TEXTS & set(part)]
+            if others:
+                return f"a part that is no text ({others[0].get('type') or next(iter(others[0]), None)})"
+            if sum("text" in part for part in parts) > 1:
+                return "a content of several texts"
+            given.append(pieces)
+    return None
 
 
 def _parts(conversation: Conversation, token_ids: TokenIds, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -134,9 +171,14 @@ def _adapter(given: str | None) -> tuple[str, str] | None:
 def _media(given: str) -> Media:
     parts = given.split(":", 2)
     try:
-        return Media(int(parts[0]), int(parts[1]), parts[2])
+        media = Media(int(parts[0]), int(parts[1]), parts[2])
+        if media.offset < 0 or media.num_tokens < 1:
+            raise ValueError(given)
+        return media
     except (ValueError, IndexError) as error:
-        raise ConfigError(f"--media {given!r} is not OFFSET:LENGTH:ID, such as 10:256:c0ffee") from error
+        raise ConfigError(
+            f"--media {given!r} is not OFFSET:LENGTH:ID, from 0 and from 1, such as 10:256:c0ffee"
+        ) from error
 
 
 def _table(answer: dict[str, Any], token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:

@@ -78,7 +78,7 @@ def _vllm_extra(context: Context, start: int, end: int) -> tuple[tuple[object, .
     extra: list[tuple[object, ...]] = []
     if context.adapter is not None:
         extra.append(("lora", *context.adapter))
-    for one in context.media:
+    for one in sorted(context.media, key=lambda one: one.offset):
         if one.offset < end and start < one.offset + one.num_tokens:
             extra.append(("mm", one.identifier, one.offset - start))
     if context.salt and start == 0:
