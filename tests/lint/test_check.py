@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
 from random import Random
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from foreword.cache import HashIndex, KVCacheManager, TokenSequence, common_length
 from foreword.demo.run import embedded_model
 from foreword.errors import ConfigError
+from foreword.lint.bodies import _in_brackets
 from foreword.lint.check import lint_prompts
 from foreword.lint.prompts import LintPrompt
 from foreword.text import Tokenizer
@@ -185,3 +187,19 @@ def test_odd_prompts_never_fail_and_figures_add_up(shapes, repeats, random):
     assert all(0 < finding.wasted_tokens <= report.num_tokens for finding in report.findings)
     if not report.findings:
         assert all((one.token_ids == other).all() for one, other in zip(drawn, report.mended, strict=True))
+
+
+def test_a_picture_is_the_same_with_other_fields_beside_it():
+    anthropic = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    responses = {"type": "input_image", "image_url": "data:image/png;base64,aaaa"}
+    chat = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+    google = {"inlineData": {"mimeType": "image/png", "data": "aaaa"}}
+    for part, other in (
+        (anthropic, {**anthropic, "cache_control": {"type": "ephemeral"}}),
+        (responses, {**responses, "detail": "high"}),
+        (chat, {**chat, "image_url": {**chat["image_url"], "detail": "low"}}),
+        (google, {**google, "mediaResolution": "LOW"}),
+    ):
+        kind = part.get("type", "inlineData")
+        shown = [_in_brackets(kind, one) for one in (part, other, json.loads(json.dumps(part).replace("aaaa", "bbbb")))]
+        assert shown[0] == shown[1] != shown[2]

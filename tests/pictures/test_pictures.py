@@ -16,9 +16,11 @@ from PIL import Image
 from foreword import LLM, SamplingParams
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError, ModelLoadError
+from foreword.errors import InvalidRequestError, ModelLoadError, PicturesBusyError
+from foreword.pictures import PictureFile
 from foreword.pictures.messages import taken_apart
 from foreword.server.observe.more_memory import block_keys
+from foreword.server.service import MOST_PICTURE_BYTES
 from foreword.text.picture_marks import pictures_of
 from picture_models import SIGNS, TILE, SeeingOracle, asks, file_of, noise, save_seeing_model
 from tiny_models import greedy
@@ -281,6 +283,18 @@ def test_pictures_follow_messages_that_a_template_wants_in_another_order(llm: LL
     assert prompts[0].token_ids.tolist() == prompts[1].token_ids.tolist()
     assert prompts[0].extra_keys.spans == prompts[1].extra_keys.spans
     assert len({span.digest for span in prompts[0].extra_keys.spans}) == 2
+
+
+def test_only_a_server_limits_what_the_pictures_of_all_requests_hold(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.pictures is not None
+    monkeypatch.setattr(PictureFile, "num_bytes", 2**29)
+    held = [llm.pictures.read([PictureFile(file_of(noise(20, 20)))]) for _ in range(3)]
+    assert llm.pictures.num_held_bytes >= 3 * 2**29
+    llm.pictures.most_held_bytes = MOST_PICTURE_BYTES
+    with pytest.raises(PicturesBusyError, match="try again when some have ended"):
+        llm.pictures.read([PictureFile(file_of(noise(20, 20)))])
+    llm.pictures.most_held_bytes = None
+    del held
 
 
 def test_marks_and_places_move_with_pictures(llm: LLM) -> None:

@@ -375,3 +375,15 @@ def test_namespaces_share_nothing(tmp_path):
             writer.write(timestamp_ms=0, prompt_token_ids=range(32), num_output_tokens=1, namespace=namespace)
     first, second, third = read(tmp_path / "a")
     assert (shared(first, second), shared(second, third)) == (0, 2)
+
+
+def test_pictures_are_part_of_the_blocks_that_show_them_and_of_those_after(tmp_path):
+    spans = [(), ((4, "a"),), ((4, "b"),), ((4, "a"), (6, "b")), ((4, "b"), (6, "a")), ((4, "a"),)]
+    with TraceWriter(tmp_path / "t.jsonl", block_tokens=4) as writer:
+        for own in spans:
+            writer.write(timestamp_ms=0, prompt_token_ids=range(12), num_output_tokens=1, spans=own)
+    lines = [json.loads(line)["hash_ids"] for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert len({line[0] for line in lines}) == 1
+    assert lines[1] == lines[5]
+    for block in (1, 2):
+        assert len({line[block] for line in lines}) == 5

@@ -16,6 +16,9 @@ import pytest
 from google import genai
 
 from foreword.llm import LLM
+from foreword.server.api_errors import APIError
+from foreword.server.bodies.body_limits import BodyLimits
+from foreword.server.bodies.fields import Body
 from foreword.server.options import ServerConfig
 from live_server import MODEL, ServerThread, client
 from picture_models import asks, file_of, noise, png_of, save_seeing_model
@@ -188,6 +191,21 @@ def test_prompts_with_pictures_are_explained_and_counted(server: ServerThread) -
     assert found["reason"] is None
     assert missed["reason"] == "media_differs"
     assert "picture" in missed["in_words"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": ""}}] * 4}]},
+        {"contents": [{"parts": [{"inline_data": {"mime_type": "image/png", "data": ""}}] * 4}]},
+        {"messages": [{"role": "user", "content": "", "images": [""] * 2}] * 2},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}] * 4}]}]},
+    ],
+)
+def test_pictures_of_all_dialects_are_counted_before_anything_is_read(body: dict[str, Any]) -> None:
+    limits = BodyLimits(2**20, 4096, 4, 100, 20, max_pictures=3)
+    with pytest.raises(APIError, match="4 pictures; at most 3"):
+        limits.check_counts(Body, body)
 
 
 @pytest.mark.parametrize(

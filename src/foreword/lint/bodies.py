@@ -83,7 +83,11 @@ def _in_brackets(kind: str, part: Any) -> str:
     """What stands for a part that is no text."""
     if kind not in PICTURE_KINDS:
         return f"[{kind}]"
-    return f"[{kind} {hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:DIGEST_DIGITS]}]"
+    shown = part.get(kind, part.get("image_url", part.get("source"))) if isinstance(part, Mapping) else None
+    if isinstance(shown, Mapping):  # a marker beside the picture, its detail and its type change nothing that it shows
+        shown = shown.get("data") or shown.get("url") or shown
+    told = json.dumps(shown or part, sort_keys=True)
+    return f"[{kind} {hashlib.sha256(told.encode()).hexdigest()[:DIGEST_DIGITS]}]"
 
 
 def _joined(content: Any, role: str) -> str:

@@ -25,8 +25,6 @@ from foreword.request import PlacedPicture
 
 MOST_KNOWN = 4096
 """Files of which is remembered what they show."""
-MOST_HELD_BYTES = 2**30
-"""Of the files of all requests together."""
 
 
 class Vision(Protocol):
@@ -75,6 +73,8 @@ class Pictures:
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
         self.num_held_bytes = 0
         """Bytes of the files that requests hold."""
+        self.most_held_bytes: int | None = None
+        """Of all requests together. None: those of a Python caller are held by the caller in any case."""
         self._placeholders = lru_cache(1024)(self._make_placeholders)
 
     def read(self, files: Sequence[PictureFile]) -> list[ReadPicture]:
@@ -106,10 +106,10 @@ class Pictures:
         """Count a picture until it is freed. Raises PicturesBusyError if requests hold too many bytes."""
         num_bytes = picture.file.num_bytes
         with self._lock:
-            if self.num_held_bytes + num_bytes > MOST_HELD_BYTES:
+            if self.most_held_bytes is not None and self.num_held_bytes + num_bytes > self.most_held_bytes:
                 raise PicturesBusyError(
-                    f"requests hold pictures of {self.num_held_bytes} bytes, and {MOST_HELD_BYTES} may be held; try "
-                    "again when some have ended"
+                    f"requests hold pictures of {self.num_held_bytes} bytes, and {self.most_held_bytes} may be held; "
+                    "try again when some have ended"
                 )
             self.num_held_bytes += num_bytes
         weakref.finalize(picture, self._release, num_bytes).atexit = False

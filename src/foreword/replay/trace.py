@@ -265,11 +265,13 @@ class TraceWriter:
         num_output_tokens: int,
         namespace: str = "",
         jumps: Sequence[tuple[int, int]] = (),
+        spans: Sequence[tuple[int, str]] = (),
         linked: Mapping[str, Any] | None = None,
     ) -> None:
         """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
 
         `jumps`: index and position of each token that stands after a gap; ids from there on are of such prompts alone.
+        `spans`: index and digest of each picture, of which tokens do not tell what it shows.
         `linked`: of a prompt that goes on with links, which no prefix finds: what the line says of it, for people.
 
         Times should be relative to the recording's start: an absolute one is a fact about a user too.
@@ -282,6 +284,9 @@ class TraceWriter:
         for at, position in jumps:
             start = at // size * size
             moved[start] = moved.get(start, b"") + b"|%d:%d" % (at, position)
+        for at, digest in spans:
+            start = at // size * size
+            moved[start] = moved.get(start, b"") + b"|%d=%s" % (at, digest.encode())
         ids = []
         for start in range(0, len(tokens), size):
             block = parent + tokens[start : start + size].tobytes() + moved.get(start, b"")

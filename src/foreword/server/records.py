@@ -75,6 +75,8 @@ class RequestRecord:
     """Whether tokens stand at other positions than those of the plain prompt."""
     jumps: tuple[tuple[int, int], ...] = ()
     """Index and position of the tokens after gaps that stand before the first link."""
+    spans: tuple[tuple[int, str], ...] = ()
+    """Index of each picture's first token, and the digest of what it shows."""
     link: LinkReport | None = None
     """What became of the tokens of a prompt with `link_method`."""
     route: str | None = None
@@ -113,7 +115,7 @@ class RequestRecord:
             RECORD_BYTES
             + self.prompt_token_ids.nbytes
             + TIME_BYTES * len(self.token_times)
-            + JUMP_BYTES * len(self.jumps)
+            + JUMP_BYTES * (len(self.jumps) + 2 * len(self.spans))
         )
 
     @property

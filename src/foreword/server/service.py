@@ -98,6 +98,10 @@ class Caller:
     """The model's name, or an adapter's; None: the model's."""
 
 
+MOST_PICTURE_BYTES = 2**30
+"""Of the files of all requests together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a conversation's prompt."""
@@ -130,6 +134,8 @@ class Service:
         Raises ConfigError for files that cannot be read and prefixes that cannot be shared.
         """
         self.llm = llm
+        if llm.pictures is not None:
+            llm.pictures.most_held_bytes = MOST_PICTURE_BYTES
         self.config = config
         self.model_name = model_name
         self._own_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
@@ -472,6 +478,7 @@ class Service:
                     linked_from=None if prompt.links is None else prompt.links.linked_from_in(size),
                     has_gaps=prompt.links is not None and prompt.links.has_gaps,
                     jumps=() if prompt.links is None else prompt.links.jumps_before_links(size),
+                    spans=tuple((span.offset, span.digest) for span in prompt.extra_keys.spans),
                 ),
                 prompt,
                 params,

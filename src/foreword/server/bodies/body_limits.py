@@ -168,6 +168,8 @@ class BodyLimits:
                 if num_parts <= self.max_model_len:
                     num_characters += sum(_num_characters(part) for part in content)
                     num_pictures += self._num_pictures(content, f"{name}[{number}].{key}")
+            if self.max_pictures and isinstance(message, dict) and isinstance(message.get("images"), list):
+                num_pictures += len(message["images"])  # Ollama's
         if num_parts > self.max_model_len:
             raise _too_many(num_parts, self.max_model_len, f"the contents of {name}", name)
         if num_pictures > self.max_pictures:
@@ -184,7 +186,9 @@ class BodyLimits:
         for number, part in enumerate(parts):
             kind = part.get("type") if isinstance(part, Mapping) else None
             medium = _NOT_TEXT.get(kind) if isinstance(kind, str) else None
-            if medium == "images" and self.max_pictures:
+            if self.max_pictures and kind == "tool_result" and isinstance(part.get("content"), list):
+                count += self._num_pictures(part["content"], f"{where}[{number}].content")
+            elif self.max_pictures and (medium == "images" or _has_inline_data(part)):
                 count += 1
             elif medium is not None:
                 raise bad_request(
@@ -239,6 +243,10 @@ def _at_most(value: Any, most: int, name: str) -> None:
 
 def _too_many(count: int, most: int, what: str, param: str) -> APIError:
     return bad_request(f"{what[:100]} has {count} entries; at most {most} are taken, send fewer", param=param[:100])
+
+
+def _has_inline_data(part: Any) -> bool:
+    return isinstance(part, Mapping) and ("inlineData" in part or "inline_data" in part)
 
 
 def _num_characters(part: Any) -> int:

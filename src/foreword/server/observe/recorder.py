@@ -124,6 +124,7 @@ class Recorder:
             num_output_tokens=record.num_output_tokens,
             namespace=record.namespace,
             jumps=record.jumps,
+            spans=record.spans,
             linked=None if record.link_method is None else _linked(record),
         )
 
