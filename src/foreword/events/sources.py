@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import queue
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,23 +64,20 @@ def find_source(url: str, rank: int | None = None) -> EventSource:
 
 def _answer(url: str) -> bytes:
     """The body of an answer. A timeout of urlopen is one of each read, and a server may send a byte at a time."""
-    came: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    body: Future[bytes] = Future()
 
     def ask() -> None:
         try:
             with urllib.request.urlopen(url, timeout=ASK_S) as answer:
-                came.put(answer.read(MAX_BYTES))
+                body.set_result(answer.read(MAX_BYTES))
         except Exception as error:  # raised again by the caller's thread
-            came.put(error)
+            body.set_exception(error)
 
     threading.Thread(target=ask, name="event-sources", daemon=True).start()
     try:
-        answer = came.get(timeout=ASK_S)
-    except queue.Empty as error:
+        return body.result(ASK_S)
+    except TimeoutError as error:
         raise TimeoutError(f"no whole answer came in {ASK_S:g} s") from error
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _read(answer: Any) -> dict[int, dict[str, Any]]:

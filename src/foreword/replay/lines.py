@@ -135,27 +135,24 @@ class _Turn(NamedTuple):
 
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
     """Ids of the blocks that an engine makes of these pieces; one that begins or ends inside of ids has a digest."""
-    blocks: list[list[tuple[Any, int, int]]] = [[]]
-    room = block_tokens
+    blocks: dict[int, list[tuple[Any, int, int]]] = {}
+    at = 0
     for name, length in pieces:
-        start = 0
-        while start < length:
-            if not room:
-                blocks.append([])
-                room = block_tokens
-            taken = min(room, length - start)
-            blocks[-1].append((name, start, taken))
-            start, room = start + taken, room - taken
-    if room and any(isinstance(name, tuple) for name, _, _ in blocks[-1]):
-        blocks.pop()  # a partial last block without an id
-    digests = any(isinstance(name, str) for name, _ in pieces)
+        start = at
+        while (left := start + length - at) > 0:
+            taken = min(left, block_tokens - at % block_tokens)
+            blocks.setdefault(at // block_tokens, []).append((name, at - start, taken))
+            at += taken
+    if at % block_tokens and any(isinstance(name, tuple) for name, _, _ in blocks[at // block_tokens]):
+        del blocks[at // block_tokens]  # a partial last block without an id
+    has_digests = any(isinstance(name, str) for name, _ in pieces)
     ids: list[Any] = []
-    for block in blocks:
-        if len(block) == 1 and block[0][1] == 0 and not isinstance(block[0][0], tuple):
-            ids.append(block[0][0])
-        else:
+    for block in blocks.values():
+        (name, begin, _), *more = block
+        if begin or more or isinstance(name, tuple):
             digest = hashlib.blake2b(repr(block).encode(), digest_size=8).digest()
-            ids.append(digest.hex() if digests else int.from_bytes(digest, "little") >> 1)
+            name = digest.hex() if has_digests else int.from_bytes(digest, "little") >> 1
+        ids.append(name)
     return ids
 
 

@@ -78,18 +78,11 @@ def run(args: argparse.Namespace) -> int:
             f"rank={args.rank} is one of those at an http:// address; {args.events!r} is one rank's, so give the "
             "address of the rank, such as tcp://HOST:5557 plus its number"
         )
+    known = {"num_blocks": args.blocks, "all_report": args.full_reports}
     decode = None if args.tokenizer is None else _decoder(args.tokenizer)
     with (
         Subscriber(args.events, replay=args.replay, snapshot=args.snapshot, topic=args.topic) as subscriber,
-        closing(
-            Watcher(
-                subscriber,
-                num_blocks=args.blocks,
-                all_report=args.full_reports,
-                record=args.record,
-                decode=decode,
-            )
-        ) as watcher,
+        closing(Watcher(subscriber, record=args.record, decode=decode, **known)) as watcher,
     ):
         if serve is not None:
             serve(watcher)
