@@ -328,7 +328,7 @@ def _open_publisher(options: EventsConfig) -> Publisher | None:
         from foreword.events.publisher import Publisher
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"kv_events={options.kv_events!r} needs pyzmq and msgpack; run `pip install foreword[cluster]`"
+            f"kv_events={options.kv_events!r} needs pyzmq and msgpack; run `pip install foreword[ops]`"
         ) from error
     return Publisher(options)
 

@@ -140,6 +140,20 @@ def test_a_photograph_with_a_preview_is_a_picture() -> None:
     assert (pixels_of(PictureFile(data)) == pixels_of(PictureFile(file_of(noise(40, 30), "JPEG")))).all()
 
 
+def test_what_lies_behind_a_photograph_or_in_its_comments_is_no_scan() -> None:
+    photograph = file_of(noise(64, 48), "JPEG")
+    film, comment = b"\xff\xda\0\2" * 200, b"\xff\xfe\3\x22" + b"\xff\xda" * 400
+    for data in (
+        photograph + film,
+        photograph[:2] + comment + photograph[2:],
+        photograph[:-2] + b"\xff" + photograph[-2:],
+    ):
+        assert np.array_equal(pixels_of(PictureFile(data)), pixels_of(PictureFile(photograph)))
+    hidden = photograph[:2] + b"\xff\xfe\0\4\xff\xd9" + photograph[2:-2] + film + b"\xff\xd9"
+    with pytest.raises(InvalidRequestError, match="201 scans"):
+        size_of(PictureFile(hidden))
+
+
 def test_images_of_pillow_are_checked_and_turned_as_files_are(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

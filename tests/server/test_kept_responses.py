@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from foreword.pictures import PictureFile
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.kept_responses import KeptResponses
+from foreword.text.picture_marks import PICTURES
 
 
 def of_lists() -> Any:
@@ -39,6 +41,19 @@ def test_the_estimate_is_no_less_than_the_memory_that_calls_take(arguments: Any)
     finally:
         tracemalloc.stop()
     assert kept.num_bytes > 0.8 * grown > 100_000
+
+
+def test_a_picture_of_several_turns_counts_once() -> None:
+    kept, file = KeptResponses(max_bytes=2**20), PictureFile(b"x" * 300_000)
+    message = {"role": "user", "content": "What is this?", PICTURES: [file]}
+    for number in range(20):
+        kept.keep(Tenant("t"), [message] * (number + 1), {"id": f"r{number}"})
+    assert 300_000 < kept.num_bytes < 600_000
+    kept.keep(Tenant("t"), [{**message, PICTURES: [PictureFile(b"x" * 300_000)]}], {"id": "other"})
+    assert kept.num_bytes > 600_000
+    for name in ("other", *(f"r{number}" for number in range(20))):
+        kept.delete(Tenant("t"), name)
+    assert kept.num_bytes == 0
 
 
 @pytest.mark.parametrize("limits", [{"max_responses": 20}, {"max_bytes": 20_000}])

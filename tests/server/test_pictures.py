@@ -200,6 +200,7 @@ def test_prompts_with_pictures_are_explained_and_counted(server: ServerThread) -
         {"contents": [{"parts": [{"inline_data": {"mime_type": "image/png", "data": ""}}] * 4}]},
         {"messages": [{"role": "user", "content": "", "images": [""] * 2}] * 2},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}] * 4}]}]},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}] * 4}]},
     ],
 )
 def test_pictures_of_all_dialects_are_counted_before_anything_is_read(body: dict[str, Any]) -> None:
@@ -231,6 +232,36 @@ def test_what_is_no_picture_is_400_in_a_line(server: ServerThread, parts: list[A
     assert match.partition("|")[0] in error or match.rpartition("|")[2] in error
     assert "\n" not in error
     assert len(error) < 400
+
+
+def test_pictures_that_the_model_would_have_made_are_refused(server: ServerThread) -> None:
+    part = {"type": "input_image", "image_url": url_of(file_of(noise(20, 20)))}
+    body = {"model": MODEL, "input": [{"role": "assistant", "content": [part]}, {"role": "user", "content": "And?"}]}
+    answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "input[0] is the model's, and has a picture" in answer.json()["error"]["message"]
+
+
+def test_a_conversation_is_shortened_whose_pictures_are_too_many_tokens(server: ServerThread, llm: LLM) -> None:
+    assert llm.pictures is not None
+    most, llm.pictures._max_tokens = llm.pictures._max_tokens, 100
+    try:
+        turns = [{"role": "user", "content": content(file_of(noise(70, 50, seed)))} for seed in range(3)]
+        for kind, status in (("disabled", 400), ("auto", 200)):
+            items = [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_image", "image_url": turn["content"][0]["image_url"]["url"]}],
+                }
+                for turn in turns
+            ]
+            body = {"model": MODEL, "input": items, "truncation": kind, "max_output_tokens": 4}
+            answer = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                assert "the pictures take" in answer.json()["error"]["message"]
+    finally:
+        llm.pictures._max_tokens = most
 
 
 def test_a_model_without_eyes_says_so(server: ServerThread, tiny_models: TinyModels) -> None:

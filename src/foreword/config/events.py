@@ -21,7 +21,7 @@ class EventsConfig:
     kv_events: str | None = None
     """ZeroMQ address at which events of stored and removed blocks are published in vLLM's format, such as tcp://*:5557.
 
-    Whoever can connect reads all prompts' tokens. Needs `pip install foreword[cluster]`. None: nothing is published.
+    Whoever can connect reads all prompts' tokens. Needs `pip install foreword[ops]`. None: nothing is published.
     """
     kv_events_replay: str | None = None
     """Address at which consumers ask for batches that they missed, such as tcp://*:5558. None: they cannot."""

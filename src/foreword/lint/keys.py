@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hash", choices=HASH_FUNCTION_NAMES, default="sha256", help="vLLM's hash (default: sha256)")
     parser.add_argument("--seed", metavar="TEXT", help="PYTHONHASHSEED of vLLM's process (default: none)")
     parser.add_argument("--salt", metavar="TEXT", help="cache_salt of the request")
-    parser.add_argument("--adapter", metavar="NAME=PATH", help="LoRA adapter, as vLLM was given it")
+    parser.add_argument(
+        "--adapter", metavar="NAME=PATH", help="LoRA adapter, as vLLM was given it; no part of SGLang's hashes"
+    )
     parser.add_argument(
         "--media", metavar="OFFSET:LENGTH:ID", action="append", default=[], help="placeholders and vLLM's identifier"
     )
@@ -65,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     size = SIZES[args.engine] if args.block_tokens is None else args.block_tokens
     if size < 1 or (args.unit_tokens is not None and args.unit_tokens < 1):
         raise ConfigError(f"block_tokens={size} and unit_tokens={args.unit_tokens} must be at least 1")
+    ignored = {"--adapter": args.adapter, "--seed": args.seed, "--unit-tokens": args.unit_tokens}
+    if args.engine == "sglang" and (names := [name for name, value in ignored.items() if value is not None]):
+        raise ConfigError(f"SGLang's hashes do not depend on {', '.join(names)}; leave it out")
     context = Context(args.salt, _adapter(args.adapter), tuple(map(_media, args.media)))
     if args.engine == "vllm":
         keys = vllm_keys(token_ids, size, context, algorithm=args.hash, seed=args.seed, unit_tokens=args.unit_tokens)

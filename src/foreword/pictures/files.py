@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,10 @@ MAX_RATIO = 100
 """Of the longer side to the shorter one."""
 MAX_SCANS = 64
 """Of a JPEG: each goes over all pixels, though it may have a few bytes. Cameras and programs write ten or so."""
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""In a JPEG, but for those that stand among a scan's pixels."""
+MAX_SEGMENTS = 10_000
+"""Of a JPEG. Cameras and programs write some hundred at most."""
 _TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF's orientation -> `PIL.Image.Transpose`, which is not imported yet."""
 _ON_ITS_SIDE = range(5, 9)
@@ -58,7 +63,7 @@ class _FewReads(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self._left -= 1
         if self._left < 0:
-            raise InvalidRequestError("a picture's file is in too many small pieces; write it anew, as a plain PNG")
+            raise _in_pieces()
         return super().read(size)
 
 
@@ -83,8 +88,8 @@ def file_of_base64(text: str) -> PictureFile:
     if len(text) > MAX_FILE_BYTES * 4 // 3 + 4:
         raise _too_large(len(text) * 3 // 4)
     try:
-        text = "".join(text.split()).rstrip("=")  # lines and missing padding leave no doubt
-        return PictureFile(base64.b64decode(text + "=" * (-len(text) % 4), validate=True))
+        data = text.encode("ascii").translate(None, b" \t\r\n").rstrip(b"=")  # lines and missing padding leave no doubt
+        return PictureFile(base64.b64decode(data + b"=" * (-len(data) % 4), validate=True))
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(
             f"a picture's data is not base64 ({error}); send the file's bytes in the standard alphabet, with + and /"
@@ -135,7 +140,7 @@ def _opened(file: PictureFile) -> Image:
         return found
     if len(file.data) > MAX_FILE_BYTES:
         raise _too_large(len(file.data))
-    if file.data[:2] == b"\xff\xd8" and (num_scans := file.data.count(b"\xff\xda")) > MAX_SCANS:
+    if file.data[:2] == b"\xff\xd8" and (num_scans := _num_scans(file.data)) > MAX_SCANS:
         raise InvalidRequestError(
             f"a picture's JPEG has {num_scans} scans; at most {MAX_SCANS} are taken, write it anew with fewer"
         )
@@ -152,6 +157,24 @@ def _opened(file: PictureFile) -> Image:
     if is_animated:
         raise InvalidRequestError("a picture is an animation; send one of its frames")
     return image
+
+
+def _num_scans(data: bytes) -> int:
+    """The scans of a JPEG, as decoders find them: up to its end: phones put a film after it."""
+    place = num_scans = 0
+    for _ in range(MAX_SEGMENTS):
+        marker = _MARKER.search(data, place)
+        if marker is None or data[marker.start() + 1] == 0xD9:
+            return num_scans
+        kind, place = data[marker.start() + 1], marker.end()
+        num_scans += kind == 0xDA
+        if kind not in (0x01, 0xD8):  # these have no length
+            place += max(2, int.from_bytes(data[place : place + 2], "big"))
+    raise _in_pieces()
+
+
+def _in_pieces() -> InvalidRequestError:
+    return InvalidRequestError("a picture's file is in too many small pieces; write it anew, as a plain PNG")
 
 
 def _orientation(file: PictureFile, image: Image) -> int:

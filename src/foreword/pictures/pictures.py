@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from foreword.cache import KeyedSpan
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError, PicturesBusyError
+from foreword.errors import InvalidRequestError, PicturesBusyError, PromptTooLongError
 from foreword.pictures.files import PictureFile, Pixels, pixels_of, size_of
 from foreword.request import PlacedPicture
 
@@ -91,9 +91,11 @@ class Pictures:
         shapes = [self._vision.shape(*size) for size in sizes]
         num_tokens = sum(len(self._placeholders(shape).token_ids) for shape in shapes)
         if num_tokens > self._max_tokens:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"the pictures take {num_tokens} tokens; a prompt has room for {self._max_tokens}, send fewer or "
-                "smaller ones"
+                "smaller ones",
+                num_tokens,
+                self._max_tokens,
             )
         read = []
         for file, name, one, size, shape in zip(files, names, found, sizes, shapes, strict=True):

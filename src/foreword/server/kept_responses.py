@@ -10,10 +10,10 @@ from collections import Counter, OrderedDict
 from threading import Lock
 from typing import Any
 
-from foreword.pictures import PictureFile
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.json_pieces import to_long_json
+from foreword.text.picture_marks import pictures_of
 
 Messages = list[dict[str, Any]]
 
@@ -39,13 +39,15 @@ class KeptResponses:
         self._lock = Lock()
         self._num_of, self._bytes_of = Counter[str](), Counter[str]()
         """By tenant."""
+        self._uses = Counter[int]()
+        """Of pictures, by their files' identity: a conversation's turns share them, and they count once."""
 
     def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
         """Keep a finished response, and the conversation that ends with it."""
         written = to_long_json(response, PIECE_DEPTH)
         with self._lock:
             self._kept[response["id"]] = (tenant.name, messages, written)
-            self._count(tenant.name, 1, _num_bytes(messages, written))
+            self._count(tenant.name, 1, _num_bytes(messages, written) + self._picture_bytes(messages, 1))
             while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
                 shares = self._num_of if len(self._kept) > self._max_responses else self._bytes_of
                 [(most, _)] = shares.most_common(1)
@@ -67,7 +69,18 @@ class KeptResponses:
 
     def _drop(self, response_id: str) -> None:
         owner, messages, written = self._kept.pop(response_id)
-        self._count(owner, -1, -_num_bytes(messages, written))
+        self._count(owner, -1, -_num_bytes(messages, written) - self._picture_bytes(messages, -1))
+
+    def _picture_bytes(self, messages: Messages, change: int) -> int:
+        """Count uses of pictures, and return the bytes of those that are new, or that nobody uses any more."""
+        num_bytes = 0
+        for file in pictures_of(messages):
+            self._uses[id(file)] += change
+            if self._uses[id(file)] == max(change, 0):
+                num_bytes += file.num_bytes
+            if not self._uses[id(file)]:
+                del self._uses[id(file)]
+        return num_bytes
 
     def _count(self, owner: str, number: int, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -85,4 +98,4 @@ def _size(value: Any) -> int:
         return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
     if isinstance(value, list):
         return sys.getsizeof(value) + sum(map(_size, value))
-    return value.num_bytes if isinstance(value, PictureFile) else sys.getsizeof(value)
+    return sys.getsizeof(value)

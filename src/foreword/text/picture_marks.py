@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from foreword.errors import InvalidRequestError
+
 MARK = f"\x02picture {secrets.token_hex(16)}\x03"
 """Stands for a picture. No client can guess it, so a text with it has a picture there."""
-PICTURES = "pictures"
-"""The field of a plain message that has the files of its pictures, in the order of their marks."""
+PICTURES = "\x02pictures"
+"""The field of a plain message that has the files of its pictures, in the order of their marks; no caller has one."""
 
 
 def joined(texts: Sequence[str], between: str) -> str:
@@ -37,6 +39,8 @@ def pictures_in_order(
 ) -> list[Any]:
     """The files of all pictures in the order that `write` gives to their marks: it may move messages and texts."""
     files, numbers = pictures_of(messages), count()
+    if (num_marks := sum(str(one["content"]).count(MARK) for one in messages)) != len(files):
+        raise InvalidRequestError(f"the messages have {len(files)} pictures, but {num_marks} places for them")
     numbered = [
         {**one, "content": re.sub(MARK, lambda mark: f"{mark[0]}{next(numbers)};", one["content"])} for one in messages
     ]

@@ -34,11 +34,13 @@ class Idefics3Vision:
 
         try:
             self._processor, config, self._tower, self._connector = _parts(files, dtype)
-            side, cell = self._processor.max_image_size["longest_edge"], config.vision_config.patch_size
-            cell *= config.scale_factor
-            if side % cell:
-                raise ValueError(f"tiles of {side} pixels are no multiple of patch_size times scale_factor, {cell}")
-            self._tile_rows: int = (side // cell) ** 2
+            side, scale = self._processor.max_image_size["longest_edge"], config.scale_factor
+            patches = side // config.vision_config.patch_size  # pixels beyond the last whole one are not seen
+            if patches % scale:
+                raise ValueError(
+                    f"{patches} patches of a tile of {side} pixels are no multiple of scale_factor, {scale}"
+                )
+            self._tile_rows: int = (patches // scale) ** 2
             self._sizes = _SizesAlone(self._processor)
             shape, tiles = self.shape(side, side), self._tiles(np.zeros((side, side, 3), np.uint8))
             if len(tiles) != shape[0] * shape[1] + 1 or tiles.shape[-2:] != (side, side):

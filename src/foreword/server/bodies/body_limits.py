@@ -160,7 +160,7 @@ class BodyLimits:
         _at_most(messages, self.max_model_len, name)
         num_characters = num_parts = num_pictures = 0
         for number, message in enumerate(messages):
-            content = message.get(key) if isinstance(message, dict) else None
+            content = message.get(key, message.get("output")) if isinstance(message, dict) else None
             if isinstance(content, str):
                 num_characters += len(content)
             elif isinstance(content, list):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError
+from foreword.errors import InvalidRequestError, PromptTooLongError
 from foreword.request import SamplingParams, TokenConstraint
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
@@ -145,9 +145,13 @@ async def start_chat(
     if chat.shortens and not chat.context:
 
         async def count(messages: Messages) -> int:
-            return len((await service.conversation(messages, inputs, chat.ending)).token_ids)
+            try:
+                return len((await service.conversation(messages, inputs, chat.ending)).token_ids)
+            except PromptTooLongError:  # by its pictures alone
+                return most + 1
 
-        messages = await shortened(messages, service.max_prompt_len(params.max_tokens), count)
+        most = service.max_prompt_len(params.max_tokens)
+        messages = await shortened(messages, most, count)
     marks = chat.marks if messages is chat.messages else _still_there(chat, messages)
     if chat.context:
         prompt = service.fit(await _continued(service, chat), params)

@@ -57,6 +57,11 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item], brea
         refuse_breakpoint(item, where)
         match item:
             case InputMessage(role="assistant"):
+                if pictures_in(item.content):
+                    raise bad_request(
+                        f"{where} is the model's, and has a picture; models write text, send it in a user's message",
+                        param=f"{where}.content",
+                    )
                 text = breakpoints.text(item.content, f"{where}.content", index, item.role)
                 if reasoning is None and messages and messages[-1].get("tool_calls"):  # text between calls and outputs
                     messages[-1] = {**messages[-1], "content": messages[-1]["content"] + text}
