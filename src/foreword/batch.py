@@ -1,7 +1,6 @@
 """Batch: the input of one step; BatchResult: its results.
 
-Knows requests, positions and block tables as numpy arrays; knows neither how the scheduler chose them nor how a runner
-computes them. All requests of a step are laid end to end:
+All requests of a step are laid end to end:
 
     request      0              1      2
     token_ids    5 6 7 8 9      3      4 4 4 4

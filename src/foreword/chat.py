@@ -1,7 +1,4 @@
-"""Chat: one conversation that an LLM answers: what limits the answers, and the parts that they have.
-
-Knows sampling parameters, outputs and the form of replies; knows neither prompts nor how an engine works.
-"""
+"""Chat: one conversation that an LLM answers: what limits the answers, and the parts that they have."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Offline: many prompts at once, in the order in which they reuse most of each other.
 
-Knows prompts and an engine; knows no texts. The prompts make a tree of shared beginnings. Depth-first, each shared
-beginning is computed once if the pool holds the longest path of the tree, whatever the order of arrival (Zheng et al.,
-"SGLang", 2024, theorem 3.1). The answers do not depend on the order: each prompt keeps the seed of its own place.
+The prompts make a tree of shared beginnings. Depth-first, each shared beginning is computed once if the pool holds the
+longest path of the tree, whatever the order of arrival (Zheng et al., "SGLang", 2024, theorem 3.1). The answers do not
+depend on the order: each prompt keeps the seed of its own place.
 """
 
 from __future__ import annotations

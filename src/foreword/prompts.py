@@ -1,7 +1,4 @@
-"""Users' prompts: texts, token ids, documents and prompts of schemas, as the engine takes them.
-
-Knows the forms that a prompt may have, and one model's tokenizer; knows nothing of engines.
-"""
+"""Users' prompts: texts, token ids, documents and prompts of schemas, as the engine takes them."""
 
 from __future__ import annotations
 

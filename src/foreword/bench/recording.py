@@ -1,7 +1,6 @@
 """A recording of requests, as Mooncake publishes them or `serve --record` writes them, scaled down to a desk.
 
-Knows the file format and the blocks that requests share; knows neither the engine nor a model. It computes the reuse
-that a recording allows from block ids alone, so an engine's own count can be checked against it.
+It computes the reuse that a recording allows from block ids alone, so an engine's own count can be checked against it.
 
 A recording names the content of every block by an id. Blocks of 512 tokens become blocks of 16 tokens, and lengths
 shrink by the same factor, so requests share the same parts; blocks of 16 tokens stay as they are:

@@ -1,7 +1,4 @@
-"""`foreword bench trace`: runs recorded traffic, and compares the reuse with the reuse that the recording allows.
-
-Knows recordings and `LLM`; knows neither indexes nor eviction policies.
-"""
+"""`foreword bench trace`: runs recorded traffic, and compares the reuse with the reuse that the recording allows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Cache entries: prefixes that their owners asked to keep for a time.
 
-Knows sequences, owners, times, and which blocks of a sequence are cached; knows nothing of requests. An entry is soft:
-its blocks are evicted after all others, within a budget, and go when running requests need every block.
+An entry is soft: its blocks are evicted after all others, within a budget, and go when running requests need every
+block.
 """
 
 from __future__ import annotations

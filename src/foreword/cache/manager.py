@@ -1,7 +1,6 @@
 """KVCacheManager: the scheduler's only door to the cache.
 
-Knows sequences of token ids and the blocks that hold their KV; knows nothing of text, tensors,
-priorities or clocks. One request's life, as in vLLM v1:
+One request's life, as in vLLM v1:
 
     begin_step()
     hit = get_computed_blocks(sequence)            the cached prefix; changes nothing

@@ -1,7 +1,4 @@
-"""A request as a router sees it, and a decision that explains itself.
-
-Knows keys, tokens and seconds; knows no text, and makes no decision.
-"""
+"""A request as a router sees it, and a decision that explains itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Who wants the same beginning of a prompt, and the part of a lost hit that one request answers for.
 
-Knows keys of whole prefixes and requests under way; knows neither time nor replicas' events. Prompts lie in a tree
-whose nodes are runs of blocks. As many blocks are remembered as the replicas have together, the last used prompts.
+Prompts lie in a tree whose nodes are runs of blocks. As many blocks are remembered as the replicas have together, the
+last used prompts.
 
     system prompt                conversations 3, under way 2
     |-- first conversation       conversations 1, under way 1

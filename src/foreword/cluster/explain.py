@@ -1,6 +1,6 @@
 """Why a request went where it went, and whether the replica had what the decision counted on.
 
-Knows decisions and tokens; knows nothing of HTTP, and makes no decision. A decision has one of four reasons:
+A decision has one of four reasons:
 
     hit       no replica that could be chosen has less to compute: none holds more of the prompt, or of its sources
     load      another one holds more, but its work costs more than the difference

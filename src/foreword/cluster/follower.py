@@ -1,7 +1,6 @@
 """Follower: keeps a copy of what a remote cache holds right, though messages are lost, repeated and reordered.
 
-Knows numbered batches of events; knows nothing of sockets, bytes and time. It gets every batch that arrives, tells its
-`Sink` what to store and remove, and says what it needs next (`Need`):
+It gets every batch that arrives, tells its `Sink` what to store and remove, and says what it needs next (`Need`):
 
     first batch   ─> SNAPSHOT, or REPLAY from 0          a publisher's very first batch needs neither
     gap           ─> REPLAY of what is missing ─> if too old: SNAPSHOT ─> if there is none: an incomplete copy

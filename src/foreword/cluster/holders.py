@@ -1,7 +1,7 @@
 """Which replicas hold which blocks: one table for all replicas, so that one walk along a prompt serves them all.
 
-Knows block keys and replicas' slots (small numbers); knows neither tokens nor load. A key's holders are the bits of
-one integer. The walk ANDs the integers of the prompt's keys: a replica is as deep as its bit survives.
+A key's holders are the bits of one integer. The walk ANDs the integers of the prompt's keys: a replica is as deep as
+its bit survives.
 
     keys of the prompt      k0    k1    k2    k3
     holders (slots 2 1 0)   111   011   011   001

@@ -1,8 +1,7 @@
 """What each replica has to do: reservations, added up by slot.
 
-Knows tokens, rates and times that callers pass in; knows no keys. Prompts wait in the order of their reservations. The
-first one counts as computed at the replica's rate since the one before it ended, so a replica that hangs keeps its
-backlog:
+Prompts wait in the order of their reservations. The first one counts as computed at the replica's rate since the one
+before it ended, so a replica that hangs keeps its backlog:
 
     waiting_tokens   |== head ==|== second ==|== third ==|
     computed by now  |=====|                                 at most the head

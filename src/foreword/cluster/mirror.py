@@ -1,7 +1,7 @@
 """What one replica holds: an exact mirror from its events, and what the requests sent to it will add.
 
-Knows keys, parents and times; knows neither load nor sockets. Its `Follower` says whether the mirror equals the
-replica's index as of the last batch (`is_synced`); if not, it is not used.
+Its `Follower` says whether the mirror equals the replica's index as of the last batch (`is_synced`); if not, it is not
+used.
 """
 
 from __future__ import annotations

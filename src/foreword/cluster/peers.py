@@ -1,7 +1,6 @@
 """How several routers share their reservations: numbered updates, a whole state after a gap, an end by silence.
 
-Knows reservations and numbers; knows no sockets. Routers share load and not blocks: all of them read the replicas'
-events.
+Routers share load and not blocks: all of them read the replicas' events.
 """
 
 from __future__ import annotations

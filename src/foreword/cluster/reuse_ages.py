@@ -1,7 +1,4 @@
-"""How likely the blocks that a full pool evicts next would have been used again.
-
-Knows ages of prefixes in seconds; knows neither keys nor replicas.
-"""
+"""How likely the blocks that a full pool evicts next would have been used again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Where a request goes when nothing is known of the caches: consistent hashing with bounded loads.
 
-Knows names and slots of replicas and numbers of requests; knows no blocks. The method is that of Mirrokni, Thorup and
-Zadimoghaddam (2018): clockwise from the request's point, the first replica that has room takes it, where room is
-`1 + slack` times the fair share.
+The method is that of Mirrokni, Thorup and Zadimoghaddam (2018): clockwise from the request's point, the first replica
+that has room takes it, where room is `1 + slack` times the fair share.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What each replica has of the sources that a linked prompt's tokens are copied from.
 
-Knows block keys, indices of tokens and replicas' slots; knows neither methods nor load. A replica first computes what
-it lacks of a source, apart. Then it copies the run, which costs next to nothing:
+A replica first computes what it lacks of a source, apart. Then it copies the run, which costs next to nothing:
 
     prompt     |==== cached ====|--- computed ---|~~~ copied ~~~|--- computed ---|~~~ copied ~~~|--- computed ---|
     sources                             |== cached ==|- computed -|            |======= cached =======|

@@ -1,6 +1,6 @@
 """Routers that decide at the same moment do so in turn, each after it has heard what the others have chosen.
 
-Knows names of routers and times; knows neither replicas nor requests. Time is cut into slots, router after router:
+Time is cut into slots, router after router:
 
     clock_s   |-- a --|-- b --|-- c --|-- a --|-- b --| ...
 """

@@ -1,7 +1,4 @@
-"""Options: a field with a docstring becomes a keyword, a flag, a key of config files, and help text.
-
-Knows names, defaults, ranges and the meaning of vLLM's options here; knows nothing about how the engine uses them.
-"""
+"""Options: a field with a docstring becomes a keyword, a flag, a key of config files, and help text."""
 
 from foreword.config.engine import (
     AdmissionName as AdmissionName,

@@ -1,6 +1,6 @@
 """Configuration files: a flat table of options, in YAML, TOML or JSON.
 
-Knows formats; knows no options. Keys are the names of flags, with hyphens or underscores.
+Keys are the names of flags, with hyphens or underscores.
 """
 
 from __future__ import annotations

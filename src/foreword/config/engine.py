@@ -1,7 +1,4 @@
-"""Options of the engine, and the only place that reads FOREWORD_* environment variables.
-
-Knows names, defaults and ranges; knows nothing about how the engine uses an option.
-"""
+"""Options of the engine, and the only place that reads FOREWORD_* environment variables."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Options of the events that an engine publishes.
-
-Knows names, defaults and ranges; knows nothing of sockets.
-"""
+"""Options of the events that an engine publishes."""
 
 from __future__ import annotations
 

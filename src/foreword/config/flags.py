@@ -1,6 +1,6 @@
 """Flags: the options of a command, given on the command line, in a config file, or both.
 
-Knows argparse; knows no option by name. The command line goes before the config file.
+The command line goes before the config file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Options: the fields of configuration classes, as flags, config files and keywords see them.
 
-Knows a field's name, type, default and the docstring below it, and reads values for it; knows no option by name.
 A new option is a new field with a docstring: its flag, its key in config files and its line in --help follow.
 """
 

@@ -1,6 +1,6 @@
 """The share of a machine's processors that this process may use: its affinity, and the quota of its cgroups.
 
-Knows Linux' files (cgroup v1 and v2); knows nothing of threads. Elsewhere nothing limits a process but its machine.
+Elsewhere nothing limits a process but its machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sizes in bytes: parses texts that people write, and formats numbers for people.
-
-Knows units; knows nothing of the things measured.
-"""
+"""Sizes in bytes: parses texts that people write, and formats numbers for people."""
 
 from __future__ import annotations
 

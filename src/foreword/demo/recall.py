@@ -1,8 +1,7 @@
 """The data of the demo model: facts, documents about them, and questions with exact answers.
 
-Knows English sentences and word lists; knows no tokens, no model and no cache. The training and the evaluation of the
-embedded model, the demo's workloads and the tests all use this module, so workloads ask only questions of the kind that
-the model has learned.
+The training and the evaluation of the embedded model, the demo's workloads and the tests all use this module, so
+workloads ask only questions of the kind that the model has learned.
 
 A fact is one line:
 

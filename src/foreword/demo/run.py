@@ -1,7 +1,4 @@
-"""`foreword demo`: run the workloads, show what the cache did, and check that it changed no answer.
-
-Knows tables and exit codes; knows nothing of the workloads' questions, or of how they are timed.
-"""
+"""`foreword demo`: run the workloads, show what the cache did, and check that it changed no answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Tasks that tell what reuse of documents at any position costs: documents in parts, a question, one exact answer.
 
-Knows sentences of `recall`; knows no tokens, no model and no cache. Training, `foreword pml measure` and the benchmark
-of linking draw their cases here.
+Training, `foreword pml measure` and the benchmark of linking draw their cases here.
 
     independent   facts alone: a check, since no question needs two parts
     cut           the same, for callers that cut the text into pieces of equal numbers of tokens, in the middle of facts

@@ -1,7 +1,4 @@
-"""The engine: requests in, steps, outputs.
-
-Knows requests, counts of blocks and the protocol of a runner; knows neither tensors nor tokenizers.
-"""
+"""The engine: requests in, steps, outputs."""
 
 from foreword.engine.cache_report import CacheReport
 from foreword.engine.engine import Engine

@@ -1,7 +1,4 @@
-"""CacheReport: the prefix cache's results for users of `LLM`.
-
-Knows snapshots of an engine; knows nothing of how they are taken.
-"""
+"""CacheReport: the prefix cache's results for users of `LLM`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prefixes that one running request computes for others, which wait for it instead of computing them again.
-
-Knows requests, keys of blocks and the cache manager; knows nothing of budgets or steps.
-"""
+"""Prefixes that one running request computes for others, which wait for it instead of computing them again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Engine: requests go in, steps are planned, computed and committed, outputs come out.
 
-Knows requests and outputs; knows neither tensors nor tokenizers. It is given a `Runner`, which computes batches, and
-`TextTools`, which turn tokens into text. One thread calls it.
+It is given a `Runner`, which computes batches, and `TextTools`, which turn tokens into text. One thread calls it.
 
 A runner that computes while the host goes on (`LaunchingRunner`) is launched ahead. It gets batch 2 before batch 1 is
 done, if the scheduler can plan batch 2 without the tokens of batch 1, and otherwise before the outputs of batch 1 are

@@ -1,7 +1,6 @@
 """The file of entries: what a restarted process is still to keep.
 
-Knows entries and a file; knows nothing of blocks. An entry is written without its tokens: the key of its last block
-tells whether a prompt begins with it.
+An entry is written without its tokens: the key of its last block tells whether a prompt begins with it.
 
     CACHE_DIR/v1/<namespace, 32 hex>.entries     {"entries": [{"name", "owner", "source", "refresh_s", ...}, ...]}
 """

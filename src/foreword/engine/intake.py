@@ -1,7 +1,4 @@
-"""Intake: checks prompts and turns them into requests.
-
-Knows prompts, parameters and limits; knows neither queues nor steps.
-"""
+"""Intake: checks prompts and turns them into requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Keeper: the prefixes that owners ask to keep, from their wishes to entries of the cache.
 
-Knows prompts, marks and time; knows nothing of steps. A mark of a prompt becomes an entry once the prompt is computed.
+A mark of a prompt becomes an entry once the prompt is computed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Linking: the sources of linked prompts are computed, held while they are copied, and named for the copy.
 
-Knows requests, their runs and blocks; knows neither queues nor budgets, and no tensors. A linked request waits until
-the pool has the sources of all runs that its hit lacks. The scheduler computes missing ones as ordinary requests, which
-leave ordinary blocks: the source of a run is exact, and anybody's prefix.
+A linked request waits until the pool has the sources of all runs that its hit lacks. The scheduler computes missing
+ones as ordinary requests, which leave ordinary blocks: the source of a run is exact, and anybody's prefix.
 
     waiting    the first linked request in the queue holds the sources that are there, while others are computed
     admitted   it holds them until the step that copies them is settled; it writes to blocks of its own alone

@@ -1,7 +1,4 @@
-"""The outputs of callers' requests, kept up to date while these run.
-
-Knows requests, outputs and streams of text; knows neither queues nor batches.
-"""
+"""The outputs of callers' requests, kept up to date while these run."""
 
 from __future__ import annotations
 

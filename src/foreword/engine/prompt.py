@@ -1,7 +1,4 @@
-"""An engine's inputs: prompts, and once, its model's limits, its keys and its text tools.
-
-Knows token ids and names of settings; knows nothing of how requests run.
-"""
+"""An engine's inputs: prompts, and once, its model's limits, its keys and its text tools."""
 
 from __future__ import annotations
 

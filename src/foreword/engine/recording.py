@@ -1,7 +1,6 @@
 """Recording: what a step computed becomes known.
 
-Knows running requests, their tokens and a step's result; knows nothing of queues, budgets or text. A step's drafts are
-compared with the tokens sampled in their places:
+A step's drafts are compared with the tokens sampled in their places:
 
     known      |-- prompt, answer --|
     drafts                          |a|b|c|

@@ -1,7 +1,4 @@
-"""The protocol of runners, which compute the engine's batches.
-
-Knows batches and results; knows nothing of their computation.
-"""
+"""The protocol of runners, which compute the engine's batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The running requests as rows of arrays, so that a step reads all of them with single numpy operations.
 
-Knows requests and their progress; knows nothing of budgets, blocks or steps' contents. While a request runs, it keeps
-the row that the cache manager gave it:
+While a request runs, it keeps the row that the cache manager gave it:
 
     order         2    0    5           rows in service order
     row           0    1    2   ...  5

@@ -1,8 +1,7 @@
 """Scheduler: which tokens of which requests run next.
 
-Knows requests, token counts and the cache manager; knows no text and no tensors. There are no phases:
-every request has tokens that are known and tokens that are computed, and each step computes some of the
-difference. Prefill, chunked prefill, decoding and resuming after preemption are that one case.
+There are no phases: every request has tokens that are known and tokens that are computed, and each step computes some
+of the difference. Prefill, chunked prefill, decoding and resuming after preemption are that one case.
 
     known     |----------- prompt -----------|-- generated --|
     computed  |------- hit -------|-- steps ------>|

@@ -1,7 +1,7 @@
 """Shares: which of its tokens each running request computes in a step.
 
-Knows rows, progress and the step's budget; knows nothing of blocks and of who is admitted. Linked tokens take nothing
-of the budget, and a share ends with a computed token. With recurrent layers it may end only where a state can be.
+Linked tokens take nothing of the budget, and a share ends with a computed token. With recurrent layers it may end only
+where a state can be.
 """
 
 from __future__ import annotations

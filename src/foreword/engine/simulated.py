@@ -1,7 +1,4 @@
-"""SimulatedScheduler: the engine's scheduler, for callers that run no model and skip steps without decisions.
-
-Knows the running requests' progress; knows nothing of clocks or costs.
-"""
+"""SimulatedScheduler: the engine's scheduler, for callers that run no model and skip steps without decisions."""
 
 from __future__ import annotations
 

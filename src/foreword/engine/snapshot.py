@@ -1,7 +1,4 @@
-"""One moment of an engine: the statistics of its cache, the states of its blocks, the lengths of its queues.
-
-Knows the counters of the scheduler and the cache; knows no request and no prompt.
-"""
+"""One moment of an engine: the statistics of its cache, the states of its blocks, the lengths of its queues."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Publisher: an engine's cache events over ZeroMQ, their replay, and snapshots of what the cache holds.
 
-Knows sockets, threads and sequence numbers; knows nothing of requests. The two sides share a `Feed`:
+The two sides share a `Feed`:
 
     engine's thread                           publisher's thread, the only one that touches sockets
     note(event) ── append, ring the bell ──>  take a batch, number it, publish it, keep it for replays

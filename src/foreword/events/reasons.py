@@ -1,7 +1,4 @@
-"""Why a request of another engine did not find the rest of its prompt, from what the stream shows.
-
-Knows a mirror's blocks and their tokens; knows neither requests nor text.
-"""
+"""Why a request of another engine did not find the rest of its prompt, from what the stream shows."""
 
 from __future__ import annotations
 

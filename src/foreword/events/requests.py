@@ -1,7 +1,7 @@
 """The requests behind a stream of cache events, as far as the stream shows them.
 
-Knows events and the times in them; knows nothing of sockets. An engine reports the blocks that it stores, not the
-requests that it serves. A request shows itself by its first new block, and has found all blocks before that one:
+An engine reports the blocks that it stores, not the requests that it serves. A request shows itself by its first new
+block, and has found all blocks before that one:
 
     b1 ── b2 ──┬── b3 ── b4              stored earlier
                └── b5 ── b6 ── b7 ── b8

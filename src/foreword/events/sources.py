@@ -1,7 +1,4 @@
-"""Where an engine publishes its events, asked at its HTTP address: vLLM's `GET /kv_event_sources`.
-
-Knows JSON and addresses; knows nothing of what is published.
-"""
+"""Where an engine publishes its events, asked at its HTTP address: vLLM's `GET /kv_event_sources`."""
 
 from __future__ import annotations
 

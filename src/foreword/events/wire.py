@@ -1,7 +1,6 @@
 """KV cache events on the wire: the messages of vLLM's publisher, as bytes.
 
-Knows frames, fields and msgpack; knows nothing of sockets, gaps or mirrors. Each line below lists the frames of one
-message; numbers have 8 bytes, the highest first:
+Each line below lists the frames of one message; numbers have 8 bytes, the highest first:
 
     live      topic | sequence number | batch
     replay    "" | first number                        a request; its answers:

@@ -1,6 +1,6 @@
 """Answering: what a client already has of one request's answer, whichever replica made it.
 
-Knows messages and deltas; knows nothing of replicas. From it another replica can go on.
+From it another replica can go on.
 """
 
 from __future__ import annotations

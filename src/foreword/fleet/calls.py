@@ -1,7 +1,7 @@
 """Calls: functions that every replica's engine runs, and the changes that a replica has missed.
 
-Knows names, the link and the replicas that stand still; knows nothing of routing. A change that did not reach a replica
-(a reset, a smaller share, an entry's end) runs there before it takes requests again.
+A change that did not reach a replica (a reset, a smaller share, an entry's end) runs there before it takes requests
+again.
 """
 
 from __future__ import annotations

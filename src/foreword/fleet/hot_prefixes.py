@@ -1,6 +1,6 @@
 """The prefixes that requests found cached most often lately: what a replica without a past should have first.
 
-Knows prompts, their block keys and counts; knows nothing of replicas. Bounded in prefixes and in tokens.
+Bounded in prefixes and in tokens.
 """
 
 from __future__ import annotations

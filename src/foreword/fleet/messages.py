@@ -1,7 +1,7 @@
 """What a front and its replicas say to each other, and the bytes of a request.
 
-Knows requests and outputs; knows neither sockets nor Ray. A request may hold constraints, which hold the tokenizer and
-its grammars. Those are not sent: a pickled request names them, and the replica puts its own in their place.
+A request may hold constraints, which hold the tokenizer and its grammars. Those are not sent: a pickled request names
+them, and the replica puts its own in their place.
 """
 
 from __future__ import annotations

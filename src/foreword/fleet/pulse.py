@@ -1,8 +1,8 @@
 """Pulse: which replicas stand still. Asks each one that keeps a request waiting whether its engine goes on.
 
-Knows names, the link and waiting requests; knows nothing of routing. A replica's event loop answers beside the steps of
-its engine, however long they take, so one that does not answer is stopped, or its machine is. One whose engine's thread
-has not come round for longer than a step can take says so itself (`Replica.complaint`).
+A replica's event loop answers beside the steps of its engine, however long they take, so one that does not answer is
+stopped, or its machine is. One whose engine's thread has not come round for longer than a step can take says so itself
+(`Replica.complaint`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Replica: one engine that answers a front's requests. It is what runs in each actor.
-
-Knows an LLM, its thread and the messages to a front; knows nothing of Ray and of other replicas.
-"""
+"""Replica: one engine that answers a front's requests. It is what runs in each actor."""
 
 from __future__ import annotations
 

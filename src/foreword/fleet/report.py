@@ -1,7 +1,4 @@
-"""What operators see of a fleet: its replicas, and why a request went to the one that answered it.
-
-Knows the routing core and its log; knows nothing of links.
-"""
+"""What operators see of a fleet: its replicas, and why a request went to the one that answered it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """RoutedEngines: the server's door to replicas. Routes each request, follows its answer, and goes on elsewhere if a
 replica is lost.
 
-Knows the routing core, the link to replicas and the server's streams; knows nothing of Ray and HTTP. One request:
+One request:
 
     check (as an engine would)  ->  choose, which reserves  ->  generate on the replica  ->  deltas to the client
                                         ^                            |

@@ -1,7 +1,4 @@
-"""Compiled grammars, kept for later requests that ask for them, limited in bytes.
-
-Knows sources and the results compiled from them; knows nothing of grammars.
-"""
+"""Compiled grammars, kept for later requests that ask for them, limited in bytes."""
 
 from __future__ import annotations
 

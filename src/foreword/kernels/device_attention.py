@@ -1,8 +1,6 @@
 """Kernels that plan a step in one array, which the step's single copy includes and a graph can read in place.
 
-Knows plans as arrays; knows no kernel and no device.
-
-    lay_out(batch)  ->  HostPlan.data  --copied with everything else-->  metadata  ->  HostPlan.at(metadata)
+lay_out(batch)  ->  HostPlan.data  --copied with everything else-->  metadata  ->  HostPlan.at(metadata)
 """
 
 from __future__ import annotations

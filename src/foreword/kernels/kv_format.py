@@ -1,6 +1,6 @@
 """How keys and values are stored: a format, and one layer's blocks in it.
 
-Knows elements, rows and blocks; knows no layer and no kernel. A row is one token's key, or value, of one head.
+A row is one token's key, or value, of one head.
 
     written by    `KVBlocks.write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py` and `model/moves.py`, of
                   elements

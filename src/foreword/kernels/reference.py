@@ -1,7 +1,5 @@
 """Paged attention in plain torch, with arithmetic that is fixed per absolute KV position.
 
-Knows queries, KV blocks and block tables; knows nothing of models or requests.
-
 The promise is that a query's result has the same bits however its step was put together. Three rules
 keep it:
 

@@ -1,7 +1,4 @@
-"""Sharing: plans a kernel's steps with two-phase attention where it pays, and reports the savings.
-
-Knows plans and bytes; knows no kernel.
-"""
+"""Sharing: plans a kernel's steps with two-phase attention where it pays, and reports the savings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The plan of a compiled kernel's step: items of work, and which requests share chunks of KV.
 
-Knows batches and block tables; knows no tensor and no kernel. A plan serves all layers of a step that use the same
-block tables.
+A plan serves all layers of a step that use the same block tables.
 
 Requests with few queries (mostly decoding) are split by chunks of KV. Members are sorted by their block
 tables, so requests with equal leading blocks are neighbours, and an item is a run of them for one chunk:

@@ -1,6 +1,6 @@
 """What linking costs in right answers, as it was measured with one model, and the bar that a method must pass.
 
-Knows names of methods and counts; knows nothing of prompts or engines. `foreword pml measure` writes the file:
+`foreword pml measure` writes the file:
 
     {"format": 2, "model": "<identity>", "methods": {"first-16": {"prompts": 500, "lost": 7, "gained": 4}, ...},
      "with_gaps": {"first-16": {"prompts": 500, "lost": 9, "gained": 4}, "all": {...}}, ...}

@@ -1,7 +1,6 @@
 """Methods: which tokens of a composition are copied from their sources, and which are computed in the prompt.
 
-Knows compositions, methods and an engine's prompts; knows nothing of blocks, of what is cached, or of tensors. A linked
-token has seen its source's beginning and nothing of the prompt before it. What a method computes besides:
+A linked token has seen its source's beginning and nothing of the prompt before it. What a method computes besides:
 
     none        nothing: Prompt Cache (Gim et al., MLSys 2024)
     first-K     the first K tokens of each module or document: EPIC's LegoLink (Hu et al., ICML 2025)

@@ -1,7 +1,6 @@
 """The linter's core: what makes prompts of one kind part early, what that costs, and what the remedies would save.
 
-Knows prompts as token ids, and the replay's caches; knows no files and no terminal. It rewrites the prompts as each
-remedy would, and replays them: a figure here is what the replay found, not an estimate.
+It rewrites the prompts as each remedy would, and replays them: a figure here is what the replay found, not an estimate.
 """
 
 from __future__ import annotations

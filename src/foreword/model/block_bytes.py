@@ -1,8 +1,7 @@
 """BlockBytes: the blocks of the KV memory as bytes, for tiers.
 
-Knows pages, groups and block ids; knows nothing of keys, tiers or what the bytes mean. A group's block consists of the
-pages that its layers use, one after the other: for attention the keys and values of its slots, for recurrent layers all
-pages of the block, over which their states lie.
+A group's block consists of the pages that its layers use, one after the other: for attention the keys and values of its
+slots, for recurrent layers all pages of the block, over which their states lie.
 """
 
 from __future__ import annotations

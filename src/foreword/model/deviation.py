@@ -1,8 +1,8 @@
 """How much the KV of linked tokens deviates from the plain prompt's, at the second attention layer.
 
-Knows tensors, rotations and links; knows nothing of methods, of what is cached, or of blocks. At the first attention
-layer nothing deviates: its keys and values depend on a token and its position alone. At the second they depend on all
-that the token has seen. CacheBlend (Yao et al., EuroSys 2025) computes the tokens that deviate most there:
+At the first attention layer nothing deviates: its keys and values depend on a token and its position alone. At the
+second they depend on all that the token has seen. CacheBlend (Yao et al., EuroSys 2025) computes the tokens that
+deviate most there:
 
     |K - R(shift) K'|^2 + |V - V'|^2        K, V in the plain prompt; K', V' in the source
 

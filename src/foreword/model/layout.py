@@ -1,7 +1,5 @@
 """What each layer remembers, and how all layers share one pool of blocks.
 
-Knows shapes, bytes and attention types; knows neither tensors' contents nor requests.
-
 Layers that need the same past form groups with one block table each (`cache/groups/managers.py`). All groups take
 their blocks from one pool, so every group's block must take the same memory. A block consists of pages, one per slot.
 An attention group has at most one layer in each slot, so a type with many layers is cut into several groups. A model

@@ -1,7 +1,4 @@
-"""Loading any Hugging Face causal language model: as a written decoder, or in transformers' modules.
-
-Knows the order of the acts and the facts that the engine needs about a model; knows no architecture by name.
-"""
+"""Loading any Hugging Face causal language model: as a written decoder, or in transformers' modules."""
 
 from __future__ import annotations
 

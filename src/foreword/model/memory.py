@@ -1,7 +1,4 @@
-"""The memory that KV blocks may take.
-
-Knows devices and bytes; knows nothing of blocks.
-"""
+"""The memory that KV blocks may take."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moving KV from slots to slots: values are copied, keys are copied and turned to their new positions.
 
-Knows slots, tensors and rotations; knows nothing of prompts, sources or why. A key is turned once, in float32, from the
-canonical key at its source, and rounded once. So a moved key's bits depend on the source's key and on the shift alone.
+A key is turned once, in float32, from the canonical key at its source, and rounded once. So a moved key's bits depend
+on the source's key and on the shift alone.
 """
 
 from __future__ import annotations

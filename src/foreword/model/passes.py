@@ -1,7 +1,5 @@
 """Cutting a batch into passes of limited size, for products whose bits depend on the number of rows.
 
-Knows flat batches; knows neither models nor devices.
-
     tokens of requests    |----0----|-1-|------2------|3|4|
     passes of 12          |-----------.|-----------.|---|      a request may continue in the next pass
 

@@ -1,7 +1,7 @@
 """How a decoder's keys turn with the position, so that cached keys can be moved.
 
-Knows the facts of a spec; knows no blocks. Rotary embeddings turn a key by angles that are proportional to its
-position, so a key that was computed at position p is moved to p + d by one more turn of d:
+Rotary embeddings turn a key by angles that are proportional to its position, so a key that was computed at position p
+is moved to p + d by one more turn of d:
 
     R(p + d) k = R(d) R(p) k
 

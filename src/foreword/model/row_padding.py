@@ -1,6 +1,6 @@
 """The number of rows a forward pass must have so that each row's bits do not depend on the others.
 
-Knows how the CPU's libraries depend on the number of rows; knows no model. They do so in two places:
+They do so in two places:
 
 - A plain float32 matrix product of fewer than 16 rows takes another path, and so does a plain bfloat16 product of a
   single long row. With packed weights, only a float32 product of a single row does.

@@ -1,7 +1,4 @@
-"""ModelRunner: Batch -> tensors -> forward pass -> BatchResult.
-
-Knows batches, the model and its KV tensors; knows nothing of queues, prefixes or text.
-"""
+"""ModelRunner: Batch -> tensors -> forward pass -> BatchResult."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A check that the exactness promise holds for a model on this machine.
-
-Knows a runner, its arithmetic, and the cache that decides what to reuse; knows nothing of schedulers.
-"""
+"""A check that the exactness promise holds for a model on this machine."""
 
 from __future__ import annotations
 

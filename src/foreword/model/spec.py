@@ -1,7 +1,7 @@
 """DecoderSpec: what a decoder computes, as facts that can be checked against a paper.
 
-Knows sizes, places and numbers; knows neither tensors nor files. `decoder/families.py` fills it in and
-`decoder/decoder.py` runs it. One layer, in which a family without some part has None or 1 in its place:
+`decoder/families.py` fills it in and `decoder/decoder.py` runs it. One layer, in which a family without some part has
+None or 1 in its place:
 
     x = x + residual_scale * after_attention(output(attention(turn(head_norm(project(before_attention(x)))))))
     x = x + residual_scale * after_network(down(gate(before_network(x)) * up(before_network(x))))

@@ -1,7 +1,6 @@
 """Step: one forward pass, as a model sees it.
 
-Knows rows of tokens, and where their keys and values go; knows no request. Transformers' modules get it as the keyword
-argument `forward_context`.
+Transformers' modules get it as the keyword argument `forward_context`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The memory of blocks: keys, values and recurrent states.
 
-Knows tensors, blocks and slots; knows nothing of requests, prefixes or who holds a block.
-
-    slot = block id * block_size + offset in the block        (the place of a token; each group has its block_size)
+slot = block id * block_size + offset in the block        (the place of a token; each group has its block_size)
 """
 
 from __future__ import annotations

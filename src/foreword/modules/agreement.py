@@ -1,7 +1,7 @@
 """Agreement: the same prompts with every method, and how often their answers are right.
 
-Knows an LLM, prompts and methods; knows neither tasks nor tables. Sources are computed before a prompt is asked, so
-times are those of prompts whose documents are cached, and a method pays for what it computes in the prompt.
+Sources are computed before a prompt is asked, so times are those of prompts whose documents are cached, and a method
+pays for what it computes in the prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Questions: cases of the tasks, and users' prompts, as prompts of one model whose documents can be linked.
 
-Knows a tokenizer, its chat template and the forms of cases; knows no engine. With a chat template a prompt is one
-message of a user:
+With a chat template a prompt is one message of a user:
 
     before   instruction   document 1   document 2   ...   question   what opens the answer
 """

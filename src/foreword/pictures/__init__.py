@@ -1,7 +1,4 @@
-"""Pictures: files and images of callers, checked, decoded, named by what they show, and placed in prompts.
-
-Knows files of pictures, prompts and a tokenizer; it gets the model's half that sees as an object, and knows no tensor.
-"""
+"""Pictures: files and images of callers, checked, decoded, named by what they show, and placed in prompts."""
 
 from foreword.pictures.files import PictureFile as PictureFile
 from foreword.pictures.files import file_of_base64 as file_of_base64

@@ -1,7 +1,6 @@
 """Files of pictures: checked by their headers, then decoded to RGB.
 
-Knows formats and limits; knows no model. Whatever is wrong with a file raises InvalidRequestError in a line. Pillow is
-imported with the first picture.
+Whatever is wrong with a file raises InvalidRequestError in a line. Pillow is imported with the first picture.
 """
 
 from __future__ import annotations

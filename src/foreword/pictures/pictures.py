@@ -1,6 +1,6 @@
 """Pictures of one model: read within limits, named by what they show, and placed in prompts.
 
-Knows digests, token ids and prompts; knows no tensor. Any thread may call it.
+Any thread may call it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Check: what a schema's author should know of its layout.
-
-Knows layouts; knows no terminal.
-"""
+"""Check: what a schema's author should know of its layout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Compose: one prompt of a schema as parts with positions, or the reason why there is none.
 
-Knows layouts and prompts; knows nothing of what computes them.
-
 Imported items keep the schema's order and positions, whatever the order of the prompt. The prompt's own text after a
 module begins where that module's last token ends, and may use the positions up to the next imported token:
 

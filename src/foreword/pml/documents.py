@@ -1,6 +1,6 @@
 """Documents and a question: a prompt whose documents can stand in any order, without a schema.
 
-Knows texts, token ids and a tokenizer's functions; knows nothing of engines. The prompt is
+The prompt is
 
     opening   instructions   document 1   document 2   ...   question
 

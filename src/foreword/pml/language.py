@@ -1,7 +1,7 @@
 """Language: reads a schema from XML.
 
-Knows tags, attributes and names; knows neither tokens nor positions. The language is that of Prompt Cache (Gim et al.,
-MLSys 2024) as real XML: every well-formed schema of its repository reads unchanged.
+The language is that of Prompt Cache (Gim et al., MLSys 2024) as real XML: every well-formed schema of its repository
+reads unchanged.
 
     <schema name>                                         its own text is part of every prompt
       <module name src cache scaffold recompute>          text; modules nest

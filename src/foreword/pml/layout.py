@@ -1,7 +1,7 @@
 """Layout: the tokens and rotary positions of a schema's texts, parameters and modules.
 
-Knows a schema, and a tokenizer as functions; knows no prompt. One counter runs through the document. The members of a
-union begin at the same position, and what follows the union begins where its longest member ends:
+One counter runs through the document. The members of a union begin at the same position, and what follows the union
+begins where its longest member ends:
 
     text   module a      union { b | c }         text
     0..4   4 ......10    10 ........ 18          18..20

@@ -1,8 +1,4 @@
-"""Library: schemas that are loaded for one model, and the prompts that they make.
-
-Knows files, schemas and what one model's text functions say of them; knows nothing of the engine, which it reaches
-through one function.
-"""
+"""Library: schemas that are loaded for one model, and the prompts that they make."""
 
 from __future__ import annotations
 

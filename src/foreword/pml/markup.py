@@ -1,7 +1,7 @@
 """Markup: XML as elements and texts, each with its place in the file.
 
-Knows well-formedness and limits; knows no tag of the language. Declarations are refused, so a text can neither define
-entities nor name other files, and comments and processing instructions vanish.
+Declarations are refused, so a text can neither define entities nor name other files, and comments and processing
+instructions vanish.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prompt: the modules that a prompt imports, their arguments, and its own text.
 
-Knows tags and names as they are written; knows no schema. A prompt is XML, or values of Python:
+A prompt is XML, or values of Python:
 
     <prompt schema="trip"> <plan duration="3 days"> <rome/> </plan> Where first? </prompt>
     {"plan": {"duration": "3 days", "rome": {}}}, text="Where first?"

@@ -1,7 +1,4 @@
-"""Schema: modules, unions, parameters and turns, as a file of prompt modules declares them.
-
-Knows names, texts and structure; knows neither XML nor tokens.
-"""
+"""Schema: modules, unions, parameters and turns, as a file of prompt modules declares them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Simulated caches: each takes one request after the other, and returns the part of the prompt that it held.
 
-Knows the requests' prefix keys; knows no files, clocks or models. Outputs are not cached, and a request ends
-before the next one comes: only the order of arrival, the capacity and the policy matter. A request that would not fit
-into the whole cache is refused, and counts as missed.
+Outputs are not cached, and a request ends before the next one comes: only the order of arrival, the capacity and the
+policy matter. A request that would not fit into the whole cache is refused, and counts as missed.
 
 `ManagerCache` is the engine's own `KVCacheManager`; `LruCache` gives the same answers as it does under `lru`,
 faster. (`foreword.replay.one_pass` is faster still, where every request fits.)

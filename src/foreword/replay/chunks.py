@@ -1,6 +1,6 @@
 """Reads recorded requests whose prompts consist of chunks that could stand anywhere, such as retrieved passages.
 
-Knows two formats; knows nothing of caches. A line has `chunks`: ids, tokens, and the parts of the prompt that they are.
+A line has `chunks`: ids, tokens, and the parts of the prompt that they are.
 
     {"timestamp": 82000, "output_length": 192, "chunks": [["rules", 530, "system"], [7398, 266, "passages"], ...]}
 

@@ -1,7 +1,7 @@
 """Keys of prefixes: one 64-bit number for each block of a prompt, equal exactly for equal whole prefixes.
 
-Knows content ids and token ids; knows no file format. Whether a recording's ids stand for whole prefixes
-or for single blocks does not matter: this module chains them, and chaining them twice gives equivalent keys.
+Whether a recording's ids stand for whole prefixes or for single blocks does not matter: this module chains them, and
+chaining them twice gives equivalent keys.
 
     key(i) = mix( sum of mix(content id j) * odd(j), j = 0 .. i )
 

@@ -1,6 +1,6 @@
 """Reads one line of a recording as a request.
 
-Knows JSON values and formats; knows no file. A line's keys tell its format:
+A line's keys tell its format:
 
     hash_ids            Mooncake: one id per block of the prompt, with input_length, output_length, timestamp (ms);
                         a partial last block may have an id or none

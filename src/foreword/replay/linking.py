@@ -1,9 +1,8 @@
 """Linking: what a cache would find if chunks could stand anywhere, and what its methods compute again.
 
-Knows chunks, capacities and methods; knows nothing of files. Two caches with LRU and equal memory get the same
-requests. One finds leading chunks that stood after the same ones before; the other finds each chunk wherever it stands.
-Of the chunks that the second one finds, those that the first one finds too are exact; a method computes a part of each
-other one again. A chunk counts as a whole: it is found or not.
+Two caches with LRU and equal memory get the same requests. One finds leading chunks that stood after the same ones
+before; the other finds each chunk wherever it stands. Of the chunks that the second one finds, those that the first one
+finds too are exact; a method computes a part of each other one again. A chunk counts as a whole: it is found or not.
 """
 
 from __future__ import annotations

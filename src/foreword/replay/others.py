@@ -1,7 +1,6 @@
 """Lines that other programs write, as bodies of requests: vLLM's request log, LiteLLM's and OpenTelemetry's records.
 
-Knows their fields; knows neither files nor tokens. What such a line leaves out, such as redacted text, is an error
-that names the program and the setting.
+What such a line leaves out, such as redacted text, is an error that names the program and the setting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A replay's results as tables, a few sentences of advice, and a JSON value.
-
-Knows results; knows nothing of how they were computed.
-"""
+"""A replay's results as tables, a few sentences of advice, and a JSON value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The orders in which a replica can serve a recording: by arrival, what is cached first, or sorted beforehand.
-
-Knows recorded requests and simulated replicas; knows no files, and nothing of how results are shown.
-"""
+"""The orders in which a replica can serve a recording: by arrival, what is cached first, or sorted beforehand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One recording against several policies and capacities at once.
-
-Knows requests, caches and counts; knows no files, and nothing of how results are shown.
-"""
+"""One recording against several policies and capacities at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """LruStack: the distance to each block's last use, which gives LRU at every capacity at once.
 
-Knows prefix keys and times; knows no capacity. The distance of a block that comes again is the number of different
-blocks used since, itself included: LRU finds it if and only if the capacity is at least that. (A request uses its
-blocks from the tail to the head, when it ends; so a head is nearer than its tail.)
+The distance of a block that comes again is the number of different blocks used since, itself included: LRU finds it if
+and only if the capacity is at least that. (A request uses its blocks from the tail to the head, when it ends; so a head
+is nearer than its tail.)
 
 After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); counts are kept as
 by Fenwick, "A new data structure for cumulative frequency tables" (1994). The loops over blocks are in `compiled`.

@@ -1,7 +1,4 @@
-"""The arrays that `LruStack` keeps and that its compiled loops change.
-
-Knows what each array holds; knows neither the stack nor numba.
-"""
+"""The arrays that `LruStack` keeps and that its compiled loops change."""
 
 from __future__ import annotations
 

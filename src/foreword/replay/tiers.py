@@ -1,8 +1,7 @@
 """What a tier below the memory would give, and what is worth storing in it: two levels of LRU over recorded requests.
 
-Knows prefix keys, two capacities and rules of admission; knows nothing of bytes on disk. A request finds the blocks
-before its first one that neither level has. What it computes goes to memory and, where the rule admits it, to the tier
-(`foreword.tiers.admission`, which the engine calls too).
+A request finds the blocks before its first one that neither level has. What it computes goes to memory and, where the
+rule admits it, to the tier (`foreword.tiers.admission`, which the engine calls too).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Requests: sampling parameters, requests, outputs, and the tokens that a request allows.
-
-Knows token ids and token sequences; knows neither text nor tensors.
-"""
+"""Requests: sampling parameters, requests, outputs, and the tokens that a request allows."""
 
 from foreword.request.adapter import Adapter as Adapter
 from foreword.request.adapter import LoRARequest as LoRARequest

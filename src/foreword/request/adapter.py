@@ -1,7 +1,4 @@
-"""Adapters (LoRA) as callers name them, and as requests hold them.
-
-Knows names and digests; knows no matrices.
-"""
+"""Adapters (LoRA) as callers name them, and as requests hold them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The distinct tokens of a text that grows: only new tokens are sorted, so a step costs a copy of what is known.
-
-Knows arrays of token ids; knows nothing of requests.
-"""
+"""The distinct tokens of a text that grows: only new tokens are sorted, so a step costs a copy of what is known."""
 
 from __future__ import annotations
 

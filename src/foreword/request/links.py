@@ -1,7 +1,5 @@
 """Links: which tokens of a prompt are copied from other sequences, and where each token stands for the rotation.
 
-Knows token ids, indices and positions; knows nothing of blocks' contents, keys or tensors.
-
     source, computed alone         s0 s1 s2 s3 s4 s5 s6 s7 s8      blocks of 4: s8 is in no whole block
                                          |  |  |  |  |  |
     prompt         p0 p1 p2 | c0 c1      s2 s3 s4 s5 s6 s7 | s8 q0 q1

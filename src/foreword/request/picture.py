@@ -1,7 +1,4 @@
-"""Pictures as requests hold them: whose they are, and which tokens their rows replace.
-
-Knows digests and positions; knows neither files nor encoders.
-"""
+"""Pictures as requests hold them: whose they are, and which tokens their rows replace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reply: an answer of a conversation, as its reader sees it.
-
-Knows texts and calls; knows nothing of the markers between them.
-"""
+"""Reply: an answer of a conversation, as its reader sees it."""
 
 from __future__ import annotations
 

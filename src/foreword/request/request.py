@@ -1,7 +1,4 @@
-"""The objects that travel through the engine: a request, its sampling, and its output.
-
-Knows token ids, text and times; knows nothing of blocks, batches or tensors.
-"""
+"""The objects that travel through the engine: a request, its sampling, and its output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SamplingParams: the caller's parameters for the continuation of a prompt.
-
-Knows parameters, their ranges and which exclude each other; knows nothing of models or logits.
-"""
+"""SamplingParams: the caller's parameters for the continuation of a prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """TokenLimits: the tokens that an answer's parameters allow next.
 
-Knows token ids and masks over the vocabulary; knows nothing of logits, text or grammars' contents. All
-rules that forbid tokens apply here, on the host, so that the engine notices when no token is left.
+All rules that forbid tokens apply here, on the host, so that the engine notices when no token is left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The asyncio side of one call: its prompts, and the deltas of its answer as the engine makes them.
 
-Knows prompts and outputs; knows neither threads nor HTTP. Deltas collect in a stream until its reader takes them all at
-once, joined. A slow reader therefore costs memory for the rest of its own answer, and delays nobody else.
+Deltas collect in a stream until its reader takes them all at once, joined. A slow reader therefore costs memory for the
+rest of its own answer, and delays nobody else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Errors that clients see, with OpenAI's status codes and types; other dialects translate them.
-
-Knows HTTP status codes and our error tree; knows nothing of FastAPI.
-"""
+"""Errors that clients see, with OpenAI's status codes and types; other dialects translate them."""
 
 from __future__ import annotations
 

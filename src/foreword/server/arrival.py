@@ -1,6 +1,6 @@
 """Arrival: a call's body as it comes in, within limits, and what becomes of a client that leaves.
 
-Knows ASGI messages; knows nothing of endpoints and fields. Three things hold for every call:
+Three things hold for every call:
 
     a body that is too long, or too slow    413 or 408
     a client that leaves                    the call's task is cancelled, and one debug line says so

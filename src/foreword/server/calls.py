@@ -1,7 +1,4 @@
-"""Reads the parts of a call that all dialects share: its caller and its sampling parameters.
-
-Knows the fields that dialects share, and the service; knows no endpoint and no answer.
-"""
+"""Reads the parts of a call that all dialects share: its caller and its sampling parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Crews: threads for work that would hold up the event loop, a few for each kind, so that no kind waits for another.
 
-Knows callers by name, and functions; knows nothing of what they do. Within a crew callers take turns, however much one
-of them asks for. A caller that has much waiting is refused.
+Within a crew callers take turns, however much one of them asks for. A caller that has much waiting is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dialect: what the server asks of an API that it speaks, besides the API's own endpoints.
 
-Knows errors, headers and the ends of streams; knows no API. Several dialects share paths such as /v1/models, and a path
-that nobody knows needs an error in the caller's shape, so one dialect is chosen for each call before it is routed.
+Several dialects share paths such as /v1/models, and a path that nobody knows needs an error in the caller's shape, so
+one dialect is chosen for each call before it is routed.
 """
 
 from __future__ import annotations

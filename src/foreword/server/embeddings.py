@@ -1,7 +1,4 @@
-"""Embeddings of several texts, as all dialects ask for them.
-
-Knows prompts, the service and the model's pooling; knows no dialect.
-"""
+"""Embeddings of several texts, as all dialects ask for them."""
 
 from __future__ import annotations
 

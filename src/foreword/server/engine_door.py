@@ -1,7 +1,4 @@
-"""EngineDoor: what a server asks of its engines, be it one in a thread of this process or several elsewhere.
-
-Knows prompts, answers and functions of an engine; knows nothing of threads, processes and HTTP.
-"""
+"""EngineDoor: what a server asks of its engines, be it one in a thread of this process or several elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The engine's own thread, and its connection to asyncio.
 
-Knows requests, outputs and threads; knows nothing of HTTP or JSON. The two sides share only two queues:
+The two sides share only two queues:
 
     event loop                                   engine's thread
     submit(), abort(), call() ── commands ──>    carried out between two steps

@@ -1,7 +1,4 @@
-"""HTTP for the endpoints: the caller, answers as JSON or server-sent events, and clients that leave.
-
-Knows FastAPI and the protocol of an API's answers; knows nothing of their fields.
-"""
+"""HTTP for the endpoints: the caller, answers as JSON or server-sent events, and clients that leave."""
 
 from __future__ import annotations
 

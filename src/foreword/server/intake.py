@@ -1,6 +1,6 @@
 """Intake: turns a body into a request, and counts the body's items before it spends time on each of them.
 
-Knows HTTP bodies, JSON and counts; knows nothing of tokens or tenants. All endpoints read their bodies here:
+All endpoints read their bodies here:
 
     key -> declared length -> bytes -> number of values (json_scan.py) -> JSON -> counts, characters -> fields
     authorized()  |----------------- read_body(), and long bodies in a thread of their own ---------------------|

@@ -1,7 +1,4 @@
-"""One answer from those of several engines that have caches of their own.
-
-Knows what engines report; knows neither threads nor processes.
-"""
+"""One answer from those of several engines that have caches of their own."""
 
 from __future__ import annotations
 

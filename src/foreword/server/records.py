@@ -1,8 +1,7 @@
 """Records: what happened to each request. Metrics, explanations and the dashboard all read them.
 
-Knows tenants, token counts and moments; knows nothing of HTTP. The event loop opens a record when it accepts a request;
-the engine's thread fills it while the request runs, and closes it. Any thread may read single fields at any time; a
-closed record never changes.
+The event loop opens a record when it accepts a request; the engine's thread fills it while the request runs, and closes
+it. Any thread may read single fields at any time; a closed record never changes.
 """
 
 from __future__ import annotations

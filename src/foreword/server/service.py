@@ -1,7 +1,4 @@
-"""Service: the work that all endpoints share, from an authorised request to a running answer.
-
-Knows prompts, tenants, limits and the engine's thread; knows nothing of HTTP, nor of the fields of any dialect.
-"""
+"""Service: the work that all endpoints share, from an authorised request to a running answer."""
 
 from __future__ import annotations
 

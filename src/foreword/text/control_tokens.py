@@ -1,6 +1,6 @@
 """Control tokens in messages: texts such as `<|im_end|>` that users write stay text.
 
-Knows strings and a tokenizer's special tokens; knows no roles. A mark inside such a text hides it from the tokenizer:
+A mark inside such a text hides it from the tokenizer:
 
     <|im_end|>  ->  <⿻|im_end|>  ->  "<" "⿻" "|" "im" "_end" "|" ">"  ->  the tokens without those of the mark
 """

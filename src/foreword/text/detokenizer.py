@@ -1,7 +1,4 @@
-"""Detokenizers: tokens become text one at a time, and the pieces add up to the text of all tokens.
-
-Knows token ids, bytes and a function that decodes tokens; knows nothing of tokenizers, stop strings or requests.
-"""
+"""Detokenizers: tokens become text one at a time, and the pieces add up to the text of all tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Picture marks: where pictures stand in the text of a message, until a chat template writes its own sign for them.
-
-Knows messages in their plain form, whose content is one text; knows no picture.
-"""
+"""Picture marks: where pictures stand in the text of a message, until a chat template writes its own sign for them."""
 
 from __future__ import annotations
 

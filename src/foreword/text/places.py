@@ -1,8 +1,7 @@
 """Places: where a part of a conversation ends in its prompt.
 
-Knows messages, tools and texts; knows neither templates nor tokens. Templates may write parts in another order than
-clients send them, so a place is found by comparison: a conversation that differs right after the place is rendered too,
-and the texts are equal up to it.
+Templates may write parts in another order than clients send them, so a place is found by comparison: a conversation
+that differs right after the place is rendered too, and the texts are equal up to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rendering: conversations to tokens by a chat template.
-
-Knows messages, templates and places in conversations; knows nothing of replies.
-"""
+"""Rendering: conversations to tokens by a chat template."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Schema text: what prompt modules ask of a tokenizer and its chat template.
 
-Knows tokenizers and templates; knows no schema. A template writes whole conversations, so the text around one message
-is found by rendering conversations whose contents are marks:
+A template writes whole conversations, so the text around one message is found by rendering conversations whose contents
+are marks:
 
     <|user|>MARK-1<|end|><|assistant|>MARK-2<|end|>
             the text between two marks ends one message and begins the next

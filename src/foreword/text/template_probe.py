@@ -1,8 +1,7 @@
 """Template probe: renders conversations whose parts are marks, to find the form in which a template shows them all.
 
-Knows forms and marked conversations; renders by a function, so it knows no tokenizer. Templates are programs that
-vendors write for their own messages: they skip what they do not expect, or refuse it. So each of a form's choices is
-tried, in the order in which they change least, until every mark is in the text.
+Templates are programs that vendors write for their own messages: they skip what they do not expect, or refuse it. So
+each of a form's choices is tried, in the order in which they change least, until every mark is in the text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The bytes that each token of a vocabulary stands for.
-
-Knows GPT-2's alphabet of bytes and sentencepiece's byte tokens; knows nothing of texts or streams.
-"""
+"""The bytes that each token of a vocabulary stands for."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Admission: which blocks are worth storing in a tier. `foreword replay --tier` compares the rules on recorded traffic.
 
-Knows keys and their places in prompts; knows nothing of bytes, tiers and time.
-
-    all       every block
-    twice     a block that is computed for the second time: traffic that never returns is never written
-    room      every block while the tier has room, then as `twice`: a restart keeps everything of a young tier
-    heads     the first blocks of each prompt, which prompts share most often
+all       every block
+twice     a block that is computed for the second time: traffic that never returns is never written
+room      every block while the tier has room, then as `twice`: a restart keeps everything of a young tier
+heads     the first blocks of each prompt, which prompts share most often
 """
 
 from __future__ import annotations

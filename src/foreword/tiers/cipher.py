@@ -1,7 +1,5 @@
 """Encryption of payloads at rest: AES-256-GCM, bound to the block's name.
 
-Knows payloads, names and a key from a file; knows nothing of segments.
-
 A stored payload is nonce (12 bytes, random) | ciphertext | tag (16 bytes). The associated data are namespace, group and
 key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: who can read them can test
 a guess of a prompt, but cannot read one.

@@ -1,7 +1,7 @@
 """The disk tier's time: seconds that never go back, and the wall clock's seconds in files.
 
-Knows both clocks; knows nothing of what they are asked for. Within a process ages and expiry count on the monotonic
-clock; files hold the wall clock's seconds, which may have jumped by years when they are read.
+Within a process ages and expiry count on the monotonic clock; files hold the wall clock's seconds, which may have
+jumped by years when they are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A thread with a bounded queue of jobs, each of which has a ticket.
-
-Knows tickets, amounts and time; knows nothing of what is worked on.
-"""
+"""A thread with a bounded queue of jobs, each of which has a ticket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A warning that may come often, and is logged once a minute.
-
-Knows texts and time; knows nothing of what they are about.
-"""
+"""A warning that may come often, and is logged once a minute."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A ticket: one load or store under way, and its report.
 
-Knows blocks by their index in the job, outcomes and deadlines; knows nothing of keys, files or memory.
-
 The thread that works for a ticket touches the caller's memory only inside `transfer`, which holds the ticket's lock.
 So whoever ends the ticket, by cancelling it or because its deadline has passed, knows when that returns that nobody
 touches that memory again. A disk that hangs cannot hold a caller's blocks.

@@ -1,7 +1,5 @@
 """The `Tier` protocol: a place for blocks below the pool, and the values that travel to and from it.
 
-Knows namespaces, group ids, block keys, bytes and outcomes; knows nothing of tensors, requests, steps or files.
-
 A block is named by its namespace (whose model and arithmetic wrote it), its group id and its block key. Its payload is
 a fixed number of bytes for each group. A tier may be slow, full, torn or gone: whatever it cannot give back bit for bit
 is a miss, with a reason.

@@ -1,7 +1,4 @@
-"""The counts of a tier, which its threads add to.
-
-Knows `TierStats` and outcomes; knows nothing of what is counted.
-"""
+"""The counts of a tier, which its threads add to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Events of the cache: which prefixes it starts and stops holding.
 
-Knows keys, token ids and sequence numbers; knows nothing of listeners. Events and fields are those that
-vLLM publishes; keys are bytes, and a medium is "device" where vLLM says "GPU".
+Events and fields are those that vLLM publishes; keys are bytes, and a medium is "device" where vLLM says "GPU".
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Counters of lookups, hits and misses.
-
-Knows numbers of tokens and requests; knows nothing of blocks.
-"""
+"""Counters of lookups, hits and misses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Block tables of the running requests: the rows of one array for each group of layers.
-
-Knows block ids and row numbers; knows neither tokens nor the contents of blocks.
-"""
+"""Block tables of the running requests: the rows of one array for each group of layers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """GroupedHashIndex: finds the block of each group that holds a prefix.
 
-Knows block keys, block ids and group numbers; knows neither sequences nor attention types.
-
 A hybrid model looks up single blocks: it needs a window's blocks even if the blocks before them are
 gone. A key of the hash chain identifies its whole prefix, so a block is found without its
 predecessors. A radix tree cannot do this: it finds a block only through all blocks before it, and forgets a

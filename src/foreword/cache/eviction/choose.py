@@ -1,7 +1,4 @@
-"""The eviction policies by name: `make_policy` takes the name that a user chose.
-
-Knows the names and classes of policies; knows nothing of blocks.
-"""
+"""The eviction policies by name: `make_policy` takes the name that a user chose."""
 
 from __future__ import annotations
 

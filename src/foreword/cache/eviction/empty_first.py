@@ -1,7 +1,4 @@
-"""EmptyFirstPolicy: the base of policies that order the cached blocks in their own way.
-
-Knows block ids and which blocks are free and cached; knows nothing of the order among the cached.
-"""
+"""EmptyFirstPolicy: the base of policies that order the cached blocks in their own way."""
 
 from __future__ import annotations
 

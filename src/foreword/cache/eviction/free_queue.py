@@ -1,7 +1,5 @@
 """Queues of free blocks; any block may leave from the middle.
 
-Knows block ids and their places; knows neither contents nor holders of blocks.
-
 A linked list removes from its middle in O(1) but handles blocks one by one. These queues are buffers in
 which a removed block leaves a stale entry: an entry is alive only while its block's record names
 it. So taking, adding or removing k blocks is a few numpy calls (`take` and `compress`, which are

@@ -1,8 +1,4 @@
-"""Pins: cached blocks that are kept for a time, within a budget.
-
-Knows block ids, owners and the times that its caller gives; has no clock, and knows neither the contents of blocks nor
-the order of the other blocks.
-"""
+"""Pins: cached blocks that are kept for a time, within a budget."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Eviction policies by use, by priority and by time; `choose.py` has their names, `value.py` the one that learns.
 
-Knows block ids, their depths in their prefixes and their hits; knows neither keys nor tokens, requests or time. Each
-class implements `EvictionPolicy`.
+Each class implements `EvictionPolicy`.
 """
 
 from __future__ import annotations

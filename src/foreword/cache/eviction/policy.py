@@ -1,7 +1,5 @@
 """The protocol of eviction policies: a pool calls a policy, and the policy orders the pool's free blocks.
 
-Knows the calls of a pool; knows neither the policies nor keys, tokens, requests or time.
-
 Giving away a free block that holds nothing costs nothing, so every policy gives those away first. The last freed one
 goes first, because its memory is most likely still in a processor's cache. All policies take many blocks per call.
 

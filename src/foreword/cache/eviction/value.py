@@ -3,8 +3,8 @@
 A prompt that many requests repeat stays; a flood of prompts that nobody repeats goes quickly. The policy learns from
 the traffic which kinds of blocks return.
 
-Knows block ids, depths and keys; knows neither tokens, requests nor wall time. It counts time in uses: each block that
-a request frees is one use. docs/decisions/0010-value-policy.md lists the variants that were tried.
+It counts time in uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md lists the
+variants that were tried.
 
 Each freed block belongs to a class: the number of its uses, whether it is the last of its request, and the number of
 blocks that its request added. For each class the policy counts how many blocks reach an age, and how many are

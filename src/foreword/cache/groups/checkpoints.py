@@ -1,7 +1,5 @@
 """Where the states of recurrent layers are worth saving, and where steps must end for it.
 
-Knows token counts, block keys and group sizes; knows neither requests nor the blocks that hold states.
-
 A state takes as much memory as the KV of hundreds of tokens. States after every block would fill the pool; if states
 were saved after whole prompts only, a prompt that only begins alike would never hit one. So states are saved after
 

@@ -1,7 +1,4 @@
-"""Chooses the coordinator for a set of groups; and the coordinator without a prefix cache.
-
-Knows the three coordinators and the groups that each can serve; knows nothing of requests.
-"""
+"""Chooses the coordinator for a set of groups; and the coordinator without a prefix cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """KVCacheCoordinator: the groups' tables over one pool, and the hits on which all groups agree.
 
-Knows groups, keys and rows of tables; knows nothing of request ids or steps' contents. A coordinator belongs to one
-KVCacheManager. This class gives blocks to rows. Three subclasses, named as in vLLM v1, decide which blocks are found:
+A coordinator belongs to one KVCacheManager. This class gives blocks to rows. Three subclasses, named as in vLLM v1,
+decide which blocks are found:
 
     KVCacheCoordinatorNoPrefixCache   any groups, nothing is found (choose.py)
     UnitaryKVCacheCoordinator         one group that needs all its blocks; any PrefixIndex (unitary.py)

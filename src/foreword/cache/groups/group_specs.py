@@ -1,7 +1,4 @@
-"""The description of a group of layers: its attention type and its block size.
-
-Knows names and sizes; knows nothing of how a group is managed.
-"""
+"""The description of a group of layers: its attention type and its block size."""
 
 from __future__ import annotations
 

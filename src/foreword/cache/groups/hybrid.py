@@ -1,7 +1,4 @@
-"""HybridKVCacheCoordinator: hits on which groups of different attention types and block sizes agree.
-
-Knows groups, keys and rows of tables; knows nothing of request ids, statistics or steps' contents.
-"""
+"""HybridKVCacheCoordinator: hits on which groups of different attention types and block sizes agree."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Managers of groups: the blocks that each type of attention needs, looks up and releases.
 
-Knows attention types, block ids and one request's table in one group; knows neither the other groups nor the
-coordinators, which decide on hits, nor the contents of blocks. The types and names are vLLM v1's.
+The types and names are vLLM v1's.
 
 The blocks that a group needs to compute position p (block size 4, p = 13):
 

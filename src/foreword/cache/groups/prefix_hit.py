@@ -1,7 +1,4 @@
-"""PrefixHit: the cached beginning of a sequence, as a lookup finds it.
-
-Knows block ids and counts of tokens; knows nothing of indexes or pools.
-"""
+"""PrefixHit: the cached beginning of a sequence, as a lookup finds it."""
 
 from __future__ import annotations
 

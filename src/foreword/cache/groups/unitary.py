@@ -1,7 +1,4 @@
-"""UnitaryKVCacheCoordinator: one group that needs all its blocks, so that each hit is a prefix.
-
-Knows an index, rows of tables and the ledger's account; knows nothing of request ids, statistics or steps' contents.
-"""
+"""UnitaryKVCacheCoordinator: one group that needs all its blocks, so that each hit is a prefix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""HashIndex: prefixes found by the keys of their full blocks.
-
-Knows block ids and keys; knows neither reference counts nor free blocks.
-"""
+"""HashIndex: prefixes found by the keys of their full blocks."""
 
 from __future__ import annotations
 

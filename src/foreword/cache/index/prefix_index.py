@@ -1,7 +1,4 @@
-"""PrefixIndex: the protocol of indexes, which find the blocks that hold a prefix.
-
-Knows block ids and the sequences whose leading blocks they hold; knows neither reference counts nor free blocks.
-"""
+"""PrefixIndex: the protocol of indexes, which find the blocks that hold a prefix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Canonical CBOR for block keys, which consist of a few types.
 
-Knows integers, byte strings, text and arrays of them; knows nothing of hashes. The form is RFC 8949's
-core deterministic encoding: shortest heads, definite lengths. There is no decoder, because nothing needs one.
+The form is RFC 8949's core deterministic encoding: shortest heads, definite lengths. There is no decoder, because
+nothing needs one.
 """
 
 from __future__ import annotations

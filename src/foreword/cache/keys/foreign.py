@@ -1,7 +1,6 @@
 """Block keys of other engines: the hashes that vLLM 0.33 and SGLang 0.5.23 give to a prompt's blocks.
 
-Knows token ids, salts, adapters and pictures as these engines name them; knows nothing of their caches. Both chain
-hashes as we do:
+Both chain hashes as we do:
 
     vLLM     HASH of (parent, tokens, extra keys or None), as a pickle or as canonical CBOR; the root is HASH(seed)
     SGLang   SHA-256 of parent | tokens as uint32, little endian; no root without a salt

@@ -1,7 +1,5 @@
 """Block keys: a hash chain over token ids.
 
-Knows token ids and extra keys as bytes; knows nothing of blocks, pools or requests.
-
     key(i) = HASH( key(i-1), token ids of block i, extra keys of block i )        key(-1) = chain root
 
 A key therefore identifies the whole prefix up to and including its block. It is the same in every

@@ -1,7 +1,5 @@
 """Names of linked tokens in block keys: whose KV they hold, and how it was turned.
 
-Knows keys, indices and positions; knows nothing of blocks, of prompts, or of methods that choose what is linked.
-
 A block that holds linked tokens has keys of its own, like a block that holds an image: a plain prompt never finds it,
 and all keys after it in the chain differ too. So what is approximate cannot mix with what is exact. A run's name says
 everything on which its KV depends besides the model, the salt and the tokens before it:

@@ -1,7 +1,4 @@
-"""The tokens of one request, as the cache sees them.
-
-Knows token ids and their block keys; knows neither text nor the blocks that hold the KV.
-"""
+"""The tokens of one request, as the cache sees them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Numbers that represent, in an index of tokens, spans and the tokens at which salts and adapters begin.
-
-Knows what each number represents; knows nothing of trees or blocks.
-"""
+"""Numbers that represent, in an index of tokens, spans and the tokens at which salts and adapters begin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compares prefixes by their contents, for hash functions whose keys may collide.
-
-Knows keys, tokens and extra keys of blocks; knows nothing of block ids.
-"""
+"""Compares prefixes by their contents, for hash functions whose keys may collide."""
 
 from __future__ import annotations
 

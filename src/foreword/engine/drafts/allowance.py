@@ -1,7 +1,4 @@
-"""The time that drafts may lose: a share of what steps take, and what they won before.
-
-Knows seconds, rows and tokens; knows nothing of requests or of what is drafted.
-"""
+"""The time that drafts may lose: a share of what steps take, and what they won before."""
 
 from __future__ import annotations
 

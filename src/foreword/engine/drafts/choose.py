@@ -1,7 +1,4 @@
-"""Whether an engine drafts, and from what.
-
-Knows options, the cache manager and why drafts are not possible; knows nothing of steps.
-"""
+"""Whether an engine drafts, and from what."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The protocol of drafters, which guess how an answer goes on.
-
-Knows requests and token ids; knows nothing of how guesses are checked, or of how many are worth their cost.
-"""
+"""The protocol of drafters, which guess how an answer goes on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Drafting: which tokens the next step checks besides the ones it must compute.
-
-Knows drafters, running requests and the times of steps; knows nothing of blocks, or of how tokens are sampled.
-"""
+"""Drafting: which tokens the next step checks besides the ones it must compute."""
 
 from __future__ import annotations
 

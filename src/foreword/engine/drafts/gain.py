@@ -1,7 +1,6 @@
 """How many tokens to draft: what is likely to be accepted, against what a longer step costs.
 
-Knows counts and seconds; knows nothing of requests. Everything here only decides how many tokens are drafted, never
-which tokens are answered.
+Everything here only decides how many tokens are drafted, never which tokens are answered.
 """
 
 from __future__ import annotations

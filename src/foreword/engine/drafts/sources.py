@@ -1,7 +1,6 @@
 """Where drafts come from: a request's own text, its caller's prediction, the cache's paths, answers of its namespace.
 
-Knows requests and the cache manager; knows nothing of steps, or of how drafts are checked. Negative numbers in texts
-stand for ends of answers: no token is negative, so no match and no draft goes beyond one.
+Negative numbers in texts stand for ends of answers: no token is negative, so no match and no draft goes beyond one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The bytes of the pool's blocks, as tiers read and write them.
 
-Knows groups, block ids and bytes; knows nothing of keys and tiers. `foreword.model.block_bytes` has the model's.
+`foreword.model.block_bytes` has the model's.
 """
 
 from __future__ import annotations

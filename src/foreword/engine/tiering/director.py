@@ -1,8 +1,8 @@
 """TierDirector: decides what is loaded from tiers, what is stored in them, and what is computed instead.
 
-Knows requests, sequences and numbers of steps; knows nothing of queues, budgets and bytes. The scheduler calls it in
-two places: where a waiting request was looked up (`must_wait`), and where a request has computed tokens that others may
-find (`offer`). The engine tells it when steps are planned and settled, and what they cost.
+The scheduler calls it in two places: where a waiting request was looked up (`must_wait`), and where a request has
+computed tokens that others may find (`offer`). The engine tells it when steps are planned and settled, and what they
+cost.
 """
 
 from __future__ import annotations

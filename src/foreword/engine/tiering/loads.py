@@ -1,7 +1,5 @@
 """Loads: prefixes that a tier has and the pool lacks, and the requests that wait for them.
 
-Knows waiting requests, hits, tiers and seconds; knows nothing of budgets, running requests or files.
-
     arrived -> asking -> waiting -> (a tier has more than the pool, and loading beats computing) -> loading -> waiting
 
 When a request arrives, the tiers are asked what they have of its prefix. One far away may take a while to answer; the

@@ -1,7 +1,5 @@
 """Offers: sequences that wait to be stored, in the order in which they are.
 
-Knows sequences, what was computed of them, and seconds; knows nothing of chunks and of what tiers have.
-
 Pinned prefixes come first. Then come the heads of prompts, and conversations up to the end of their last message, which
 later prompts repeat. Then comes the rest. Within each rank the offer comes first that saves the most seconds a byte:
 

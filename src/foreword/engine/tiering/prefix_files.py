@@ -1,7 +1,7 @@
 """Exports and imports of prefixes: the pool's blocks to a file, and a file's blocks to a tier or to the pool.
 
-Knows sequences, blocks and prefix files; knows nothing of requests. The engine's thread calls it, while no step is in
-flight: then every block that a lookup finds is filled, and none that is taken is written by somebody else.
+The engine's thread calls it, while no step is in flight: then every block that a lookup finds is filled, and none that
+is taken is written by somebody else.
 """
 
 from __future__ import annotations

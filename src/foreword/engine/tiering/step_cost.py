@@ -1,7 +1,4 @@
-"""StepCost: the seconds that the model needs for tokens, fitted to the steps so far.
-
-Knows spans of tokens and seconds; knows nothing of requests and tiers.
-"""
+"""StepCost: the seconds that the model needs for tokens, fitted to the steps so far."""
 
 from __future__ import annotations
 

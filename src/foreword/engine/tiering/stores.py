@@ -1,7 +1,5 @@
 """Stores: prefixes that the pool has and a tier lacks, written while the engine goes on.
 
-Knows sequences, blocks, tiers and numbers of steps; knows nothing of queues or files.
-
 A sequence is offered when its prompt is computed and when its request leaves. Sequences are stored in the order of
 `Offers`, in chunks, one at a time: the head of a prefix before its tail.
 

@@ -1,7 +1,7 @@
 """Pace: the seconds that a request takes from others, estimated from the steps so far.
 
-Knows steps and a clock; knows nothing of queues. All tokens of a step share its time equally, so decoding in a large
-batch takes little from others, and decoding alone takes all.
+All tokens of a step share its time equally, so decoding in a large batch takes little from others, and decoding alone
+takes all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PrefixQueue: serves what is cached first, within a bound on delay.
 
-Knows requests, their tenants and families; knows nothing of blocks and budgets. The order: tenants by turns; of
-a tenant priorities; within both (a lane) the family of which most is cached, and of a family the oldest request.
+The order: tenants by turns; of a tenant priorities; within both (a lane) the family of which most is cached, and of a
+family the oldest request.
 
 A request may be overtaken, within its lane, by later ones that together take at most `max_overtake_s` seconds:
 

@@ -1,7 +1,4 @@
-"""WaitingQueue: what the scheduler asks of a queue, and the queue in order of arrival.
-
-Knows requests and their service keys; knows nothing of budgets and blocks.
-"""
+"""WaitingQueue: what the scheduler asks of a queue, and the queue in order of arrival."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Turns: which tenant goes next, so that all get the same number of computed tokens.
-
-Knows tenants and numbers of tokens; knows nothing of requests.
-"""
+"""Turns: which tenant goes next, so that all get the same number of computed tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The CPU kernel for torch tensors: it plans steps and attends.
-
-Knows tensors; knows nothing of models or requests.
-"""
+"""The CPU kernel for torch tensors: it plans steps and attends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One chunk of KV with any number of rows, compiled by numba: pack, unless rows are few; multiply, weigh, multiply.
-
-Knows packed memory and rows; knows nothing of block tables, requests or the order of chunks.
-"""
+"""One chunk of KV with any number of rows, compiled by numba: pack, unless rows are few; multiply, weigh, multiply."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Few rows times one chunk of KV, compiled by numba: keys and values are multiplied where they lie.
 
-Knows tokens' addresses and rows; knows nothing of block tables. Packing a chunk and reading it again takes longer than
-multiplying it by the rows of one decoding request. Arithmetic and its order are those of packed chunks.
+Packing a chunk and reading it again takes longer than multiplying it by the rows of one decoding request. Arithmetic
+and its order are those of packed chunks.
 
 Every 16 tokens prefetch an equal part of the next chunk, so that requests to memory do not queue.
 

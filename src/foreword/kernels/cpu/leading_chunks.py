@@ -1,8 +1,8 @@
 """Leading chunks that one thread computes together, instead of one by one in any thread.
 
-Knows a step's plan and the number of threads; knows no tensor. A single chunk leaves partial results, which are
-written to memory and read again for merging. A thread that computes chunks from the first one on can merge them at
-once: partial results are merged in that order, so no bit changes. A limit on their number keeps all threads busy:
+A single chunk leaves partial results, which are written to memory and read again for merging. A thread that computes
+chunks from the first one on can merge them at once: partial results are merged in that order, so no bit changes. A
+limit on their number keeps all threads busy:
 
     chunk       0   1   2   3   4
     member 0    A   A   A   D          items of step_plan.py: 4 x A, D, E | joined: A (leading, 4 chunks of both), D, E

@@ -1,7 +1,4 @@
-"""Packing of a chunk's keys and values, compiled by numba: 16 tokens of keys fill a vector, or 16 dimensions of values.
-
-Knows tokens' addresses; knows nothing of rows or block tables.
-"""
+"""Packing of a chunk's keys and values, compiled by numba: vectors of 16 tokens of keys or 16 dimensions of values."""
 
 from __future__ import annotations
 

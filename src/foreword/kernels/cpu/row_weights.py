@@ -1,7 +1,4 @@
-"""Attention's work on single rows of a chunk, compiled by numba: scores become weights, and results are kept.
-
-Knows the row table; knows nothing of products.
-"""
+"""Attention's work on single rows of a chunk, compiled by numba: scores become weights, and results are kept."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Weights of some rows with a packed chunk in AMX tiles, 64 tokens at a time, compiled by numba.
 
-Knows packed memory and the row table; knows nothing of block tables. Tiles write scores to memory, and vectors read
-them there. The first cache has room for scores of 32 rows and 64 tokens, and for their weights in the chunk; scores of
-a whole chunk do not fit. So a row's peak is that of the first 64 tokens of which it sees any, rounded up, and each 64
-scores become weights at once. That suffices unless later scores are very much larger (`tile_softmax.py`): then the rows
-are weighed again, with all of their scores.
+Tiles write scores to memory, and vectors read them there. The first cache has room for scores of 32 rows and 64 tokens,
+and for their weights in the chunk; scores of a whole chunk do not fit. So a row's peak is that of the first 64 tokens
+of which it sees any, rounded up, and each 64 scores become weights at once. That suffices unless later scores are very
+much larger (`tile_softmax.py`): then the rows are weighed again, with all of their scores.
 
 An infinite key, or one that is not a number, makes the scores of all rows so; the first row's scores show it. Rows that
 see such a key, and rows with infinitely large scores, get a sum that is not a number.

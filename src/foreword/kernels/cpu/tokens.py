@@ -1,7 +1,4 @@
-"""Addresses of a chunk's keys and values from block tables, token by token, compiled by numba.
-
-Knows block tables and masks; knows nothing of rows or arithmetic.
-"""
+"""Addresses of a chunk's keys and values from block tables, token by token, compiled by numba."""
 
 from __future__ import annotations
 

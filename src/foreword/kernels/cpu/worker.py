@@ -1,7 +1,6 @@
 """Paged attention on the CPU, compiled by numba: queries, KV blocks and block tables as memory addresses.
 
-Knows the layout of its arguments and the order of all sums; knows nothing of models or torch. `step_plan.py` knows
-who shares what. The kernel keeps the three rules of `reference.py` with arithmetic of its own:
+`step_plan.py` knows who shares what. The kernel keeps the three rules of `reference.py` with arithmetic of its own:
 
 1. KV is cut at absolute positions into chunks of 256 tokens, whatever the block size. A row (one query of one head)
    has one partial result per chunk that it sees, merged in ascending order.

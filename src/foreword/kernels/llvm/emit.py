@@ -1,7 +1,6 @@
 """The parts of emitters: vectors of 16 lanes, loads, stores, loops and sums as LLVM instructions.
 
-Knows LLVM's builder, memory addresses and lanes; knows nothing of attention, products or models. How an emitter is
-written and tested: docs/concepts/compiled-kernels.md.
+How an emitter is written and tested: docs/concepts/compiled-kernels.md.
 
 A compiler may choose the order of a sum, and whether to round once or twice, by the length of a loop. Here every
 operation and its order is spelt out, so an element's bits do not depend on its neighbours. Addresses and sizes are

@@ -1,7 +1,7 @@
 """Operations on one row of numbers, as LLVM instructions for numba: norm, gate, sum, rotation.
 
-Knows memory addresses and widths; knows nothing of tensors or threads. Rows are bfloat16 or float32, in whole vectors
-of 16. Arithmetic is float32, rounded to bfloat16 wherever a model would write bfloat16 to memory.
+Rows are bfloat16 or float32, in whole vectors of 16. Arithmetic is float32, rounded to bfloat16 wherever a model would
+write bfloat16 to memory.
 """
 
 from __future__ import annotations

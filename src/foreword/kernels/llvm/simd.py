@@ -1,7 +1,5 @@
 """Loops over vectors of 16 lanes as functions for numba: memory, packing and products of small matrices.
 
-Knows memory addresses, lanes and loops; knows nothing of attention's blocks, chunks or requests.
-
 Matrices are multiplied as C[rows, lanes] = A[rows, k] B[k, lanes] in 32-bit words. A word is a float32, or a
 pair of bfloat16 (two neighbours of the inner dimension) where the processor multiplies those (AVX512_BF16).
 An element of C is one chain of fused multiply-adds along k, from 0 upwards, starting at 0.

@@ -1,7 +1,6 @@
 """Weights of scores for AMX tiles, in 16-bit arithmetic: two vectors of scores become one of weights.
 
-Knows memory addresses and lanes; knows nothing of rows' places or chunks. A weight is 2 ** (factor * score - peak) as
-bfloat16. It keeps 8 bits, so the steps before it need not keep more:
+A weight is 2 ** (factor * score - peak) as bfloat16. It keeps 8 bits, so the steps before it need not keep more:
 
     score, score'    float32    x = 512 * (factor * score - peak + 76), rounded to an integer
     x                16 bits    both scores' x in one vector, from 0 to 65535: 7 bits before the point, 9 after it

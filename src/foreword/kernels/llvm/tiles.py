@@ -1,8 +1,7 @@
 """Matrix products in AMX tiles, as LLVM instructions for numba.
 
-Knows memory addresses and tiles; knows nothing of models. A tile is 16 rows of 64 bytes. A product of two tiles adds
-32 products of bfloat16 to each element of a tile of 16 x 16 float32: `C[m, n] += sum over k of A[m, k] B[k, n]`, with B
-stored as 16 rows of 16 pairs (two neighbours of k).
+A tile is 16 rows of 64 bytes. A product of two tiles adds 32 products of bfloat16 to each element of a tile of 16 x 16
+float32: `C[m, n] += sum over k of A[m, k] B[k, n]`, with B stored as 16 rows of 16 pairs (two neighbours of k).
 
 One element of a result is one chain of such additions along k, from 0 upwards, starting at 0. The processor sums the 32
 products of one step in an order of its own, which is always the same. So a row's bits do not depend on the number of

@@ -1,8 +1,7 @@
 """Weights of a few bits: codes with scales, as checkpoints give them and as panels for products.
 
-Knows codes, scales and bytes; knows no file format. A weight is `scale * number + offset`, where its code says the
-number. Sixteen or 32 inputs of an output, a *group*, share scale and offset. Both are plain numbers of 16 or 32
-bits, or integers that 256 inputs share such numbers for.
+A weight is `scale * number + offset`, where its code says the number. Sixteen or 32 inputs of an output, a *group*,
+share scale and offset. Both are plain numbers of 16 or 32 bits, or integers that 256 inputs share such numbers for.
 
     panel     16 outputs, side by side in all that follows: a vector loads one byte of each
     head      scales (and offsets) that 256 inputs share, or 32 if there are no integers

@@ -1,8 +1,7 @@
 """Products of float32 rows and pairs of low-rank matrices, compiled by numba: result += up(down(row)), row by row.
 
-Knows matrices and rows as memory addresses; knows neither adapters nor layers. A row names one table, or none; a table
-has up to three parts, each of which changes consecutive columns of the result. An element is computed in one order,
-whatever the other rows are:
+A row names one table, or none; a table has up to three parts, each of which changes consecutive columns of the result.
+An element is computed in one order, whatever the other rows are:
 
     low       16 lanes, each one chain of fused multiply-adds along every 16th input; then a tree over the lanes
     result    one chain of fused multiply-adds along the ranks, which starts at 0; then result + that sum

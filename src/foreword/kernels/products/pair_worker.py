@@ -1,9 +1,9 @@
 """Linear layers in pairs of bfloat16 for processors without tiles, compiled by numba.
 
-Knows compact weights and rows as memory addresses; knows nothing of modules. A unit's first rows multiply weights while
-these are expanded, since the processor can do part of both at once. The other rows, in blocks of equal size, multiply
-the expanded weights, which lie in the core's second cache. Long rows (along k) are cut into *parts*, and sums wait in
-memory from part to part; they are float32 there as in registers, so cutting changes no bit.
+A unit's first rows multiply weights while these are expanded, since the processor can do part of both at once. The
+other rows, in blocks of equal size, multiply the expanded weights, which lie in the core's second cache. Long rows
+(along k) are cut into *parts*, and sums wait in memory from part to part; they are float32 there as in registers, so
+cutting changes no bit.
 
     up to 8 rows     there are no other rows; only two steps of expanded weights are kept
     up to 16         there is one block of other rows; each thread packs all rows once, for all steps, as above

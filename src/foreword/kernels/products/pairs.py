@@ -1,8 +1,8 @@
 """Products of compact weights in pairs of bfloat16 (`vdpbf16ps`), as LLVM instructions for numba.
 
-Knows memory addresses, compact weights and pairs; knows nothing of models. Processors that multiply pairs but have no
-tiles use it. An instruction adds, in each of 16 lanes, two products of bfloat16: `C[m, n] += A[m, 2k] B[2k, n] +
-A[m, 2k + 1] B[2k + 1, n]`, for 16 columns n of a row m, whose pair is spread over the lanes as it is loaded.
+Processors that multiply pairs but have no tiles use it. An instruction adds, in each of 16 lanes, two products of
+bfloat16: `C[m, n] += A[m, 2k] B[2k, n] + A[m, 2k + 1] B[2k + 1, n]`, for 16 columns n of a row m, whose pair is spread
+over the lanes as it is loaded.
 
 One element of a result is one chain of such additions along k, from 0 upwards, starting at 0: its bits depend on
 nothing but its own row and column.

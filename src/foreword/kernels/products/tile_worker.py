@@ -1,10 +1,9 @@
 """Linear layers in AMX tiles, compiled by numba: rows times panels, and the ends of rows.
 
-Knows compact weights and rows as memory addresses; knows nothing of modules. Each unit of work expands its own weights.
-For few rows it expands a step at a time, while tiles multiply the step before, so such a product waits for little but
-memory. For more rows it expands some panels at a time, which then stay in the core's second cache for all rows of the
-unit. Long rows (along k) are cut into *parts*, and sums wait in memory from part to part; they are float32 there as in
-tiles, so cutting changes no bit.
+Each unit of work expands its own weights. For few rows it expands a step at a time, while tiles multiply the step
+before, so such a product waits for little but memory. For more rows it expands some panels at a time, which then stay
+in the core's second cache for all rows of the unit. Long rows (along k) are cut into *parts*, and sums wait in memory
+from part to part; they are float32 there as in tiles, so cutting changes no bit.
 """
 
 from __future__ import annotations

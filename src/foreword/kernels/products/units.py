@@ -1,7 +1,6 @@
 """The common parts of all workers of linear layers: their arguments, panels of compact weights, and the ends of rows.
 
-Knows memory addresses; knows nothing of tiles, pairs or modules. A unit of work is some rows x some panels; threads
-take units from a counter.
+A unit of work is some rows x some panels; threads take units from a counter.
 """
 
 from __future__ import annotations

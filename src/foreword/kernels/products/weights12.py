@@ -1,11 +1,11 @@
 """Weights in bfloat16, stored in 12 bits each without loss: products read three quarters as much.
 
-Knows panels of weights and memory addresses; knows nothing of rows or products. The sign and mantissa of a bfloat16
-(8 bits) are nearly random, but trained weights have few exponents: sixteen cover all but one weight in thousands. The
-lower byte, which is the mantissa and the exponent's last bit, is stored unchanged. The upper byte, which is the sign
-and the rest of the exponent, becomes a *code* of 4 bits: one of the eight most frequent, with either sign. The other
-weights are *exceptions*, which are stored separately and written over expanded codes. The idea is from DFloat11 (Zhang
-et al., 2025), which uses 11 bits and a Huffman code; codes of one length unpack in a few vector instructions.
+The sign and mantissa of a bfloat16 (8 bits) are nearly random, but trained weights have few exponents: sixteen cover
+all but one weight in thousands. The lower byte, which is the mantissa and the exponent's last bit, is stored unchanged.
+The upper byte, which is the sign and the rest of the exponent, becomes a *code* of 4 bits: one of the eight most
+frequent, with either sign. The other weights are *exceptions*, which are stored separately and written over expanded
+codes. The idea is from DFloat11 (Zhang et al., 2025), which uses 11 bits and a Huffman code; codes of one length unpack
+in a few vector instructions.
 
     a step    1024 weights, two tiles, 32 rows of 32: eight groups of 192 bytes
     a group   64 bytes of codes      rows 0 and 1 in bits 0 to 3, rows 2 and 3 in bits 4 to 7

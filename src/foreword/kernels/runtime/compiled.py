@@ -1,6 +1,6 @@
 """The one owner of compiled code: the decorators that numba compiles with, records in memory, and the cache on disk.
 
-Knows numba, its cache and source files; knows nothing of kernels' work. There are four kinds of compiled functions:
+There are four kinds of compiled functions:
 
     compiled          part of a kernel, compiled once for all its callers
     inlined           part of a kernel with one caller, compiled into that: numba would otherwise optimise it twice

@@ -1,7 +1,4 @@
-"""The threads that compute: how many there are, how they wait, and how they share processors with other programs.
-
-Knows GNU's OpenMP, which torch brings on Linux, and Linux' scheduler; knows nothing of what threads compute.
-"""
+"""The threads that compute: how many there are, how they wait, and how they share processors with other programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiled functions that run in one thread or in all of torch's, singly or as a program.
-
-Knows addresses and threads; knows nothing of the functions' work.
-"""
+"""Compiled functions that run in one thread or in all of torch's, singly or as a program."""
 
 from __future__ import annotations
 

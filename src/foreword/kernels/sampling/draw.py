@@ -1,6 +1,6 @@
 """Draws of tokens, compiled by numba: rows of logits, options and uniform numbers as memory addresses.
 
-Knows rows, weights and options; knows nothing of requests. What a draw takes is defined by a sort that it does without:
+What a draw takes is defined by a sort that it does without:
 
     truncated        tokens by descending logit, equal ones by id; min_p, top_k and top_p each keep a beginning of that
                      list; the token at which the running sum of weights passes uniform * sum

@@ -1,7 +1,7 @@
 """Weights of tokens, compiled by numba: each logit's share of probability as a whole number.
 
-Knows bits of logits; knows nothing of requests. Whole numbers add up to the same sum in any order. So a total depends
-neither on blocks nor on a sort, and a draw that never sorts takes the very token that a full sort would give it.
+Whole numbers add up to the same sum in any order. So a total depends neither on blocks nor on a sort, and a draw that
+never sorts takes the very token that a full sort would give it.
 
     logit --key--> int32 with the order of the logits;    logit --weight--> 0 to 2 ** WEIGHT_BITS
 """

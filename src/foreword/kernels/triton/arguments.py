@@ -1,7 +1,4 @@
-"""What the Triton attention kernels are told about a layer: tensors, strides, and constants that they are compiled for.
-
-Knows the order and the names of the kernels' parameters; knows no plan.
-"""
+"""What the Triton attention kernels are told about a layer: tensors, strides, and constants to compile them for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The GPU kernels' door: torch tensors in, torch tensors out, and one array of metadata per step.
 
-Knows tensors and launches; knows nothing of models or requests. Without a GPU everything here runs in Triton's
-interpreter (TRITON_INTERPRET=1 before triton is imported), which is for tests.
+Without a GPU everything here runs in Triton's interpreter (TRITON_INTERPRET=1 before triton is imported), which is for
+tests.
 """
 
 from __future__ import annotations

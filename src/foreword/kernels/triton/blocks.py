@@ -1,7 +1,4 @@
-"""KV into slots, and blocks copied on write, on a GPU.
-
-Knows pages, slots and block ids; knows nothing of attention or of blocks' holders.
-"""
+"""KV into slots, and blocks copied on write, on a GPU."""
 
 from __future__ import annotations
 

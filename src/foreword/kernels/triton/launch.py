@@ -1,7 +1,4 @@
-"""How Triton kernels are launched.
-
-Knows devices; knows no kernel.
-"""
+"""How Triton kernels are launched."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A step's metadata for the Triton kernels: one int32 array, copied to the device once and used by every layer.
 
-Knows plans and how they lie in memory; knows no kernel. The parts follow each other without gaps:
+The parts follow each other without gaps:
 
     header      [HEADER]            the numbers of entries in use, and the parts' beginnings
     folds       [folds, 4]          request, first query, queries, position of the first query    (prefill)

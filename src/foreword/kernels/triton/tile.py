@@ -1,7 +1,7 @@
 """The arithmetic of the Triton kernels on a tile of rows; a row is one query of one head.
 
-Knows pointers and tiles; knows no plan. Prefill and decoding call the same functions, with tiles whose warps hold 16
-rows each in the same layout, so a row's bits do not depend on which of the two computed it:
+Prefill and decoding call the same functions, with tiles whose warps hold 16 rows each in the same layout, so a row's
+bits do not depend on which of the two computed it:
 
 1. KV is cut at absolute positions into chunks of 256 tokens, and these into steps of TOKENS. A row has one partial
    result per chunk that it sees (peak, total, mixed: ChunkAttention's formulas, base 2), merged in ascending order.

@@ -1,9 +1,8 @@
 """Sizes of tiles, warps and pipeline stages, fixed by element type and head size.
 
-Knows the registers and shared memory that a variant takes; knows no arguments. Nothing is tuned at run time: two
-runs, or prefill and decoding, could choose different tiles, and another tile may give other bits. Both kinds take the
-same TOKENS, and tiles of 16 rows for each of their warps, so that a row lies in the same layout in both.
-`docs/benchmarks/triton-variants.md` lists the compiler's result for each.
+Nothing is tuned at run time: two runs, or prefill and decoding, could choose different tiles, and another tile may give
+other bits. Both kinds take the same TOKENS, and tiles of 16 rows for each of their warps, so that a row lies in the
+same layout in both. `docs/benchmarks/triton-variants.md` lists the compiler's result for each.
 """
 
 from __future__ import annotations

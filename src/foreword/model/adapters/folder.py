@@ -1,8 +1,7 @@
 """Reads an adapter as PEFT writes it: a folder with adapter_config.json and adapter_model.safetensors.
 
-Knows the fields of the one file and the names in the other; knows no engine. What would change what an adapter computes
-and is not understood is refused by name. Nothing is unpickled, nothing outside the two files is read, and a tensor is
-read only when its shape fits the model.
+What would change what an adapter computes and is not understood is refused by name. Nothing is unpickled, nothing
+outside the two files is read, and a tensor is read only when its shape fits the model.
 """
 
 from __future__ import annotations

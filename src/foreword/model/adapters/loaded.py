@@ -1,7 +1,7 @@
 """The adapters of one model that are in memory: read when they are asked for, the least recently used dropped first.
 
-Knows folders and their contents; knows no name and no request. A folder whose files have changed is read again.
-Requests that run or wait hold adapters, too, so all that are alive share one limit in bytes.
+A folder whose files have changed is read again. Requests that run or wait hold adapters, too, so all that are alive
+share one limit in bytes.
 """
 
 from __future__ import annotations

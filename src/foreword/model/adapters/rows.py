@@ -1,7 +1,7 @@
 """The rows of one step that adapters change, and what is added to them.
 
-Knows rows and adapters by number; knows no layer and no request. What is added to a row is computed in float32 in an
-order that no other row changes, and rows without an adapter are not touched (`kernels/products/low_rank.py`).
+What is added to a row is computed in float32 in an order that no other row changes, and rows without an adapter are not
+touched (`kernels/products/low_rank.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An adapter's matrices, packed for the products of one model, and the name of their content.
-
-Knows a decoder's products by number and by the names of their weights; knows neither files nor rows.
-"""
+"""An adapter's matrices, packed for the products of one model, and the name of their content."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """config.json of the written families, completed as transformers completes it: defaults, old names, kinds of layers.
 
-Knows the fields of files; knows no tensor. What it does not know, or what may be an error, is left to transformers,
-which completes it or says what is wrong: then `UnreadableError` says why.
+What it does not know, or what may be an error, is left to transformers, which completes it or says what is wrong: then
+`UnreadableError` says why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Facts of a checkpoint, whoever reads it: its type, its device, its longest sequence, its end tokens.
-
-Knows fields of configs; knows no architecture by name and reads no file.
-"""
+"""Facts of a checkpoint, whoever reads it: its type, its device, its longest sequence, its end tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The sampling that a checkpoint recommends: `generation_config.json`.
-
-Knows the file and its names; knows nothing of requests that replace its values.
-"""
+"""The sampling that a checkpoint recommends: `generation_config.json`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checkpoints of models that take pictures: the parts of their config and of their weights.
-
-Knows names of fields and of weights; knows no tensor.
-"""
+"""Checkpoints of models that take pictures: the parts of their config and of their weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Checkpoints with random weights: their words mean nothing, but they take as long as real ones.
 
-Knows the layout of a Qwen2 checkpoint on disk; knows nothing of loading or running one. There is no tokenizer, so
-such a model takes token ids.
+There is no tokenizer, so such a model takes token ids.
 """
 
 from __future__ import annotations

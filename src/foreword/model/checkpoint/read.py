@@ -1,7 +1,6 @@
 """Reading a checkpoint of any Hugging Face causal language model: its config, and its weights in plain modules.
 
-Knows configs, files and dtypes; knows no architecture by name, and nothing of what a model remembers. It refuses what
-the config rules out, with the layer and the reason.
+It refuses what the config rules out, with the layer and the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tensors of safetensors files, each read when it is asked for, so that a model is never in memory twice.
 
-Knows files, names and types; knows no architecture. A tensor is read into memory of its own, not mapped: pages of a
-mapped file stay in the process's memory after its weights have been packed.
+A tensor is read into memory of its own, not mapped: pages of a mapped file stay in the process's memory after its
+weights have been packed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A digest of a checkpoint's weights, computed by threads while the model loads, and remembered from start to start.
 
-Knows files, their stamps and bytes; knows no tensor, and imports no torch. SHA-256 reads 1.6 GB a second on a core
-with SHA instructions (3.1 on two; measured on an EPYC of 2 cores); where the files' digests are remembered, it costs
-a few system calls. A folder is read from when the load begins, beside imports that keep one core busy.
+SHA-256 reads 1.6 GB a second on a core with SHA instructions (3.1 on two; measured on an EPYC of 2 cores); where the
+files' digests are remembered, it costs a few system calls. A folder is read from when the load begins, beside imports
+that keep one core busy.
 
     a file      SHA-256 of the digests of its pieces of 32 MiB, which threads compute
     weights     SHA-256 of the digests of all files, in the order of their names

@@ -1,7 +1,4 @@
-"""Log lines that say how much of a model's weights has been read.
-
-Knows transformers' hook for progress bars; knows nothing of checkpoints.
-"""
+"""Log lines that say how much of a model's weights has been read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Linear layers whose weights stay in the few bits that a file gives them.
 
-Knows codes and rows; knows no module and no file. Rows of any type are multiplied in float32, or rounded to eight bits
-and multiplied in integers: each weight says which.
+Rows of any type are multiplied in float32, or rounded to eight bits and multiplied in integers: each weight says which.
 """
 
 from __future__ import annotations

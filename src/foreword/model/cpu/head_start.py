@@ -1,9 +1,9 @@
 """Memory for packed weights, prepared during the imports of a start, which keep one core busy.
 
-Knows a checkpoint's files; knows nothing of modules. A thread that seldom needs Python's lock touches the memory that
-packed weights will take; a wrong guess wastes time of an idle core. On a virtual machine, which asks its host for each
-page, the first token of a new process takes 0.87 of the time: 3.08 s after `import torch` instead of 3.95 (measured
-like benchmarks/load.py, seven interleaved pairs on 2 cores of a Zen processor; docs/decisions/0009-packed-weights.md).
+A thread that seldom needs Python's lock touches the memory that packed weights will take; a wrong guess wastes time of
+an idle core. On a virtual machine, which asks its host for each page, the first token of a new process takes 0.87 of
+the time: 3.08 s after `import torch` instead of 3.95 (measured like benchmarks/load.py, seven interleaved pairs on 2
+cores of a Zen processor; docs/decisions/0009-packed-weights.md).
 """
 
 from __future__ import annotations

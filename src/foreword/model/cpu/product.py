@@ -1,9 +1,9 @@
 """Linear layers in bfloat16 whose weights are held in 12 bits each, for AMX tiles or for pairs in vectors.
 
-Knows weights and rows; knows nothing of modules. oneDNN uses tiles too, but cuts the inner dimension by the number of
-rows, so a row's bits depend on the other rows (docs/decisions/0017-tiles.md). Here they do not. Without tiles, vectors
-multiply pairs of bfloat16 from the same packed weights (docs/decisions/0023-products-in-pairs.md). For a gated
-feed-forward network, gate and up lie side by side in a panel, and the gate is computed before anything is written.
+oneDNN uses tiles too, but cuts the inner dimension by the number of rows, so a row's bits depend on the other rows
+(docs/decisions/0017-tiles.md). Here they do not. Without tiles, vectors multiply pairs of bfloat16 from the same packed
+weights (docs/decisions/0023-products-in-pairs.md). For a gated feed-forward network, gate and up lie side by side in a
+panel, and the gate is computed before anything is written.
 
     weights   panels of 32 columns; a panel: for 32 of k at a time two tiles; a tile: 16 pairs of k x 16 columns;
               12 bits each (`kernels/products/weights12.py`)

@@ -1,9 +1,8 @@
 """Small operations on rows, compiled by numba: RMS norms, and the gate of a feed-forward network.
 
-Knows rows of numbers as memory addresses; knows nothing of modules or models. Every operation and its order is spelt
-out (`kernels/llvm/norms.py`), so a row's bits depend on nothing but the row. torch needs seven operations for such a
-norm and two for the gate, each with its own pass over memory and its own hand-over to the threads, and about 2 ns per
-element for silu in bfloat16.
+Every operation and its order is spelt out (`kernels/llvm/norms.py`), so a row's bits depend on nothing but the row.
+torch needs seven operations for such a norm and two for the gate, each with its own pass over memory and its own
+hand-over to the threads, and about 2 ns per element for silu in bfloat16.
 """
 
 from __future__ import annotations

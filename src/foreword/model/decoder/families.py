@@ -1,7 +1,7 @@
 """The families of decoders that are written down, each as what differs from llama.
 
-Knows the fields of configs and the names of weights; knows no tensor. A field that nobody here has read, and that is
-not known to change nothing, may change what a model computes: then the model runs in transformers' own modules.
+A field that nobody here has read, and that is not known to change nothing, may change what a model computes: then the
+model runs in transformers' own modules.
 """
 
 from __future__ import annotations

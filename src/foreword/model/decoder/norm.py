@@ -1,7 +1,4 @@
-"""Norms of rows: one compiled pass where it takes them, else plain torch.
-
-Knows a weight and a formula; knows no layer.
-"""
+"""Norms of rows: one compiled pass where it takes them, else plain torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rotary embeddings from their facts: angles, tables of cosines and sines, and the turn of heads.
 
-Knows positions and heads; knows no layer. Frequencies are those of the papers, in float32 and in
-the order of operations that transformers uses, so that tables have the same bits.
+Frequencies are those of the papers, in float32 and in the order of operations that transformers uses, so that tables
+have the same bits.
 """
 
 from __future__ import annotations

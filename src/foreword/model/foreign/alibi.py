@@ -1,8 +1,8 @@
 """Attention with linear biases (ALiBi, arXiv 2108.12409) in models that compute their scores themselves.
 
-Knows how transformers calls such attention modules; knows no model by name. These modules neither call
-`AttentionInterface` nor get the model's keyword arguments. So they get another `forward`, which asks the interface for
-attention with slopes. A module is replaced only if, on random rows, it computes this formula:
+These modules neither call `AttentionInterface` nor get the model's keyword arguments. So they get another `forward`,
+which asks the interface for attention with slopes. A module is replaced only if, on random rows, it computes this
+formula:
 
     query, key, value = clip(project(rows));    output(softmax(scale * query @ key + bias) @ value) + residual
 """

@@ -1,7 +1,6 @@
 """Mixture-of-experts layers whose result for a token does not depend on the other tokens.
 
-Knows the calling convention of transformers' experts interface; knows no model by name. Importing this
-module registers experts_implementation="foreword".
+Importing this module registers experts_implementation="foreword".
 
 The library's own implementations multiply as many rows as an expert happens to get, and on a CPU float32 products of
 few rows round differently. Here an expert's rows are padded to a fixed multiple, and a token's experts are added up

@@ -1,7 +1,4 @@
-"""A model of transformers, called with a flattened batch: the tokens of all requests in one row.
-
-Knows the arguments of a model's `forward`; knows neither blocks nor the code that runs inside.
-"""
+"""A model of transformers, called with a flattened batch: the tokens of all requests in one row."""
 
 from __future__ import annotations
 

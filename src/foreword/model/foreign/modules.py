@@ -1,7 +1,6 @@
 """Replacing modules of a loaded model by faster ones that compute the same.
 
-Knows norms, gated feed-forward networks and projections of one input as modules; knows no model by name. A trial
-decides: a module is replaced only if its formula gives its exact bits. Everything else stays as it is.
+A trial decides: a module is replaced only if its formula gives its exact bits. Everything else stays as it is.
 
     norm(x) * weight                      seven operations become one           (`RowKernels.rms_norm`)
     down(silu(gate(x)) * up(x))           two products become one, and the gate one operation

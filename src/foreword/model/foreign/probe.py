@@ -1,9 +1,8 @@
 """What each layer remembers, and in which shapes: at load, two tokens run through the plain model once.
 
-Knows the calling conventions of transformers' attention and masks; knows no model by name. Importing this module
-registers attn_implementation="foreword_probe", which computes nothing and notes each request for attention. Unlike
-`foreword_attention` it has a mask function: models build their masks, and each must hide exactly what the layer's
-window or chunk says. The probe refuses a layer that hides or remembers anything else, with the reason.
+Importing this module registers attn_implementation="foreword_probe", which computes nothing and notes each request for
+attention. Unlike `foreword_attention` it has a mask function: models build their masks, and each must hide exactly what
+the layer's window or chunk says. The probe refuses a layer that hides or remembers anything else, with the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Recurrent layers: each request runs alone, from its saved state, in cells of a fixed grid.
 
-Knows transformers' `Cache` and the modules that keep a state in it; knows no model by name. A flattened
-batch would run one request's state into the next. So a recurrent module gets another `forward`, which calls the
-original once per cell, with a cache that holds only this request's state.
+A flattened batch would run one request's state into the next. So a recurrent module gets another `forward`, which calls
+the original once per cell, with a cache that holds only this request's state.
 
 Cells end at multiples of the group's block size, where the state can be saved, and at the end of the prompt. A
 generated token is its own cell, even if a preempted request computes it again. So a request always has the same

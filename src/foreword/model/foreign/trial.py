@@ -1,7 +1,7 @@
 """Finding out by trial what a module computes: random inputs, and a comparison of two results.
 
-Knows tensors and random numbers; knows no formula. The caller runs a module and a formula on the same inputs, and
-replaces the module only if the results agree. Inputs are the same in every process, so verdicts are too.
+The caller runs a module and a formula on the same inputs, and replaces the module only if the results agree. Inputs are
+the same in every process, so verdicts are too.
 """
 
 from __future__ import annotations

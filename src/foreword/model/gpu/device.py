@@ -1,7 +1,7 @@
 """The accelerator as the runner needs it, and CUDA as its one implementation.
 
-Knows memory, copies, events and graphs; knows nothing of models or batches. Tests implement the same protocol with
-graphs that record and replay what torch computes on the CPU (tests/fake_device.py).
+Tests implement the same protocol with graphs that record and replay what torch computes on the CPU
+(tests/fake_device.py).
 """
 
 from __future__ import annotations

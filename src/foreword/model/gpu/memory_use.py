@@ -1,9 +1,7 @@
 """GPU memory that is not free for KV, measured by running the largest possible step once.
 
-Knows bytes and how to build the largest step; knows nothing of how the pool is used.
-
-    total      |---------------------------- utilisation -----------------------------|-- left free --|
-               |- others -|- weights -|- a step's activations -|- graphs -|--- pool ---|
+total      |---------------------------- utilisation -----------------------------|-- left free --|
+           |- others -|- weights -|- a step's activations -|- graphs -|--- pool ---|
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A runner whose device computes batches while the host continues.
 
-Knows the order of a step on an accelerator; knows nothing of queues, prefixes or text. One step:
+One step:
 
     host      plan | pack | queue everything | ... free for other work ... | read tokens
     device                 one copy in, blocks copied, model, sampling, one copy out

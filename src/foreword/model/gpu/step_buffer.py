@@ -1,7 +1,6 @@
 """The arrays of a step, packed on the host and copied to the device at once.
 
-Knows bytes and tensors; knows nothing of batches. `put` returns a tensor before the copy, so a planner can use it
-immediately:
+`put` returns a tensor before the copy, so a planner can use it immediately:
 
     put(array) -> tensor    put(array) -> tensor    ...    upload()      from here on the tensors hold the arrays
 """

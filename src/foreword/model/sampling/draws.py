@@ -1,7 +1,7 @@
 """Draws of tokens by temperature, top_k, top_p, min_p and a uniform number: compiled on a CPU, in torch elsewhere.
 
-Knows rows of logits and their options; knows nothing of requests. `kernels/sampling/draw.py` defines what a draw takes;
-the code for other devices sorts whole rows, and takes the same tokens.
+`kernels/sampling/draw.py` defines what a draw takes; the code for other devices sorts whole rows, and takes the same
+tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log probabilities of chosen tokens, computed where the logits are, read where requests are.
 
-Knows logits and token ids; knows nothing of requests. Only the chosen token's id and rank and the likeliest tokens of
-each row, and tokens that were asked for by id, leave the device.
+Only the chosen token's id and rank and the likeliest tokens of each row, and tokens that were asked for by id, leave
+the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What leaves a step: sampled tokens, and the log probabilities that requests ask for.
 
-Knows batches and rows of logits; knows nothing of how they were computed. The host plans a readout before the model
-runs, the device takes it from the logits, and the host reads it when the device is done.
+The host plans a readout before the model runs, the device takes it from the logits, and the host reads it when the
+device is done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Logits to token ids.
 
-Knows logits, sampling parameters and the tokens so far; knows nothing of caches, blocks or text.
-
 Each row is sampled with one uniform number, a function of the request's seed and of the number of tokens it
 has generated. So an answer does not depend on the rest of the batch, and a preempted request continues as if it had
 never been interrupted.

@@ -1,7 +1,7 @@
 """Uniform numbers, one for each (seed, step): numpy's Philox, for many seeds at once.
 
-Knows seeds and steps; knows nothing of requests or logits. Philox4x64-10 is from Salmon, Moraes, Dror and Shaw,
-"Parallel random numbers: as easy as 1, 2, 3" (2011); numpy makes one generator per seed, which takes microseconds.
+Philox4x64-10 is from Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011); numpy makes
+one generator per seed, which takes microseconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Encoded pictures: their rows, kept by the digest of what they show and the salt of who shows them.
 
-Knows digests and tensors; knows neither prompts nor blocks. The engine's thread alone may call it, so a new picture of
-several requests is encoded once.
+The engine's thread alone may call it, so a new picture of several requests is encoded once.
 """
 
 from __future__ import annotations

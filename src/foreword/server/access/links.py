@@ -1,7 +1,4 @@
-"""Which methods of linking a server offers: those that the operator allows, and that keep enough right answers.
-
-Knows the server's options, the file of `foreword pml measure`, and counts; knows no requests.
-"""
+"""Which methods of linking a server offers: those that the operator allows, and that keep enough right answers."""
 
 from __future__ import annotations
 

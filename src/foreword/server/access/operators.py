@@ -1,6 +1,6 @@
 """Operators: callers that may see everybody's prompts and change what all tenants share.
 
-Knows keys, addresses and headers of a connection; knows nothing about the protected pages. The rule (decision 0012):
+The rule (decision 0012):
 
     with an operator key                  callers that show it, from anywhere
     without, server asks for keys         nobody: those keys are tenants', and loopback may be a proxy

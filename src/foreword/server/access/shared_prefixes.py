@@ -1,7 +1,4 @@
-"""Public prefixes: beginnings of prompts that all tenants share in the cache.
-
-Knows token ids; knows nothing of files or salts.
-"""
+"""Public prefixes: beginnings of prompts that all tenants share in the cache."""
 
 from __future__ import annotations
 

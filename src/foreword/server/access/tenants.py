@@ -1,6 +1,6 @@
 """Tenants: the owner of each key, and the namespace in which a tenant's prefixes are cached.
 
-Knows keys, names and salts; knows nothing of tokens or HTTP. A keys file is TOML, one table per tenant:
+A keys file is TOML, one table per tenant:
 
     [alice]
     keys = ["sk-alice-1", "sk-alice-2"]

@@ -1,7 +1,4 @@
-"""Limits on the contents of one request, checked before any work is done for single items.
-
-Knows counts and characters of parsed JSON, and the longest prompt of this model; knows nothing of HTTP.
-"""
+"""Limits on the contents of one request, checked before any work is done for single items."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The types that the bodies of all dialects share, and the base of their models.
-
-Knows pydantic, and the sizes that no field may exceed; knows no dialect.
-"""
+"""The types that the bodies of all dialects share, and the base of their models."""
 
 from __future__ import annotations
 

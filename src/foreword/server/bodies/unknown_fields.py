@@ -1,8 +1,7 @@
 """UnknownFields: refuses or ignores fields of a body that the server does not know.
 
-Knows parsed JSON and pydantic's errors; knows nothing about the meaning of fields. By default the server refuses
-unknown fields, so that a typing mistake is not taken for a default. Where gateways add fields of their own, the server
-can ignore them; it then logs each name once.
+By default the server refuses unknown fields, so that a typing mistake is not taken for a default. Where gateways add
+fields of their own, the server can ignore them; it then logs each name once.
 """
 
 from __future__ import annotations

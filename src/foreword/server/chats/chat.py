@@ -1,7 +1,4 @@
-"""Chat: one conversation to answer, as all dialects ask for it, and its answer in parts.
-
-Knows messages and tools as chat templates take them, and the service; knows no dialect, and nothing of HTTP.
-"""
+"""Chat: one conversation to answer, as all dialects ask for it, and its answer in parts."""
 
 from __future__ import annotations
 

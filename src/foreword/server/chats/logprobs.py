@@ -1,7 +1,4 @@
-"""Log probabilities of a chat's tokens, in the form that OpenAI gave them and others took over.
-
-Knows tokens and their texts; knows no dialect.
-"""
+"""Log probabilities of a chat's tokens, in the form that OpenAI gave them and others took over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Shortens a conversation that is too long for the model, by leaving out its earliest messages.
-
-Knows messages, and a function that counts their tokens; knows no dialect.
-"""
+"""Shortens a conversation that is too long for the model, by leaving out its earliest messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Switches of thinking: the inputs of chat templates that let a model think, or keep it from it.
-
-Knows the names that templates give them; knows no dialect.
-"""
+"""Switches of thinking: the inputs of chat templates that let a model think, or keep it from it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""ToldPatterns: says once of each tool's pattern that forced calls do not enforce it.
-
-Knows descriptions of patterns and the log; knows neither tools nor grammars.
-"""
+"""ToldPatterns: says once of each tool's pattern that forced calls do not enforce it."""
 
 from __future__ import annotations
 

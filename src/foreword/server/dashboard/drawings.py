@@ -1,7 +1,7 @@
 """Drawings of the dashboard: records and looks as HTML, SVG and PNG.
 
-Knows numbers and texts; knows nothing of the page. Every text that comes from a prompt is escaped here. Colours are
-CSS variables (style.css), so that a drawing is right in light and dark.
+Every text that comes from a prompt is escaped here. Colours are CSS variables (style.css), so that a drawing is right
+in light and dark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Parts that every page of ours is made of: pieces of HTML, cards, figures, and the head.
-
-Knows NiceGUI and our styles; knows nothing of engines.
-"""
+"""Parts that every page of ours is made of: pieces of HTML, cards, figures, and the head."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""HttpRequests: how many calls each endpoint answered with which status, those that were refused too.
-
-Knows routes, statuses and errors; knows no prompts.
-"""
+"""HttpRequests: how many calls each endpoint answered with which status, those that were refused too."""
 
 from __future__ import annotations
 

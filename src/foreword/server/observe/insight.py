@@ -1,7 +1,7 @@
 """Insight: snapshots of the engine, taken between two of its steps.
 
-Knows the engine and the records; knows nothing of HTTP. A look waits for the current step, at most `MAX_WAIT_S`;
-after that, or when the engine has failed, it returns the last snapshot.
+A look waits for the current step, at most `MAX_WAIT_S`; after that, or when the engine has failed, it returns the last
+snapshot.
 """
 
 from __future__ import annotations

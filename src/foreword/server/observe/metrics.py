@@ -1,8 +1,7 @@
 """Metrics in Prometheus' text format, under vLLM's names where vLLM has them (docs/server.md lists all).
 
-Knows finished records and snapshots of the engine; knows nothing of HTTP. Counters never go back, even when the cache
-is reset. Hits are tokens. The label `cache` sorts requests: "hit" if at least half of the prompt was found, because
-almost every prompt shares the few tokens with which a chat template begins.
+Counters never go back, even when the cache is reset. Hits are tokens. The label `cache` sorts requests: "hit" if at
+least half of the prompt was found, because almost every prompt shares the few tokens with which a chat template begins.
 """
 
 from __future__ import annotations

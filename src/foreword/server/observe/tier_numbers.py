@@ -1,7 +1,4 @@
-"""The numbers of tiers that metrics show: name, meaning and where they stand in the engine's report.
-
-Knows the report; knows nothing of Prometheus.
-"""
+"""The numbers of tiers that metrics show: name, meaning and where they stand in the engine's report."""
 
 from __future__ import annotations
 

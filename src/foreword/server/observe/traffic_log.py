@@ -1,7 +1,6 @@
 """Log lines about traffic: one every few seconds while there is any and, on demand, one per request.
 
-Knows records and looks at the engine; knows nothing of HTTP, and never logs a prompt or an answer. Any failure here is
-logged and affects nothing else.
+Any failure here is logged and affects nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""CachedContent: the beginning of conversations that a tenant has the server keep under a name.
-
-Knows its source as JSON text, and times; knows neither the fields of the source nor the cache.
-"""
+"""CachedContent: the beginning of conversations that a tenant has the server keep under a name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The folder in which cached contents outlive the process: a file for each.
 
-Knows files, checksums and encryption; knows nothing of tenants or times.
-
     CACHE_DIR/cached_contents/<model, 32 hex>/<id, 32 hex>
 
     magic | cipher's id (16 bytes) | SHA-256 of the rest (32 bytes) | fields as a line of JSON, source

@@ -1,7 +1,7 @@
 """KeptSchemas: the schemas of prompt modules that tenants have given, bounded in number, tokens and bytes.
 
-Knows tenants and schemas; knows nothing of prompts. What is kept are texts and token ids: the KV of modules lies in the
-cache like that of any other prompt, in the tenant's own namespace.
+What is kept are texts and token ids: the KV of modules lies in the cache like that of any other prompt, in the tenant's
+own namespace.
 """
 
 from __future__ import annotations

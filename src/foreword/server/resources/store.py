@@ -1,7 +1,7 @@
 """CachedContents: the cached contents of all tenants, bounded in number and bytes.
 
-Knows tenants, times and a folder in which resources outlive the process; knows nothing of prompts or the engine. The
-folder may belong to several servers, so it is asked before each answer whether another one changed or ended a resource.
+The folder may belong to several servers, so it is asked before each answer whether another one changed or ended a
+resource.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tally: what the requests of a watched engine missed and why, by reason, session and kind of prompt.
-
-Knows seen requests and, if there is a tokenizer, the text of their tokens; knows nothing of streams and pages.
-"""
+"""Tally: what the requests of a watched engine missed and why, by reason, session and kind of prompt."""
 
 from __future__ import annotations
 

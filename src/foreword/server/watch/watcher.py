@@ -1,7 +1,6 @@
 """Watcher: follows one engine's events, and says what its cache holds and brings.
 
-Knows the subscriber, the requests that it shows, curves and recordings; knows neither terminals nor pages. One thread
-calls it; a `Report` may go to others.
+One thread calls it; a `Report` may go to others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The arguments of a call: cast by JSON schemas, written as JSON, and read off a call that was cut off.
-
-Knows JSON and JSON schemas; knows no markers.
-"""
+"""The arguments of a call: cast by JSON schemas, written as JSON, and read off a call that was cut off."""
 
 from __future__ import annotations
 

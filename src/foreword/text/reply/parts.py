@@ -1,7 +1,4 @@
-"""The parts of a reply, in the order in which the model wrote them.
-
-Knows texts; knows no markers and no families of models.
-"""
+"""The parts of a reply, in the order in which the model wrote them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What may stand between tags for a JSON schema: texts as they are, without quotes, and JSON for everything else.
-
-Knows JSON schemas and regular expressions; knows neither tags nor grammars.
-"""
+"""What may stand between tags for a JSON schema: texts as they are, without quotes, and JSON for everything else."""
 
 from __future__ import annotations
 

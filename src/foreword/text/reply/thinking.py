@@ -1,7 +1,6 @@
 """ThinkingLimit: lets a model think, for a budget of tokens, and then lets another constraint rule the answer.
 
-Knows tokens, their texts and the marks of thinking; knows nothing of grammars or requests. It keeps
-`foreword.request.TokenConstraint`.
+It keeps `foreword.request.TokenConstraint`.
 """
 
 from __future__ import annotations

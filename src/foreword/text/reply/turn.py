@@ -1,7 +1,4 @@
-"""The reply to one prompt: who reads it, and what limits its thinking.
-
-Knows a tokenizer and the end of a prompt; knows nothing of requests.
-"""
+"""The reply to one prompt: who reads it, and what limits its thinking."""
 
 from __future__ import annotations
 

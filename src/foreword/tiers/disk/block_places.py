@@ -1,7 +1,4 @@
-"""Where blocks lie in segments, and what the index keeps of each.
-
-Knows names, segments' ids, pages and checksums; knows nothing of how the index finds them.
-"""
+"""Where blocks lie in segments, and what the index keeps of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The cache's directory: private folders, one for each process, and who may write or tidy which.
 
-Knows paths, owners, modes and locks; knows nothing of what segments hold.
-
     CACHE_DIR/v1/JANITOR                     locked for a moment by whoever takes over a dead process's folder
     CACHE_DIR/v1/<process, 32 hex>/LOCK      locked while its process lives
                                   /000001-9f3a1c07.fwseg ...

@@ -1,7 +1,5 @@
 """Eviction of segments: which one goes, and which of its blocks are copied forward first.
 
-Knows worth, places and segments; knows nothing of why room is needed.
-
 The segment with the least worth a physical byte goes: a block is worth the seconds that a hit saves, times (1 + its
 loads), halved for every six hours since its last load. So what was loaded often and lately stays, and a large segment
 of which little is left goes early. Blocks that are worth more than the tier's mean, and pinned ones, are copied to the

@@ -1,7 +1,6 @@
 """The file layer: every call that the disk tier makes of the operating system.
 
-Knows paths, descriptors and bytes; knows nothing of blocks. Tests put layers in its place that fail, tear or lose what
-was written, so the tier does no I/O beside it.
+Tests put layers in its place that fail, tear or lose what was written, so the tier does no I/O beside it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The snapshot of the index: a file that makes a restart fast, and only a hint.
 
-Knows the index's columns and the names of segment files; knows nothing of runs. A snapshot that is absent, torn, old or
-damaged costs a scan of the segments' headers, and nothing else: every block is checked when it is loaded.
+A snapshot that is absent, torn, old or damaged costs a scan of the segments' headers, and nothing else: every block is
+checked when it is loaded.
 
     "FWIDX", version 1 | bytes of the description, uint64 | description, JSON | the index's columns | xxh3-128 of all
 """

@@ -1,7 +1,5 @@
 """The loader: reads blocks, verifies them, and hands them to the caller's memory.
 
-Knows keys, places and payloads; knows nothing of budgets or of who asked.
-
 While its thread verifies and copies what was read, a second one reads the next piece. The caller's memory sees verified
 bytes only.
 """

@@ -1,7 +1,7 @@
 """Manifests: small files that say of which model and arithmetic the blocks of a namespace are.
 
-Knows names, JSON and checksums; knows nothing of blocks. They are for people: no block is served or refused because of
-what a manifest says. One that is torn, changed or of another namespace is ignored.
+They are for people: no block is served or refused because of what a manifest says. One that is torn, changed or of
+another namespace is ignored.
 
     CACHE_DIR/v1/<namespace, 32 hex>.json     {"checksum": xxh3-128 of the rest, "namespace": ..., facts}
 """

@@ -1,7 +1,5 @@
 """Reading ahead: blocks' bytes from segments, in few large reads, one read ahead of whoever works on them.
 
-Knows places, segment files and buffers; knows nothing of names, checksums or tickets.
-
 Neighbours in a segment are read together. Reads end where 2 MiB of the file end, wherever blocks do: past the page
 cache, a read that ends within a large page of the cache throws that page away and the next read fetches it again.
 

@@ -1,10 +1,8 @@
 """A run in the making: blocks go into one buffer, and their header before them.
 
-Knows the format's bytes; knows nothing of files, tickets or where blocks come from.
-
-    begin(lengths)    | room for the header |
-    place, add        |                     | block 0 ... pad | block 1 ... pad |
-    finish            |      | header       | block 0 ... pad | block 1 ... pad |   no gap
+begin(lengths)    | room for the header |
+place, add        |                     | block 0 ... pad | block 1 ... pad |
+finish            |      | header       | block 0 ... pad | block 1 ... pad |   no gap
 """
 
 from __future__ import annotations

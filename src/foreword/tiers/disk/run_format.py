@@ -1,7 +1,5 @@
 """The bytes of a run: format fwseg, version 1.
 
-Knows how blocks and their names become bytes and back; knows nothing of files' names, threads or budgets.
-
 A segment is a row of runs. A run is a header of whole pages, then the payloads, each padded with zeros to a page:
 
     | header: page 0 ... | block 0 ......... pad | block 1 ......... pad | ...

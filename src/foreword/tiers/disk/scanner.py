@@ -1,7 +1,7 @@
 """The scanner: finds the blocks that are on disk when a process starts, and those that others seal or leave later.
 
-Knows folders, snapshots and headers; knows nothing of what is asked for. It works in a thread of its own and inserts
-what it finds as it goes, so serving starts at once: what is not yet found is a miss.
+It works in a thread of its own and inserts what it finds as it goes, so serving starts at once: what is not yet found
+is a miss.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The segment index: which block lies where, in numpy arrays of at most 80 bytes a block.
 
-Knows names of blocks, segments' ids, pages and checksums; knows nothing of files. Times are those of `Clock.now_s`.
+Times are those of `Clock.now_s`.
 
 Two parts. *Rows* describe blocks, one array a column. *Slots* are an open-addressing table (double hashing) of row
 numbers. A removed block leaves a dead row (name 0); slots that point to one count as passed over, not as empty, until

@@ -1,7 +1,5 @@
 """The segment writer: gathers runs in a buffer and appends them to the newest segment.
 
-Knows runs, payloads and the open segment; knows nothing of queues or of who stores.
-
 A run is written by one call, header first. There is no sync before its blocks are found: what a crash tears does not
 verify. A segment is synced once, when it is sealed.
 """

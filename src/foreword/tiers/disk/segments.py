@@ -1,7 +1,5 @@
 """Segments: files that are rows of runs, the table of those we know, and the scan that finds runs by their headers.
 
-Knows segment files and their sizes; knows nothing of what is worth keeping, of locks or of threads' work.
-
 A segment is appended to by one thread of one process, sealed once, then only read, and unlinked whole. Its name is
 `000042-9f3a1c07.fwseg`: a number that grows, so that the last one of a live process is the one that it may be writing,
 and chance, so that no name is used twice.

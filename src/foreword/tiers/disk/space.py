@@ -1,7 +1,5 @@
 """The space that the cache may occupy: a budget in physical bytes, a floor of free space, shares of several processes.
 
-Knows sizes of files and file systems; knows nothing of blocks.
-
 All processes together keep to the budget, each by looking at everybody's files and changing its own alone. A process
 that is alone may use all of it. When others come, it gives way segment by segment until it is at its share.
 Between two looks each process may write what was free at its last look, so they may exceed the budget for a moment, by

@@ -1,7 +1,6 @@
 """The host tier: blocks in one piece of this machine's memory, for a pool that lies on a GPU.
 
-Knows places of equal size in a buffer, and which block lies in each; knows nothing of devices. The caller gives the
-buffer: pinned memory, from which a GPU reads at the full rate of its bus. One thread copies.
+The caller gives the buffer: pinned memory, from which a GPU reads at the full rate of its bus. One thread copies.
 
     buffer   | place 0 | place 1 | place 2 | ...       a block lies at the beginning of its place
     index      name -> place, least recently used first; when no place is free, the first one without a pin goes

@@ -1,11 +1,9 @@
 """The first pages of a prefix file: whose KV it holds, and of what size.
 
-Knows facts, JSON and checksums; knows nothing of runs.
+| manifest: page 0 ... | run | run | ... | SHA-256 of all before it |      FILE.fwkv; runs are those of fwseg
 
-    | manifest: page 0 ... | run | run | ... | SHA-256 of all before it |      FILE.fwkv; runs are those of fwseg
-
-    manifest:  0 magic "FWKV", version 1    8 bytes of these pages    16 bytes of the JSON    24 JSON, then zeros
-               -32 SHA-256 of the pages before it                                  numbers are uint64, little endian
+manifest:  0 magic "FWKV", version 1    8 bytes of these pages    16 bytes of the JSON    24 JSON, then zeros
+           -32 SHA-256 of the pages before it                                  numbers are uint64, little endian
 """
 
 from __future__ import annotations

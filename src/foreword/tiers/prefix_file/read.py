@@ -1,7 +1,4 @@
-"""Reads prefix files: everything is verified before a block is given away, and each block again when it is.
-
-Knows files, runs and digests; knows nothing of pools, nor whose blocks are wanted.
-"""
+"""Reads prefix files: everything is verified before a block is given away, and each block again when it is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The asking thread: which blocks the store has, and whether a server that was left alone answers again.
-
-Knows names and EXISTS; knows nothing of values.
-"""
+"""The asking thread: which blocks the store has, and whether a server that was left alone answers again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A circuit breaker: whether a server is worth another try.
 
-Knows successes, failures and time; knows nothing of servers. It is open after some failures in a row and then leaves
-the server alone for a pause, which doubles with each try that fails. The idea is Nygard's, from "Release It!".
+It is open after some failures in a row and then leaves the server alone for a pause, which doubles with each try that
+fails. The idea is Nygard's, from "Release It!".
 """
 
 from __future__ import annotations

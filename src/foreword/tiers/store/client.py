@@ -1,7 +1,7 @@
 """Connections to a Valkey or Redis server: commands go out in pipelines, replies come into one buffer.
 
-Knows URLs, the package valkey and the protocol RESP2; knows nothing of blocks. The package connects and encodes
-commands. All replies are read here, from its socket into memory that is reused (four times as fast as its parser).
+The package connects and encodes commands. All replies are read here, from its socket into memory that is reused (four
+times as fast as its parser).
 
 A server may be hostile or broken. So every reply has a largest length, which the caller gives, and a session with all
 its reads, writes and its login ends at one deadline: neither a length of gigabytes nor a byte a second costs more.

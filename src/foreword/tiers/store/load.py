@@ -1,7 +1,4 @@
-"""The loading thread: values from the store, verified one by one as they come.
-
-Knows values and the caller's memory; knows nothing of how a server is reached.
-"""
+"""The loading thread: values from the store, verified one by one as they come."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A block in a shared store: its key there, the bytes of its value, and how a reader verifies them. Version 1.
 
-Knows names, payloads and a secret; knows nothing of servers. Numbers are little endian:
+Numbers are little endian:
 
     0  magic "FWBLK", version 1    24  key, 32 bytes      60  bytes of the payload    80  MAC, 16; 0 without a secret
     8  namespace, 16 bytes         56  group              64  checksum, 16 bytes      96  flags        100  payload

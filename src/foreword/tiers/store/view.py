@@ -1,6 +1,6 @@
 """What we know of a shared store's blocks, from memory: present, absent, refused, or unknown.
 
-Knows names and moments; knows nothing of servers. Others write and the server evicts, so what is known ages.
+Others write and the server evicts, so what is known ages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The storing thread: values for the store, unless it has them.
 
-Knows runs and values; knows nothing of how a server is reached. The server expires what is written.
+The server expires what is written.
 """
 
 from __future__ import annotations

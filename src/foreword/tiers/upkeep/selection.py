@@ -1,7 +1,4 @@
-"""The segments that a user wants to delete, and why each of them.
-
-Knows ages, sizes, namespaces and damage; knows nothing of deleting.
-"""
+"""The segments that a user wants to delete, and why each of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Plain tables for the terminal, and the line that shows progress there.
-
-Knows columns and widths; knows nothing of caches.
-"""
+"""Plain tables for the terminal, and the line that shows progress there."""
 
 from __future__ import annotations
 

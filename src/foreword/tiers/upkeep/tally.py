@@ -1,7 +1,4 @@
-"""Tallies of a cache directory's blocks: by namespace, group and day.
-
-Knows run headers; knows nothing of payloads.
-"""
+"""Tallies of a cache directory's blocks: by namespace, group and day."""
 
 from __future__ import annotations
 

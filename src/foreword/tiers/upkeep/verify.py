@@ -1,7 +1,6 @@
 """`foreword cache verify DIR`: reads every block and recomputes every checksum.
 
-Knows what damage is; knows nothing of removing it, which `foreword cache prune --damaged` does. A damaged block is
-never served, so damage costs room and computing, not answers.
+A damaged block is never served, so damage costs room and computing, not answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The weights of a GGUF model: in their codes where products take those, else expanded when they are asked for.
 
-Knows blocks, order and types; knows no architecture. Values are computed in float32 and rounded once.
+Values are computed in float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes messages, whole or as events.
 
-Knows the order of Anthropic's events and the form of blocks; knows nothing of HTTP. message_start waits for the first
-token: clients read the prompt's usage from it, and by then the engine knows how much of the prompt was cached.
+message_start waits for the first token: clients read the prompt's usage from it, and by then the engine knows how much
+of the prompt was cached.
 """
 
 from __future__ import annotations

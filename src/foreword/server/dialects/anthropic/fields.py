@@ -1,7 +1,7 @@
 """The dialect: the requests of Anthropic's API as pydantic models.
 
-Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
-not taken for a default. Blocks of earlier answers come back whole, so a field of a block that is null counts as absent.
+An unknown field is an error, so that a typing mistake is not taken for a default. Blocks of earlier answers come back
+whole, so a field of a block that is null counts as absent.
 """
 
 from __future__ import annotations

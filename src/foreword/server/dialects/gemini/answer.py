@@ -1,7 +1,4 @@
-"""Google's answers, whole or as chunks: each chunk is an answer of its own, with the new parts.
-
-Knows the fields of answers; knows nothing of HTTP, nor how an answer was made.
-"""
+"""Google's answers, whole or as chunks: each chunk is an answer of its own, with the new parts."""
 
 from __future__ import annotations
 

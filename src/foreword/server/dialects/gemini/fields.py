@@ -1,8 +1,7 @@
 """The dialect: the requests of Google's Gemini API, as pydantic models.
 
-Knows field names, types and ranges; knows nothing of tokens. Each field has two spellings, camelCase and snake_case, as
-in all JSON that Google's services read: its own client mixes them. Fields for features that this engine lacks are known
-and refused by name (`UNSUPPORTED`).
+Each field has two spellings, camelCase and snake_case, as in all JSON that Google's services read: its own client mixes
+them. Fields for features that this engine lacks are known and refused by name (`UNSUPPORTED`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Google's paths: versions, and the queries of lists.
-
-Knows paths and queries; knows nothing of what an endpoint does.
-"""
+"""Google's paths: versions, and the queries of lists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Google's durations and timestamps, as JSON writes them.
-
-Knows texts and microseconds since 1970; knows nothing of what they are for.
-"""
+"""Google's durations and timestamps, as JSON writes them."""
 
 from __future__ import annotations
 

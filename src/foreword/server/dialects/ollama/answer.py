@@ -1,7 +1,4 @@
-"""Ollama's answers, whole or as lines of JSON: the last line says what the answer took.
-
-Knows the fields of answers; knows nothing of HTTP, nor how an answer was made.
-"""
+"""Ollama's answers, whole or as lines of JSON: the last line says what the answer took."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The dialect: the requests of Ollama's API as pydantic models.
 
-Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
-not taken for a default. Options that choose how Ollama runs a model are known, and have no effect here.
+An unknown field is an error, so that a typing mistake is not taken for a default. Options that choose how Ollama runs a
+model are known, and have no effect here.
 """
 
 from __future__ import annotations

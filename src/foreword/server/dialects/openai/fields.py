@@ -1,8 +1,7 @@
 """The dialect: the requests of OpenAI's API, and of our endpoints, as pydantic models.
 
-Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
-not taken for a default. Fields for features that this engine lacks are known and refused by name (`UNSUPPORTED`);
-fields that do not affect the answer are accepted and ignored.
+An unknown field is an error, so that a typing mistake is not taken for a default. Fields for features that this engine
+lacks are known and refused by name (`UNSUPPORTED`); fields that do not affect the answer are accepted and ignored.
 """
 
 from __future__ import annotations

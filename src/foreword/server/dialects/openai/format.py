@@ -1,7 +1,4 @@
-"""OpenAI's answers: the form of choices, log probabilities and usage.
-
-Knows the field names of answers; knows nothing of HTTP, nor how an answer was made.
-"""
+"""OpenAI's answers: the form of choices, log probabilities and usage."""
 
 from __future__ import annotations
 

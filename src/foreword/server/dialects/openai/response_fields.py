@@ -1,7 +1,6 @@
 """The fields of /v1/responses: items of its input, tools, and the request itself.
 
-Knows field names, types and ranges; knows nothing of tokens. Clients send the items of an earlier answer back whole, so
-their unknown fields are ignored.
+Clients send the items of an earlier answer back whole, so their unknown fields are ignored.
 """
 
 from __future__ import annotations
