@@ -121,7 +121,9 @@ def test_a_million_blocks_cost_less_than_100_bytes_each(name):
 
 
 def test_an_unknown_name_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match=r"'lrru'.*lru, value, priority, lfu, slru, fifo, last_accessed"):
+    with pytest.raises(
+        ConfigError, match=r"'lrru'.*lru, value, priority, lfu, slru, fifo, tlru, tinylfu, last_accessed"
+    ):
         make_policy("lrru", 4)
     with pytest.raises(ConfigError, match=r"'slru'.*lru, value, priority"):
         choose.make_policy("slru", 4)
