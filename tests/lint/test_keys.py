@@ -22,33 +22,24 @@ from foreword.errors import ConfigError
 from real_models import real_model
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 70000, 9, 10, 11, 12, 300, 14]
+KEYED = {
+    "unit": 4,
+    "seed": "42",
+    "salt": "tenant",
+    "adapter": ["sql", "/adapters/sql"],
+    "media": [[3, 6, "c0ffee"], [10, 1, "cat"]],
+}
 VLLM: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"block": 4, "unit": 4, "algorithm": "sha256", "seed": None, "salt": None, "adapter": None, "media": []},
         ["52a7f141c60918f61a1eb4e3edd9361a", "36e13a809981be33a05d7ac55086766a", "c44de6f47d3198486a99603dae0b24e5"],
     ),
     (
-        {
-            "block": 8,
-            "unit": 4,
-            "algorithm": "sha256_cbor",
-            "seed": "42",
-            "salt": "tenant",
-            "adapter": ["sql", "/adapters/sql"],
-            "media": [[3, 6, "c0ffee"], [10, 1, "cat"]],
-        },
+        {"block": 8, "algorithm": "sha256_cbor", **KEYED},
         ["520511715cee006b8feedeab6cc59349"],
     ),
     (
-        {
-            "block": 4,
-            "unit": 4,
-            "algorithm": "sha256",
-            "seed": "42",
-            "salt": "tenant",
-            "adapter": ["sql", "/adapters/sql"],
-            "media": [[3, 6, "c0ffee"], [10, 1, "cat"]],
-        },
+        {"block": 4, "algorithm": "sha256", **KEYED},
         ["c3d05ae09459d80bf8e76a9bd47f2c4a", "343b87e79e25ae7d64d9f9dfc468a115", "e43417a8416875194aa722b805a9f9c3"],
     ),
     (
