@@ -259,8 +259,9 @@ def _to_plane(units: npt.NDArray[Any], bits: int, low: int) -> Bytes:
     if bits == WHOLE:
         return np.ascontiguousarray(units).view(np.uint8).reshape(*units.shape[:2], -1)
     own = (units >> low & (1 << bits) - 1).reshape(*units.shape[:2], -1, 8 // bits, units.shape[-1])
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    packed: Bytes = np.bitwise_or.reduce(own << shifts, axis=3).astype(np.uint8)
+    packed = own[:, :, :, 0].astype(np.uint8)
+    for place in range(1, 8 // bits):
+        packed |= own[:, :, :, place].astype(np.uint8, copy=False) << place * bits
     return packed.reshape(*units.shape[:2], -1)
 
 
