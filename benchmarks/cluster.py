@@ -10,7 +10,7 @@ that of the better of `first_token` and `bounded_hash`, where it is largest. Wit
 events, several routers, and the time of a decision.
 
 8 replicas with pools of 3,750 blocks (the engine's own, under LRU) compute one prompt after the other. Rivals' rules
-get exact, fresh knowledge (`foreword.replay.rivals`), so they do better here than their own systems would. Mooncake's
+get exact, fresh knowledge (`foreword.replay.cluster`), so they do better here than their own systems would. Mooncake's
 recording has a time of arrival each 3 s only, where many requests meet at one moment: three routers decide them in
 turn (`routers3_ratio`), or blindly (`routers3_blind_ratio`). On arrivals that are spread evenly over these 3 s,
 `routers3_spread_ratio`.
@@ -36,8 +36,7 @@ import numpy as np
 from cluster_traffic import agents, few_shot, independent
 from foreword.cache import BlockStored
 from foreword.cluster import EventBatch, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
-from foreword.replay.cluster import ClusterOptions, ClusterReport, ClusterSimulation
-from foreword.replay.rivals import COST, RULES
+from foreword.replay.cluster import COST, RULES, ClusterOptions, ClusterReport, ClusterSimulation
 from foreword.replay.trace import RecordedRequest, TraceReader
 
 TICK_MS = 3000

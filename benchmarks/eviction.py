@@ -24,9 +24,8 @@ from eviction_traffic import HELD_OUT, TUNED_ON, make_requests
 from foreword.cache import EvictionPolicy, FreeKVCacheBlockQueue, KVCacheManager, RadixIndex, TokenSequence
 from foreword.cache.block_ids import BlockIds
 from foreword.replay.caches import LruCache, ManagerCache
-from foreword.replay.one_pass import OnePass
-from foreword.replay.optimum import Optimum
 from foreword.replay.policies import POLICIES
+from foreword.replay.simulator import OnePass, Optimum
 from foreword.replay.trace import RecordedRequest, TraceReader
 
 OTHERS = tuple(name for name in POLICIES if name not in ("lru", "value", "priority"))

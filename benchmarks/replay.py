@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from foreword.replay.one_pass import OnePass
+from foreword.replay.simulator import OnePass
 from foreword.replay.timing import StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import RecordedRequest, TraceReader
 

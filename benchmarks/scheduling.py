@@ -36,9 +36,8 @@ from foreword.cache import CacheLedger, KVCacheManager, RadixIndex, TokenSequenc
 from foreword.config import SchedulerConfig
 from foreword.engine import SimulatedScheduler
 from foreword.replay.keys import as_content_ids, chain
-from foreword.replay.optimum import Optimum
-from foreword.replay.scheduling import simulate_scheduling
-from foreword.replay.timing import StepCost, TimingOptions, TimingReport
+from foreword.replay.simulator import Optimum
+from foreword.replay.timing import StepCost, TimingOptions, TimingReport, simulate_scheduling
 from foreword.replay.trace import RecordedRequest, TraceReader
 from foreword.request import Request, SamplingParams
 

@@ -10,9 +10,8 @@ import pytest
 from foreword.cli import main
 from foreword.errors import ConfigError
 from foreword.replay.caches import LruCache
-from foreword.replay.cluster import ClusterOptions, ClusterSimulation, FleetChange
+from foreword.replay.cluster import RULES, ClusterOptions, ClusterSimulation, FleetChange
 from foreword.replay.keys import as_content_ids, chain
-from foreword.replay.rivals import RULES
 from foreword.replay.trace import RecordedRequest, TraceReader
 from replay.workloads import agents, chat, noise, templates
 

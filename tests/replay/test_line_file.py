@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.replay.line_file import LineFile
+from foreword.replay.trace import LineFile
 
 
 @contextmanager

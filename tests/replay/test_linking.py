@@ -11,8 +11,7 @@ import pytest
 
 from foreword.cli import main
 from foreword.errors import ConfigError, TraceError
-from foreword.replay.chunks import Chunk, chunk_file, read_chunks
-from foreword.replay.linking import LinkMethod, replay_linking
+from foreword.replay.linking import Chunk, LinkMethod, chunk_file, read_chunks, replay_linking
 
 NONE, FIRST, DEVIATION = (LinkMethod.parse(name) for name in ("none", "first-4", "deviation-0.25"))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from foreword.errors import ConfigError
+from foreword.replay.curve import LiveLruCurve
 from foreword.replay.keys import chain, content_ids_of_tokens
-from foreword.replay.live_curve import LiveLruCurve
 
 BLOCK = 4
 FACTORS = (1, 1.25, 1.5, 2, 3, 4, 6, 8)

@@ -16,8 +16,7 @@ import pytest
 from foreword.cli import main
 from foreword.config import SchedulerConfig
 from foreword.replay.keys import as_content_ids, chain
-from foreword.replay.scheduling import at_load, simulate_scheduling, sorted_depth_first
-from foreword.replay.timing import StepCost, TimingOptions
+from foreword.replay.timing import StepCost, TimingOptions, at_load, simulate_scheduling, sorted_depth_first
 from foreword.replay.trace import RecordedRequest, TraceReader
 
 COST = StepCost(1e6, 1e9, 100.0, 0.0, 1e5, 10.0)

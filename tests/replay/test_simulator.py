@@ -9,14 +9,13 @@ import pytest
 
 from foreword.cache import CacheLedger, EvictionCause
 from foreword.errors import ConfigError
-from foreword.replay import one_pass
+from foreword.replay import simulator
 from foreword.replay.caches import LruCache, ManagerCache
 from foreword.replay.capacity import Capacity
-from foreword.replay.distances import LruCurve
+from foreword.replay.curve import LruCurve, LruStack
 from foreword.replay.keys import as_content_ids, chain
-from foreword.replay.optimum import Optimum
 from foreword.replay.policies import POLICIES
-from foreword.replay.stack import LruStack
+from foreword.replay.simulator import Optimum
 from foreword.replay.trace import RecordedRequest, TraceReader
 from replay.workloads import KINDS, chat, requests, simulate
 
@@ -168,7 +167,7 @@ def test_a_request_larger_than_the_cache_is_refused_and_disturbs_nothing():
 
 def test_one_pass_finds_what_a_cache_of_each_capacity_does_whether_requests_fit_or_not(monkeypatch):
     for batch_blocks in (1, 50, 10_000):
-        monkeypatch.setattr(one_pass, "BATCH_BLOCKS", batch_blocks)
+        monkeypatch.setattr(simulator, "BATCH_BLOCKS", batch_blocks)
         for seed in range(3):
             rng = random.Random(seed)
             trace = random_requests(rng, 150, longest=3) + random_requests(rng, 150, longest=9)

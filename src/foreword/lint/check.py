@@ -17,7 +17,7 @@ from foreword.lint.causes import KEEP_HISTORY, Cause, Reader, Spell
 from foreword.lint.prompts import LintPrompt, same_conversation, same_kind
 from foreword.lint.slots import Slot, Span, find_slots
 from foreword.replay.keys import PrefixKeys, chain, content_ids_of_tokens
-from foreword.replay.one_pass import OnePass
+from foreword.replay.simulator import OnePass
 from foreword.replay.trace import RecordedRequest
 
 BLOCK_TOKENS = 16

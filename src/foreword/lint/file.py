@@ -21,8 +21,7 @@ from foreword.errors import ForewordError, TraceError
 from foreword.lint.align import TokenIds
 from foreword.lint.bodies import read_body
 from foreword.lint.prompts import LintPrompt
-from foreword.replay.lines import parse_json_line, timestamp_ms
-from foreword.replay.others import NoRequestError, as_body, of_vllm_log
+from foreword.replay.lines import NoRequestError, as_body, of_vllm_log, parse_json_line, timestamp_ms
 from foreword.text import Tokenizer
 
 MAX_REPORTED_LINES = 5

@@ -4,28 +4,58 @@ Outputs are not cached, and a request ends before the next one comes: only the o
 policy matter. A request that would not fit into the whole cache is refused, and counts as missed.
 
 `ManagerCache` is the engine's own `KVCacheManager`; `LruCache` gives the same answers as it does under `lru`,
-faster. (`foreword.replay.one_pass` is faster still, where every request fits.)
+faster. (`foreword.replay.simulator` has one pass that is faster still, where every request fits.)
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from foreword.cache import CacheLedger, EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
 from foreword.errors import ConfigError
 from foreword.replay.keys import NO_KEYS, PrefixKeys
-from foreword.replay.lru import Lru
 from foreword.replay.policies import make_policy
 from foreword.replay.trace import RecordedRequest
 
+Key = TypeVar("Key", int, int | str)
 PIECE_BITS = np.uint64(31)
 """A prefix key is given to the manager as two token ids of this many bits: blocks of two tokens."""
-
 PIECES = 2
+
+
+class Lru(Generic[Key]):
+    """Keys with weights. `use` keeps all of them until `shrink`, so that a request evicts nothing of its own."""
+
+    def __init__(self, capacity: int | None, held: Iterable[Key] = ()) -> None:
+        """`capacity` in units of weight, None for no limit; `held`: the first keys, of weight 1, the newest last."""
+        self.capacity = capacity
+        self._weights: OrderedDict[Key, int] = OrderedDict.fromkeys(held, 1)
+        self._weight = len(self._weights)
+        assert capacity is None or self._weight <= capacity
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._weights
+
+    def use(self, key: Key, weight: int = 1) -> None:
+        """Add a key, or make it the newest one."""
+        self._weight += weight - self._weights.get(key, 0)
+        self._weights[key] = weight
+        self._weights.move_to_end(key)
+
+    @property
+    def is_full(self) -> bool:
+        return self.capacity is not None and self._weight >= self.capacity
+
+    def shrink(self) -> None:
+        """Evict down to the capacity."""
+        while self.capacity is not None and self._weight > self.capacity:
+            self._weight -= self._weights.popitem(last=False)[1]
 
 
 class SimulatedCache(Protocol):

@@ -1,7 +1,4 @@
-"""`foreword replay TRACE`: arguments in, tables, pictures and JSON out.
-
-Knows the terminal; the other modules of this room do the computing.
-"""
+"""`foreword replay TRACE`: arguments in, tables, pictures and JSON out. The other modules of this room compute."""
 
 from __future__ import annotations
 
@@ -16,19 +13,26 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
-from foreword.replay.chunks import chunk_file
-from foreword.replay.cluster_command import add_cluster_arguments, cluster_options, simulate_cluster
+from foreword.replay.cluster import COST, RULES, ClusterOptions, ClusterSimulation, FleetChange
 from foreword.replay.lines import PromptEncoder
-from foreword.replay.linking_command import add_linking_arguments, run_linking
+from foreword.replay.linking import LinkMethod, LinkReplay, chunk_file, read_chunks, replay_linking
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
-from foreword.replay.rivals import RULES
-from foreword.replay.scheduling_command import add_scheduling_arguments, compare_schedulings, schedulings_of
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.tiers import TierOption, replay_tiers
-from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
+from foreword.replay.timing import (
+    Routing,
+    Scheduling,
+    StepCost,
+    TimingOptions,
+    at_load,
+    check_load,
+    simulate_scheduling,
+    simulate_time,
+)
 from foreword.replay.trace import TraceReader
 from foreword.tiers.admission import ADMISSIONS
 
@@ -36,6 +40,10 @@ DEFAULT_POLICIES = "lru,value,optimum"
 SATURATED = 0.95
 """Busy share of a replica's time above which it has no room for bursts."""
 DEFAULT_CAPACITIES = "1000,3000,10000,30000,100000"
+DEFAULT_METHODS = "none,first-16,deviation-0.15"
+DEFAULT_TOKENS = "50000,200000,1000000"
+NOT_FOR_CHUNKS = ("tier", "flops", "sample", "picture", "policy", "block_tokens", "tokenizer")
+"""Options of `foreword replay` that need blocks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -288,3 +296,221 @@ def _tokenizer(args: argparse.Namespace) -> PromptEncoder | None:
     from foreword.text import Tokenizer
 
     return Tokenizer.load(folder)
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that `--prefill-rate` brings."""
+    group = parser.add_argument_group(
+        "many replicas",
+        "given --prefill-rate, foreword's routing core sends the requests to --replicas; --routing is then cost "
+        "(ours) or another router's rule with exact knowledge: first_token, bounded_hash, round_robin, power_of_two, "
+        "ray, ray_10, sglang, llm_d, dynamo",
+    )
+    group.add_argument(
+        "--prefill-rate",
+        metavar="TOKENS/s",
+        help="what a replica computes, one prompt after the other; several rates, such as 6000,3000, take turns",
+    )
+    group.add_argument("--routers", type=int, default=1, metavar="N", help="that share their reservations (default: 1)")
+    group.add_argument(
+        "--event-delay", type=float, default=0.0, metavar="S", help="of the events of caches, in seconds (default: 0)"
+    )
+    group.add_argument(
+        "--fleet",
+        metavar="CHANGES",
+        help="replicas that die or join, in seconds: 600:-replica-3,900:+replica-3,1200:+replica-8",
+    )
+
+
+def cluster_options(args: argparse.Namespace) -> ClusterOptions | None:
+    """The options, for any capacity; None without --prefill-rate."""
+    if args.prefill_rate is None:
+        return None
+    if args.flops is not None:
+        raise ConfigError("--prefill-rate and --flops are two models of time; give one of them")
+    return ClusterOptions(
+        1,
+        tuple(_number(rate, "prefill-rate", args.prefill_rate) for rate in args.prefill_rate.split(",")),
+        args.replicas,
+        args.routing or COST,
+        num_routers=args.routers,
+        event_delay_s=args.event_delay,
+        changes=_changes(args.fleet or ""),
+    )
+
+
+def simulate_cluster(
+    options: list[tuple[str, Capacity, ClusterOptions]], reader: TraceReader, console: Console
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Serve the recording once for each policy and capacity. Reports by policy, by capacity's name."""
+    one = options[0][2]
+    routers = f"{one.num_routers} routers" if one.num_routers > 1 else "one router"
+    console.print(
+        f"\nServed in time by {one.num_replicas} replicas, {one.routing}, {routers}; seconds to the first token",
+        style="bold",
+    )
+    table = table_of("policy", "capacity", "mean", "p50", "p90", "p99", "hits", "work max/mean")
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for policy, capacity, each in options:
+        report = ClusterSimulation(each).serve(reader)
+        found.setdefault(policy, {})[capacity.name] = asdict(report)
+        waits = (report.mean_ttft_s, *report.ttft_s.values())
+        row = [f"{wait:,.2f}" for wait in waits]
+        table.add_row(policy, capacity.name, *row, f"{report.hit_ratio:.4f}", f"{report.work_max_over_mean:.3f}")
+    console.print(table)
+    return found
+
+
+def _changes(text: str) -> tuple[FleetChange, ...]:
+    changes = []
+    for part in filter(None, text.split(",")):
+        at, _, replica = part.partition(":")
+        if replica[:1] not in ("+", "-") or len(replica) < 2:
+            raise ConfigError(f"--fleet {text!r} is not understood at {part!r}; write SECONDS:-NAME or SECONDS:+NAME")
+        changes.append(FleetChange(_number(at, "fleet", text), replica[1:], replica[0] == "+"))
+    return tuple(changes)
+
+
+def _number(text: str, option: str, given: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--{option} {given!r} has {text!r} for a number; use one such as 6000") from None
+
+
+def add_scheduling_arguments(group: argparse._ArgumentGroup) -> None:
+    """Options that `--flops` brings."""
+    group.add_argument(
+        "--scheduling",
+        metavar="NAMES",
+        help="orders of service to compare on one replica: fcfs, prefix, and dfs, which knows all requests beforehand",
+    )
+    group.add_argument(
+        "--load", type=float, default=1.0, metavar="FACTOR", help="requests come this many times as fast (default: 1)"
+    )
+    group.add_argument(
+        "--max-overtake-s",
+        type=float,
+        default=SchedulerConfig().max_overtake_s,
+        metavar="S",
+        help="bound on delay under prefix (default: %(default)s)",
+    )
+
+
+def schedulings_of(args: argparse.Namespace) -> tuple[SchedulerConfig, list[Scheduling]]:
+    """The options of the scheduler, and the orders to compare; none without --scheduling."""
+    check_load(args.load)
+    config = SchedulerConfig(max_overtake_s=args.max_overtake_s)
+    if args.scheduling is None:
+        return config, []
+    if args.flops is None:
+        raise ConfigError("--scheduling compares first tokens, which need a time; give --flops and --model")
+    if args.replicas > 1:
+        raise ConfigError(f"--scheduling compares orders on one replica, not on {args.replicas}; leave out --replicas")
+    names = dict.fromkeys(name.strip() for name in args.scheduling.split(",") if name.strip())
+    known = {name: name for name in get_args(Scheduling)}
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        what = repr(wrong[0] if wrong else args.scheduling)
+        raise ConfigError(f"--scheduling {what} is unknown; use some of {', '.join(known)}")
+    return config, [known[name] for name in names]
+
+
+def compare_schedulings(
+    args: argparse.Namespace,
+    asked: tuple[SchedulerConfig, list[Scheduling]],
+    reader: TraceReader,
+    result: ReplayResult,
+    cost: StepCost,
+    console: Console,
+) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Serve the recording in each order. Reports by order, by eviction policy, by capacity's name."""
+    config, schedulings = asked
+    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    if not schedulings:
+        return found
+    console.print(
+        f"\nServed in several orders at {args.load:g} times the recorded load; seconds to the first token. "
+        "Hits are shares of the prompt tokens. dfs knows all requests at the start.",
+        style="bold",
+    )
+    table = table_of("scheduling", "policy", "capacity", "p50", "p90", "p99", "hits", "tokens/s", "busy")
+    for scheduling in schedulings:
+        for policy in (policy for policy in result.hits if policy != OPTIMUM):
+            for capacity in result.capacities:
+                options = TimingOptions(capacity.num_blocks, cost, eviction_policy=policy, scheduler=config)
+                report = simulate_scheduling(at_load(reader, args.load), scheduling, options)
+                found.setdefault(scheduling, {}).setdefault(policy, {})[capacity.name] = asdict(report)
+                waits = [f"{wait / 1000:,.2f}" for wait in report.ttft_ms.values()] or ["-"] * 3
+                rate, busy = f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"
+                table.add_row(scheduling, policy, capacity.name, *waits, f"{report.hit_ratio:.4f}", rate, busy)
+    console.print(table)
+    for name, count in result.hits.get(OPTIMUM, {}).items():
+        best = result.token_ratio(count)
+        console.print(f"The clairvoyant optimum at {name} in order of arrival finds {best:.4f}.", highlight=False)
+    console.print(f"Unlimited memory finds {result.token_ratio(result.unlimited):.4f}.", highlight=False)
+    return found
+
+
+def add_linking_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options for traces of chunks."""
+    group = parser.add_argument_group("chunks", "if a line has `chunks`, or the trace is RAGPulse's folder")
+    group.add_argument(
+        "--link", default=DEFAULT_METHODS, metavar="METHODS", help=f"methods to compare (default: {DEFAULT_METHODS})"
+    )
+
+
+def run_linking(args: argparse.Namespace, file: Path, defaults: argparse.Namespace) -> int:
+    """Run with parsed arguments on a file of chunks; `defaults` are the options' values if none is given."""
+    for name in NOT_FOR_CHUNKS:
+        if getattr(args, name) != getattr(defaults, name):
+            raise ConfigError(f"--{name.replace('_', '-')} has no meaning for a trace of chunks; leave it out")
+    if args.max_requests is not None and args.max_requests < 1:
+        raise ConfigError(f"max_requests={args.max_requests} is too small; use at least 1")
+    methods = [LinkMethod.parse(name.strip()) for name in dict.fromkeys(args.link.split(","))]
+    bytes_per_token = args.kv_bytes_per_token
+    if bytes_per_token is None and args.model is not None:
+        bytes_per_token = kv_bytes_per_token(read_model_config(args.model))
+    names = DEFAULT_TOKENS if args.capacity == defaults.capacity else args.capacity
+    capacities = [parse_capacity(name, 1, bytes_per_token) for name in names.split(",") if name.strip()]
+    console = Console(stderr=args.json)
+    with console.status("replaying"):
+        found = replay_linking(
+            read_chunks(file, args.max_requests), [*(one.num_blocks for one in capacities), None], methods
+        )
+    titles = [*(one.name for one in capacities), "unlimited"]
+    _print(found, titles, methods, console, args.trace.name)
+    if args.json:
+        shares = {
+            title: {"prefix": one.share(), **{method.name: one.share(method.name) for method in methods}}
+            for title, one in zip(titles, found, strict=True)
+        }
+        counts = {title: asdict(one) for title, one in zip(titles, found, strict=True)}
+        print(json.dumps({"not_computed": shares, "counts": counts}), flush=True)
+    return 0
+
+
+def _print(found: list[LinkReplay], titles: list[str], methods: list[LinkMethod], console: Console, title: str) -> None:
+    unlimited = found[-1]
+    console.print(f"{title}: {unlimited.num_tokens:,} prompt tokens in chunks", markup=False)
+    console.print("\nShare of the prompts' tokens that need not be computed", style="bold")
+    table = table_of("capacity (tokens)", "prefix", *(method.name for method in methods))
+    for name, one in zip(titles, found, strict=True):
+        shares = (one.share(), *(one.share(method.name) for method in methods))
+        table.add_row(name, *(f"{share:.4f}" for share in shares))
+    console.print(table)
+    if len(unlimited.parts) > 1:
+        console.print("\nBy part, with unlimited memory", style="bold")
+        table = table_of("part", "of all tokens", "prefix", "anywhere")
+        for part, count in unlimited.parts.items():
+            of_all = count.num_tokens / max(1, unlimited.num_tokens)
+            found_of_part = (tokens / max(1, count.num_tokens) for tokens in (count.prefix_tokens, count.found_tokens))
+            table.add_row(part or "(no name)", *(f"{share:.3f}" for share in (of_all, *found_of_part)))
+        console.print(table)
+    gain = max(one.found_tokens - one.prefix_tokens for one in found) / max(1, unlimited.num_tokens)
+    text = (
+        f"Linking finds up to {gain:.1%} of all tokens that prefix caching computes again; "
+        f"{unlimited.num_linked:,} chunks come again where no prefix ends with them. What answers lose by it, only a "
+        "measurement on the model tells."
+    )
+    console.print(f"\n{text}", style="bold", highlight=False, soft_wrap=True)

@@ -3,17 +3,131 @@
 Two caches with LRU and equal memory get the same requests. One finds leading chunks that stood after the same ones
 before; the other finds each chunk wherever it stands. Of the chunks that the second one finds, those that the first one
 finds too are exact; a method computes a part of each other one again. A chunk counts as a whole: it is found or not.
+
+A recorded line has `chunks`: ids, tokens, and the parts of the prompt that they are.
+
+    {"timestamp": 82000, "output_length": 192, "chunks": [["rules", 530, "system"], [7398, 266, "passages"], ...]}
+
+or it is RAGPulse's (Wang et al., 2025), whose `hash_ids` name chunks by part; their lengths are in the files beside it.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from foreword.errors import ConfigError
-from foreword.replay.chunks import Chunk
-from foreword.replay.lru import Lru
+from foreword.errors import ConfigError, TraceError
+from foreword.replay.caches import Lru
+from foreword.replay.lines import parse_json_line
+
+RAGPULSE_TRACE = "0_trace.jsonl"
+RAGPULSE_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
+"""The parts of RAGPulse's prompts, in the order in which its own replay writes them."""
+MAX_CHUNK_TOKENS = 1 << 31
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt; equal ids are equal tokens."""
+
+    id: int | str
+    num_tokens: int
+    part: str
+
+
+def chunk_file(trace: Path) -> Path | None:
+    """The file of requests in chunks that a path names, which may be RAGPulse's folder; None: it names no such file."""
+    file = trace / RAGPULSE_TRACE if trace.is_dir() else trace
+    if not file.is_file():  # a pipe could not be read again
+        return None
+    try:
+        with file.open("rb") as lines:
+            first = next((line for line in (lines.readline(1 << 20) for _ in range(8)) if line.strip()), b"")
+        record = json.loads(first)
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_chunked = isinstance(record, dict) and ("chunks" in record or isinstance(record.get("hash_ids"), dict))
+    return file if is_chunked else None
+
+
+def read_chunks(file: Path, max_requests: int | None = None) -> Iterator[tuple[Chunk, ...]]:
+    """The chunks of each request, in the file's order. Raises TraceError for the first line that is none."""
+    lengths: Mapping[int, int] | None = None
+    num_requests = 0
+    for where, record in _records(file):
+        if isinstance(record.get("hash_ids"), dict):
+            lengths = _read_lengths(file.parent) if lengths is None else lengths
+            chunks = _of_ragpulse(record["hash_ids"], lengths, where)
+        else:
+            chunks = tuple(_chunk(value, where) for value in _list(record.get("chunks"), "chunks", where))
+        if chunks:
+            yield chunks
+            num_requests += 1
+        if num_requests == max_requests:
+            return
+    if not num_requests:
+        raise TraceError(f"trace {str(file)!r} holds no requests; give a file with one JSON object per line")
+
+
+def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line's name for errors, and its JSON object."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"line {number} of trace {str(file)!r}"
+                record = parse_json_line(line, where)
+                if not isinstance(record, dict):
+                    raise TraceError(f"{where} is {line.strip()[:40]!r}; each line must be one JSON object")
+                yield where, record
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"trace {str(file)!r} cannot be read: {error}; give a JSONL file in UTF-8") from error
+
+
+def _list(value: object, name: str, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise TraceError(f"{where}: {name}={str(value)[:40]}; it must be a list")
+    return value
+
+
+def _chunk(value: object, where: str) -> Chunk:
+    if isinstance(value, list) and len(value) in (2, 3):
+        chunk_id, num_tokens, part = (*value, "")[:3]
+        if isinstance(chunk_id, int | str) and _is_length(num_tokens) and isinstance(part, str):
+            return Chunk(chunk_id, num_tokens, part)
+    raise TraceError(f"{where}: the chunk {str(value)[:40]} is not [id, tokens] or [id, tokens, part]")
+
+
+def _is_length(value: object) -> bool:
+    return type(value) is int and 0 <= value < MAX_CHUNK_TOKENS
+
+
+def _of_ragpulse(ids: dict[str, Any], lengths: Mapping[int, int], where: str) -> tuple[Chunk, ...]:
+    chunks: list[Chunk] = []
+    for part in RAGPULSE_PARTS:
+        for chunk_id in _list(ids.get(part, []), part, where):
+            if type(chunk_id) is not int or chunk_id not in lengths:
+                raise TraceError(f"{where}: {part} names chunk {chunk_id!r}, whose length no file beside it tells")
+            chunks.append(Chunk(chunk_id, lengths[chunk_id], part.removesuffix("_ids")))
+    return tuple(chunks)
+
+
+def _read_lengths(folder: Path) -> dict[int, int]:
+    """Tokens of each chunk, from the files of RAGPulse: lines with an id and a length."""
+    lengths: dict[int, int] = {}
+    for file in sorted(folder.glob("[1-9]_*.jsonl")):
+        for where, record in _records(file):
+            values = list(record.values())
+            if len(values) != 2 or type(values[0]) is not int or not _is_length(values[1]):
+                raise TraceError(f"{where}: {str(record)[:60]} is not a chunk's id and its length")
+            lengths[values[0]] = values[1]
+    if not lengths:
+        raise TraceError(f"{str(folder)!r} has no files of chunk lengths; put 1_sys_prompt.jsonl and the others there")
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,191 @@
-"""One recording against several policies and capacities at once."""
+"""One recording against several policies and capacities at once, and against the best that any policy could do.
+
+One pass over the trace (`OnePass`) gives LRU at every capacity, unlimited memory, and when blocks come again. Requests
+are collected first: long arrays (ten thousand blocks) cost less per block.
+
+The best policy knows the future: Belady's rule on prefixes, after "A study of replacement algorithms for a
+virtual-storage computer" (1966). After each request, the cache keeps the blocks that are needed soonest, among the held
+blocks and the request's new ones. It never keeps a block that is not needed again (bypass). A head is needed no later
+than its tail, so the tail goes first, and every kept block can be found.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.cache.account.ledger import MissReason
+from foreword.cache.block_ids import Int64Array
 from foreword.errors import ConfigError
-from foreword.replay.caches import HitCount, ManagerCache
+from foreword.replay.caches import HitCount, LruCache, ManagerCache
 from foreword.replay.capacity import Capacity
+from foreword.replay.curve import FloatArray, LruCurve, Uses
 from foreword.replay.keys import PrefixKeys
-from foreword.replay.one_pass import OnePass, ReuseIntervals
-from foreword.replay.optimum import Optimum
 from foreword.replay.policies import POLICIES
 from foreword.replay.trace import RecordedRequest
 
+BATCH_BLOCKS = 2**15
 T = TypeVar("T")
-
 OPTIMUM = "optimum"
 NUM_CURVE_POINTS = 96
 MAX_TABLE_BLOCKS = 50_000_000
 """The largest simulated cache: the engine's tables take 34 bytes per block even when empty."""
+
+
+class Optimum:
+    """All requests of a recording, ready to be replayed at any capacity. 16 bytes a block."""
+
+    def __init__(self, requests: Sequence[PrefixKeys]) -> None:
+        lengths = np.array([len(keys) for keys in requests], np.int64)
+        self._starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+        keys = np.concatenate(requests) if requests else np.empty(0, np.uint64)
+        unique, ids = np.unique(keys, return_inverse=True)
+        self._num_blocks = len(unique)
+        self._ids: Int64Array = ids.astype(np.int64)
+        self._next_use = _next_uses(self._ids, np.repeat(np.arange(len(requests)), lengths), len(requests))
+
+    def hits(self, capacity: int) -> Int64Array:
+        """Number of leading blocks that were held when each request came, [requests]."""
+        num_requests = len(self._starts) - 1
+        needed_at = [-1] * self._num_blocks  # the request that needs it next; -1: not held
+        latest: list[tuple[int, int, int]] = []  # heap of (-needed at, -depth, id); stale if it is needed earlier
+        num_held = 0
+        hits = np.zeros(num_requests, np.int64)
+        for request in range(num_requests):
+            start, end = self._starts[request : request + 2]
+            ids = self._ids[start:end].tolist()
+            num_hits = next((n for n, block in enumerate(ids) if needed_at[block] < 0), len(ids))
+            hits[request] = num_hits
+            for depth, (block, needed) in enumerate(zip(ids, self._next_use[start:end].tolist(), strict=True)):
+                num_held -= needed_at[block] >= 0
+                needed_at[block] = -1
+                if needed < num_requests:
+                    needed_at[block] = needed
+                    num_held += 1
+                    heapq.heappush(latest, (-needed, -depth, block))
+            while num_held > capacity:
+                needed, _, block = heapq.heappop(latest)
+                if needed_at[block] == -needed:
+                    needed_at[block] = -1
+                    num_held -= 1
+        return hits
+
+
+def _next_uses(ids: Int64Array, request_of: Int64Array, never: int) -> Int64Array:
+    """For each access, the request in which its block is used next, or `never`."""
+    order = np.lexsort((request_of, ids))
+    again = np.full(len(ids), never, np.int64)
+    same = ids[order[1:]] == ids[order[:-1]]
+    again[order[:-1][same]] = request_of[order[1:][same]]
+    return again
+
+
+@dataclass(slots=True)
+class ReuseIntervals:
+    """Time from a block's last use to its next use, in intervals that double."""
+
+    unit: str = "requests"
+    """"requests", or "s" if the recording has times."""
+    counts: dict[int, int] = field(default_factory=dict)
+    """Reuses by interval: key k counts those from 2**k up to 2**(k + 1) units; below 1 unit: key -1."""
+
+    def note(self, intervals: FloatArray) -> None:
+        """Count some reuses."""
+        doublings = np.where(intervals >= 1, np.frexp(intervals)[1] - 1, -1)
+        for doubling, count in zip(*np.unique(doublings, return_counts=True), strict=True):
+            self.counts[int(doubling)] = self.counts.get(int(doubling), 0) + int(count)
+
+
+class _Batch:
+    """Several requests laid end to end."""
+
+    def __init__(self, requests: Sequence[RecordedRequest]) -> None:
+        self.requests = requests
+        self.keys = np.concatenate([request.keys for request in requests])
+        self.lengths = [len(request.keys) for request in requests]
+        self.longest = max(self.lengths)
+        self._ends = np.cumsum([0, *self.lengths])
+        self._block_tokens = np.array([request.block_tokens for request in requests], np.int64)
+        self._prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int64)
+
+    def note(self, count: HitCount, found: npt.NDArray[np.bool_]) -> None:
+        """Count the blocks `found` [blocks]; of each request they are the first."""
+        before = np.concatenate((np.zeros(1, np.int64), np.cumsum(found)))
+        held = np.diff(before[self._ends])
+        count.blocks += int(held.sum())
+        count.tokens += int(np.minimum(held * self._block_tokens, self._prompt_tokens).sum())
+
+
+@dataclass(slots=True)
+class _LruAtCapacity:
+    """Counts from the stack's distances until a request does not fit into the cache, which must not move a block."""
+
+    count: HitCount
+    capacity: int
+    cache: LruCache | None = None
+
+    def take(self, batch: _Batch, uses: Uses) -> None:
+        if self.cache is not None:
+            for request in batch.requests:
+                self.count.note(request, self.cache.admit(request), self.capacity)
+        else:
+            batch.note(self.count, (uses.distances > 0) & (uses.distances <= self.capacity))
+
+
+class OnePass:
+    """LRU, unlimited memory and reuse intervals of the admitted requests; complete after `flush`.
+
+    With a sampling rate below 1 only the curve is followed.
+    """
+
+    def __init__(self, sampling_rate: float = 1.0) -> None:
+        self.curve = LruCurve(sampling_rate)
+        self.unlimited = HitCount()
+        self.intervals = ReuseIntervals()
+        self._capacities: list[_LruAtCapacity] = []
+        self._waiting: list[RecordedRequest] = []
+        self._times: list[float] = []
+        self._num_waiting_blocks = self._num_requests = 0
+
+    def follow(self, capacity: int) -> HitCount:
+        """Count the blocks that LRU finds with `capacity` blocks; call it before the first request."""
+        followed = _LruAtCapacity(HitCount(), capacity)
+        self._capacities.append(followed)
+        return followed.count
+
+    def admit(self, request: RecordedRequest) -> None:
+        """Take the next request."""
+        time: float = self._num_requests
+        if request.timestamp_ms is not None:
+            self.intervals.unit, time = "s", request.timestamp_ms / 1000
+        self._num_requests += 1
+        self._waiting.append(request)
+        self._times.append(time)
+        self._num_waiting_blocks += len(request.keys)
+        if self._num_waiting_blocks >= BATCH_BLOCKS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Count the collected requests."""
+        if not self._waiting:
+            return
+        batch = _Batch(self._waiting)
+        for followed in self._capacities:
+            if followed.cache is None and batch.longest > followed.capacity:
+                followed.cache = LruCache(followed.capacity, self.curve.latest(followed.capacity))
+        uses = self.curve.admit_each(batch.keys, batch.lengths, self._times)
+        if self.curve.sampling_rate == 1.0:
+            seen = uses.distances > 0
+            batch.note(self.unlimited, seen)
+            self.intervals.note(uses.idle[seen])
+            for followed in self._capacities:
+                followed.take(batch, uses)
+        self._waiting, self._times, self._num_waiting_blocks = [], [], 0
 
 
 @dataclass(slots=True)

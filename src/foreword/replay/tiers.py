@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from foreword.config import AdmissionName
 from foreword.errors import ConfigError
+from foreword.replay.caches import Lru
 from foreword.replay.capacity import Capacity, parse_capacity, parse_with_unit
-from foreword.replay.lru import Lru
 from foreword.replay.trace import RecordedRequest
 from foreword.tiers.admission import ADMISSIONS, Admission
 

@@ -1,8 +1,7 @@
 """Reads recorded traffic in any known format, and writes it without its text.
 
-Knows files with one JSON value on each line, gzipped or plain; `lines` knows the contents of a line. Knows nothing of
-caches. Only a few hundred lines are in memory at a time, however large the file is, and the turns of
-AIPerf's sessions.
+A file has one JSON value on each line, gzipped or plain; `lines` knows the contents of a line. Only a few hundred lines
+are in memory at a time, however large the file is, and the turns of AIPerf's sessions.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ import codecs
 import gzip
 import hashlib
 import json
+import os
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -24,21 +24,61 @@ import numpy.typing as npt
 
 from foreword.errors import ConfigError, TraceError
 from foreword.replay.keys import PrefixKeys, chain_each
-from foreword.replay.line_file import LineFile
 from foreword.replay.lines import (
     MAX_BLOCK_TOKENS,
     TOKEN_BLOCK_TOKENS,
     LineParser,
+    NoRequestError,
     ParsedLine,
     PromptEncoder,
     SkimmedLine,
 )
-from foreword.replay.others import NoRequestError
 
+_AS_GZIP = 31
 MAX_REPORTED_LINES = 5
 NUM_LINES_AHEAD = 256
 NUM_BYTES_AHEAD = 2**20
 ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+class LineFile:
+    """Lines of text, gzipped if the file's name ends in .gz. `close` may be called twice."""
+
+    def __init__(self, file: Path) -> None:
+        """Start `file` from empty. Raises OSError."""
+        self._file = file.open("wb", buffering=0)
+        self._packer = zlib.compressobj(wbits=_AS_GZIP) if file.suffix == ".gz" else None
+        self._num_bytes = 0
+        """Number of bytes that are certainly whole lines."""
+
+    def write(self, line: str) -> None:
+        """Append a line. Raises OSError; then the file is as it was, and the line may be tried again."""
+        data = f"{line}\n".encode()
+        packer = None if self._packer is None else self._packer.copy()  # the old packer continues if this write fails
+        if packer is not None:
+            data = packer.compress(data) + packer.flush(zlib.Z_SYNC_FLUSH)
+        self._append(data)
+        self._packer = packer
+
+    def _append(self, data: bytes) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            with suppress(OSError):  # a pipe cannot be cut back
+                self._file.truncate(self._num_bytes)
+                self._file.seek(0, os.SEEK_END)
+            raise
+        self._num_bytes += len(data)
+
+    def close(self) -> None:
+        """Finish the file. Raises OSError; the file is closed all the same."""
+        if self._file.closed:
+            return
+        with self._file:
+            if self._packer is not None:
+                self._append(self._packer.flush())
 
 
 class RecordedRequest(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from foreword.engine import Snapshot
-from foreword.replay.live_curve import CurvePoint
+from foreword.replay.curve import CurvePoint
 from foreword.server.dashboard import drawings as draw
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from foreword.cache import Divergence, PrefixNode
 from foreword.engine import Engine, Snapshot
-from foreword.replay.live_curve import CurvePoint
+from foreword.replay.curve import CurvePoint
 from foreword.server.api_errors import APIError
 from foreword.server.engine_door import EngineDoor, first
 from foreword.server.listeners import Listener

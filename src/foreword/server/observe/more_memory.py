@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 
 from foreword.engine import Prompt
+from foreword.replay.curve import CurvePoint, LiveLruCurve
 from foreword.replay.keys import PrefixKeys, chain, content_ids_of_tokens
-from foreword.replay.live_curve import CurvePoint, LiveLruCurve
 from foreword.server.engine_thread import Ended
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)

@@ -19,8 +19,8 @@ from foreword.errors import ConfigError
 from foreword.events.mirror import CommonPrefix, Key
 from foreword.events.requests import RequestCounts, Requests, SeenRequest
 from foreword.events.subscriber import Subscriber
+from foreword.replay.curve import CurvePoint, LiveLruCurve
 from foreword.replay.keys import PrefixKeys
-from foreword.replay.live_curve import CurvePoint, LiveLruCurve
 from foreword.replay.trace import TraceWriter
 from foreword.server.observe.more_memory import FACTORS
 from foreword.server.watch.tally import Decode, Tally
