@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from foreword.text.places import Conversation
+from foreword.text.conversation import Conversation
 from foreword.text.rendering import apply_template
 from foreword.text.reply.format import choose_format
 from foreword.text.template_probe import REASONING, SAMPLES, Probe, TemplateReport

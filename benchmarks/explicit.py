@@ -25,7 +25,7 @@ import numpy as np
 from foreword import LLM, SamplingParams
 from foreword.demo.run import embedded_model
 from foreword.engine import BREAKPOINT, Keep, Mark, Prompt
-from foreword.text.places import Place
+from foreword.text.conversation import Place
 
 PREFIX, OWN, DOCUMENT, FLOOD = 1024, 32, 600, 8
 

@@ -58,7 +58,7 @@ from foreword.demo.run import embedded_model
 from foreword.linking import Method
 from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, RandomModelShape, save_random_model
 from foreword.model.moves import KeyMover
-from foreword.modules.agreement import Arm, Tally, tally
+from foreword.modules.measure import Arm, Tally, tally
 from foreword.modules.questions import TASK_NAMES, Questions
 from foreword.request import RequestOutput
 from workloads import BYTES_PER_ELEMENT, Rates, measure_rates, pass_limit_ms

@@ -36,13 +36,11 @@ from pathlib import Path
 import numpy as np
 
 from foreword.tiers.clock import Clock
-from foreword.tiers.disk.block_places import NewBlocks
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.files import RWF_DONTCACHE
-from foreword.tiers.disk.index_snapshot import read_snapshot, write_snapshot
 from foreword.tiers.disk.run_format import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
-from foreword.tiers.disk.segment_index import SegmentIndex
-from foreword.tiers.disk.segments import Segment
+from foreword.tiers.disk.segment_index import SegmentIndex, read_snapshot, write_snapshot
+from foreword.tiers.disk.segments import NewBlocks, Segment
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
 from tiers_blocks import (

@@ -21,17 +21,17 @@ from foreword.cli import main
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.request import RequestOutput
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.prefix_file.manifest import (
+from foreword.tiers.prefix_file import (
     DIGEST_BYTES,
     HEAD_BYTES,
     ImportReport,
+    PrefixFile,
     UnsoundFileError,
     decode_manifest,
     encode_manifest,
     manifest_length,
     why_foreign,
 )
-from foreword.tiers.prefix_file.read import PrefixFile
 from tiers.store_world import shared_server
 from tiny_models import TinyModels, random_tokens
 

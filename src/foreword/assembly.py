@@ -43,7 +43,7 @@ from foreword.config import (
 )
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
 from foreword.engine.drafts.gain import StepTimes
-from foreword.engine.entry_file import EntryFile
+from foreword.engine.keeper import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.generation import recommended_sampling
 from foreword.model.checkpoint.gguf.unfold import unfolded

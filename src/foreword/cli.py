@@ -334,7 +334,7 @@ def _export(args: argparse.Namespace, options: dict[str, Any]) -> int:
     model, prompts = _model(args, options), _prompts(args)
     if len(prompts) != 1:
         raise InvalidRequestError(f"{len(prompts)} prompts are given, and a file holds one; give one")
-    from foreword.tiers.prefix_file.manifest import check_target
+    from foreword.tiers.prefix_file import check_target
 
     check_target(args.file.expanduser(), overwrite=args.overwrite)  # before minutes of loading
     with _load(model or args.given_model, options) as llm:

@@ -38,7 +38,7 @@ from foreword.text.conversation import ChatKeywords, template_inputs
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
-from foreword.tiers.prefix_file.manifest import ExportReport, ImportReport, check_shareable, check_target
+from foreword.tiers.prefix_file import ExportReport, ImportReport, check_shareable, check_target
 
 if TYPE_CHECKING:
     from foreword.grammar import Grammars  # imports llguidance, which is loaded on demand

@@ -13,8 +13,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from foreword.bench.recording import TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
-from foreword.bench.trace import TraceBenchOptions, TraceReport, add_arguments, run, run_trace
+from foreword.bench.trace import (
+    TraceBenchOptions,
+    TraceReport,
+    TraceRequest,
+    UnlimitedCache,
+    add_arguments,
+    prompt_token_ids,
+    read_trace,
+    run,
+    run_trace,
+)
 from foreword.errors import ConfigError, TraceError
 from foreword.replay.trace import TraceWriter
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from foreword.cluster.rates import ALIKE, MAX_RATE_STEP, Rates
+from foreword.cluster.loads import ALIKE, MAX_RATE_STEP, Rates
 
 
 def rates(*declared: float | None) -> Rates:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.cluster import EventBatch, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
-from foreword.cluster.turns import time_to_turn
+from foreword.cluster.peers import time_to_turn
 from foreword.errors import ConfigError
 
 

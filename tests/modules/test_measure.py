@@ -15,7 +15,7 @@ from foreword import LLM, SamplingParams
 from foreword.cli import main
 from foreword.linking import Gate, Method
 from foreword.linking.measured import MeasuredLinks
-from foreword.modules.agreement import Answer, Arm, Tally, tally, wilson
+from foreword.modules.measure import Answer, Arm, Tally, tally, wilson
 from foreword.modules.questions import Asked, Questions
 from foreword.pml.composition import Composition, Part
 from foreword.request import CompletionOutput, LinkReport, RequestMetrics, RequestOutput

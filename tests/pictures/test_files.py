@@ -16,8 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from foreword.errors import InvalidRequestError
-from foreword.pictures import picture_file
-from foreword.pictures.files import MAX_FILE_BYTES, PictureFile, file_of_url, pixels_of, size_of
+from foreword.pictures import MAX_FILE_BYTES, PictureFile, file_of_url, picture_file, pixels_of, size_of
 from picture_models import file_of, noise, png_of
 
 

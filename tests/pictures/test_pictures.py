@@ -17,11 +17,10 @@ from foreword import LLM, SamplingParams
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, ModelLoadError, PicturesBusyError
-from foreword.pictures import PictureFile
-from foreword.pictures.messages import taken_apart
+from foreword.pictures import PictureFile, taken_apart
 from foreword.server.observe.more_memory import block_keys
 from foreword.server.service import MOST_PICTURE_BYTES
-from foreword.text.picture_marks import pictures_of
+from foreword.text.conversation import pictures_of
 from picture_models import SIGNS, TILE, SeeingOracle, asks, file_of, noise, save_seeing_model
 from tiny_models import greedy
 

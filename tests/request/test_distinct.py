@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreword.request.distinct import DistinctTokens
+from foreword.request.request import DistinctTokens
 
 
 def test_distinct_tokens_of_a_growing_text_are_those_of_the_whole() -> None:

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from foreword.grammar.kept import KeptGrammars
+from foreword.grammar import KeptGrammars
 from foreword.server.access.tenants import Tenant
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.records import Records, RequestRecord

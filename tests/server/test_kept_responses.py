@@ -12,7 +12,7 @@ from foreword.pictures import PictureFile
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.kept_responses import KeptResponses
-from foreword.text.picture_marks import PICTURES
+from foreword.text.conversation import PICTURES
 
 
 def of_lists() -> Any:

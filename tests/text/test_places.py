@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.text import Tokenizer
-from foreword.text.places import Conversation, Place, common_beginning
+from foreword.text.conversation import Conversation, Place, common_beginning
 from tiny_models import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
 
 PLAIN = (

@@ -12,9 +12,9 @@ import pytest
 
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import AesGcm, PlainText, block_name, read_secret
-from foreword.tiers.disk.block_places import NewBlocks, Places
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.run_format import PAGE, block_checksum
+from foreword.tiers.disk.segments import NewBlocks, Places
 from foreword.tiers.tier import BlockKeys
 from tiers.block_world import (
     NAMESPACE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreword.tiers.store.circuit_breaker import CircuitBreaker
+from foreword.tiers.store.state import CircuitBreaker
 
 
 class Time:

@@ -9,9 +9,8 @@ import pytest
 
 from foreword.tiers.clock import EPOCH, Clock
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.disk.index_snapshot import Snapshot, read_snapshot, write_snapshot
 from foreword.tiers.disk.run_format import NO_CIPHER
-from foreword.tiers.disk.segment_index import SegmentIndex
+from foreword.tiers.disk.segment_index import SegmentIndex, Snapshot, read_snapshot, write_snapshot
 from foreword.tiers.disk.segments import Segment
 from tiers.block_world import keys_of
 from tiers.test_segment_index import blocks

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from foreword.tiers.disk.block_places import NewBlocks
 from foreword.tiers.disk.segment_index import SegmentIndex
+from foreword.tiers.disk.segments import NewBlocks
 from foreword.tiers.tier import PINNED, BlockKeys
 from tiers.block_world import NAMESPACE, OTHER_NAMESPACE, keys_of
 

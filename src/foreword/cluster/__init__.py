@@ -26,6 +26,7 @@ from foreword.cluster.explain import Explanation as Explanation
 from foreword.cluster.explain import LogCounts as LogCounts
 from foreword.cluster.explain import Reason as Reason
 from foreword.cluster.follower import EventBatch as EventBatch
+from foreword.cluster.holders import CopiedRun as CopiedRun
 from foreword.cluster.mirror import ReplicaMirror as ReplicaMirror
 from foreword.cluster.options import ReplicaLoad as ReplicaLoad
 from foreword.cluster.options import ReplicaSpec as ReplicaSpec
@@ -39,4 +40,3 @@ from foreword.cluster.routing import (
 from foreword.cluster.routing import (
     Rule as Rule,
 )
-from foreword.cluster.sources import CopiedRun as CopiedRun

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from foreword.cache import TokenSequence
 from foreword.cache.block_ids import Int64Array
-from foreword.cluster.holders import Key
+from foreword.cluster.holders import CopiedRun, Key, SourceHits
 from foreword.cluster.reuse_ages import FloatArray
-from foreword.cluster.sources import CopiedRun, SourceHits
 
 
 @dataclass(frozen=True, slots=True)

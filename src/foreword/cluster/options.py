@@ -49,7 +49,7 @@ class ReplicaSpec:
     tokens_per_s: float
     """Prefill tokens a second; corrected by what is measured."""
     is_rate_known: bool = True
-    """False: the rate is a guess; the mean of what is measured at such replicas takes its place (`rates.py`)."""
+    """False: the rate is a guess; the mean of what is measured at such replicas takes its place (`loads.py`)."""
     decode_s: float = 0.0
     """Delay of a new request's first token by each answer that the replica generates."""
     decode_tokens: float = 0.0

@@ -1,10 +1,17 @@
 """How several routers share their reservations: numbered updates, a whole state after a gap, an end by silence.
 
 Routers share load and not blocks: all of them read the replicas' events.
+
+Routers that decide at the same moment do so in turn, each after it has heard what the others have chosen.
+
+Time is cut into slots, router after router:
+
+    clock_s   |-- a --|-- b --|-- c --|-- a --|-- b --| ...
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,3 +103,13 @@ class Outbox:
         """The state that these changes make, as of the newest update."""
         updates = tuple(LoadUpdate(self.router, self.life, -1, *change) for change in changes)
         return RouterLoad(self.router, self.life, self.next_number - 1, updates)
+
+
+def time_to_turn(router: str, peers: Iterable[str], turn_s: float, clock_s: float) -> float:
+    """Seconds until the router's next slot of `turn_s` seconds; 0.0 in its slot, or if it is alone."""
+    routers = sorted({router, *peers})
+    if len(routers) == 1 or not turn_s:
+        return 0.0
+    slot = math.floor(clock_s / turn_s)
+    slots_ahead = (routers.index(router) - slot) % len(routers)
+    return max(0.0, (slot + slots_ahead) * turn_s - clock_s)

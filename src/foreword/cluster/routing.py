@@ -21,7 +21,7 @@ average, waits t longer. Who comes next to the new copy shares it, so the reques
                                                everybody asks for (demand.py)
 
 What it has to compute is the rest of the prompt. Of a linked prompt it is the rest that is not copied, and what the
-replica lacks of the sources (sources.py), which it will have, too; there p is 1.
+replica lacks of the sources (holders.py), which it will have, too; there p is 1.
 
 Whatever the cost chooses has the least, so for every other replica j: backlog - backlog(j) <= (1 + q) * (the prefill
 seconds that the hit saves against j) + (price and decode seconds of j - its own). A request never queues longer for its
@@ -42,15 +42,13 @@ from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingReque
 from foreword.cluster.demand import Demand, PromptNode, lost_shares
 from foreword.cluster.explain import DecisionLog
 from foreword.cluster.follower import EventBatch, Follower
-from foreword.cluster.holders import HolderIndex, Key
+from foreword.cluster.holders import HolderIndex, Key, SourceHits
 from foreword.cluster.loads import Loads, Work
 from foreword.cluster.mirror import ReplicaMirror
 from foreword.cluster.options import ReplicaLoad, ReplicaSpec, RoutingCounts, RoutingOptions
-from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad
+from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad, time_to_turn
 from foreword.cluster.reuse_ages import FloatArray, ReuseAges
 from foreword.cluster.ring import HashRing
-from foreword.cluster.sources import SourceHits
-from foreword.cluster.turns import time_to_turn
 from foreword.errors import ConfigError, NoReplicaError
 
 MAX_WAIT_SHARE = 0.01

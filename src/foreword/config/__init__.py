@@ -25,5 +25,5 @@ from foreword.config.engine import (
     ollama_folder as ollama_folder,
     user_cache_folder as user_cache_folder,
 )
-from foreword.config.events import EventsConfig as EventsConfig
+from foreword.config.engine import EventsConfig as EventsConfig
 from foreword.config.user_file import UserFile as UserFile

@@ -14,7 +14,9 @@ from foreword.config.engine import (
     AdmissionName,
     DraftTokens,
     Dtype,
+    EncodingName,
     EvictionName,
+    HashesName,
     HashName,
     IndexName,
     KernelName,
@@ -22,7 +24,6 @@ from foreword.config.engine import (
     WeightArithmetic,
     engine_options,
 )
-from foreword.config.events import EncodingName, HashesName
 
 
 class ModelKeywords(TypedDict, total=False):
@@ -105,7 +106,7 @@ class SchedulerKeywords(TypedDict, total=False):
 
 
 class EventsKeywords(TypedDict, total=False):
-    """Fields of `foreword.config.events.EventsConfig`."""
+    """Fields of `foreword.config.engine.EventsConfig`."""
 
     kv_events: str | None
     kv_events_replay: str | None

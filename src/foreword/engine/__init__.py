@@ -1,12 +1,10 @@
 """The engine: requests in, steps, outputs."""
 
-from foreword.engine.cache_report import CacheReport
 from foreword.engine.engine import Engine
 from foreword.engine.prompt import BREAKPOINT, RESOURCE, BlockKeys, Keep, Mark, ModelLimits, Prompt, TextTools
-from foreword.engine.simulated import SimulatedScheduler
-from foreword.engine.snapshot import Snapshot
-from foreword.engine.tiering.below import OtherIdentity
-from foreword.engine.tiering.director import TierDirector, TierReport, TiersReport
+from foreword.engine.scheduler import SimulatedScheduler
+from foreword.engine.snapshot import CacheReport, Snapshot
+from foreword.engine.tiering.director import OtherIdentity, TierDirector, TierReport, TiersReport
 
 __all__ = [
     "BREAKPOINT",

@@ -37,7 +37,7 @@ from foreword.cache import (
     TokenSequence,
 )
 from foreword.config import DraftTokens, SchedulerConfig
-from foreword.engine.drafts.choose import choose_drafting
+from foreword.engine.drafts.drafting import choose_drafting
 from foreword.engine.drafts.gain import StepTimes
 from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.keeper import Keeper
@@ -51,8 +51,7 @@ from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import LinkedRun, Request, RequestOutput, SamplingParams
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.identity import CacheIdentity
-from foreword.tiers.prefix_file.manifest import ExportReport, Facts, ImportReport, UnsoundFileError, why_foreign
-from foreword.tiers.prefix_file.read import PrefixFile
+from foreword.tiers.prefix_file import ExportReport, Facts, ImportReport, PrefixFile, UnsoundFileError, why_foreign
 
 
 class Engine:

@@ -41,7 +41,7 @@ from foreword.cache import (
     SinkFullSpec,
     SlidingWindowSpec,
 )
-from foreword.config.events import EventsConfig
+from foreword.config.engine import EventsConfig
 from foreword.errors import ConfigError
 from foreword.events.wire import (
     REPLAY_END,

@@ -1,11 +1,11 @@
 """Requests: sampling parameters, requests, outputs, and the tokens that a request allows."""
 
-from foreword.request.adapter import Adapter as Adapter
-from foreword.request.adapter import LoRARequest as LoRARequest
+from foreword.request.request import Adapter as Adapter
+from foreword.request.request import LoRARequest as LoRARequest
 from foreword.request.links import LinkedRun as LinkedRun, LinkReport as LinkReport, Links as Links
-from foreword.request.picture import Picture as Picture, PlacedPicture as PlacedPicture
-from foreword.request.reply import Reply as Reply
-from foreword.request.reply import ToolCall as ToolCall
+from foreword.request.request import Picture as Picture, PlacedPicture as PlacedPicture
+from foreword.request.request import Reply as Reply
+from foreword.request.request import ToolCall as ToolCall
 from foreword.request.request import (
     FACTS as FACTS,
     NO_REPORT as NO_REPORT,

@@ -6,17 +6,13 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
-from foreword.request.adapter import Adapter
-from foreword.request.distinct import DistinctTokens
 from foreword.request.links import LinkReport, Links
-from foreword.request.picture import PlacedPicture
-from foreword.request.reply import Reply
 from foreword.request.sampling_params import ForkingConstraint
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
@@ -24,18 +20,14 @@ from foreword.request.token_limits import BoolArray, TokenLimits
 
 FinishReason = Literal["stop", "length", "abort", "content_filter"]
 """`content_filter`: the answer ended because its request allowed no token at all."""
-
 NOTHING_ALLOWED = (
     "no token was allowed here: the grammar asks for what bad_words, allowed_token_ids or logit_bias forbid, or it "
     "gave up"
 )
 """Why an answer ended with `content_filter`."""
-
-
 NO_ROW = -1
 NO_REPORT = np.iinfo(np.int64).max
 """In place of a position: the request reports no log probabilities of prompt tokens."""
-
 FACTS = np.dtype(
     [
         ("num_prompt_tokens", np.int64),
@@ -60,6 +52,107 @@ FACTS = np.dtype(
 """Constant facts of a request as a record, so that a step reads those of all requests in one operation."""
 FactRows = npt.NDArray[np.void]
 """Records of FACTS."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The adapter that a request asks for, with vLLM's fields. Cached KV belongs to its content, not to its name."""
+
+    lora_name: str
+    """For people: what a server calls it."""
+    lora_int_id: int = 0
+    """Of no use here; vLLM keeps adapters apart by it."""
+    lora_path: str = ""
+    """Folder that PEFT's `save_pretrained` wrote."""
+    load_inplace: bool = False
+    """Of no use here: a folder whose files have changed is read again in any case."""
+
+
+class Adapter(Protocol):
+    """An adapter that is loaded. A request keeps it alive until it ends."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of its content, which is part of block keys."""
+
+    def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
+        """The index of the first token of a prompt that it computes; None: none, nor of the answer."""
+
+
+class Picture(Protocol):
+    """A picture that was read and checked. A request keeps it alive until it ends."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of its pixels, its size and how it is prepared, which is part of block keys."""
+
+    @property
+    def shape(self) -> Any:
+        """How it is cut for the encoder; its family of models knows the form."""
+
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """Its pixels, [height, width, 3]: decoded anew at each call, so that waiting pictures take no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPicture:
+    """A picture in a prompt."""
+
+    picture: Picture
+    places: npt.NDArray[np.int32]
+    """[rows]: the index of the token that each row of its encoding replaces, ascending."""
+
+    @property
+    def offset(self) -> int:
+        """The index of the first of these tokens."""
+        return int(self.places[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens from the first of them to the last."""
+        return int(self.places[-1]) + 1 - self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that the model made."""
+
+    name: str
+    arguments: str
+    """JSON text; the beginning of one if the call is not complete."""
+    is_complete: bool = True
+    """Whether the model wrote the call to its end."""
+    id: str | None = None
+    """The id that the model gave it, in families whose calls have one."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """The parts of one continuation of a conversation; they grow with its text."""
+
+    content: str = ""
+    """Text for the reader of the answer."""
+    reasoning: str = ""
+    """What the model thought before it answered."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+class DistinctTokens:
+    """Reads one text, to which tokens are appended."""
+
+    def __init__(self) -> None:
+        self._ids: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._num_read = 0
+
+    def of(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """The distinct ones of all tokens, ascending. `token_ids` begin with those of the call before."""
+        if len(token_ids) > self._num_read:
+            new = np.unique(token_ids[self._num_read :]).astype(np.int64)
+            places = self._ids.searchsorted(new)
+            is_new = np.append(self._ids, -1)[places] != new  # beyond the end stands no token
+            self._ids = np.insert(self._ids, places[is_new], new[is_new])
+            self._num_read = len(token_ids)
+        return self._ids
 
 
 def named_record(dtype: np.dtype[np.void], **values: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.json_pieces import to_long_json
-from foreword.text.picture_marks import pictures_of
+from foreword.text.conversation import pictures_of
 
 Messages = list[dict[str, Any]]
 

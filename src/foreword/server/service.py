@@ -54,8 +54,7 @@ from foreword.server.resources.schemas import KeptSchemas
 from foreword.server.resources.store import CachedContents
 from foreword.server.template_check import check_template, log_template
 from foreword.text import Tokenizer
-from foreword.text.picture_marks import pictures_of
-from foreword.text.places import Place
+from foreword.text.conversation import Place, pictures_of
 from foreword.text.template_probe import TemplateReport
 
 logger = logging.getLogger(__name__)

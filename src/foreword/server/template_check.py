@@ -22,8 +22,8 @@ from foreword.cache import common_length
 from foreword.errors import ForewordError
 from foreword.server.observe.explanations import NUM_CONTEXT_TOKENS, TokenIds, text_of
 from foreword.text import Tokenizer
+from foreword.text.template_form import written_calls
 from foreword.text.template_probe import TemplateReport
-from foreword.text.written_calls import written_calls
 
 logger = logging.getLogger(__name__)
 

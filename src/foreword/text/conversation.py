@@ -1,17 +1,72 @@
-"""Conversations: messages from users in one plain form, and the keywords of `LLM.chat(...)`.
-
-Knows roles, text parts and tool calls; knows no templates, which may want another form (`template_form.py`).
-"""
+"""Conversations: messages from users in one plain form, and the keywords of `LLM.chat(...)`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, NoReturn, TypedDict
 
 from foreword.errors import InvalidRequestError
-from foreword.text.picture_marks import joined
+
+MARK = f"\x02picture {secrets.token_hex(16)}\x03"
+"""Stands for a picture. No client can guess it, so a text with it has a picture there."""
+PICTURES = "\x02pictures"
+"""The field of a plain message that has the files of its pictures, in the order of their marks; no caller has one."""
+OTHER_TOOL = {"type": "function", "function": {"name": "\x01", "description": "\x01", "parameters": {}}}
+
+
+def joined(texts: Sequence[str], between: str) -> str:
+    """Texts with something between them, but next to pictures."""
+    if MARK not in texts:
+        return between.join(texts)
+    whole = ""
+    for text in texts:
+        whole += text if not whole or text == MARK or whole.endswith(MARK) else between + text
+    return whole
+
+
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The files of all pictures of a conversation, in the order of their marks."""
+    return [file for message in messages for file in message.get(PICTURES, ())]
+
+
+def pictures_in_order(
+    messages: Sequence[Mapping[str, Any]], write: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> list[Any]:
+    """The files of all pictures in the order that `write` gives to their marks: it may move messages and texts."""
+    files, numbers = pictures_of(messages), count()
+    if (num_marks := sum(str(one["content"]).count(MARK) for one in messages)) != len(files):
+        raise InvalidRequestError(f"the messages have {len(files)} pictures, but {num_marks} places for them")
+    numbered = [
+        {**one, "content": re.sub(MARK, lambda mark: f"{mark[0]}{next(numbers)};", one["content"])} for one in messages
+    ]
+    contents = [message.get("content") or "" for message in write(numbered)]
+    texts = [one if isinstance(one, str) else "".join(part.get("text", "") for part in one) for one in contents]
+    return [files[int(number)] for number in re.findall(rf"{MARK}(\d+);", "".join(texts))]
+
+
+def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a conversation with pictures for a template: contents with marks become lists of parts."""
+    return [_in_parts({key: value for key, value in message.items() if key != PICTURES}) for message in messages]
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content, parts = message.get("content"), list[dict[str, Any]]()
+    if content is None or (isinstance(content, str) and MARK not in content):
+        return message
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part.get("type") != "text":
+            parts.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(MARK)):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -129,3 +184,61 @@ def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:
     if isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidRequestError(f"tools={tools!r:.60} is not a list of tools in OpenAI's form")
     return {**inputs, "tools": [dict(tool) for tool in tools]}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The end of a part of a conversation."""
+
+    message: int | None
+    """Index of the message; None: the part is the beginning of the tools."""
+    size: int | None = None
+    """Length of the part: characters of the message's content, or number of tools; None: the whole message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template renders."""
+
+    messages: Sequence[Mapping[str, Any]]
+    inputs: Mapping[str, Any]
+    """The template's inputs besides the messages."""
+    is_open: bool = True
+    """Whether the prompt goes on after the last message, as where an answer begins."""
+
+    def differing_after(self, place: Place) -> Conversation:
+        """A conversation like this one up to a place, and different right after it."""
+        if place.message is None:
+            tools = [*self.inputs.get("tools", ())[: place.size], OTHER_TOOL]
+            return Conversation(self.messages, {**self.inputs, "tools": tools}, self.is_open)
+        at = place.message
+        if place.size is None:
+            at += 1
+            if at == len(self.messages):
+                return Conversation(self.messages, self.inputs, is_open=False)
+            changed = {name: self.messages[at][name] for name in self.messages[at] if name not in _SAID_BESIDE}
+            changed["content"] = _other(self.messages[at]["content"])
+        else:
+            content = self.messages[at]["content"]
+            changed = {**self.messages[at], "content": content[: place.size] + _other(content[place.size :])}
+        return Conversation([*self.messages[:at], changed, *self.messages[at + 1 :]], self.inputs, self.is_open)
+
+
+_SAID_BESIDE = ("tool_calls", "reasoning_content")
+
+
+def _other(text: str) -> str:
+    """A text that differs from the first character on."""
+    return "\x02" if text.startswith("\x01") else "\x01"
+
+
+def common_beginning(text: Sequence[Any], other: Sequence[Any]) -> int:
+    """The number of items that two texts, or lists, begin with in common. Compares each about twice."""
+    known, most = 0, min(len(text), len(other))
+    while known < most:
+        middle = (known + most + 1) // 2
+        if text[known:middle] == other[known:middle]:
+            known = middle
+        else:
+            most = middle - 1
+    return known

@@ -7,22 +7,22 @@ is a miss, with a reason.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.ticket import Ticket
+from foreword.tiers.ticket import Outcome, Ticket
 
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
-
 BoolArray = npt.NDArray[np.bool_]
 KeyArray = npt.NDArray[np.uint8]
 """Block keys, [blocks, 32]."""
-
 EXACT = 1
 """Flag of a block: its bits are those that any order of computation gives."""
 PINNED = 2
@@ -264,3 +264,38 @@ def joined_keys(batches: Iterable[BlockKeys]) -> BlockKeys:
         np.concatenate([batch.group_ids for batch in listed]),
         np.concatenate([batch.keys for batch in listed]),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class TierCounts:
+    """Counts under a lock. Any thread may call any method."""
+
+    stats: TierStats = field(default_factory=TierStats)
+    stats_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, **amounts: int) -> None:
+        """Add to counts of `stats`."""
+        with self.stats_lock:
+            for name, amount in amounts.items():
+                setattr(self.stats, name, getattr(self.stats, name) + amount)
+
+    def count_load(self, outcomes: npt.NDArray[np.uint8]) -> None:
+        """Count what a load did not give."""
+        self._count_rest(self.stats.not_loaded, outcomes)
+
+    def count_store(self, outcomes: npt.NDArray[np.uint8]) -> None:
+        """Count what a store dropped."""
+        self._count_rest(self.stats.not_stored, outcomes)
+
+    def copy_of_stats(self) -> TierStats:
+        """The counts as they are now."""
+        with self.stats_lock:
+            stats = self.stats
+            return replace(stats, not_loaded=dict(stats.not_loaded), not_stored=dict(stats.not_stored))
+
+    def _count_rest(self, counts: dict[str, int], outcomes: npt.NDArray[np.uint8]) -> None:
+        with self.stats_lock:
+            for value, count in Counter(outcomes.tolist()).items():
+                if value not in (Outcome.DONE, Outcome.PRESENT):
+                    name = Outcome(value).name.lower()
+                    counts[name] = counts.get(name, 0) + count

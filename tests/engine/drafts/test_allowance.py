@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreword.engine.drafts.allowance import Allowance
+from foreword.engine.drafts.gain import Allowance
 
 STEP_S, NUM_REQUESTS, WINDOW_S = 0.012, 16, 5.0
 

@@ -10,8 +10,7 @@ import pytest
 
 from foreword.cache import ExtraKeys, KVCacheManager, TokenSequence, make_index
 from foreword.engine.drafts.drafter import Drafter
-from foreword.engine.drafts.sources import CachedPaths, OwnText, Predicted, RecentAnswers
-from foreword.engine.drafts.suffixes import LONGEST_MATCH
+from foreword.engine.drafts.sources import LONGEST_MATCH, CachedPaths, OwnText, Predicted, RecentAnswers
 from foreword.engine.prompt import Prompt
 from foreword.errors import InvalidRequestError
 from foreword.request import Request, SamplingParams

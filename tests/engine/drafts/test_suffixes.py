@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreword.engine.drafts.suffixes import LONGEST_MATCH, MOST_PLACES, SuffixIndex
+from foreword.engine.drafts.sources import LONGEST_MATCH, MOST_PLACES, SuffixIndex
 
 
 def plain_find(text: list[int], tail: list[int], before: int) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.tiering.test_director import world_on
 from foreword.engine import BREAKPOINT, Keep, Mark, Prompt
-from foreword.engine.entry_file import EntryFile
+from foreword.engine.keeper import EntryFile
 from foreword.request import SamplingParams
 from late_tier import LateTier
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.tiering.test_director import PROMPT, output, prompt_of, world_on
 from foreword.engine import BREAKPOINT, Keep
-from foreword.engine.entry_file import EntryFile, SavedEntry
+from foreword.engine.keeper import EntryFile, SavedEntry
 from hash_runner import HashEngine
 from late_tier import LateTier
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.engine.waiting.turns import Turns
+from foreword.engine.waiting.queue import Turns
 
 
 def serve(turns: Turns, tenant: str | None, num_tokens: int) -> None:

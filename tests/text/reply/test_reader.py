@@ -12,8 +12,8 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from foreword.text.reply import Call, Reasoning, ReplyReader, Text
+from foreword.text.reply.call_bodies import JsonScanner
 from foreword.text.reply.format import _data
-from foreword.text.reply.json_scan import JsonScanner
 from text.reply.replies import CLOCK, FORMATS, NAMES, SAMPLES, TOOLS, WEATHER, read, tagged
 
 WITH_CALLS = [name for name in NAMES if SAMPLES[name].num_calls]

@@ -14,8 +14,7 @@ import pytest
 
 from foreword.errors import InvalidRequestError
 from foreword.text.reply.arguments import cast
-from foreword.text.reply.forced import Function, forced_calls
-from foreword.text.reply.unenforced import without_patterns
+from foreword.text.reply.forced import Function, forced_calls, without_patterns
 from text.reply.replies import FORMATS, SAMPLES, read
 from text.reply.test_forced import grammars, tokenizer, walk
 

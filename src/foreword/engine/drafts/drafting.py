@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from foreword.batch import Entries, Int64Array, IntArray
+from foreword.cache import KVCacheManager, MambaSpec
 from foreword.config import DraftTokens
-from foreword.engine.drafts.allowance import Allowance
 from foreword.engine.drafts.drafter import Drafter, Proposal
-from foreword.engine.drafts.gain import Acceptance, Record, StepTimes, best_count, best_lengths
+from foreword.engine.drafts.gain import Acceptance, Allowance, Record, StepTimes, best_count, best_lengths
+from foreword.engine.drafts.sources import CachedPaths, OwnText, Predicted, RecentAnswers
 from foreword.request import DraftCounts, Request
 
 MOST_DRAFTED = 31
@@ -23,6 +25,7 @@ PAUSE_EVERY = 16
 """Steps that are planned ahead of known tokens before one waits for them, so that it can guess."""
 SHARE_OF_RIGHT, SHARE_OF_WRONG = 0.1, 0.01
 """Shares of a step's time for guesses about requests whose last guess was right, and wrong."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -245,3 +248,29 @@ class Drafting:
         self._known.pop(request, None)
         for drafter in self._drafters:
             drafter.leave(request)
+
+
+def choose_drafting(
+    draft_tokens: DraftTokens, manager: KVCacheManager, vocab_size: int, *, launches: bool, inexactness: str | None
+) -> Drafting | None:
+    """Drafting from a request's own text, the cache, and earlier answers; None, and a line in the log, if it cannot be.
+
+    `launches`: whether the runner is one that computes while the host goes on. `inexactness`: why this machine breaks
+    the promise of equal bits, if it does: drafts would change answers there.
+    """
+    if draft_tokens == 0:
+        return None
+    reason = None
+    if any(isinstance(group, MambaSpec) for group in manager.groups):
+        reason = "its recurrent layers cannot go back behind a wrong token"
+    elif launches and draft_tokens == "auto":
+        reason = "on a GPU, steps with drafts were never timed; draft_tokens=N drafts there"
+    elif inexactness is not None and draft_tokens == "auto":
+        reason = f"results are not bit-exact here ({inexactness}); draft_tokens=N drafts all the same"
+    if reason is not None:
+        logger.info("no tokens are drafted with this model: %s", reason)
+        return None
+    drafters: list[Drafter] = [Predicted(), OwnText(), RecentAnswers()]
+    if manager.enable_prefix_caching:
+        drafters.append(CachedPaths(manager))
+    return Drafting(drafters, vocab_size, draft_tokens)

@@ -18,9 +18,15 @@ from foreword.engine.tiering.stores import cached_parts, run_of
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.run_format import RunHeader
-from foreword.tiers.prefix_file.manifest import ExportReport, Facts, ImportReport, UnsoundFileError
-from foreword.tiers.prefix_file.read import PrefixFile, store_prefix_file
-from foreword.tiers.prefix_file.write import write_prefix_file
+from foreword.tiers.prefix_file import (
+    ExportReport,
+    Facts,
+    ImportReport,
+    PrefixFile,
+    UnsoundFileError,
+    store_prefix_file,
+    write_prefix_file,
+)
 from foreword.tiers.tier import Tier
 
 Place = tuple[RunHeader, int]

@@ -20,7 +20,7 @@ from foreword.server.chats.shorten import Messages, shortened
 from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
 from foreword.server.service import Caller, ChatMark, Ending, Service, digests
 from foreword.text import Tokenizer
-from foreword.text.places import Place
+from foreword.text.conversation import Place
 from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 

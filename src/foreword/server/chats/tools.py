@@ -12,9 +12,8 @@ from typing import Any, Literal
 from foreword.server.api_errors import bad_request
 from foreword.text import Tokenizer
 from foreword.text.reply import ReplyReader
-from foreword.text.reply.forced import Function, forced_calls
+from foreword.text.reply.forced import Function, forced_calls, without_patterns
 from foreword.text.reply.turn import Turn
-from foreword.text.reply.unenforced import without_patterns
 
 Tool = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take it."""

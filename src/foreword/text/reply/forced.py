@@ -1,6 +1,6 @@
 """Forced calls: a grammar of replies that can be nothing but calls, in the form of the model's family.
 
-Knows the forms of calls, JSON schemas and llguidance's Lark. Separators are those of templates, so that a call has the
+Separators are those of templates, so that a call has the
 same tokens when the conversation comes back. Tokens that a tokenizer adds to its vocabulary are named by their ids:
 llguidance takes most of them for special, and does not spell them with letters.
 """
@@ -9,20 +9,196 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.text.reply.arguments import properties_of, required_of
+from foreword.text.reply.arguments import as_json, properties_of, required_of, variants
 from foreword.text.reply.format import BARE, ReplyFormat, family
-from foreword.text.reply.tag_values import ANY_TEXT, TagValue, tag_values
 
+_MAPS = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
+"""Keys whose members are schemas by name."""
+_VALUES = frozenset({"enum", "const", "default", "examples"})
+"""Keys whose values are no schemas."""
 MAX_FORCED_CALLS = 16
 """Most forced calls in one answer: a model that is not trained for tools would not stop."""
-
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PATTERNS = {"{number}": "/[0-9]{1,3}/", "{id}": "/[a-zA-Z0-9]{9}/"}
 """What a form leaves to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagValue:
+    """One way to write a value."""
+
+    is_text: bool
+    """Whether it is a text, and not JSON."""
+    exactly: str | None = None
+    """All of it, if that is fixed."""
+    patterns: tuple[str, ...] = ()
+    """Regular expressions that a text matches as a whole, each of them."""
+    schema: Mapping[str, Any] | None = None
+    """The JSON schema of a value that is no text and is not fixed."""
+
+    @property
+    def is_any_text(self) -> bool:
+        return self.is_text and self.exactly is None and not self.patterns
+
+
+ANY_TEXT = TagValue(is_text=True)
+
+
+def tag_values(schema: Any, root: Mapping[str, Any]) -> list[TagValue]:
+    """The ways in which a value of a schema may be written; references lead into `root`."""
+    return list(dict.fromkeys(_values(schema, root))) or [ANY_TEXT]
+
+
+def _values(schema: Any, root: Mapping[str, Any]) -> Iterator[TagValue]:
+    for one in variants(schema, root):
+        values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else None
+        if values is not None:
+            for value in values:
+                is_text = isinstance(value, str)
+                yield TagValue(is_text, exactly=value if is_text else as_json(value))
+        elif one.get("type") == "null":
+            yield TagValue(is_text=False, exactly="null")
+        elif one.get("type") == "string" or not (
+            isinstance(one.get("type"), str) or {"properties", "items"} & set(one)
+        ):
+            yield TagValue(is_text=True, patterns=tuple(_patterns(one)))
+        else:
+            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            yield TagValue(is_text=False, schema=_Frozen({**definitions, **one}))
+
+
+class _Frozen(dict[str, Any]):
+    """A schema that can be compared with others by its text."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Regular expressions for what a schema says of a text. As in JSON schema, unknown formats say nothing."""
+    if isinstance(schema.get("pattern"), str):
+        yield whole_pattern(schema["pattern"])
+    least, most = (schema.get(key) for key in ("minLength", "maxLength"))
+    if isinstance(least, int) or isinstance(most, int):
+        yield f"(?s:.{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}})"
+    if schema.get("format") in FORMATS:
+        yield FORMATS[schema["format"]]
+
+
+def whole_pattern(pattern: str) -> str:
+    """A pattern of JSON schema, which may match anywhere in a text, as one for the whole text."""
+    branches = []
+    for branch in _branches(pattern):
+        begins, ends = branch.startswith("^"), branch.endswith("$") and not branch.endswith("\\$")
+        inner = branch[1 if begins else 0 : len(branch) - ends]
+        inner = re.sub(r"\\(.)", lambda match: _ASCII.get(match[1], match[0]), inner, flags=re.DOTALL)
+        branches.append(f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}")
+    return "|".join(branches)
+
+
+_ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
+"""JSON schema's classes of characters, which have none beyond ASCII."""
+
+
+def _branches(pattern: str) -> list[str]:
+    """The parts of a pattern between bars that stand in no group and no class."""
+    depth, in_class, begin, found = 0, False, 0, []
+    for match in re.finditer(r"\\.|[\[\]()|]", pattern, flags=re.DOTALL):
+        mark = match[0]
+        if mark == "[":
+            in_class = True
+        elif mark == "]":
+            in_class = False
+        elif not in_class and mark in "()":
+            depth += 1 if mark == "(" else -1
+        elif not in_class and mark == "|" and depth == 0:
+            found.append(pattern[begin : match.start()])
+            begin = match.end()
+    return [*found, pattern[begin:]]
+
+
+_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = (
+    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    f"|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+)
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = "[0-9A-Za-z]([0-9A-Za-z-]{0,61}[0-9A-Za-z])?"
+_HOST = f"{_LABEL}(\\.{_LABEL}){{0,8}}"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_GROUP = "[0-9A-Fa-f]{1,4}"
+_IPV6 = "|".join(
+    [f"({_GROUP}:){{7}}{_GROUP}", "::", f"({_GROUP}:){{1,7}}:", f":(:{_GROUP}){{1,7}}"]
+    + [f"({_GROUP}:){{1,{before}}}(:{_GROUP}){{1,{7 - before}}}" for before in range(1, 7)]
+)
+FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": (
+        "P([0-9]+W|([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)(T_)?|T_)".replace(
+            "T_", "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+        )
+    ),
+    "email": f"[0-9A-Za-z_+-]+(\\.[0-9A-Za-z_+-]+)*@{_LABEL}(\\.{_LABEL}){{1,8}}",
+    "hostname": _HOST,
+    "ipv4": f"({_BYTE}\\.){{3}}{_BYTE}",
+    "ipv6": _IPV6,
+    "uuid": "[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
+    "uri": f"[A-Za-z][0-9A-Za-z+.-]*://{_HOST}(:[0-9]{{1,5}})?(/[0-9A-Za-z._~!$&'()*+,;=:@/?%-]*)?",
+}
+"""Regular expressions for formats of JSON schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unenforced:
+    """A pattern that was left out of a schema."""
+
+    place: str
+    """Where it stands: `$.properties.email.pattern`."""
+    pattern: str
+
+
+def without_patterns(
+    schema: Any, can_follow: Callable[[str], bool], place: str = "$"
+) -> tuple[Any, tuple[Unenforced, ...]]:
+    """The schema without the patterns that cannot be followed, and these.
+
+    A member that only such a pattern of names allows is allowed without it: what is left takes more, never less.
+    """
+    if isinstance(schema, list):
+        parts = [without_patterns(one, can_follow, f"{place}[{at}]") for at, one in enumerate(schema)]
+        return [part for part, _ in parts], tuple(one for _, left_out in parts for one in left_out)
+    if not isinstance(schema, Mapping):
+        return schema, ()
+    kept: dict[str, Any] = {}
+    found: list[Unenforced] = []
+    for key, value in schema.items():
+        where = f"{place}.{key}"
+        if key == "pattern" and isinstance(value, str) and not can_follow(whole_pattern(value)):
+            found.append(Unenforced(where, value))
+        elif key in _MAPS and isinstance(value, Mapping):
+            names = {name for name in value if key == "patternProperties" and not can_follow(whole_pattern(name))}
+            found += [Unenforced(where, name) for name in names]
+            members = {
+                name: without_patterns(one, can_follow, f"{where}.{name}")
+                for name, one in value.items()
+                if name not in names
+            }
+            kept[key] = {name: part for name, (part, _) in members.items()}
+            found += [one for _, left_out in members.values() for one in left_out]
+            if names:
+                kept["additionalProperties"] = True
+        elif key not in _VALUES and not (key == "additionalProperties" and key in kept):
+            kept[key], left_out = without_patterns(value, can_follow, where)
+            found += left_out
+        else:
+            kept.setdefault(key, value)
+    return kept, tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

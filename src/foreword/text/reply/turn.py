@@ -3,19 +3,154 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
+from foreword.text.reply.format import ThinkingMarks
 from foreword.text.reply.reader import ReplyReader
-from foreword.text.reply.thinking import Constraint, Spelling, ThinkingLimit
 
 if TYPE_CHECKING:
-    from foreword.text.reply.format import ThinkingMarks
     from foreword.text.tokenizer import Tokenizer
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Constraint(Protocol):
+    """Decides which tokens may come next."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> BoolArray: ...
+
+
+@runtime_checkable
+class Forking(Constraint, Protocol):
+    """A constraint that can look ahead."""
+
+    def fork(self) -> Constraint | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A tokenizer, as a limit needs it."""
+
+    vocab_size: int
+    end_token_ids: Collection[int]
+    encode: Callable[[str], Sequence[int]]
+    """Tokens of a text that may have markers."""
+    open_stream: Callable[[], Callable[[int], str]]
+    """Opens a stream that turns tokens into text, markers included."""
+
+
+class ThinkingLimit:
+    """The tokens that may come in one reply: any while the model thinks, then those of the answer's constraint.
+
+    After `budget` tokens of thinking it allows only the tokens that end the thinking. A model that has not begun to
+    think when its answer is constrained answers at once.
+    """
+
+    def __init__(
+        self,
+        marks: ThinkingMarks,
+        spelling: Spelling,
+        *,
+        is_open: bool,
+        budget: int | None = None,
+        answer: Constraint | None = None,
+        is_call: bool = False,
+    ) -> None:
+        """`is_open`: whether the prompt began to think; `answer`: what rules after it; `is_call`: it forces calls."""
+        self._marks, self._spelling, self._budget, self._answer = marks, spelling, budget, answer
+        self._lead = marks.after_call if is_call and marks.after_call is not None else marks.after
+        self._push = spelling.open_stream()
+        self._state = "thinking" if is_open else "before"
+        self._tail = ""
+        """The end of the text of the present state, in which its marker is looked for."""
+        self._num_thought = 0
+        self._forced: list[int] = []
+        """Tokens that must come next."""
+        self._num_read = 0
+        self._answered: list[int] = []
+        """The tokens of the answer, for its constraint."""
+        self._all = np.ones(spelling.vocab_size, np.bool_)
+        if not is_open and answer is not None:
+            if marks.is_expected:
+                self._force(marks.opens, "thinking")
+            else:
+                self._state = "answer"
+
+    def allowed(self, output_token_ids: Sequence[int]) -> BoolArray:
+        """Mask over the vocabulary, from all tokens of the answer so far."""
+        new, self._num_read = output_token_ids[self._num_read :], len(output_token_ids)
+        for token_id in new:
+            self._read(int(token_id))
+        if (
+            self._state == "thinking"
+            and not self._forced
+            and self._budget is not None
+            and self._num_thought >= self._budget
+        ):
+            self._force(self._marks.before + self._marks.closes + self._lead, "answer")
+        if self._forced:
+            mask = np.zeros_like(self._all)
+            mask[self._forced[0]] = True
+            return mask
+        if self._state == "answer" and self._answer is not None:
+            return self._answer.allowed(self._answered)
+        mask = self._all.copy()
+        if self._state != "answer" and self._answer is not None:
+            mask[list(self._spelling.end_token_ids)] = False  # the answer is still to come
+        return mask
+
+    def fork(self) -> ThinkingLimit | None:
+        """A limit at the same place, which goes its own way; None before the answer, or if its constraint has none."""
+        if self._state != "answer" or self._forced:
+            return None
+        answer = self._answer.fork() if isinstance(self._answer, Forking) else None
+        if answer is None and self._answer is not None:
+            return None
+        forked = copy(self)
+        forked._answer, forked._answered, forked._forced = answer, self._answered.copy(), []
+        forked._push = _read_no_text
+        return forked
+
+    def _force(self, text: str, then: str) -> None:
+        self._forced, self._state, self._tail = list(self._spelling.encode(text)), then, ""
+
+    def _read(self, token_id: int) -> None:
+        text = self._push(token_id)
+        if self._forced:
+            self._forced.pop(0)
+        elif self._state == "answer":
+            self._answered.append(token_id)
+        elif self._state == "before":
+            self._tail += text
+            begun = self._tail.lstrip()
+            if begun.startswith(self._marks.opens):
+                self._state, self._tail = "thinking", ""
+            elif not self._marks.opens.startswith(begun):
+                self._state = "answer"
+        else:
+            self._num_thought += 1
+            self._tail += text
+            _, closes, after = self._tail.partition(self._marks.closes)
+            if closes:
+                self._end(after)
+            self._tail = self._tail[-len(self._marks.closes) :]
+
+    def _end(self, after: str) -> None:
+        """Thinking has ended by itself. What templates write before the answer may have begun in the same token."""
+        self._state = "answer"
+        if self._answer is not None and self._lead.startswith(after) and self._lead != after:
+            self._force(self._lead[len(after) :], "answer")
+
+
+def _read_no_text(token_id: int) -> str:
+    """In place of a stream, where no marker is looked for any more."""
+    return ""
 
 
 class Turn:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.disk.block_places import Places
 from foreword.tiers.disk.files import close_quietly
 from foreword.tiers.disk.run_format import RunHeader
-from foreword.tiers.disk.segments import Damage, Segment, scan_runs
+from foreword.tiers.disk.segments import Damage, Places, Segment, scan_runs
 from foreword.tiers.disk.state import DiskState
 from foreword.tiers.tier import PINNED
 

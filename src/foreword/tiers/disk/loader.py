@@ -2,29 +2,236 @@
 
 While its thread verifies and copies what was read, a second one reads the next piece. The caller's memory sees verified
 bytes only.
+
+Reading ahead: blocks' bytes from segments, in few large reads, one read ahead of whoever works on them.
+
+Neighbours in a segment are read together. Reads end where 2 MiB of the file end, wherever blocks do: past the page
+cache, a read that ends within a large page of the cache throws that page away and the next read fetches it again.
+
+    file      |........|........|........|      every 2 MiB
+    blocks       | 0 | 1 | 2 | 3 | 4 | 5 |
+    pieces       ^=====^=================^      block 1 belongs to the second piece, which gets its begin as `carry`
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.tiers.cipher import block_name
-from foreword.tiers.disk.block_places import Places
-from foreword.tiers.disk.read_ahead import Content, Piece, ReadAhead
+from foreword.tiers.disk.files import close_quietly, read_fully
 from foreword.tiers.disk.run_format import PAGE, block_checksum, padded
+from foreword.tiers.disk.segments import Places
 from foreword.tiers.disk.state import DiskState, is_forgotten
 from foreword.tiers.load_rate import LoadRate
+from foreword.tiers.rare_warning import RareWarning
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
 
 logger = logging.getLogger(__name__)
+ALIGNED_BYTES = 2 << 20
+MAX_GAP_PAGES = 32
+"""Pages between two blocks that are cheaper to read than to skip; a run's header lies between runs."""
+NOTHING = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One read, and the blocks that end in it."""
+
+    segment_id: int
+    offset: int
+    num_bytes: int
+    carry_bytes: int
+    """Bytes before `offset` that its first block needs, which are the last ones of the piece before it."""
+    indices: list[int]
+    """Of its blocks among the places."""
+    is_last: bool
+    """Of its neighbours in the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What came of reading a piece."""
+
+    offset: int
+    """Of `data` in the segment: the piece's, less what was carried over."""
+    data: memoryview
+    """As far as the file goes; valid until the next piece is asked for."""
+    error: Outcome | None
+    """Why nothing, or not all, was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Blocks that lie near each other."""
+
+    segment_id: int
+    begin: int
+    end: int
+    """Bytes in the segment."""
+    blocks: list[tuple[int, int, int]]
+    """Index, begin and end of each."""
+
+
+def extents_of(places: Places, indices: npt.NDArray[np.int64]) -> Iterator[Extent]:
+    """The blocks at these places, in order, as extents."""
+    blocks: list[tuple[int, int, int]] = []
+    segment, last_end = -1, 0
+    for index in indices.tolist():
+        begin = int(places.pages[index]) * PAGE
+        end = begin + padded(int(places.stored_bytes[index]))
+        near = segment == places.segments[index] and last_end <= begin <= last_end + MAX_GAP_PAGES * PAGE
+        if blocks and not near:
+            yield Extent(segment, blocks[0][1], last_end, blocks)
+            blocks = []
+        segment, last_end = int(places.segments[index]), end
+        blocks.append((index, begin, end))
+    if blocks:
+        yield Extent(segment, blocks[0][1], last_end, blocks)
+
+
+def pieces_of(extent: Extent, max_bytes: int) -> Iterator[Piece]:
+    """The reads of an extent, each of at most `max_bytes`, or of two blocks if these are longer."""
+    longest = max(end - begin for _, begin, end in extent.blocks)
+    step = max(max_bytes, 2 * longest, ALIGNED_BYTES) // ALIGNED_BYTES * ALIGNED_BYTES
+    step = max(step, 2 * longest)
+    offset, following = extent.begin, 0
+    while offset < extent.end:
+        stop = min(extent.end, offset + step)
+        if stop < extent.end and stop // ALIGNED_BYTES * ALIGNED_BYTES > offset + longest:
+            stop = stop // ALIGNED_BYTES * ALIGNED_BYTES
+        first = following
+        while following < len(extent.blocks) and extent.blocks[following][2] <= stop:
+            following += 1
+        mine = extent.blocks[first:following]
+        carry = max(0, offset - mine[0][1]) if mine else 0
+        yield Piece(
+            extent.segment_id, offset, stop - offset, carry, [index for index, _, _ in mine], stop == extent.end
+        )
+        offset = stop
+
+
+class ReadAhead:
+    """Reads pieces in a thread of its own into two buffers. One thread at a time may call `contents`."""
+
+    def __init__(self, state: DiskState) -> None:
+        self._state = state
+        self._asked: queue.SimpleQueue[tuple[Piece, memoryview] | None] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[Content] = queue.SimpleQueue()
+        self._buffers = [np.empty(state.options.staging_bytes, np.uint8) for _ in range(2)]
+        self._file: tuple[int, int] | None = None
+        """Segment id and descriptor of the file that is open. Reads of one extent go through one descriptor, so that
+        the kernel sees that they follow each other."""
+        self._unreadable = RareWarning(logger, "a segment of the cache cannot be read: %s")
+        self._thread = threading.Thread(target=self._run, name="foreword-tier-read", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        self._asked.put(None)
+        self._thread.join(timeout_s)
+
+    def contents(self, places: Places, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Piece, Content]]:
+        """The content of the blocks at these places, piece by piece, in order."""
+        max_bytes = self._state.options.staging_bytes
+        pieces = [piece for extent in extents_of(places, indices) for piece in pieces_of(extent, max_bytes)]
+        if not pieces:
+            return
+        front = max(piece.carry_bytes for piece in pieces)
+        size = front + max(piece.num_bytes for piece in pieces)
+        for number, buffer in enumerate(self._buffers):
+            if len(buffer) < size:
+                self._buffers[number] = np.empty(size, np.uint8)
+        rooms = [buffer.data for buffer in self._buffers]
+        if len(pieces) == 1:  # one read has nothing to overlap with
+            yield pieces[0], self._read_piece(pieces[0], rooms[0])
+            return
+        waits = False
+        try:
+            before = Content(0, NOTHING, None)
+            self._asked.put((pieces[0], rooms[0][front:]))
+            waits = True
+            for number, piece in enumerate(pieces):
+                content = self._read.get()
+                waits = False
+                content = _carried_over(piece, before, content, rooms[number % 2], front)
+                if number + 1 < len(pieces):  # its buffer is that of the piece before, which is through
+                    self._asked.put((pieces[number + 1], rooms[(number + 1) % 2][front:]))
+                    waits = True
+                yield piece, content
+                before = content
+        finally:
+            if waits:
+                self._read.get()
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            self._read.put(self._read_piece(*asked))
+        self._close()
+
+    def _read_piece(self, piece: Piece, room: memoryview) -> Content:
+        """Read a piece into the begin of `room`. Raises nothing, because a thread waits for the result."""
+        error: Outcome | None = None
+        count = 0
+        try:
+            fd = self._open(piece.segment_id)
+            if fd is None:
+                error = Outcome.MISSING
+            else:
+                out = room[: piece.num_bytes]
+                count = read_fully(self._state.files, fd, out, piece.offset, uncached=self._state.leaves_cache)
+                if count < piece.num_bytes:
+                    error = Outcome.MISSING
+        except OSError as failure:
+            self._unreadable.note(failure)
+            error = Outcome.IO_ERROR
+        except Exception:
+            logger.exception("a read from disk failed unexpectedly; its blocks are computed instead")
+            error = Outcome.IO_ERROR
+        if piece.is_last or error is not None:
+            self._close()
+        return Content(piece.offset, room[:count], error)
+
+    def _open(self, segment_id: int) -> int | None:
+        """The descriptor of a segment; None if its file is gone, which takes all its blocks with it."""
+        if self._file is not None and self._file[0] == segment_id:
+            return self._file[1]
+        self._close()
+        segment = self._state.table.get(segment_id)
+        if segment is None:
+            return None
+        try:
+            fd = self._state.files.open_for_reading(segment.path)
+        except FileNotFoundError:
+            self._state.lose_segment(segment)
+            return None
+        self._file = segment_id, fd
+        return fd
+
+    def _close(self) -> None:
+        if self._file is not None:
+            close_quietly(self._state.files, self._file[1])
+            self._file = None
+
+
+def _carried_over(piece: Piece, before: Content, content: Content, room: memoryview, front: int) -> Content:
+    """The content with the bytes before it that its first block needs, copied from the piece before."""
+    carry = piece.carry_bytes
+    missing = before.offset + len(before.data) != piece.offset
+    if not carry or missing:
+        return content
+    room[front - carry : front] = before.data[-carry:]
+    return Content(content.offset - carry, room[front - carry : front + len(content.data)], content.error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
 from foreword.tiers.disk.files import close_quietly, physical_bytes
-from foreword.tiers.disk.index_snapshot import read_snapshot
 from foreword.tiers.disk.run_format import ENTRY, PAGE, RunHeader
+from foreword.tiers.disk.segment_index import read_snapshot
 from foreword.tiers.disk.segments import Damage, Segment, new_blocks, scan_runs
 from foreword.tiers.disk.state import DiskState
 from foreword.tiers.tier import BlockKeys

@@ -21,7 +21,7 @@ from foreword.tiers.disk.files import FileLayer
 from foreword.tiers.disk.segment_index import SegmentIndex
 from foreword.tiers.disk.segments import Segment, SegmentTable
 from foreword.tiers.ticket import FORGOTTEN
-from foreword.tiers.tier_counts import TierCounts
+from foreword.tiers.tier import TierCounts
 
 logger = logging.getLogger(__name__)
 

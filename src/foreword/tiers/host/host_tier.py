@@ -22,11 +22,9 @@ import numpy.typing as npt
 import xxhash
 
 from foreword.errors import ConfigError
-from foreword.tiers.job_thread import JobThread
 from foreword.tiers.load_rate import LoadRate
-from foreword.tiers.ticket import FORGOTTEN, Outcome, Ticket
-from foreword.tiers.tier import PINNED, BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
-from foreword.tiers.tier_counts import TierCounts
+from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
+from foreword.tiers.tier import PINNED, BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierCounts, TierStats
 
 MAX_QUEUED_BYTES = 1 << 30
 PATIENCE_S = 5.0

@@ -1,6 +1,8 @@
-"""What the store tier's threads share: options, server, view, breakers and counts.
+"""What the store tier's threads share: options, server, counts, a view of the blocks, and breakers.
 
-Knows which parts there are, and what a success or a failure means for all of them.
+Others write and the server evicts, so what the view knows ages. A circuit breaker is open after some failures in a row
+and then leaves the server alone for a pause, which doubles with each try that fails. The idea is Nygard's, from
+"Release It!".
 """
 
 from __future__ import annotations
@@ -9,25 +11,168 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from foreword.errors import ConfigError
 from foreword.tiers.rare_warning import RareWarning
-from foreword.tiers.store.circuit_breaker import CircuitBreaker
 from foreword.tiers.store.client import Link, Refusal, ServerGoneError, StoreServer
 from foreword.tiers.store.value import ValueFormat
-from foreword.tiers.store.view import StoreView
-from foreword.tiers.tier_counts import TierCounts
+from foreword.tiers.tier import BoolArray, TierCounts
 
+REFUSED = float("-inf")
 logger = logging.getLogger(__name__)
-
 INFO_EVERY_S = 10.0
 MOST_DIGITS = 18
 """Of a number that is believed."""
 INFO_BYTES = 64 << 10
 """Of the longest answer to INFO that is read; Valkey 9 sends 2,000."""
+
+
+class CircuitBreaker:
+    """Closed: go on. Open: leave it. Half open: one caller is trying. Any thread may call any method."""
+
+    def __init__(
+        self,
+        max_failures: int,
+        first_pause_s: float = 1.0,
+        longest_pause_s: float = 30.0,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_failures = max_failures
+        self._first_pause_s, self._longest_pause_s = first_pause_s, longest_pause_s
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._state = "closed"
+        self._failures = 0
+        self._pause_s = first_pause_s
+        self._try_at = 0.0
+        self.num_trips = 0
+        """How often it went from closed to open."""
+
+    @property
+    def state(self) -> str:
+        """`closed`, `open` or `half-open`."""
+        return self._state
+
+    @property
+    def is_closed(self) -> bool:
+        return self._state == "closed"
+
+    @property
+    def seconds_to_try(self) -> float:
+        """Until `may_try` gives the next try; 0 if it would now."""
+        return max(0.0, self._try_at - self._monotonic())
+
+    def may_try(self) -> bool:
+        """Whether the caller may go on: always if closed, else one caller after each pause."""
+        with self._lock:
+            if self._state == "closed":
+                return True
+            if self._monotonic() < self._try_at:
+                return False
+            self._state = "half-open"
+            # A caller that does not say how its try ended is not waited for.
+            self._try_at = self._monotonic() + self._pause_s
+            return True
+
+    def succeeded(self) -> bool:
+        """Close it. True if it was not closed."""
+        with self._lock:
+            was_closed = self._state == "closed"
+            self._state, self._failures, self._pause_s = "closed", 0, self._first_pause_s
+            return not was_closed
+
+    def failed(self) -> bool:
+        """Count a failure. True if it opens with this one."""
+        with self._lock:
+            if self._state == "half-open":
+                self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+                self._open()
+            elif self._state == "closed":
+                self._failures += 1
+                if self._failures >= self._max_failures:
+                    self.num_trips += 1
+                    self._open()
+                    return True
+            return False
+
+    def trip(self) -> None:
+        """Open it now."""
+        with self._lock:
+            self.num_trips += self._state == "closed"
+            self._open()
+
+    def _open(self) -> None:
+        self._state = "open"
+        self._try_at = self._monotonic() + self._pause_s
+
+
+class StoreView:
+    """Answers by name, the oldest of which go when there are too many. Any thread may call any method."""
+
+    def __init__(self, max_blocks: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._max_blocks = max_blocks
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._until: dict[bytes, float] = {}
+        """Present until that moment; if negative, absent until minus that moment. Oldest answer first."""
+
+    def __len__(self) -> int:
+        """The number of blocks that are present."""
+        with self._lock:
+            return int(np.count_nonzero(np.fromiter(self._until.values(), float) > self._monotonic()))
+
+    def look(self, names: Sequence[bytes]) -> tuple[BoolArray, BoolArray]:
+        """Which blocks are present, and of which nothing is known, [blocks] each."""
+        until, now = self._moments(names), self._monotonic()
+        return until > now, (until <= now) & (until >= -now)
+
+    def is_refused(self, names: Sequence[bytes]) -> BoolArray:
+        """Which blocks are not to be found until we store them again, [blocks]."""
+        refused: BoolArray = self._moments(names) == REFUSED
+        return refused
+
+    def note_stored(self, names: Iterable[bytes], seconds: float) -> None:
+        """We have stored these; that is also the end of a refusal."""
+        self._note(names, self._monotonic() + seconds, keep_refused=False)
+
+    def note_present(self, names: Iterable[bytes], seconds: float) -> None:
+        """The server has these; those that we refuse stay refused."""
+        self._note(names, self._monotonic() + seconds, keep_refused=True)
+
+    def note_absent(self, names: Iterable[bytes], seconds: float) -> None:
+        """The server does not have these, or could not give them."""
+        self._note(names, -self._monotonic() - seconds, keep_refused=True)
+
+    def note_answers(self, names: Sequence[bytes], here: BoolArray, present_s: float, absent_s: float) -> None:
+        """The server has said which of these blocks it has. What was learnt while it answered counts more."""
+        _, unknown = self.look(names)
+        self.note_present([names[at] for at in np.flatnonzero(unknown & here).tolist()], present_s)
+        self.note_absent([names[at] for at in np.flatnonzero(unknown & ~here).tolist()], absent_s)
+
+    def refuse(self, names: Iterable[bytes]) -> None:
+        """Do not find these until we have stored them again, whatever the server has."""
+        self._note(names, REFUSED, keep_refused=True)
+
+    def _moments(self, names: Sequence[bytes]) -> npt.NDArray[np.float64]:
+        with self._lock:
+            return np.fromiter((self._until.get(name, 0.0) for name in names), float, len(names))
+
+    def _note(self, names: Iterable[bytes], until: float, *, keep_refused: bool) -> None:
+        with self._lock:
+            for name in names:
+                if self._until.pop(name, 0.0) == REFUSED and keep_refused:
+                    self._until[name] = REFUSED
+                else:
+                    self._until[name] = until
+            while len(self._until) > self._max_blocks:
+                del self._until[next(iter(self._until))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The store tier: blocks in a Valkey or Redis server, shared by all machines that have the same model.
 
-Knows what its three threads do for questions, loads and stores; they share one `StoreState`. Each has a connection.
+Each has a connection.
 
     probe, lookup -> asking thread ── answers ──> view <── what was loaded or stored ── load and store ── storing thread
                         └ EXISTS; a try when the breaker is half open                       └ loading thread
@@ -21,27 +21,354 @@ allkeys-lfu`, `save ""`, `appendonly no`.
 from __future__ import annotations
 
 import logging
+import math
+import time
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from foreword.errors import ConfigError
 from foreword.tiers.cipher import read_secret
-from foreword.tiers.store.ask import StoreAsker
-from foreword.tiers.store.circuit_breaker import CircuitBreaker
-from foreword.tiers.store.client import StoreServer
-from foreword.tiers.store.load import StoreLoader
-from foreword.tiers.store.state import StoreOptions, StoreState
-from foreword.tiers.store.value import ValueFormat, names_of
-from foreword.tiers.store.view import StoreView
-from foreword.tiers.store.write import StoreWriter
-from foreword.tiers.ticket import Ticket
+from foreword.tiers.load_rate import LoadRate
+from foreword.tiers.rare_warning import RareWarning
+from foreword.tiers.store.client import Link, Refusal, Reply, ServerGoneError, ServerRefusedError, StoreServer
+from foreword.tiers.store.state import CircuitBreaker, StoreOptions, StoreState, StoreView
+from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, names_of, server_key
+from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
 
 logger = logging.getLogger(__name__)
-
+AT_ONCE = 64
+"""Blocks in one EXISTS, which counts them: most often all or none are there."""
 PATIENCE_S = 5.0
 """How long `close` waits for a thread that is in the middle of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which of these blocks are there? The ticket's block `at[i]` is `names[i]`; nobody may wait for it."""
+
+    names: list[bytes]
+    ticket: Ticket
+    at: list[int]
+
+
+class StoreAsker:
+    """Questions in the order in which they came. `greet` is the first, by the thread that makes the tier."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self.link = state.server.link()
+        self.thread: JobThread[Question] = JobThread(
+            "foreword-store-ask", self._ask, state.options.max_asked, self._try_again
+        )
+        self._asked: set[bytes] = set()
+        """Blocks that were asked for without a ticket and have no answer yet."""
+
+    def probe(self, names: list[bytes], deadline_s: float, on_done: DoneCallback | None) -> Ticket:
+        """PRESENT or MISSING for each block, from memory where the answer is known."""
+        ticket = Ticket(len(names), deadline_s=deadline_s, on_done=on_done)
+        if not self._state.closing.is_set() and self._state.breaker.is_closed:
+            present, unknown = self._state.view.look(names)
+            ticket.settle(np.flatnonzero(present), Outcome.PRESENT)
+            ticket.settle(np.flatnonzero(~present & ~unknown), Outcome.MISSING)
+            at = np.flatnonzero(unknown).tolist()
+            if at:
+                self.thread.add(Question([names[index] for index in at], ticket, at), len(at))
+                return ticket
+        ticket.finish(Outcome.CANCELLED if self._state.closing.is_set() else Outcome.IO_ERROR)
+        return ticket
+
+    def ask(self, names: list[bytes]) -> None:
+        """Ask for blocks whose answers `StoreView` will have; no more of them than may wait."""
+        names = [name for name in names if name not in self._asked]
+        if names and self.thread.amount + len(names) <= self._state.options.max_asked:
+            self._asked.update(names)
+            ticket = Ticket(0, before_done=lambda _: self._asked.difference_update(names))
+            self.thread.add(Question(names, ticket, []), len(names))
+
+    def greet(self) -> None:
+        """See at the start whether the server answers. Raises ConfigError if it refuses us."""
+        state = self._state
+        url = state.server.shown_url
+        try:
+            with state.session(self.link) as link:
+                exist(link, [bytes(50)])
+                state.read_memory(link)
+        except ServerRefusedError as error:
+            raise ConfigError(
+                f"the store {url!r} refuses: {error}; check user, password and database, "
+                "and give the user the rights `+exists +getrange +set +del +ping +info ~fw1:*`"
+            ) from error
+        except ServerGoneError as error:
+            state.breaker.trip()
+            logger.warning("the store %s does not answer: %s; blocks are computed until it does", url, error)
+
+    def _ask(self, question: Question) -> None:
+        state, names = self._state, question.names
+        try:
+            if not state.breaker.is_closed:
+                return
+            with state.session(self.link) as link:
+                here = exist(link, names)
+                state.read_memory(link)
+            state.view.note_answers(names, here, state.options.present_s, state.options.absent_s)
+            at = np.array(question.at, np.int64)
+            for outcome, chosen in ((Outcome.PRESENT, here), (Outcome.MISSING, ~here)):
+                question.ticket.settle(at[chosen[: len(at)]], outcome)
+        except ServerGoneError:
+            pass
+        finally:
+            question.ticket.finish(Outcome.IO_ERROR)
+
+    def _try_again(self) -> float | None:
+        """Without questions: if the breaker is open and its pause is over, try; returns when to come back."""
+        state = self._state
+        if state.breaker.is_closed:
+            return None
+        if state.breaker.may_try():
+            try:
+                with state.session(self.link) as link:
+                    link.send([("PING",)])
+                    link.reply()
+            except ServerGoneError as error:
+                logger.debug("the store %s still does not answer: %s", state.server.shown_url, error)
+        return None if state.breaker.is_closed else state.breaker.seconds_to_try
+
+
+def exist(link: Link, names: list[bytes]) -> BoolArray:
+    """Which blocks the server has, [blocks]. Raises ServerGoneError."""
+    here = np.zeros(len(names), bool)
+    keys = [server_key(name) for name in names]
+    batches = [slice(begin, begin + AT_ONCE) for begin in range(0, len(keys), AT_ONCE)]
+    link.send([("EXISTS", *keys[batch]) for batch in batches])
+    counts = [link.number() for _ in batches]
+    mixed: list[int] = []
+    for batch, count in zip(batches, counts, strict=True):
+        here[batch] = count == len(keys[batch])
+        if 0 < count < len(keys[batch]):
+            mixed += range(batch.start, batch.start + len(keys[batch]))
+    link.send([("EXISTS", keys[index]) for index in mixed])
+    for index in mixed:
+        here[index] = link.number() == 1
+    return here
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load under way."""
+
+    names: list[bytes]
+    payload_bytes: list[int]
+    sink: BlockSink
+    ticket: Ticket
+    deadline: float
+    bad: list[bytes] = field(default_factory=list)
+    """Blocks whose values will be deleted."""
+
+
+class StoreLoader:
+    """Loads in the order in which they were asked for."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self.link = state.server.link()
+        self.rate = LoadRate()
+        self._bad_values = RareWarning(logger, "the store holds a damaged or foreign value under %s; it is deleted")
+        self._undeleted = RareWarning(logger, "bad values could not be deleted from the store: %s")
+        self.thread: JobThread[Load] = JobThread("foreword-store-load", self._load, state.options.max_queued_load_bytes)
+
+    def add(
+        self,
+        names: list[bytes],
+        payload_bytes: list[int],
+        sink: BlockSink,
+        deadline_s: float,
+        on_done: DoneCallback | None,
+    ) -> Ticket:
+        """Queue a load; a full queue or an open breaker ends its ticket at once."""
+
+        def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
+            failed = np.flatnonzero(np.isin(outcomes, FORGOTTEN))
+            self._state.view.note_absent([names[at] for at in failed], self._state.options.absent_s)
+            self._state.count_load(outcomes)
+
+        ticket = Ticket(len(names), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
+        load = Load(names, payload_bytes, sink, ticket, time.monotonic() + deadline_s)
+        if self._state.breaker.is_closed or self._state.closing.is_set():
+            self.thread.add(load, sum(payload_bytes))
+        else:
+            ticket.finish(Outcome.IO_ERROR)
+        return ticket
+
+    def _load(self, load: Load) -> None:
+        if load.ticket.done or not self._state.breaker.is_closed:
+            load.ticket.finish(Outcome.IO_ERROR)
+            return
+        rest, began = Outcome.CANCELLED, time.monotonic()
+        try:
+            with self._state.session(self.link, deadline=load.deadline) as link:
+                self._receive(load, link)
+        except ServerGoneError as error:
+            rest = Outcome.TIMEOUT if error.is_deadline else Outcome.IO_ERROR
+        loaded = np.flatnonzero(load.ticket.outcomes_so_far() == Outcome.DONE).tolist()
+        num_bytes = sum(load.payload_bytes[index] for index in loaded)
+        self._state.count(num_loaded=len(loaded), loaded_bytes=num_bytes)
+        self._state.view.note_present([load.names[index] for index in loaded], self._state.options.present_s)
+        self.rate.measure(num_bytes, time.monotonic() - began)
+        self._delete(load.bad)
+        load.ticket.finish(rest)
+        if Outcome.TIMEOUT in load.ticket.report.outcomes:
+            self.rate.measure_late(num_bytes, time.monotonic() - began)
+
+    def _receive(self, load: Load, link: Link) -> None:
+        """Ask for blocks, at most a window ahead, and deliver them as they come."""
+        count, asked, in_flight = len(load.names), 0, 0
+        for index in range(count):
+            if 2 * in_flight <= self._state.options.window_bytes:
+                begin = asked
+                while asked < count and (asked == index or in_flight < self._state.options.window_bytes):
+                    in_flight += load.payload_bytes[asked]
+                    asked += 1
+                # One byte more than there should be: what is longer is not ours, however long it is.
+                ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, asked)]
+                keys = [server_key(name) for name in load.names[begin:asked]]
+                link.send([("GETRANGE", key, 0, end) for key, end in zip(keys, ends, strict=True)])
+            reply = link.reply(HEADER_BYTES + load.payload_bytes[index] + 1)
+            in_flight -= load.payload_bytes[index]
+            if load.ticket.done or self._state.closing.is_set():
+                return
+            self._deliver(load, index, reply)
+
+    def _deliver(self, load: Load, index: int, reply: Reply) -> None:
+        """Verify a block's value and hand its payload over."""
+        ticket, name = load.ticket, load.names[index]
+        if isinstance(reply, memoryview) and len(reply):
+            outcome = self._state.format.verify(name, load.payload_bytes[index], reply)
+        elif isinstance(reply, Refusal):
+            outcome = Outcome.CORRUPT if reply.code == "WRONGTYPE" else Outcome.IO_ERROR
+        else:
+            ticket.settle(index, Outcome.MISSING)
+            return
+        if outcome == Outcome.DONE:
+            assert isinstance(reply, memoryview)
+            payload = reply[HEADER_BYTES:].toreadonly()
+            if ticket.transfer(index, lambda: load.sink.put(index, payload)):
+                ticket.settle(index, Outcome.DONE)
+            return
+        if outcome == Outcome.CORRUPT:
+            self._bad_values.note(server_key(name))
+            load.bad.append(name)
+        if outcome != Outcome.IO_ERROR:
+            self._state.view.refuse([name])
+        ticket.settle(index, outcome)
+
+    def _delete(self, names: list[bytes]) -> None:
+        if names:
+            try:
+                with self._state.session(self.link) as link:
+                    link.send([("DEL", *map(server_key, names))])
+                    link.reply()
+            except ServerGoneError as error:
+                self._undeleted.note(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store under way."""
+
+    names: list[bytes]
+    run: BlockRun
+    ticket: Ticket
+
+
+class StoreWriter:
+    """Stores in the order in which they were asked for."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self.link = state.server.link()
+        self.thread: JobThread[Store] = JobThread(
+            "foreword-store-write", self._store, state.options.max_queued_store_bytes
+        )
+
+    def add(self, names: list[bytes], run: BlockRun, on_done: DoneCallback | None) -> Ticket:
+        """Queue a run; a full queue or an open breaker drops it at once."""
+        ticket = Ticket(len(names), before_done=self._state.count_store, on_done=on_done)
+        if self._state.breaker.is_closed or self._state.closing.is_set():
+            self.thread.add(Store(names, run, ticket), int(run.payload_bytes.sum()))
+        else:
+            ticket.finish(Outcome.NO_ROOM)
+        return ticket
+
+    def _store(self, store: Store) -> None:
+        state, rest = self._state, Outcome.NO_ROOM
+        try:
+            if not store.ticket.done and state.breaker.is_closed and state.room.may_try():
+                with state.session(self.link, longest_s=state.options.store_session_s) as link:
+                    self._write(store, self._absent(store, link), link)
+        except ServerGoneError:
+            rest = Outcome.CANCELLED if state.closing.is_set() else Outcome.IO_ERROR
+        store.ticket.finish(rest)
+
+    def _absent(self, store: Store, link: Link) -> list[int]:
+        """The blocks that are to be written; the others are PRESENT."""
+        view, names = self._state.view, store.names
+        known, _ = view.look(names)
+        ask = np.flatnonzero(~known & ~view.is_refused(names)).tolist()
+        found = exist(link, [names[index] for index in ask])
+        view.note_present(
+            [names[index] for index, here in zip(ask, found, strict=True) if here], self._present_s(store)
+        )
+        known[ask] = found
+        first = dict(zip(reversed(names), reversed(range(len(names))), strict=True))
+        absent = [index for index, name in enumerate(names) if first[name] == index and not known[index]]
+        store.ticket.settle(np.setdiff1d(np.arange(len(names)), absent), Outcome.PRESENT)
+        return absent
+
+    def _write(self, store: Store, indices: list[int], link: Link) -> None:
+        run, ticket = store.run, store.ticket
+        ttl_ms = max(1, math.ceil(1000 * (self._state.options.ttl_s if run.ttl_s is None else run.ttl_s)))
+        longest = max((int(run.payload_bytes[index]) for index in indices), default=0)
+        staging = memoryview(bytearray(HEADER_BYTES + longest))
+        sent: list[int] = []
+        for index in indices:
+            value = staging[: HEADER_BYTES + int(run.payload_bytes[index])]
+            payload = value[HEADER_BYTES:]
+            if ticket.transfer(index, lambda index=index, payload=payload: run.source.take(index, payload)):  # type: ignore[misc]
+                self._state.format.complete(store.names[index], int(run.flags[index]), value)
+                link.send([("SET", server_key(store.names[index]), value, "PX", ttl_ms)])
+                sent.append(index)
+            if int(run.payload_bytes[sent].sum()) >= self._state.options.window_bytes:
+                self._settle_sent(store, sent, link)
+            if ticket.done or self._state.room.state == "open":
+                break
+        self._settle_sent(store, sent, link)
+
+    def _settle_sent(self, store: Store, sent: list[int], link: Link) -> None:
+        """Await the replies for blocks that were sent, and empty the list."""
+        state, written = self._state, []
+        for index in sent:
+            reply = link.reply()
+            if reply == "OK":
+                written.append(index)
+                continue
+            refusal = reply if isinstance(reply, Refusal) else Refusal(f"ERR {reply!r}")
+            state.note_refused_store(refusal)
+            store.ticket.settle(index, Outcome.NO_ROOM if refusal.code == "OOM" else Outcome.IO_ERROR)
+        if len(written) == len(sent) and written:
+            state.room.succeeded()
+        state.view.note_stored([store.names[index] for index in written], self._present_s(store))
+        num_bytes = int(store.run.payload_bytes[written].sum()) + HEADER_BYTES * len(written)
+        state.count(num_written=len(written), written_bytes=num_bytes)
+        store.ticket.settle(written, Outcome.DONE)
+        sent.clear()
+
+    def _present_s(self, store: Store) -> float:
+        ttl_s = self._state.options.ttl_s if store.run.ttl_s is None else store.run.ttl_s
+        return min(self._state.options.present_s, ttl_s)
 
 
 class ValkeyTier:

@@ -12,8 +12,7 @@ from pathlib import Path
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.state import DiskOptions
-from foreword.tiers.prefix_file.manifest import OF_THE_NAMESPACE, UnsoundFileError
-from foreword.tiers.prefix_file.read import PrefixFile, store_prefix_file
+from foreword.tiers.prefix_file import OF_THE_NAMESPACE, PrefixFile, UnsoundFileError, store_prefix_file
 from foreword.tiers.upkeep.table import counted
 
 NO_BUDGET_BYTES = 1 << 60

@@ -12,9 +12,8 @@ from pathlib import Path
 from foreword.config.sizes import format_bytes
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.upkeep.stats import print_unreadable
-from foreword.tiers.upkeep.survey import survey
+from foreword.tiers.upkeep.survey import Tally, moment, survey, tallies
 from foreword.tiers.upkeep.table import print_table
-from foreword.tiers.upkeep.tally import Tally, moment, tallies
 
 HEADS = "NAMESPACE MODEL ARITHMETIC SHARING BLOCKS TOKENS PAYLOADS PINNED OLDEST NEWEST".split()
 

@@ -15,9 +15,8 @@ from typing import Any
 from foreword.config.sizes import format_bytes
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.state import DiskOptions
-from foreword.tiers.upkeep.survey import Survey, survey
+from foreword.tiers.upkeep.survey import Survey, Tally, survey, tallies
 from foreword.tiers.upkeep.table import counted, print_table
-from foreword.tiers.upkeep.tally import Tally, tallies
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

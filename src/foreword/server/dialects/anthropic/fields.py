@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from foreword.pictures import PictureFile, file_of_base64, file_of_url
 from foreword.server.bodies.fields import Body, Count, Word
-from foreword.text.picture_marks import MARK
+from foreword.text.conversation import MARK
 
 MIN_THINKING_TOKENS = 1024
 

@@ -13,7 +13,7 @@ from foreword.engine import BREAKPOINT, Keep
 from foreword.server.api_errors import bad_request
 from foreword.server.dialects.anthropic.fields import CacheControl
 from foreword.server.service import ChatMark
-from foreword.text.places import Place
+from foreword.text.conversation import Place
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 MOST_MARKS = 4

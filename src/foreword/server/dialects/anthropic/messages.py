@@ -30,8 +30,7 @@ from foreword.server.dialects.anthropic.fields import (
 )
 from foreword.server.dialects.anthropic.marks import Marks
 from foreword.server.service import Ending, Service
-from foreword.text.picture_marks import PICTURES
-from foreword.text.places import Place
+from foreword.text.conversation import PICTURES, Place
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a block that coding agents put before the system prompt; it may be another in each request."""

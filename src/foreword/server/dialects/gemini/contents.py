@@ -31,9 +31,7 @@ from foreword.server.dialects.gemini.fields import (
 )
 from foreword.server.dialects.gemini.schemas import json_schema
 from foreword.server.service import ChatMark, Service
-from foreword.text.conversation import joined_parts
-from foreword.text.picture_marks import MARK, PICTURES
-from foreword.text.places import Place
+from foreword.text.conversation import MARK, PICTURES, Place, joined_parts
 
 
 def template_of(service: Service) -> str:

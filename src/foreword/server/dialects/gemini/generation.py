@@ -1,6 +1,6 @@
 """Reads `generationConfig`: how an answer is sampled, and the form that it must have.
 
-Knows Google's fields; foreword.grammar.grammars builds the constraints.
+Knows Google's fields; foreword.grammar builds the constraints.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from foreword.server.dialects.ollama.fields import (
     Options,
 )
 from foreword.server.service import Ending, Service
-from foreword.text.picture_marks import MARK, PICTURES
+from foreword.text.conversation import MARK, PICTURES
 
 Plain = dict[str, Any]
 

@@ -15,8 +15,7 @@ from foreword.server.api_errors import bad_request
 from foreword.server.dialects.openai.fields import AnyCall, Breakpoint, CacheOptions, TextPart, Unmarkable
 from foreword.server.intake import explain_invalid
 from foreword.server.service import ChatMark
-from foreword.text.conversation import joined_parts
-from foreword.text.places import Place
+from foreword.text.conversation import Place, joined_parts
 
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
 MOST_MARKS = 4

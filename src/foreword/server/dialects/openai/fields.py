@@ -27,7 +27,7 @@ from foreword.server.bodies.fields import (
     TokenIds,
     Word,
 )
-from foreword.text.picture_marks import MARK, PICTURES
+from foreword.text.conversation import MARK, PICTURES
 
 
 class StreamOptions(Body):

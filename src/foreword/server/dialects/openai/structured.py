@@ -1,6 +1,6 @@
 """The form that an answer must have, in each way that clients can ask for it.
 
-Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; foreword.grammar.grammars
+Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; foreword.grammar
 builds the constraints.
 """
 

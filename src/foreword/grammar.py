@@ -1,39 +1,43 @@
-"""Answers that follow a grammar: JSON of a schema, a regular expression, one of several texts, a Lark or GBNF grammar.
-
-Knows schemas and token ids; the grammars are llguidance's. A constraint never fails a step: if the grammar gives up, it
-allows nothing, which ends the answer.
-"""
+"""Grammars: schemas and regular expressions as masks over tokens. Knows nothing of requests or logits."""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
-from foreword.grammar.deep_stack import with_deep_stack
-from foreword.grammar.kept import KeptGrammars
 from foreword.request import StructuredOutputsParams, TokenConstraint
 
+STACK_BYTES = 256 * 2**20
+"""Address space of the thread; only the used part takes memory."""
+T = TypeVar("T")
+_starting = threading.Lock()
+MAX_KEPT_BYTES = 64 * 2**20
+MAX_KEPT = 64
+BYTES_PER_CHARACTER = 256
+"""Bytes that llguidance takes per character of a source: measured 60 for properties of objects, 90 for patterns, 240
+for nested objects.
+"""
+LEAST_BYTES = 64 * 1024
 logger = logging.getLogger(__name__)
-
 Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 _NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "lark": "grammar"}
-
 MAX_SOURCE_CHARACTERS = 128 * 1024
 """Longest schema or grammar; one of this length takes about a second, and 32 MB, to compile."""
-
 MAX_COMPLAINT = 300
 """Most characters of a message about an error in a grammar."""
 MAX_LEXER_STATES = 25_000
 """Most lexer states of one grammar, at 1 to 2 KB each; llguidance's own limit is ten times that."""
-
 _BROKEN: dict[str, tuple[str, ...]] = {
     "unclosed group": (),
     "unopened group": (),
@@ -42,6 +46,55 @@ _BROKEN: dict[str, tuple[str, ...]] = {
     "invalid repetition count range": (),
 }
 """What is wrong in every dialect, in the words of llguidance, and the texts that make it right in some."""
+
+
+def with_deep_stack(work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread of its own. Raises what it raises."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # the waiting thread raises it
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="foreword-deep-stack", daemon=True)
+    with _starting:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return result.result()
+
+
+class KeptGrammars:
+    """The most recently used grammars. Belongs to one thread at a time."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self.num_bytes = 0
+        """The bytes of all kept grammars, estimated from their sources."""
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def get(self, kind: str, source: str) -> Any:
+        """The result for a source; None if it is not kept."""
+        found = self._kept.get((kind, source))
+        if found is not None:
+            self._kept.move_to_end((kind, source))
+        return found
+
+    def keep(self, kind: str, source: str, compiled: Any) -> None:
+        """Keep the result for a source; the least recently used ones make room."""
+        self._kept[kind, source] = compiled
+        self.num_bytes += _num_bytes(source)
+        while len(self._kept) > MAX_KEPT or self.num_bytes > self._max_bytes:
+            (_, dropped), _ = self._kept.popitem(last=False)
+            self.num_bytes -= _num_bytes(dropped)
+
+
+def _num_bytes(source: str) -> int:
+    return LEAST_BYTES + BYTES_PER_CHARACTER * len(source)
 
 
 class Grammars:

@@ -1,0 +1,435 @@
+"""Pictures: files and images of callers, checked, decoded, named by what they show, and placed in prompts."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import KeyedSpan
+from foreword.engine import Prompt
+from foreword.errors import InvalidRequestError, PicturesBusyError, PromptTooLongError
+from foreword.request import PlacedPicture
+from foreword.text.conversation import MARK, PICTURES
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_FILE_BYTES = 32 * 2**20
+MAX_PIXELS = 2**25
+"""Of one picture: a file of a few kilobytes may hold billions."""
+MAX_RATIO = 100
+"""Of the longer side to the shorter one."""
+MAX_SCANS = 64
+"""Of a JPEG: each goes over all pixels, though it may have a few bytes. Cameras and programs write ten or so."""
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""In a JPEG, but for those that stand among a scan's pixels."""
+MAX_SEGMENTS = 10_000
+"""Of a JPEG. Cameras and programs write some hundred at most."""
+_TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""EXIF's orientation -> `PIL.Image.Transpose`, which is not imported yet."""
+_ON_ITS_SIDE = range(5, 9)
+"""Those by which height and width change places."""
+Pixels = npt.NDArray[np.uint8]
+MOST_KNOWN = 4096
+"""Files of which is remembered what they show."""
+_KINDS = ("image", "image_pil", "image_url")
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFile:
+    """A picture as a caller gives it: a file's bytes, or an image of Pillow that is decoded already."""
+
+    data: Any = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a file; of an image, of its pixels."""
+        return len(self.data) if isinstance(self.data, bytes) else 3 * self.data.width * self.data.height
+
+
+class _FewReads(io.BytesIO):
+    """A file that refuses more reads than its size explains: Pillow's Python loops over chunks, segments and runs."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._left = 10_000 + len(data) // (40 if data[:3] == b"GIF" else 500)  # a GIF has pieces of 255 bytes
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise _in_pieces()
+        return super().read(size)
+
+
+def file_of_url(url: object) -> PictureFile:
+    """The picture in a data URL. Raises InvalidRequestError, also for places that would have to be fetched."""
+    if not isinstance(url, str):
+        raise InvalidRequestError(f"the URL of a picture is a {type(url).__name__}, not a text")
+    scheme = url[:8].lower().partition(":")[0]
+    if scheme != "data":
+        raise InvalidRequestError(
+            f"the picture at {url!r:.80} is not fetched, because a server must not be sent to addresses by its "
+            "clients; send its bytes as data:image/png;base64,..."
+        )
+    head, comma, text = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequestError(f"the data URL {url!r:.60} has no base64 data; send data:image/png;base64,...")
+    return file_of_base64(text)
+
+
+def file_of_base64(text: str) -> PictureFile:
+    """The picture whose bytes are given in base64. Raises InvalidRequestError."""
+    if len(text) > MAX_FILE_BYTES * 4 // 3 + 4:
+        raise _too_large(len(text) * 3 // 4)
+    try:
+        data = text.encode("ascii").translate(None, b" \t\r\n").rstrip(b"=")  # lines and missing padding leave no doubt
+        return PictureFile(base64.b64decode(data + b"=" * (-len(data) % 4), validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError(
+            f"a picture's data is not base64 ({error}); send the file's bytes in the standard alphabet, with + and /"
+        ) from error
+
+
+def upright_copy(image: Image) -> PictureFile:
+    """A caller's image of Pillow, which may be a file that is not decoded yet. Raises InvalidRequestError."""
+    from PIL import ImageOps
+
+    _check_size(image.width, image.height)
+    try:
+        return PictureFile(ImageOps.exif_transpose(image))  # a copy in any case: the caller may draw on
+    except Exception as error:  # decoders raise whatever they like
+        raise _unreadable(error) from error
+
+
+def size_of(file: PictureFile) -> tuple[int, int]:
+    """Height and width that a picture will have, checked before anything is decoded. Raises InvalidRequestError."""
+    image = _opened(file)
+    return (image.width, image.height) if _orientation(file, image) in _ON_ITS_SIDE else (image.height, image.width)
+
+
+def pixels_of(file: PictureFile) -> Pixels:
+    """A picture's pixels [height, width, 3], upright and on white. Raises InvalidRequestError."""
+    image = _opened(file)
+    turn = _TURNS.get(_orientation(file, image))
+    try:
+        if isinstance(file.data, bytes):
+            image.load()
+            _check_size(image.width, image.height)  # some formats say it twice
+        rgb = _rgb(image)
+        return np.asarray(rgb if turn is None else rgb.transpose(turn), np.uint8)
+    except InvalidRequestError:
+        raise
+    except Exception as error:  # decoders raise whatever they like
+        raise _unreadable(error) from error
+
+
+def _opened(file: PictureFile) -> Image:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError("pictures need Pillow; run `pip install foreword[vision]`") from error
+    if not isinstance(file.data, bytes):
+        _check_size(file.data.width, file.data.height)
+        found: Image.Image = file.data
+        return found
+    if len(file.data) > MAX_FILE_BYTES:
+        raise _too_large(len(file.data))
+    if file.data[:2] == b"\xff\xd8" and (num_scans := _num_scans(file.data)) > MAX_SCANS:
+        raise InvalidRequestError(
+            f"a picture's JPEG has {num_scans} scans; at most {MAX_SCANS} are taken, write it anew with fewer"
+        )
+    try:
+        image = Image.open(_FewReads(file.data), formats=FORMATS)
+        is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"  # a camera's JPEG, previews
+    except InvalidRequestError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise _too_many_pixels("more than twice as many") from error
+    except Exception as error:
+        raise _unreadable(error) from error
+    _check_size(image.width, image.height)
+    if is_animated:
+        raise InvalidRequestError("a picture is an animation; send one of its frames")
+    return image
+
+
+def _num_scans(data: bytes) -> int:
+    """The scans of a JPEG, as decoders find them: up to its end: phones put a film after it."""
+    place = num_scans = 0
+    for _ in range(MAX_SEGMENTS):
+        marker = _MARKER.search(data, place)
+        if marker is None or data[marker.start() + 1] == 0xD9:
+            return num_scans
+        kind, place = data[marker.start() + 1], marker.end()
+        num_scans += kind == 0xDA
+        if kind not in (0x01, 0xD8):  # these have no length
+            place += max(2, int.from_bytes(data[place : place + 2], "big"))
+    raise _in_pieces()
+
+
+def _in_pieces() -> InvalidRequestError:
+    return InvalidRequestError("a picture's file is in too many small pieces; write it anew, as a plain PNG")
+
+
+def _orientation(file: PictureFile, image: Image) -> int:
+    """How the camera was held, as EXIF says it before the pixels."""
+    if not isinstance(file.data, bytes) or "exif" not in image.info:  # a PNG would be decoded to look for more
+        return 1
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception:  # as if it said nothing
+        return 1
+
+
+def _rgb(image: Image) -> Image:
+    from PIL import Image
+
+    if image.mode in ("I", "F"):  # which value is white, nobody says
+        kind = "float" if image.mode == "F" else "32-bit integer"
+        raise InvalidRequestError(f"a picture has pixels of the type {kind}; send 8 bits for each colour")
+    if image.mode in ("I;16", "I;16L", "I;16B"):
+        return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise _too_many_pixels(f"{width} x {height}")
+    if not width or not height or max(width, height) > MAX_RATIO * min(width, height):
+        raise InvalidRequestError(
+            f"a picture has {width} x {height} pixels; a side may be at most {MAX_RATIO} times the other one"
+        )
+
+
+def _too_many_pixels(size: str) -> InvalidRequestError:
+    return InvalidRequestError(f"a picture has {size} pixels; at most {MAX_PIXELS} are taken, send a smaller one")
+
+
+def _too_large(num_bytes: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a picture's file has {num_bytes} bytes; at most {MAX_FILE_BYTES} are taken, send a smaller one"
+    )
+
+
+def _unreadable(error: Exception) -> InvalidRequestError:
+    line = str(error).partition("\n")[0][:100]
+    return InvalidRequestError(
+        f"a picture cannot be read ({type(error).__name__}: {line}); send a whole file of {', '.join(FORMATS)}"
+    )
+
+
+class Vision(Protocol):
+    """The half of a model that sees, as this room knows it."""
+
+    token_id: int
+    digest: str
+
+    def shape(self, height: int, width: int) -> Any: ...
+    def num_rows(self, shape: Any) -> int: ...
+    def text(self, shape: Any) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ReadPicture:
+    """A picture that was checked."""
+
+    digest: str
+    shape: Any
+    file: PictureFile = field(repr=False)
+
+    def pixels(self) -> Pixels:
+        """Its pixels, [height, width, 3], decoded anew."""
+        return pixels_of(self.file)
+
+
+class Placeholders(NamedTuple):
+    """The tokens that stand for a picture."""
+
+    token_ids: npt.NDArray[np.int32]
+    places: npt.NDArray[np.int32]
+    """Those that its rows replace."""
+
+
+class Pictures:
+    """Reads and places pictures for one model."""
+
+    def __init__(
+        self, vision: Vision, encode: Callable[[str], Sequence[int]], *, max_pictures: int, max_tokens: int
+    ) -> None:
+        """`encode`: the tokenizer's, for a part of a text. `max_tokens`: of all pictures of a prompt."""
+        self._vision, self._encode = vision, encode
+        self._max_pictures, self._max_tokens = max_pictures, max_tokens
+        self._known: OrderedDict[bytes, tuple[str, tuple[int, int]]] = OrderedDict()
+        """Digest of a file -> that of what it shows, and its height and width."""
+        self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
+        self.num_held_bytes = 0
+        """Bytes of the files that requests hold."""
+        self.most_held_bytes: int | None = None
+        """Of all requests together. None: those of a Python caller are held by the caller in any case."""
+        self._placeholders = lru_cache(1024)(self._make_placeholders)
+
+    def read(self, files: Sequence[PictureFile]) -> list[ReadPicture]:
+        """Check and name pictures: sizes and tokens of all before any is decoded. Raises InvalidRequestError."""
+        if len(files) > self._max_pictures:
+            raise InvalidRequestError(
+                f"the prompt has {len(files)} pictures; at most {self._max_pictures} are taken (max_pictures), "
+                "send fewer"
+            )
+        names = [hashlib.sha256(file.data).digest() if isinstance(file.data, bytes) else None for file in files]
+        with self._lock:
+            found = [None if name is None else self._known.get(name) for name in names]
+        sizes = [size_of(file) if one is None else one[1] for file, one in zip(files, found, strict=True)]
+        shapes = [self._vision.shape(*size) for size in sizes]
+        num_tokens = sum(len(self._placeholders(shape).token_ids) for shape in shapes)
+        if num_tokens > self._max_tokens:
+            raise PromptTooLongError(
+                f"the pictures take {num_tokens} tokens; a prompt has room for {self._max_tokens}, send fewer or "
+                "smaller ones",
+                num_tokens,
+                self._max_tokens,
+            )
+        read = []
+        for file, name, one, size, shape in zip(files, names, found, sizes, shapes, strict=True):
+            digest = self._digest(file, size, shape) if one is None else one[0]
+            read.append(self._hold(ReadPicture(digest, shape, file)))
+            self._note(name, digest, size)
+        return read
+
+    def _hold(self, picture: ReadPicture) -> ReadPicture:
+        """Count a picture until it is freed. Raises PicturesBusyError if requests hold too many bytes."""
+        num_bytes = picture.file.num_bytes
+        with self._lock:
+            if self.most_held_bytes is not None and self.num_held_bytes + num_bytes > self.most_held_bytes:
+                raise PicturesBusyError(
+                    f"requests hold pictures of {self.num_held_bytes} bytes, and {self.most_held_bytes} may be held; "
+                    "try again when some have ended"
+                )
+            self.num_held_bytes += num_bytes
+        weakref.finalize(picture, self._release, num_bytes).atexit = False
+        return picture
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_held_bytes -= num_bytes
+
+    def shown(self, prompt: Prompt, pictures: Sequence[ReadPicture]) -> Prompt:
+        """The prompt with each sign of a picture replaced by its tokens. Raises InvalidRequestError."""
+        token_ids = prompt.token_ids
+        signs = np.flatnonzero(token_ids == self._vision.token_id)
+        if len(signs) != len(pictures):
+            raise InvalidRequestError(
+                f"the prompt has {len(pictures)} pictures, but {len(signs)} signs of pictures; the chat template must "
+                "write one for each, and a text none"
+            )
+        if not pictures:
+            return prompt
+        own = [self._placeholders(picture.shape) for picture in pictures]
+        pieces, placed, at, length = list[npt.NDArray[np.int32]](), list[PlacedPicture](), 0, 0
+        for sign, picture, tokens in zip(signs.tolist(), pictures, own, strict=True):
+            pieces += [token_ids[at:sign], tokens.token_ids]
+            placed.append(PlacedPicture(picture, tokens.places + np.int32(length + sign - at)))
+            length += sign - at + len(tokens.token_ids)
+            at = sign + 1
+        pieces.append(token_ids[at:])
+        added = np.concatenate(([0], np.cumsum([len(tokens.token_ids) - 1 for tokens in own])))
+
+        def moved(end: int) -> int:
+            return end + int(added[np.searchsorted(signs, end)])
+
+        spans = tuple(KeyedSpan("media", one.picture.digest, one.offset, one.num_tokens) for one in placed)
+        return replace(
+            prompt,
+            token_ids=np.concatenate(pieces).astype(np.int32),
+            extra_keys=replace(prompt.extra_keys, spans=spans),
+            message_ends=tuple(map(moved, prompt.message_ends)),
+            marks=tuple(replace(mark, end=moved(mark.end)) for mark in prompt.marks),
+            pictures=tuple(placed),
+        )
+
+    def _digest(self, file: PictureFile, size: tuple[int, int], shape: Any) -> str:
+        """The digest of what a file shows, and of how it is prepared."""
+        pixels = pixels_of(file)
+        if pixels.shape[:2] != size:
+            raise InvalidRequestError("a picture has another size than its file's beginning says; write the file anew")
+        digest = hashlib.sha256(f"{self._vision.digest} {size[0]} x {size[1]} as {shape}\n".encode())
+        digest.update(np.ascontiguousarray(pixels).data)
+        return digest.hexdigest()
+
+    def _note(self, name: bytes | None, digest: str, size: tuple[int, int]) -> None:
+        """Remember what a file shows, by the digest of its bytes."""
+        if name is None:
+            return
+        with self._lock:
+            self._known[name] = digest, size
+            self._known.move_to_end(name)
+            while len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+
+    def _make_placeholders(self, shape: Any) -> Placeholders:
+        token_ids = np.array(self._encode(self._vision.text(shape)), np.int32)
+        places = np.flatnonzero(token_ids == self._vision.token_id).astype(np.int32)
+        if len(places) != self._vision.num_rows(shape):
+            raise InvalidRequestError("the model's tokenizer has no sign for pictures, so it takes none")
+        return Placeholders(token_ids, places)
+
+
+def taken_apart(messages: Sequence[Any]) -> list[Any]:
+    """Messages in which marks stand for pictures; those without pictures are the same objects."""
+    return [_taken_apart(message) for message in messages]
+
+
+def _taken_apart(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if content is None or isinstance(content, str) or not isinstance(content, Sequence):
+        return message
+    files = [_file(part) for part in content if _is_picture(part)]
+    if not files:
+        return message
+    texts = [{"type": "text", "text": MARK} if _is_picture(part) else part for part in content]
+    return {**message, "content": texts, PICTURES: files}
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def _file(part: Mapping[str, Any]) -> PictureFile:
+    kind = part["type"]
+    given = part.get(kind)
+    if kind == "image_url":
+        return file_of_url(given.get("url") if isinstance(given, Mapping) else given)
+    return picture_file(given)
+
+
+def picture_file(given: Any) -> PictureFile:
+    """A picture of a Python caller: an image of Pillow, bytes of a file, or a path. Raises InvalidRequestError."""
+    if isinstance(given, bytes):
+        return PictureFile(given)
+    if isinstance(given, str | Path):
+        try:
+            with Path(given).expanduser().open("rb") as file:
+                return PictureFile(file.read(MAX_FILE_BYTES + 1))
+        except (OSError, ValueError) as error:
+            raise InvalidRequestError(f"the picture {str(given)!r:.100} cannot be read: {error}") from error
+    if hasattr(given, "width") and hasattr(given, "convert"):
+        return upright_copy(given)
+    raise InvalidRequestError(f"a picture is a {type(given).__name__}; give an image of Pillow, a path or bytes")
