@@ -42,8 +42,7 @@ from foreword.kernels.triton.attention import TritonAttention
 from foreword.model.checkpoint.random_weights import save_random_model
 from foreword.model.gpu.decode_graphs import DecodeGraphs
 from foreword.model.gpu.device import DeviceMemory
-from foreword.model.gpu.runner import DeviceRunner, ExpectedTokens, PendingResult, RunnerLimits
-from foreword.model.gpu.step_buffer import StepBuffer
+from foreword.model.gpu.runner import DeviceRunner, ExpectedTokens, PendingResult, RunnerLimits, StepBuffer
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
 from foreword.model.runner import ForwardPass

@@ -57,7 +57,7 @@ from foreword.batch import Move
 from foreword.demo.run import embedded_model
 from foreword.linking import Method
 from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, RandomModelShape, save_random_model
-from foreword.model.moves import KeyMover
+from foreword.model.rotation import KeyMover
 from foreword.modules.measure import Arm, Tally, tally
 from foreword.modules.questions import TASK_NAMES, Questions
 from foreword.request import RequestOutput

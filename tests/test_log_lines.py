@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from foreword.errors import ConfigError
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
-from foreword.model.checkpoint.weights_progress import weights_progress
+from foreword.model.checkpoint.tensors import weights_progress
 from foreword.model.loading_log import LoadingLog
 from live_server import wait_until
 

@@ -17,8 +17,7 @@ from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, MissReas
 from foreword.cluster.follower import Event, EventBatch, Follower
 from foreword.engine import Prompt
 from foreword.events.mirror import Mirror
-from foreword.events.reasons import Why
-from foreword.events.requests import IDLE_S, Requests, SeenRequest
+from foreword.events.requests import IDLE_S, Requests, SeenRequest, Why
 from foreword.events.subscriber import Subscriber
 from foreword.events.wire import decode_batch
 from foreword.request import SamplingParams

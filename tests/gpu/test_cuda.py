@@ -14,8 +14,7 @@ import torch
 from foreword import LLM, SamplingParams
 from foreword.model.gpu.device import CudaDevice
 from foreword.model.gpu.memory_use import measure_memory_use
-from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
-from foreword.model.gpu.step_buffer import StepBuffer
+from foreword.model.gpu.runner import DeviceRunner, RunnerLimits, StepBuffer
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
 from tiny_models import TinyModels, build_engine, complete, greedy, random_tokens

@@ -19,8 +19,7 @@ from foreword.config import Dtype, ModelConfig
 from foreword.linking import Method, link_parts
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
-from foreword.model.moves import KeyMover
-from foreword.model.rotation import KeyRotation
+from foreword.model.rotation import KeyMover, KeyRotation
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
 from foreword.pml.composition import Composition, Part, Source, Span

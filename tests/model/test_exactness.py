@@ -22,7 +22,7 @@ from foreword.engine import Engine
 from foreword.kernels import reference
 from foreword.kernels.select import ReferenceAttention, make_kernel
 from foreword.model.loader import LoadedModel, load_model
-from foreword.model.row_padding import RowPadding
+from foreword.model.passes import RowPadding
 from foreword.model.runner import ModelRunner
 from foreword.model.self_check import find_inexactness
 from lanes import slow_half

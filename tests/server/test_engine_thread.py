@@ -17,9 +17,8 @@ from foreword.engine import Engine, Prompt
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import Job
 from foreword.server.engine_thread import EngineThread
-from foreword.server.listeners import Listener
 from foreword.server.options import ServerConfig
-from foreword.server.records import Records, RequestRecord
+from foreword.server.records import Listener, Records, RequestRecord
 from hash_runner import HashEngine, continuation
 from late_runner import VOCAB_SIZE, LateRunner
 from live_server import ENDLESS, FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until

@@ -1,11 +1,9 @@
 """`foreword bench trace`: runs recorded traffic, and compares the reuse with the reuse that the recording allows.
 
-A recording of requests, as Mooncake publishes them or `serve --record` writes them, scaled down to a desk.
-
-It computes the reuse that a recording allows from block ids alone, so an engine's own count can be checked against it.
-
-A recording names the content of every block by an id. Blocks of 512 tokens become blocks of 16 tokens, and lengths
-shrink by the same factor, so requests share the same parts; blocks of 16 tokens stay as they are:
+A recording, as Mooncake publishes them or `serve --record` writes them, is scaled down to a desk. The reuse that it
+allows is computed from block ids alone, so an engine's own count can be checked against it. A recording names the
+content of every block by an id. Blocks of 512 tokens become blocks of 16 tokens, and lengths shrink by the same factor,
+so requests share the same parts; blocks of 16 tokens stay as they are:
 
     recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
     scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    36 prompt tokens

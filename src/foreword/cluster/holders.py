@@ -7,9 +7,8 @@ its bit survives.
     holders (slots 2 1 0)   111   011   011   001
     AND up to here          111   011   011   001       depths: slot 0: 4, slot 1: 3, slot 2: 1
 
-What each replica has of the sources that a linked prompt's tokens are copied from.
-
-A replica first computes what it lacks of a source, apart. Then it copies the run, which costs next to nothing:
+A linked prompt's tokens are copied from sources (`SourceHits`). A replica first computes what it lacks of a source,
+apart. Then it copies the run, which costs next to nothing:
 
     prompt     |==== cached ====|--- computed ---|~~~ copied ~~~|--- computed ---|~~~ copied ~~~|--- computed ---|
     sources                             |== cached ==|- computed -|            |======= cached =======|

@@ -6,10 +6,9 @@ before it ended, so a replica that hangs keeps its backlog:
     waiting_tokens   |== head ==|== second ==|== third ==|
     computed by now  |=====|                                 at most the head
 
-Each replica's prefill rate, learnt from the prompts that it computes.
-
-A rate that an operator or a simulation declares is corrected by what is measured. One
-that nobody knows is the mean of all such replicas, as they mostly run on equal machines and a measurement is noisy:
+A replica's prefill rate is learnt from the prompts that it computes. A rate that an operator or a simulation declares
+is corrected by what is measured. One that nobody knows is the mean of all such replicas, as they mostly run on equal
+machines and a measurement is noisy:
 
     own rate      mean of the replica's measurements; late ones, and many, count more
     its rate      the mean of all until the replica's own measurements outweigh `DOUBT`, and while it is `ALIKE`

@@ -4,7 +4,7 @@ Routers share load and not blocks: all of them read the replicas' events.
 
 Routers that decide at the same moment do so in turn, each after it has heard what the others have chosen.
 
-Time is cut into slots, router after router:
+Time is cut into slots, router after router (`time_to_turn`):
 
     clock_s   |-- a --|-- b --|-- c --|-- a --|-- b --| ...
 """

@@ -2,9 +2,8 @@
 
 A mark of a prompt becomes an entry once the prompt is computed.
 
-The file of entries: what a restarted process is still to keep.
-
-An entry is written without its tokens: the key of its last block tells whether a prompt begins with it.
+A file has what a restarted process is still to keep. An entry is written without its tokens: the key of its last block
+tells whether a prompt begins with it.
 
     CACHE_DIR/v1/<namespace, 32 hex>.entries     {"entries": [{"name", "owner", "source", "refresh_s", ...}, ...]}
 """

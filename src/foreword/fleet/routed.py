@@ -41,9 +41,8 @@ from foreword.llm import LLM
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import Accepted, AnswerStream, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error
-from foreword.server.engine_door import Merge, Number, first
+from foreword.server.engine_door import Merge, Number, PrefillSpeed, first
 from foreword.server.engine_thread import AfterStep, Ended
-from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 A row is one token's key, or value, of one head.
 
-    written by    `KVBlocks.write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py` and `model/moves.py`, of
-                  elements
+    written by    `KVBlocks.write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py` and `model/rotation.py`,
+                  of elements
     read by       `KVBlocks.read` and `read_blocks`, and by the compiled kernels whose `why_not` accepts the format
 
 All blocks of a pool have one format, and it is part of their keys. A format whose rows have scales counts them in

@@ -29,8 +29,8 @@ from foreword.kernels.reference import CHUNK_TOKENS
 from foreword.kernels.select import ReferenceAttention
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.layout import LayoutOptions, plan_layout
+from foreword.model.passes import RowPadding
 from foreword.model.rotation import KeyRotation
-from foreword.model.row_padding import RowPadding
 from foreword.model.step import GroupStep, Step
 from foreword.model.storage import KVStorage
 from foreword.request import LinkedRun, Links

@@ -18,9 +18,8 @@ from foreword.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.adapters.rows import NONE, AdaptedRows
 from foreword.model.adapters.weights import AdapterWeights
 from foreword.model.loader import LoadedModel
-from foreword.model.moves import KeyMover
-from foreword.model.passes import split_batch
-from foreword.model.row_padding import RowPadding
+from foreword.model.passes import RowPadding, split_batch
+from foreword.model.rotation import KeyMover
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.state_runs import StateRun, plan_state_runs
 from foreword.model.step import GivenRows, GroupStep, Step

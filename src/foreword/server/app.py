@@ -23,12 +23,12 @@ from starlette.types import Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, adapters_api, cache_api, cache_entries, cluster_api, schemas_api
+from foreword.server import about, adapters_api, cache_api, cluster_api, schemas_api
 from foreword.server.adapters_api import LoadRequest, UnloadRequest
 from foreword.server.api_errors import APIError
 from foreword.server.arrival import Arrival
 from foreword.server.bodies.fields import Body
-from foreword.server.cache_entries import EntryChange, PinRequest
+from foreword.server.cache_api import EntryChange, PinRequest
 from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from foreword.server.dialects.registry import DIALECTS, choose
 from foreword.server.engine_thread import in_a_thread
@@ -88,7 +88,6 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     app.include_router(about.router)
     app.include_router(adapters_api.router)
     app.include_router(cache_api.router)
-    app.include_router(cache_entries.router)
     app.include_router(cluster_api.router)
     app.include_router(schemas_api.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])

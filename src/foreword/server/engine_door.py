@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from foreword.cache import CacheEntry, LookupExplanation, PrefixNode
 from foreword.engine import Engine
+from foreword.linking import LinkExplanation
 from foreword.server.answer_stream import AnswerStream, Job
-from foreword.server.prefill_speed import PrefillSpeed
 
 T = TypeVar("T")
 Merge = Callable[[list[T]], T]
 """One answer from those of several engines, of which there is at least one."""
+
+
+class PrefillSpeed:
+    """Seconds per prompt token, measured over steps that are mostly prefill."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    def note_step(self, num_tokens: int, num_running: int, seconds: float) -> None:
+        """Note a step of `num_tokens` tokens for `num_running` requests. Steps that mostly decode do not count."""
+        if num_tokens >= 2 * num_running + 16:
+            self._num_tokens += num_tokens
+            self._seconds += seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Mean since the start; 0.0 before the first prefill."""
+        return self._seconds / self._num_tokens if self._num_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +96,43 @@ class EngineDoor(Protocol):
 def first(found: list[T]) -> T:
     """Merges answers of which one is as good as another."""
     return found[0]
+
+
+def best(found: list[LookupExplanation]) -> LookupExplanation:
+    """The lookup that found most: a router would have sent the prompt there."""
+    return max(found, key=lambda one: one.num_hit_tokens)
+
+
+def fewest_missing(found: list[LinkExplanation]) -> LinkExplanation:
+    """What the engine says that has most of a prompt's sources."""
+    return min(found, key=lambda one: sum(part.num_missing_tokens for part in one.parts))
+
+
+def longest(found: list[CacheEntry]) -> CacheEntry:
+    """The entry that keeps most."""
+    return max(found, key=lambda one: one.num_kept_tokens)
+
+
+def most(found: list[list[int]]) -> list[int]:
+    """The largest number at each place."""
+    return [max(numbers) for numbers in zip(*found, strict=True)]
+
+
+def all_prefixes(found: list[list[PrefixNode] | None]) -> list[PrefixNode] | None:
+    """The nodes of all trees, numbered anew so that no two have one id; None if no engine has a tree."""
+    trees = [nodes for nodes in found if nodes is not None]
+    if len(trees) < 2:
+        return trees[0] if trees else None
+    ids = {(at, node.node_id): number for number, (at, node) in enumerate(_all(trees))}
+    return [
+        replace(
+            node,
+            node_id=ids[at, node.node_id],
+            parent_id=None if node.parent_id is None else ids.get((at, node.parent_id)),
+        )
+        for at, node in _all(trees)
+    ]
+
+
+def _all(trees: list[list[PrefixNode]]) -> list[tuple[int, PrefixNode]]:
+    return [(at, node) for at, nodes in enumerate(trees) for node in nodes]

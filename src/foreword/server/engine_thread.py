@@ -29,10 +29,8 @@ from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.engine_door import Merge, Number, first
-from foreword.server.listeners import Listener
-from foreword.server.prefill_speed import PrefillSpeed
-from foreword.server.records import Records
+from foreword.server.engine_door import Merge, Number, PrefillSpeed, first
+from foreword.server.records import Listener, Records
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import DEADLINE, AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
-from foreword.server.bodies.json_pieces import to_json, to_long_json
+from foreword.server.bodies.json_scan import to_json, to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.crews import CALLER
 from foreword.server.dialect import Dialect, Event

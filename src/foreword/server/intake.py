@@ -20,10 +20,9 @@ from pydantic.json_schema import models_json_schema
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, bad_request
 from foreword.server.bodies.body_limits import BodyLimits
-from foreword.server.bodies.fields import Body
+from foreword.server.bodies.fields import Body, UnknownFields
 from foreword.server.bodies.json_scan import parse_json, scan_json
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.bodies.unknown_fields import UnknownFields
 from foreword.server.http import authorized, service_of
 
 AnyBody = TypeVar("AnyBody", bound=Body)

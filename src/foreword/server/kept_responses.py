@@ -12,7 +12,7 @@ from typing import Any
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
-from foreword.server.bodies.json_pieces import to_long_json
+from foreword.server.bodies.json_scan import to_long_json
 from foreword.text.conversation import pictures_of
 
 Messages = list[dict[str, Any]]

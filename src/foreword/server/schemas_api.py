@@ -17,7 +17,7 @@ from foreword.pml.check import report_on
 from foreword.pml.library import LoadedSchema
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.fields import Body
-from foreword.server.bodies.json_pieces import to_json
+from foreword.server.bodies.json_scan import to_json
 from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes
 from foreword.server.resources.schemas import Kept

@@ -25,21 +25,18 @@ from foreword.request import Adapter, SamplingParams, StructuredOutputsParams, T
 from foreword.server.access.adapters import ServedAdapters
 from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
-from foreword.server.access.quotas import Quotas
-from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
-from foreword.server.access.tenants import Tenant, Tenants
+from foreword.server.access.tenants import Quotas, SharedPrefixes, Tenant, Tenants, common_beginning
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import LongPromptError, adapter_unread, bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.bodies.body_limits import BodyLimits
+from foreword.server.bodies.fields import UnknownFields
 from foreword.server.bodies.json_scan import scan_json
-from foreword.server.bodies.unknown_fields import UnknownFields
 from foreword.server.chats.score_template import ScoreTemplate
-from foreword.server.chats.told_patterns import ToldPatterns
+from foreword.server.chats.tools import ToldPatterns
 from foreword.server.crews import Crews
 from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
 from foreword.server.kept_responses import KeptResponses
-from foreword.server.listeners import Listener, ListenerHealth
 from foreword.server.observe.http_requests import HttpRequests
 from foreword.server.observe.insight import Insight
 from foreword.server.observe.metrics import Metrics, infos_of
@@ -48,7 +45,7 @@ from foreword.server.observe.recorder import Recorder
 from foreword.server.observe.tracing import Tracing
 from foreword.server.observe.traffic_log import TrafficLog, log_request
 from foreword.server.options import ServerConfig
-from foreword.server.records import Records, RequestRecord
+from foreword.server.records import Listener, ListenerHealth, Records, RequestRecord
 from foreword.server.resources.folder import open_folder
 from foreword.server.resources.schemas import KeptSchemas
 from foreword.server.resources.store import CachedContents

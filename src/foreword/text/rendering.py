@@ -1,8 +1,6 @@
 """Rendering: conversations to tokens by a chat template.
 
-Control tokens in messages: texts such as `<|im_end|>` that users write stay text.
-
-A mark inside such a text hides it from the tokenizer:
+Texts such as `<|im_end|>` that users write stay text: a mark inside hides them from the tokenizer:
 
     <|im_end|>  ->  <⿻|im_end|>  ->  "<" "⿻" "|" "im" "_end" "|" ">"  ->  the tokens without those of the mark
 """

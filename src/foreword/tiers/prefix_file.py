@@ -1,11 +1,11 @@
 """Prefix files: the cached blocks of one prompt in one file, which another cache of the same model can take.
 
-The first pages of a prefix file: whose KV it holds, and of what size.
+The first pages say whose KV it holds, and of what size.
 
-| manifest: page 0 ... | run | run | ... | SHA-256 of all before it |      FILE.fwkv; runs are those of fwseg
+    | manifest: page 0 ... | run | run | ... | SHA-256 of all before it |      FILE.fwkv; runs are those of fwseg
 
-manifest:  0 magic "FWKV", version 1    8 bytes of these pages    16 bytes of the JSON    24 JSON, then zeros
-           -32 SHA-256 of the pages before it                                  numbers are uint64, little endian
+    manifest:  0 magic "FWKV", version 1    8 bytes of these pages    16 bytes of the JSON    24 JSON, then zeros
+               -32 SHA-256 of the pages before it                                  numbers are uint64, little endian
 """
 
 from __future__ import annotations

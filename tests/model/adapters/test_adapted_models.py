@@ -16,7 +16,7 @@ from foreword.batch import Batch
 from foreword.config import ModelConfig, WeightArithmetic
 from foreword.engine import Engine, Prompt
 from foreword.errors import InvalidRequestError
-from foreword.model.adapters.folder import read_adapter
+from foreword.model.adapters.loaded import read_adapter
 from foreword.model.adapters.weights import AdapterWeights
 from foreword.model.checkpoint.gguf.unfold import unfold
 from foreword.model.cpu import layer_program

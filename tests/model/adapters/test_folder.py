@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreword.errors import InvalidRequestError
-from foreword.model.adapters.folder import read_adapter
+from foreword.model.adapters.loaded import read_adapter
 from foreword.model.adapters.weights import AdapterWeights
 from foreword.model.spec import DecoderSpec
 from peft_folders import save_adapter

@@ -20,7 +20,7 @@ from foreword.kernels.products.units import ProductWorker
 from foreword.kernels.products.weights12 import COUNTED, HAS_BYTE_LOOK_UP
 from foreword.model.cpu import product as compact_product
 from foreword.model.cpu.product import CompactProduct
-from foreword.model.foreign.packed import PackedLinear
+from foreword.model.foreign.modules import PackedLinear
 
 SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]
 

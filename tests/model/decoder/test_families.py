@@ -22,7 +22,7 @@ from foreword.model.decoder.families import FAMILIES
 from foreword.model.decoder.linear import Linear
 from foreword.model.foreign.loading import load_foreign_model
 from foreword.model.loader import LoadedModel, load_model
-from foreword.model.row_padding import RowPadding
+from foreword.model.passes import RowPadding
 from foreword.model.self_check import ShortPrompt, find_inexactness
 from foreword.model.spec import DecoderSpec, LayerSpec, NetworkNames
 from tiny_models import RECIPES, TinyModels, build_engine, complete, greedy, random_tokens

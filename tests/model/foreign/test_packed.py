@@ -10,9 +10,9 @@ from torch import nn
 
 from foreword.config import ModelConfig
 from foreword.model.decoder.linear import can_pack
-from foreword.model.foreign import packed
+from foreword.model.foreign import modules
 from foreword.model.foreign.loading import load_foreign_model
-from foreword.model.foreign.packed import PackedLinear, has_unpacked_products, pack_linears
+from foreword.model.foreign.modules import PackedLinear, has_unpacked_products, pack_linears
 from tiny_models import TinyModels
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_models_with_other_matrices_than_linear_layers_are_told_apart(tiny_model
 def test_where_nothing_can_be_packed_the_plain_layers_stay(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "can_pack", lambda *_: False)
+    monkeypatch.setattr(modules, "can_pack", lambda *_: False)
     module = load_foreign_model(ModelConfig(str(tiny_models.folder("llama")))).flat.module
     assert isinstance(module.get_output_embeddings(), nn.Linear)
     assert has_unpacked_products(module)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from fake_device import FakeDevice
-from foreword.model.gpu.step_buffer import StepBuffer
+from foreword.model.gpu.runner import StepBuffer
 
 DTYPES = (np.int32, np.int64, np.float32, np.bool_)
 

@@ -12,8 +12,8 @@ import torch
 
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
-from foreword.model.sampling.logprobs import LogprobRows
-from foreword.model.sampling.uniform import FEW_SEEDS, uniform_numbers
+from foreword.model.sampling.draws import FEW_SEEDS, uniform_numbers
+from foreword.model.sampling.sampler import LogprobRows
 from foreword.request import Logprob, Request, SamplingParams, TokenLimits
 from plain_sampler import plain_report, plain_sample, planned_sample, spell
 

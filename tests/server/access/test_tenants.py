@@ -12,8 +12,7 @@ import pytest
 
 from foreword.config import Environment
 from foreword.errors import ConfigError
-from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
-from foreword.server.access.tenants import Tenant, Tenants, read_keys, shown_key
+from foreword.server.access.tenants import SharedPrefixes, Tenant, Tenants, common_beginning, read_keys, shown_key
 from foreword.server.api_errors import APIError
 from foreword.server.app import make_app
 from foreword.server.options import ServerConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from foreword.server.dashboard.edge import FILES_NEVER_CHANGE, Edge
+from foreword.server.dashboard.mount import FILES_NEVER_CHANGE, Edge
 from live_server import ServerProcess, client
 
 LEAVE_AT_ONCE = struct.pack("ii", 1, 0)

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.server.listeners import Listener
+from foreword.server.engine_door import PrefillSpeed
 from foreword.server.options import ServerConfig
-from foreword.server.prefill_speed import PrefillSpeed
+from foreword.server.records import Listener
 from live_server import MODEL, ServerProcess, ServerThread, embedded_llm, post, wait_until
 
 REPOSITORY = Path(__file__).parents[3]

@@ -17,8 +17,7 @@ from foreword.errors import ConfigError
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.resources import store
-from foreword.server.resources.content import CachedContent, new_content_id
-from foreword.server.resources.folder import FOLDER_NAME, ContentFolder, open_folder
+from foreword.server.resources.folder import FOLDER_NAME, CachedContent, ContentFolder, new_content_id, open_folder
 from foreword.server.resources.store import CachedContents
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")

@@ -2,10 +2,8 @@
 
 Negative numbers in texts stand for ends of answers: no token is negative, so no match and no draft goes beyond one.
 
-SuffixIndex: where the last tokens of a text stood before.
-
-As in LZ77 coders, a hash table has the last place of each pair of tokens, and links lead from each place to the one
-before it with the same pair:
+`SuffixIndex` finds where the last tokens of a text stood before. As in LZ77 coders, a hash table has the last place of
+each pair of tokens, and links lead from each place to the one before it with the same pair:
 
     tokens   7 3 9 1 7 3 9 4 7 3         the text ends with 7 3
     links              1         5       places whose pair is 7 3: 9 (the end), 5, 1

@@ -11,12 +11,9 @@ A request may be overtaken, within its lane, by later ones that together take at
 What later requests took from a request depends on its arrival alone, and most was taken from the oldest. So one sum
 per lane decides, however many wait.
 
-WaitingPrefixes: the waiting requests by what is cached of their prompts.
-
-Knows nothing of the order of service.
-
-A family is the requests of one lane with the same first missing block. Keys are chained, so all that comes before that
-block is the same too: if one of them computes it, the others hit it.
+`WaitingPrefixes` sorts the waiting requests by what is cached of their prompts. The cache's ledger reports changes, so
+nothing is looked up again. A family is the requests of one lane with the same first missing block. Keys are chained, so
+all that comes before that block is the same too: if one of them computes it, the others hit it.
 
     cached     |--- document ---|
     request 1  |--- document ---|-- question a --|     a family for each of the two questions,

@@ -6,22 +6,267 @@ share one limit in bytes.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
-from foreword.errors import AdaptersBusyError
-from foreword.model.adapters.folder import CONFIG, WEIGHTS, read_adapter
-from foreword.model.adapters.weights import AdapterWeights, most_bytes
+import torch
+
+from foreword.errors import AdaptersBusyError, InvalidRequestError
+from foreword.model.adapters.weights import AdapterWeights, LowRank, Place, most_bytes, places
+from foreword.model.checkpoint.tensors import StoredPlace, UnreadableError, places_in
 from foreword.model.spec import DecoderSpec
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_CONFIG_BYTES = 1 << 20
+MOST_INVOCATION_TOKENS = 1024
+_NO_MATTER = frozenset(
+    "auto_mapping base_model_name_or_path corda_config eva_config inference_mode lora_dropout lora_ga_config "
+    "loftq_config megatron_config megatron_core peft_version qalora_group_size revision runtime_config task_type "
+    "ensure_weight_tying peft_type alora_invocation_string exclude_modules".split()
+)
+"""Fields that change nothing of what the file's matrices compute."""
+_READ = frozenset(
+    "r lora_alpha use_rslora rank_pattern alpha_pattern layers_to_transform layers_pattern target_modules bias "
+    "init_lora_weights alora_invocation_tokens".split()
+)
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to begin training that leave the base's weights as they are."""
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_MOST_PATTERN, _MOST_REPEATS, _MOST_GROUPS = 512, 4, 4
+_MOST_KEYS, _MOST_REPEATING_KEYS = 1024, 32
+"""Of rank_pattern and alpha_pattern. PEFT writes one key for each module; those that repeat something take longest."""
+_REPEATS, _NESTED = re.compile(r"(?<!\\)[*+{]|(?<!\\)(?<!\()\?"), re.compile(r"\)[*+{?]|\\\d|\(\?[^:]")
+Match = Callable[[str], bool]
+Patterns = Sequence[tuple[re.Pattern[str], Any]]
 SETTLED_S = 2.0
 """A file that changed less than this before it was read may change again without a new date."""
 HELD = 2
 """All that are alive take at most this many times what those take that stay: requests may hold as many again."""
 Stamp = tuple[tuple[int, ...], ...]
+
+
+class _RefusedError(Exception):
+    """Why an adapter is refused; the message has the value, the limit and the remedy."""
+
+
+def read_adapter(folder: str, spec: DecoderSpec, max_rank: int) -> AdapterWeights:
+    """The adapter in a folder, for a model. Raises InvalidRequestError, whose message is one line."""
+    try:
+        config = _read_config(Path(folder))
+        return _read(Path(folder), config, spec, max_rank)
+    except (_RefusedError, UnreadableError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidRequestError(f"the adapter in {folder!r:.300} cannot be used: {reason:.400}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The fields that matter."""
+
+    rank: int
+    alpha: float
+    by_root: bool
+    """Whether a change is divided by the root of its rank."""
+    ranks: Patterns
+    alphas: Patterns
+    is_target: Match
+    invocation: list[int] | None
+
+    def rank_of(self, module: str) -> int:
+        return _whole("rank_pattern", _by_pattern(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        alpha = _number("alpha_pattern", _by_pattern(self.alphas, module, self.alpha))
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+
+def _read_config(folder: Path) -> _Config:
+    """Raises _RefusedError or OSError."""
+    if not folder.is_dir():
+        raise _RefusedError("it is no folder of this machine; download the adapter first")
+    path = folder / CONFIG
+    if not path.is_file():
+        raise _RefusedError(f"it has no {CONFIG}; give a folder that PEFT's save_pretrained wrote")
+    if path.stat().st_size > MOST_CONFIG_BYTES:
+        raise _RefusedError(f"{CONFIG} has {path.stat().st_size} bytes, and {MOST_CONFIG_BYTES} is the limit")
+    try:
+        said = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _RefusedError(f"{CONFIG} is no JSON ({error})") from error
+    if not isinstance(said, dict) or str(said.get("peft_type", "LORA")).upper() != "LORA":
+        raise _RefusedError(f"{CONFIG} is none of LoRA; other kinds of adapters are not supported")
+    for name, value in said.items():
+        if name not in _NO_MATTER | _READ and value not in (None, False, [], {}, ""):
+            raise _RefusedError(f"{name}={value!r:.80} is not supported; train without it, or merge the adapter")
+    if said.get("bias", "none") != "none":
+        raise _RefusedError(f"bias={said['bias']!r:.80} is not supported; train with bias='none'")
+    init = said.get("init_lora_weights", True)
+    if not any(init is known or (isinstance(init, str) and init == known) for known in _INITS):
+        raise _RefusedError(
+            f"init_lora_weights={init!r:.80} changed the base model's weights; save it as plain LoRA, with "
+            "path_initial_model_for_weight_conversion"
+        )
+    return _Config(
+        rank=_whole("r", said.get("r", 8)),
+        alpha=_number("lora_alpha", said.get("lora_alpha", 8)),
+        by_root=said.get("use_rslora") is True,
+        ranks=_patterns("rank_pattern", said),
+        alphas=_patterns("alpha_pattern", said),
+        is_target=_targets(said),
+        invocation=_invocation(said.get("alora_invocation_tokens")),
+    )
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise _RefusedError(f"{name}={value!r:.80} is no rank; it must be a whole number from 1 on")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or abs(value) > 1e6 or not math.isfinite(value):
+        raise _RefusedError(f"{name}={value!r:.80} is no finite number up to 1e6")
+    return float(value)
+
+
+def _invocation(tokens: Any) -> list[int] | None:
+    if tokens is None:
+        return None
+    is_list = isinstance(tokens, list) and 1 <= len(tokens) <= MOST_INVOCATION_TOKENS
+    if not is_list or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        raise _RefusedError(
+            f"alora_invocation_tokens={tokens!r:.80} must be a list of 1 to {MOST_INVOCATION_TOKENS} token ids"
+        )
+    return list(tokens)
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+def _pattern(text: Any) -> re.Pattern[str]:
+    """A regular expression that cannot take long, whatever its author had in mind. Raises _RefusedError."""
+    if not isinstance(text, str) or len(text) > _MOST_PATTERN:
+        raise _RefusedError(f"the pattern {text!r:.80} is no text of at most {_MOST_PATTERN} characters")
+    if len(_REPEATS.findall(text)) > _MOST_REPEATS or text.count("(") > _MOST_GROUPS or _NESTED.search(text):
+        raise _RefusedError(
+            f"the pattern {text!r:.80} may take too long; use at most {_MOST_REPEATS} repeats, {_MOST_GROUPS} groups, "
+            "and no repeated group"
+        )
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise _RefusedError(f"the pattern {text!r:.80} is no regular expression ({error})") from error
+
+
+def _patterns(name: str, said: Mapping[str, Any]) -> Patterns:
+    """Each value of a field with what matches its modules' names. Raises _RefusedError."""
+    values = said.get(name) or {}
+    if not isinstance(values, dict):
+        raise _RefusedError(f"{name}={values!r:.80} must be an object")
+    num_repeating = sum(_REPEATS.search(key) is not None for key in values)
+    if len(values) > _MOST_KEYS or num_repeating > _MOST_REPEATING_KEYS:
+        raise _RefusedError(
+            f"{name} has {len(values)} keys, {num_repeating} of them with repeats, and {_MOST_KEYS} and "
+            f"{_MOST_REPEATING_KEYS} are the limits; let one pattern name several modules"
+        )
+    return [
+        (re.compile(rf"(?:.*\.)?(?:{re.escape(key)}|{_pattern(key).pattern})"), value) for key, value in values.items()
+    ]
+
+
+def _by_pattern(patterns: Patterns, module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a module's name, as PEFT finds it."""
+    return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)
+
+
+def _targets(said: Mapping[str, Any]) -> Match:
+    """Whether a module is one of `target_modules`, in one of `layers_to_transform`."""
+    wanted, layers = said.get("target_modules"), said.get("layers_to_transform")
+    if isinstance(wanted, str):
+        if wanted.lower() == "all-linear":
+            return _in_layers(lambda name: True, layers)
+        pattern = _pattern(wanted)
+        return lambda name: pattern.fullmatch(name) is not None
+    if not isinstance(wanted, list) or not wanted or not all(isinstance(one, str) for one in wanted):
+        raise _RefusedError(f"target_modules={wanted!r:.80} names no module; it must be a list, a regex or all-linear")
+    ends = tuple(f".{one}" for one in wanted)
+    return _in_layers(lambda name: f".{name}".endswith(ends), layers)
+
+
+def _in_layers(match: Match, layers: Any) -> Match:
+    if layers is None or layers == []:
+        return match
+    numbers = layers if isinstance(layers, list) else [layers]
+    if not all(type(number) is int for number in numbers):
+        raise _RefusedError(f"layers_to_transform={layers!r:.80} must be numbers of layers")
+    own = frozenset(numbers)
+    return lambda name: match(name) and int(name.split(".")[2]) in own
+
+
+# ---------------------------------------------------------------------------------------- matrices
+
+
+def _read(folder: Path, config: _Config, spec: DecoderSpec, max_rank: int) -> AdapterWeights:
+    path, known = folder / WEIGHTS, places(spec)
+    if not path.is_file():
+        raise _RefusedError(f"it has no {WEIGHTS}; pickled weights are not read: save the adapter as safetensors")
+    pairs: dict[str, dict[str, StoredPlace]] = {}
+    for name, stored in places_in(path).items():
+        found = _NAME.fullmatch(name)
+        if found is None or found[1] not in known:
+            raise _RefusedError(
+                f"it changes {name!r:.120}, which this model has no low-rank product for; only attention's and plain "
+                "networks' weights can be changed"
+            )
+        pairs.setdefault(found[1], {})[found[2]] = stored
+    if not pairs:
+        raise _RefusedError(f"{WEIGHTS} has no matrices")
+    wanted = {name for name in known if config.is_target(name)}
+    strange = sorted(set(pairs) - wanted)
+    if strange:
+        raise _RefusedError(f"{WEIGHTS} changes {strange[0]!r}, which target_modules does not name")
+    changes = {}
+    for name, matrices in sorted(pairs.items()):
+        if len(matrices) != 2:
+            raise _RefusedError(f"{name!r} has only one of its two matrices")
+        _check_shapes(name, config, known[name], matrices, max_rank)
+        changes[name] = _change(name, config, matrices)
+    return AdapterWeights(spec, changes, config.invocation)
+
+
+def _check_shapes(name: str, config: _Config, place: Place, matrices: Mapping[str, StoredPlace], max_rank: int) -> None:
+    rank = config.rank_of(name)
+    if rank > max_rank:
+        raise _RefusedError(f"{name!r} has rank {rank}, and max_lora_rank={max_rank}; raise it")
+    for matrix, shape in (("A", (rank, place.inputs)), ("B", (place.width, rank))):
+        if matrices[matrix].shape != shape:
+            raise _RefusedError(f"lora_{matrix} of {name!r} has shape {matrices[matrix].shape}, and {shape} fits")
+
+
+def _change(name: str, config: _Config, matrices: Mapping[str, StoredPlace]) -> LowRank:
+    content, wide = hashlib.sha256(), {}
+    for matrix in ("A", "B"):
+        stored = matrices[matrix].stored()
+        content.update(f"{stored.dtype} {tuple(stored.shape)} ".encode())
+        content.update(stored.view(-1).view(torch.uint8).numpy().data)
+        wide[matrix] = stored.float()
+        if not bool(torch.isfinite(wide[matrix]).all()):
+            raise _RefusedError(f"lora_{matrix} of {name!r} has numbers that are not finite")
+    scale = config.scale_of(name)
+    if not bool(torch.isfinite(wide["B"] * scale).all()):
+        raise _RefusedError(f"lora_B of {name!r} times its scale {scale:g} has numbers that are not finite in float32")
+    return LowRank(wide["A"].numpy(), wide["B"].numpy(), scale, content.digest())
 
 
 class LoadedAdapters:

@@ -7,9 +7,12 @@ weights have been packed.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +23,10 @@ from torch import Tensor
 
 from foreword.errors import ModelLoadError, UnsupportedModelError
 from foreword.kernels.products.coded import FORMATS, Codes
-from foreword.model.checkpoint.weights_progress import WeightsLog
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
+logger = logging.getLogger(__name__)
+SECONDS_BETWEEN_LINES = 5.0
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PLAIN_TYPES = frozenset(_TYPES.values())
 _KEPT = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
@@ -31,6 +35,58 @@ _PARTS = {
     "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn
 }  # fmt: skip
 """Types of the parts of quantized weights."""
+
+
+class WeightsLog:
+    """Counts tensors as they are read, and logs their number every few seconds."""
+
+    def __init__(self, model: str, num_tensors: int, seconds_between_lines: float = SECONDS_BETWEEN_LINES) -> None:
+        self._model, self._of, self._read = model, num_tensors, 0
+        self._seconds, self._last = seconds_between_lines, time.monotonic()
+
+    def note(self) -> None:
+        """One more tensor has been read."""
+        self._read += 1
+        now = time.monotonic()
+        if now - self._last >= self._seconds:
+            self._last = now
+            logger.info(
+                "%s: %.0f%% of the weights (%d of %d tensors)",
+                self._model,
+                100 * self._read / self._of,
+                self._read,
+                self._of,
+                extra={"fields": {"event": "weights", "read": self._read, "of": self._of}},
+            )
+
+
+@contextmanager
+def weights_progress(model: str, seconds_between_lines: float = SECONDS_BETWEEN_LINES) -> Iterator[None]:
+    """Log the number of tensors read so far every few seconds, instead of showing transformers' progress bar."""
+    from transformers.utils import logging as transformers_logging
+
+    set_hook: Callable[[Any], Any] | None = getattr(transformers_logging, "set_tqdm_hook", None)
+    if set_hook is None:
+        yield
+        return
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        items: Any = args[0] if args else options.get("iterable")
+        if not hasattr(items, "__iter__") or not hasattr(items, "__len__"):
+            return factory(*args, **options)
+        return _counted(items, WeightsLog(model, len(items), seconds_between_lines))
+
+    before = set_hook(bar)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def _counted(items: Any, log: WeightsLog) -> Iterator[Any]:
+    for item in items:
+        yield item
+        log.note()
 
 
 class UnreadableError(Exception):

@@ -1,6 +1,6 @@
 """Decoder: one formula for all families that are written down, run from a spec and weights.
 
-Knows the formula of `spec.py`, products, norms and attention; knows no family by name. With weights in 12 bits or in
+With weights in 12 bits or in
 the codes of a file, the layers of usual families are one program (`cpu/layer_program.py`); everywhere else Python calls
 an operation after the other, with the same bits. Each operation gives a row bits that depend on that row alone.
 
@@ -15,19 +15,50 @@ from collections.abc import Callable, MutableMapping
 import torch
 from torch import Tensor
 
+from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.kernels.reference import AttentionOptions
 from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations, LayerParts
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
-from foreword.model.cpu.row_functions import RowKernels
+from foreword.model.cpu.row_functions import Norm, RowKernels
 from foreword.model.decoder.linear import Embedding, GatedLinear, Linear
 from foreword.model.decoder.network import Experts, Network, unstack
-from foreword.model.decoder.norm import RowNorm
 from foreword.model.decoder.rotary import Rotary, Turns
 from foreword.model.layout import LayerLayout
-from foreword.model.spec import DecoderSpec
+from foreword.model.spec import DecoderSpec, NormSpec
 from foreword.model.step import Step
+
+_FORMS = {"rounded": ROUND_NORM, "in float32": 0, "one more": ADD_ONE}
+
+
+class RowNorm:
+    """Rows [..., width] to the same shape and type. A row's bits do not depend on other rows."""
+
+    def __init__(self, weight: Tensor, spec: NormSpec, kernels: RowKernels) -> None:
+        self.weight, self._spec, self._kernels = weight.detach(), spec, kernels
+        takes = not spec.centred and weight.device.type == "cpu" and kernels.can_take(len(weight), weight.dtype)
+        self.norm = Norm(self.weight, spec.epsilon, _FORMS[spec.scales]) if takes else None
+        """The compiled norm, if there is one."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self.norm is not None:
+            return self._kernels.rms_norm(rows, self.norm)
+        wide = rows.float()
+        if self._spec.centred:
+            wide = wide - wide.mean(-1, keepdim=True)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._spec.epsilon)
+        if self._spec.scales == "rounded":
+            return self.weight * normed.to(rows.dtype)
+        scales = self.weight.float() + 1.0 if self._spec.scales == "one more" else self.weight.float()
+        return (scales * normed).to(rows.dtype)
+
+    def of_sum(self, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return x + scale * y, both rounded to their type, and the norm of the sum."""
+        if self.norm is not None:
+            return self._kernels.add_norm(x, y, self.norm, scale)
+        total = x + (y if scale == 1.0 else y * scale)
+        return total, self(total)
 
 
 class Decoder:
@@ -81,7 +112,7 @@ class Decoder:
         deltas = NO_DELTAS if step.adapted is None else step.adapted.of(keep).layer(last.number)
         _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept, deltas)
         self._kept = normed
-        return self._scaled(self._head(normed))[: step.num_kept]  # all rows: see `row_padding.py`
+        return self._scaled(self._head(normed))[: step.num_kept]  # all rows: see `passes.py`
 
     def hidden_rows(self) -> Tensor:
         """The normed rows that gave the logits of the last call, [num_kept, width]."""

@@ -192,7 +192,7 @@ class GatedLinear:
         """activation(gate) * up, of rows that are gate and up end to end."""
         if self._gate is not None and RowKernels.can_take(self._width, both.dtype):
             return self._kernels.gate(self._gate, both)
-        # Contiguous, so that a row's bits do not depend on its place: see `row_padding.py`.
+        # Contiguous, so that a row's bits do not depend on its place: see `passes.py`.
         gate, up = both[..., : self._width].contiguous(), both[..., self._width :]
         if self._clamp is not None:
             limit = self._clamp.limit

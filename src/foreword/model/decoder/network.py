@@ -16,7 +16,7 @@ from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.row_functions import Gate, RowKernels
 from foreword.model.decoder.linear import GatedLinear, Linear
-from foreword.model.row_padding import RowPadding
+from foreword.model.passes import RowPadding
 from foreword.model.spec import DecoderSpec, NetworkNames
 
 Take = Callable[..., tuple[list[Weight], Tensor | None]]
@@ -83,7 +83,7 @@ class Experts:
         if self._shared is None:
             return mixed
         assert self._shared_gate is not None
-        # As wide as rows, because a column would not fill vectors: see `row_padding.py`.
+        # As wide as rows, because a column would not fill vectors: see `passes.py`.
         gate = self._shared_gate(rows).expand(rows.shape).contiguous()
         return mixed + torch.sigmoid(gate) * self._shared(rows, count)
 

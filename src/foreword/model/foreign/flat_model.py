@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foreword.model.foreign.experts import EXPERTS_NAME
-from foreword.model.foreign.modules import ProductPart
-from foreword.model.foreign.packed import PackedLinear, has_unpacked_products
+from foreword.model.foreign.modules import PackedLinear, ProductPart, has_unpacked_products
 from foreword.model.foreign.recurrent import RecurrentForward, StepCache
 from foreword.model.source_digest import digest_sources
 from foreword.model.state_runs import StateRun

@@ -8,8 +8,7 @@ from foreword.kernels.select import choose_kernel
 from foreword.model.checkpoint.read import Checkpoint, read_checkpoint
 from foreword.model.foreign.alibi import use_slopes
 from foreword.model.foreign.flat_model import FlatModel
-from foreword.model.foreign.modules import fuse
-from foreword.model.foreign.packed import pack_linears
+from foreword.model.foreign.modules import fuse, pack_linears
 from foreword.model.foreign.probe import probe_layers
 from foreword.model.foreign.recurrent import RecurrentForward, cache_argument
 from foreword.model.loader import LoadedModel, facts_of

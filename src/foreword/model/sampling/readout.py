@@ -15,8 +15,7 @@ from torch import Tensor
 
 from foreword.batch import Batch, BatchResult
 from foreword.model.sampling.draws import Put
-from foreword.model.sampling.logprobs import Int32s, LogprobRows
-from foreword.model.sampling.sampler import Drawn, Sampled, SamplingPlan
+from foreword.model.sampling.sampler import Drawn, Int32s, LogprobRows, Sampled, SamplingPlan
 from foreword.request import NO_REPORT
 
 Rows = npt.NDArray[np.int64]

@@ -24,23 +24,26 @@ import os
 import secrets
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import common_length
 from foreword.errors import ConfigError
 from foreword.server.api_errors import bad_request
+from foreword.server.engine_thread import Ended
 
 logger = logging.getLogger(__name__)
-
 ANYBODY = "default"
 """The tenant of a server that asks for no key, or has only one key."""
-
 DASHBOARD = "(dashboard)"
 """The tenant of the dashboard's chat on a server that asks for keys."""
-
 _HASHED = "sha256:"
+TokenIds = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,3 +229,57 @@ def _version(path: Path) -> tuple[int, ...]:
     # Within a tick of the kernel's clock a file may change again without a new date, so a new one is read again.
     settled = 0 if time.time() - status.st_ctime > SETTLED_S else time.time_ns()
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, settled
+
+
+class Quotas:
+    """Evicts the blocks beyond a tenant's quota whenever one of the tenant's requests ends.
+
+    Blocks that requests hold stay; free blocks go in the order of normal eviction. Blocks of public prefixes count for
+    no tenant.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.shrink: Callable[[str, int], None] = lambda namespace, max_blocks: None
+        """Shrinks a namespace's share of the engine's cache, or of each engine's, to this number of blocks."""
+        self._tenants = tenants
+        self._limits: dict[str, tuple[str, int]] = {}
+
+    def note(self, tenant: Tenant) -> None:
+        """Note a tenant's quota. Called on the event loop; the engine's thread reads it at a later step."""
+        if tenant.max_cached_blocks is not None:
+            self._limits[tenant.name] = (self._tenants.namespace_of_all(tenant), tenant.max_cached_blocks)
+        else:
+            self._limits.pop(tenant.name, None)
+
+    def enforce(self, ended: Sequence[Ended]) -> None:
+        """Shrink the caches of the tenants whose requests ended to their quotas."""
+        for name in {request.job.record.tenant for request in ended}:
+            limit = self._limits.get(name)
+            if limit is not None:
+                self.shrink(*limit)
+
+
+class SharedPrefixes:
+    """Finds the public part of a prompt: the longest public prefix that the prompt begins with.
+
+    Only whole prefixes count. A prompt that ends or differs inside a public prefix shares none of its tokens.
+    """
+
+    def __init__(self, prefixes: Sequence[TokenIds]) -> None:
+        self._prefixes = sorted((prefix for prefix in prefixes if len(prefix)), key=len, reverse=True)
+
+    def num_shared(self, prompt: TokenIds) -> int:
+        """Number of leading tokens of `prompt` that are public."""
+        return next((len(prefix) for prefix in self._prefixes if np.array_equal(prompt[: len(prefix)], prefix)), 0)
+
+
+def common_beginning(encodings: Sequence[TokenIds]) -> TokenIds:
+    """The tokens that all these encodings begin with.
+
+    The last tokens of a text depend on the text after it; the common tokens of encodings with different continuations
+    do not.
+    """
+    first = encodings[0]
+    for other in encodings[1:]:
+        first = first[: common_length(first, other)]
+    return first

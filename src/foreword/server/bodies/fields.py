@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import logging
+from collections.abc import Sequence
+from threading import Lock
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 MAX_TOKEN_ID = 2**31 - 1
-
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Identifier = Annotated[str, Field(max_length=64)]
 """A string of at most 64 characters, as OpenAI allows."""
@@ -25,6 +27,10 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+logger = logging.getLogger(__name__)
+MAX_LOGGED = 256
+"""Most names that are logged and remembered."""
+Place = tuple[int | str, ...]
 
 
 def _read_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -61,3 +67,54 @@ class Part(BaseModel):
     """A part of a body whose unknown fields are ignored: clients send earlier answers back as they got them."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+class UnknownFields:
+    """One server's treatment of unknown fields. Safe to use from any thread."""
+
+    def __init__(self, *, ignored: bool) -> None:
+        self._ignored = ignored
+        self._logged: set[str] = set()
+        self._lock = Lock()
+
+    def validate(self, model: type[AnyBody], body: Any) -> AnyBody:
+        """Validate parsed JSON; unknown fields are removed from it if they are ignored. Raises ValidationError."""
+        try:
+            return model.model_validate(body)
+        except ValidationError as error:
+            unknown = _unknown(error)
+            if not self._ignored or not unknown:
+                raise
+        for place in unknown:
+            _remove(body, place)
+            self._log(place)
+        return model.model_validate(body)
+
+    def _log(self, place: Place) -> None:
+        name = ".".join(str(part) for part in place if isinstance(part, str))[:100]
+        with self._lock:
+            if name in self._logged or len(self._logged) >= MAX_LOGGED:
+                return
+            self._logged.add(name)
+        logger.warning("requests have the field %r, which is unknown here; it is ignored", name)
+
+
+def _unknown(error: ValidationError) -> Sequence[Place]:
+    found = error.errors(include_url=False, include_input=False)
+    return [one["loc"] for one in found if one["type"] == "extra_forbidden"]
+
+
+def _remove(body: Any, place: Sequence[Any]) -> None:
+    """Remove a field. Some parts of its place name a type of a union, not a key; they are skipped."""
+    *inside, name = place
+    for part in inside:
+        inner = body[part] if isinstance(body, list) and isinstance(part, int) else None
+        if isinstance(body, dict):
+            inner = body.get(part)
+        if isinstance(inner, dict | list):  # a type may have the name of one of its fields
+            body = inner
+    if isinstance(body, dict):
+        body.pop(name, None)

@@ -1,12 +1,13 @@
 """JSON from clients: counts the contents of a text before Python builds any object from it, and parses it.
 
-Knows bytes and JSON's brackets. The counting is compiled and releases Python's lock, so that other threads can run.
+The counting is compiled and releases Python's lock, so that other threads can run.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -74,3 +75,28 @@ def _scan(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
             depth -= 1
         at += 1
     return num_commas + num_containers + 1, num_containers, most
+
+
+def to_json(body: Any) -> str:
+    """Compact JSON. Non-ASCII characters are escaped, so that half a surrogate pair does no harm."""
+    return json.dumps(body, separators=(",", ":"))
+
+
+def to_long_json(body: Any, depth: int) -> str:
+    """Like `to_json`, but lists and objects down to this depth are written item by item."""
+    return "".join(_pieces(body, depth))
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    if depth and isinstance(value, list) and value:
+        for at, item in enumerate(value):
+            yield "," if at else "["
+            yield from _pieces(item, depth - 1)
+        yield "]"
+    elif depth and isinstance(value, dict) and value:
+        for at, (key, item) in enumerate(value.items()):
+            yield f"{',' if at else '{'}{to_json(key)}:"
+            yield from _pieces(item, depth - 1)
+        yield "}"
+    else:
+        yield to_json(value)

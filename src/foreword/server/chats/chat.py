@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, PromptTooLongError
-from foreword.request import SamplingParams, TokenConstraint
+from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_scan import parse_json
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.chats.shorten import Messages, shortened
 from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
 from foreword.server.service import Caller, ChatMark, Ending, Service, digests
 from foreword.text import Tokenizer
@@ -24,7 +23,48 @@ from foreword.text.conversation import Place
 from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 
+Messages = Sequence[Mapping[str, Any]]
+STRIDE = 16
+"""Messages are left out by this many, where half of the room stays in use: several turns then begin alike and hit."""
 AUTO, WHOLE = ToolChoice(), Ending()
+LOWEST = -9999.0
+"""Stands for the log probability of an impossible token, which JSON cannot express."""
+
+
+def thinking_inputs(template: str, *, enabled: bool | None = None, effort: str | None = None) -> dict[str, Any]:
+    """The inputs that a client asks for (None: it does not), those among them that the template mentions."""
+    wanted = {"enable_thinking": enabled, "reasoning_effort": effort}
+    return {name: value for name, value in wanted.items() if value is not None and name in template}
+
+
+async def shortened(messages: Messages, most: int, count: Callable[[Messages], Awaitable[int]]) -> Messages:
+    """The conversation with at most `most` tokens: without its earliest messages if it has more.
+
+    System messages at its beginning stay, a tool's result never comes without its call, and the last message always
+    stays: it may be too long by itself. `count` gives the number of tokens of a conversation.
+    """
+    if await count(messages) <= most:
+        return messages
+    head = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    starts = [at for at in range(head + 1, len(messages)) if messages[at]["role"] not in ("tool", "assistant")]
+    if not starts:
+        return messages
+
+    low, high = 0, len(starts) - 1  # the last start is right if none fits
+    while low < high:
+        middle = (low + high) // 2
+        if await count([*messages[:head], *messages[starts[middle] :]]) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    longest = [*messages[:head], *messages[starts[low] :]]
+    aligned = -(-(starts[low] - head) // STRIDE) * STRIDE + head
+    start = next((start for start in starts if start >= aligned), None)
+    if start is not None:
+        even = [*messages[:head], *messages[start:]]
+        if await count(even) >= most // 2:
+            return even
+    return longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +292,28 @@ def arguments_of(call: Call) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any]]:
+    """For each token its text, bytes and log probability, and those of the `num_top` likeliest."""
+    content = []
+    for token_id, of_position in zip(token_ids, logprobs, strict=True):
+        top = sorted(of_position.items(), key=lambda item: item[1].rank)[:num_top]
+        content.append(
+            {
+                **_token(tokenizer, token_id, of_position[token_id].logprob),
+                "top_logprobs": [_token(tokenizer, other, logprob.logprob) for other, logprob in top],
+            }
+        )
+    return content
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    spelt = tokenizer.token_bytes(token_id)
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": max(logprob, LOWEST),
+        "bytes": None if spelt is None else list(spelt),
+    }

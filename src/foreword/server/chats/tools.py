@@ -1,10 +1,8 @@
-"""Tools in a conversation: which of them may or must be called in an answer.
-
-Knows tools in the form that chat templates take; `foreword.text.reply` knows the forms in which models write calls.
-"""
+"""Tools in a conversation: which of them may or must be called in an answer."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +15,12 @@ from foreword.text.reply.turn import Turn
 
 Tool = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take it."""
-
 MOST_PATTERNS = 256
+logger = logging.getLogger(__name__)
+MOST_TOLD = 3
+"""Patterns that a log line names."""
+MOST_KNOWN = 1_000
+"""Patterns that are remembered; beyond these nothing is logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +99,18 @@ class ToolUse:
         """Reads one choice; None if its text is left as it is."""
         reads_calls = self.choice.mode != "none"
         return turn.reader(tools=self._tools, reads_calls=reads_calls, has_bare_call=self.is_forced)
+
+
+class ToldPatterns:
+    """One server's memory of what it has told. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def note(self, left_out: Sequence[str]) -> None:
+        """Log the patterns that were not told yet."""
+        new = [one for one in dict.fromkeys(left_out) if one not in self._known][: MOST_KNOWN - len(self._known)]
+        if new:
+            self._known.update(new)
+            more = f" and {len(new) - MOST_TOLD} more" if len(new) > MOST_TOLD else ""
+            logger.warning("forced calls do not enforce the pattern %s%s", "; ".join(new[:MOST_TOLD]), more)

@@ -1,8 +1,9 @@
 """Mounts the dashboard, and checks who may see it.
 
-Knows the app, the operators' rule and NiceGUI. NiceGUI keeps its pages in one global app, so a process has one
-dashboard: `run.serve` mounts it, not `make_app`. Everything under /dashboard, WebSockets included, passes one check; a
-browser without the operator's key gets a form for it.
+NiceGUI keeps its pages in one global app, so a process has one dashboard: `run.serve` mounts it, not `make_app`.
+Everything under /dashboard, WebSockets included, passes one check; a browser without the operator's key gets a form for
+it. NiceGUI sets its headers in middleware of Starlette's `BaseHTTPMiddleware`, which raises "No response returned" if a
+client leaves before its answer begins; `Edge` ignores such clients.
 """
 
 from __future__ import annotations
@@ -14,27 +15,81 @@ from html import escape
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from starlette._utils import get_route_path  # routes are matched with it: the check must see the same path
-from starlette.datastructures import Headers
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import HTMLResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.errors import ConfigError
 from foreword.server.access.operators import COOKIE, SESSION_S, Operators
 from foreword.server.api_errors import APIError
-from foreword.server.dashboard.style import FORM_STYLE, ICON
+from foreword.server.dashboard.parts import FORM_STYLE, ICON
 from foreword.server.http import error_response
 from foreword.server.intake import read_body
 from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)
-
+FILES_NEVER_CHANGE = "public, max-age=31536000, immutable"
+"""The paths of these files contain NiceGUI's version."""
 PATH = "/dashboard"
 LOGIN = f"{PATH}/login"
 WRONG_KEY_DELAY_S = 0.5
 MAX_FORM_BYTES = 4096
 """Most bytes of the form, which anybody may send."""
 MAX_FORM_FIELDS = 64
+
+
+def give_edge(nicegui_app: FastAPI, files: str) -> None:
+    """Replace NiceGUI's own middleware by an Edge. `files` is the beginning of the paths of its files."""
+    nicegui_app.user_middleware[:] = [
+        middleware
+        for middleware in nicegui_app.user_middleware
+        if not (isinstance(middleware.cls, type) and issubclass(middleware.cls, BaseHTTPMiddleware))
+    ]
+    nicegui_app.add_middleware(Edge, files=files)
+
+
+class Edge:
+    """Lets browsers keep files, puts a proxy's prefix before redirections, and lets clients leave."""
+
+    def __init__(self, app: ASGIApp, *, files: str) -> None:
+        self._app = app
+        self._files = files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # before a mount below changes the scope
+        has_left = has_begun = False
+
+        async def receiving() -> Message:
+            nonlocal has_left
+            message = await receive()
+            has_left = has_left or message["type"] == "http.disconnect"
+            return message
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                self._set_headers(path, Headers(scope=scope), message["status"], MutableHeaders(raw=message["headers"]))
+            await send(message)
+
+        try:
+            await self._app(scope, receiving, sending)
+        except Exception:
+            if not has_left or has_begun:
+                raise
+            logger.debug("a client left before its answer had begun", exc_info=True)
+
+    def _set_headers(self, path: str, request_headers: Headers, status: int, headers: MutableHeaders) -> None:
+        exists = status in (200, 206, 304)
+        if exists and path.startswith(self._files) and not path.startswith(f"{self._files}dynamic_resources/"):
+            headers["Cache-Control"] = FILES_NEVER_CHANGE
+        if headers.get("Location", "").startswith("/"):
+            headers["Location"] = request_headers.get("x-forwarded-prefix", "") + headers["Location"]
 
 
 def mount_dashboard(app: FastAPI, service: Service) -> None:
@@ -59,8 +114,6 @@ def mount_page(
     from nicegui import __version__ as nicegui_version
     from nicegui import app as nicegui_app
     from nicegui import ui
-
-    from foreword.server.dashboard.edge import give_edge
 
     @app.post(LOGIN, include_in_schema=False)
     async def login(request: Request) -> Response:

@@ -20,15 +20,11 @@ from foreword.errors import ForewordError
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
 from foreword.server.dashboard.chat import Chat
-from foreword.server.dashboard.confirm import confirmed
-from foreword.server.dashboard.draft_rows import draft_rows
-from foreword.server.dashboard.entry_rows import entry_rows
 from foreword.server.dashboard.memory_curve import memory_curve
-from foreword.server.dashboard.model_card import model_card
 from foreword.server.dashboard.parting import Parting
-from foreword.server.dashboard.parts import Head, Html, card, figure, window_choice
+from foreword.server.dashboard.parts import Head, Html, card, confirmed, figure, window_choice
 from foreword.server.dashboard.prefixes import Prefixes
-from foreword.server.dashboard.tier_rows import tier_rows
+from foreword.server.dashboard.rows import draft_rows, entry_rows, model_card, tier_rows
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service

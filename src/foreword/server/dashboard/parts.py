@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 
 from nicegui import ui
 
-from foreword.server.dashboard.style import ICON, STYLE
-
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><rect x="2" y="4" width="20" height="4" rx="2" '
+    'fill="#14a87c"/><rect x="2" y="10" width="13" height="4" rx="2" fill="#14a87c"/><rect x="2" y="16" width="8" '
+    'height="4" rx="2" fill="#14a87c"/><rect x="17" y="10" width="5" height="4" rx="2" fill="#e0892b"/><rect x="12" '
+    'y="16" width="10" height="4" rx="2" fill="#e0892b"/></svg>'
+)
+FORM_STYLE = """
+:root { color-scheme: light dark; --page: #f4f5f7; --card: #fff; --ink: #1b2430; --edge: #d7dce3; }
+@media (prefers-color-scheme: dark) { :root { --page: #0f141b; --card: #171e28; --ink: #e6ebf2; --edge: #273140; } }
+body { margin: 0; min-height: 100vh; display: grid; place-items: center; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+form { background: var(--card); border: 1px solid var(--edge); border-radius: 14px; padding: 30px;
+  width: min(300px, 80vw); display: grid; gap: 10px; }
+svg { width: 40px; }
+h1 { margin: 0 0 8px; font-size: 22px; letter-spacing: -0.02em; }
+p { margin: 0; color: #d43d51; min-height: 1.5em; }
+input, button { font: inherit; padding: 10px 12px; border-radius: 8px; border: 1px solid var(--edge);
+  background: var(--page); color: inherit; }
+button { background: #119a72; border: 0; color: #fff; font-weight: 600; cursor: pointer; }
+"""
 WINDOWS_S = {60.0: "1 min", 300.0: "5 min", 900.0: "15 min", 3600.0: "1 h"}
 """Windows of time that a viewer may choose."""
 
@@ -79,3 +99,17 @@ def window_choice() -> ui.toggle:
     return ui.toggle(WINDOWS_S, value=300.0).props(
         'no-caps unelevated dense data-testid="window" aria-label="time window"'
     )
+
+
+async def confirmed(question: str, action: str) -> bool:
+    """Ask the viewer and return whether they chose the action. Closing the question means no."""
+    with ui.dialog() as dialog, ui.element("div").classes("ask-first").props('role="alertdialog"'):
+        ui.html(escape(question), sanitize=False)
+        with ui.element("div").classes("choices"):
+            ui.button("Cancel", on_click=lambda: dialog.submit(False)).props("flat").classes("plain")
+            ui.button(action, on_click=lambda: dialog.submit(True)).props('unelevated data-testid="confirm"').classes(
+                "go"
+            )
+    answer = await dialog
+    dialog.delete()
+    return bool(answer)

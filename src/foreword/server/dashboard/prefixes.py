@@ -1,12 +1,13 @@
 """The tree of cached prefixes: their texts, their branches, and how often each part was reused.
 
-Knows nodes of the tree as insight.py returns them. For indexes that know only keys, it shows a list of prompts.
+For indexes that know only keys, it shows a list of prompts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -17,16 +18,15 @@ from foreword.engine import Keep, Prompt
 from foreword.errors import ForewordError
 from foreword.server.cache_api import listed_prompts, node_report
 from foreword.server.dashboard import drawings as draw
-from foreword.server.dashboard.confirm import confirmed
-from foreword.server.dashboard.pinning import prompt_of_prefix
-from foreword.server.engine_door import first
-from foreword.server.merging import longest
+from foreword.server.dashboard.parts import confirmed
+from foreword.server.engine_door import first, longest
+from foreword.server.records import RequestRecord
 from foreword.server.service import Service
 
+NUM_RECENT = 1000
 NUM_NODES = 400
 NUM_PROMPTS = 40
 REFRESH_S = 3.0
-
 _ROW = """
 <div class="prefix">
   <span class="text">{{ props.node.label }}</span>
@@ -36,6 +36,37 @@ _ROW = """
 """
 PIN_TIMES_S = {600.0: "10 min", 3600.0: "1 hour", 86400.0: "1 day"}
 _NOTHING = '<div class="empty">Choose a prefix to read it.</div>'
+
+
+def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: str) -> Prompt | None:
+    """The beginning of a recent prompt, up to the end of the chosen node, or less if no prompt reaches that far.
+
+    None if no recent prompt passes through the node.
+    """
+    node = nodes.get(chosen)
+    if node is None:
+        return None
+    path = [node]
+    while (above := nodes.get(str(path[-1].parent_id))) is not None:
+        path.append(above)
+    recent = service.records.recent(NUM_RECENT)
+    through = [record for record in recent if record.salt == node.salt and _goes_through(record, path)]
+    if node.salt is None:  # a public prefix is also part of tenants' prompts
+        through = through or [record for record in recent if _goes_through(record, path)]
+    if not through:
+        return None
+    longest = max(through, key=lambda record: min(record.num_prompt_tokens, node.start + node.num_tokens))
+    prompt = service.prompt_of(longest.prompt_token_ids, longest.salt)
+    return replace(prompt, token_ids=prompt.token_ids[: node.start + node.num_tokens])
+
+
+def _goes_through(record: RequestRecord, path: list[PrefixNode]) -> bool:
+    """Whether a prompt begins like all nodes of a path, as far as both are known, and reaches the first node."""
+    return record.num_prompt_tokens > path[0].start and all(
+        record.prompt_token_ids[node.start : node.start + len(node.token_ids)].tolist()
+        == list(node.token_ids[: record.num_prompt_tokens - node.start])
+        for node in path
+    )
 
 
 class Prefixes:

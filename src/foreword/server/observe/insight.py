@@ -14,12 +14,10 @@ from foreword.cache import Divergence, PrefixNode
 from foreword.engine import Engine, Snapshot
 from foreword.replay.curve import CurvePoint
 from foreword.server.api_errors import APIError
-from foreword.server.engine_door import EngineDoor, first
-from foreword.server.listeners import Listener
-from foreword.server.merging import all_prefixes
+from foreword.server.engine_door import EngineDoor, all_prefixes, first
 from foreword.server.observe.explanations import most_similar
 from foreword.server.observe.more_memory import MoreMemory
-from foreword.server.records import Records, RequestRecord
+from foreword.server.records import Listener, Records, RequestRecord
 
 MAX_WAIT_S = 5.0
 

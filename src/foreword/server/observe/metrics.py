@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -25,24 +25,83 @@ from prometheus_client.registry import Collector
 
 from foreword import __version__
 from foreword.cache import PIN, BlockState, EvictionCause, MissReason
-from foreword.engine import BREAKPOINT, RESOURCE, Snapshot, TiersReport
+from foreword.engine import BREAKPOINT, RESOURCE, Snapshot, TierReport, TiersReport
 from foreword.llm import LLM
 from foreword.server.engine_door import Number
-from foreword.server.listeners import ListenerHealth
-from foreword.server.observe import tier_numbers
 from foreword.server.observe.http_requests import HttpRequests
 from foreword.server.observe.insight import Insight
-from foreword.server.records import Records, RequestRecord
+from foreword.server.records import ListenerHealth, Records, RequestRecord
+from foreword.tiers.ticket import Outcome
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-
 Metric = CounterMetricFamily | GaugeMetricFamily
-
 MOST_METHODS = 32
 """Methods of linking that have a label of their own; clients may name any number of them, and the rest is "other"."""
+
+
+class TierNumber(NamedTuple):
+    """One number of each tier."""
+
+    name: str
+    meaning: str
+    read: Callable[[TierReport], float]
+
+
+GAUGES = (
+    TierNumber("blocks", "Blocks that can be looked up.", lambda tier: tier.stats.num_blocks),
+    TierNumber("bytes", "Physical bytes, those of other processes included.", lambda tier: tier.stats.shared_bytes),
+    TierNumber("budget_bytes", "Physical bytes that the tier may take.", lambda tier: tier.stats.budget_bytes),
+    TierNumber(
+        "seconds_saved",
+        "Estimated seconds to compute what was loaded, less the seconds of loads. Falls when loads are in vain.",
+        lambda tier: tier.loads.saved_s,
+    ),
+    TierNumber(
+        "breaker_open", "1 while a server that failed is left alone.", lambda tier: tier.stats.breaker != "closed"
+    ),
+)
+COUNTERS = (
+    TierNumber("loads", "Loads that ended.", lambda tier: tier.loads.num_loads),
+    TierNumber("loaded_tokens", "Tokens by which loads made hits longer.", lambda tier: tier.loads.num_tokens),
+    TierNumber("loaded_bytes", "Bytes of loads that made hits longer.", lambda tier: tier.loads.num_bytes),
+    TierNumber("load_seconds", "Seconds of loads.", lambda tier: tier.loads.seconds),
+    TierNumber("declined", "Prefixes computed because a load is no faster.", lambda tier: tier.loads.num_declined),
+    TierNumber("regretted", "Loads that took longer than computing.", lambda tier: tier.loads.num_regretted),
+    TierNumber("cancelled", "Loads that were given up.", lambda tier: tier.loads.num_cancelled),
+    TierNumber("lookups", "Blocks looked up, for loads and for stores.", lambda tier: tier.stats.num_looked_up),
+    TierNumber("found", "Blocks of lookups that were there.", lambda tier: tier.stats.num_found),
+    TierNumber("written_bytes", "Physical bytes written.", lambda tier: tier.stats.written_bytes),
+)
+
+
+class OutcomeNumber(NamedTuple):
+    """One number of each tier and outcome."""
+
+    name: str
+    meaning: str
+    outcomes: tuple[Outcome, ...]
+    """Those that are shown even if they never came."""
+    read: Callable[[TierReport], Mapping[str, int]]
+
+
+_FAILED = (Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.QUEUE_FULL)
+OUTCOMES = (
+    OutcomeNumber(
+        "load_blocks",
+        "Blocks of loads that ended.",
+        (Outcome.DONE, Outcome.MISSING, *_FAILED),
+        lambda tier: tier.loads.blocks_by_outcome,
+    ),
+    OutcomeNumber(
+        "store_blocks",
+        "Blocks written, and blocks dropped instead.",
+        (Outcome.DONE, Outcome.NO_ROOM, *_FAILED),
+        lambda tier: {"done": tier.stats.num_written, **tier.stats.not_stored},
+    ),
+)
 
 
 def mostly_found(record: RequestRecord) -> bool:
@@ -267,13 +326,13 @@ class _EngineCollector(Collector):
         tiers = report.tiers
         if not tiers:
             return
-        for number in tier_numbers.GAUGES:
+        for number in GAUGES:
             values = {tier.name: number.read(tier) for tier in tiers}
             yield self._gauges(f"tier_{number.name}", number.meaning, "tier", values)
-        for number in tier_numbers.COUNTERS:
+        for number in COUNTERS:
             values = {tier.name: number.read(tier) for tier in tiers}
             yield self._counters(f"tier_{number.name}", number.meaning, "tier", values)
-        for by_outcome in tier_numbers.OUTCOMES:
+        for by_outcome in OUTCOMES:
             name, labels = f"foreword_tier_{by_outcome.name}", ("model_name", "tier", "outcome")
             family = CounterMetricFamily(name, by_outcome.meaning, labels=labels)
             for tier in tiers:

@@ -17,8 +17,7 @@ from typing import Any
 
 from foreword.errors import TraceError
 from foreword.replay.trace import TraceWriter
-from foreword.server.listeners import ListenerHealth
-from foreword.server.records import RequestRecord
+from foreword.server.records import ListenerHealth, RequestRecord
 
 logger = logging.getLogger(__name__)
 

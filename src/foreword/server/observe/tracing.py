@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreword.errors import ConfigError
-from foreword.server.listeners import ListenerHealth
-from foreword.server.records import RequestRecord
+from foreword.server.records import ListenerHealth, RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor

@@ -13,9 +13,8 @@ from typing import Any
 
 from foreword.cache import BlockState
 from foreword.engine import Snapshot
-from foreword.server.listeners import ListenerHealth
 from foreword.server.observe.insight import Insight
-from foreword.server.records import Records, RequestRecord, TenantStats
+from foreword.server.records import ListenerHealth, Records, RequestRecord, TenantStats
 
 logger = logging.getLogger(__name__)
 

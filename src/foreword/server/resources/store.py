@@ -13,8 +13,7 @@ from contextlib import contextmanager
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
-from foreword.server.resources.content import CachedContent, is_content_id
-from foreword.server.resources.folder import ContentFolder, Version
+from foreword.server.resources.folder import CachedContent, ContentFolder, Version, is_content_id
 
 logger = logging.getLogger(__name__)
 

@@ -3,10 +3,9 @@
 While its thread verifies and copies what was read, a second one reads the next piece. The caller's memory sees verified
 bytes only.
 
-Reading ahead: blocks' bytes from segments, in few large reads, one read ahead of whoever works on them.
-
-Neighbours in a segment are read together. Reads end where 2 MiB of the file end, wherever blocks do: past the page
-cache, a read that ends within a large page of the cache throws that page away and the next read fetches it again.
+Blocks are read in few large reads, one ahead of whoever works on them (`ReadAhead`). Neighbours in a segment are read
+together. Reads end where 2 MiB of the file end, wherever blocks do: past the page cache, a read that ends within a
+large page of the cache throws that page away and the next read fetches it again.
 
     file      |........|........|........|      every 2 MiB
     blocks       | 0 | 1 | 2 | 3 | 4 | 5 |

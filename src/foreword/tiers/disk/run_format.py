@@ -19,11 +19,11 @@ The header holds all that is needed to find the blocks again without an index (a
 
 The checksum of a block is seeded with its name and length. A block that is sound but is another's does not verify.
 
-A run in the making: blocks go into one buffer, and their header before them.
+A run in the making (`RunBuffer`) is one buffer: blocks, and their header before them.
 
-begin(lengths)    | room for the header |
-place, add        |                     | block 0 ... pad | block 1 ... pad |
-finish            |      | header       | block 0 ... pad | block 1 ... pad |   no gap
+    begin(lengths)    | room for the header |
+    place, add        |                     | block 0 ... pad | block 1 ... pad |
+    finish            |      | header       | block 0 ... pad | block 1 ... pad |   no gap
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ A row keeps the first 16 of a key's 32 bytes. That decides where to read; what i
 Two locks. `_lock` guards every look and change, for microseconds. `_growing` lets one thread at a time insert, so that
 it can build a larger table while others look and remove in the old one.
 
-The snapshot of the index: a file that makes a restart fast, and only a hint.
-
-A snapshot that is absent, torn, old or damaged costs a scan of the segments' headers, and nothing else: every block is
-checked when it is loaded.
+A snapshot of the index is a file that makes a restart fast, and only a hint. One that is absent, torn, old or damaged
+costs a scan of the segments' headers, and nothing else: every block is checked when it is loaded.
 
     "FWIDX", version 1 | bytes of the description, uint64 | description, JSON | the index's columns | xxh3-128 of all
 """

@@ -1,13 +1,11 @@
 """The storer: a bounded queue of runs, and the thread that writes them, keeps to the budget and saves the index.
 
-
 A store is dropped, and counted, when the queue is full, when there is no room and nothing may go, and for a while after
 the system has failed to write. Nobody waits for it.
 
-The segment writer: gathers runs in a buffer and appends them to the newest segment.
-
-A run is written by one call, header first. There is no sync before its blocks are found: what a crash tears does not
-verify. A segment is synced once, when it is sealed.
+`SegmentWriter` gathers runs in a buffer and appends them to the newest segment. A run is written by one call, header
+first. There is no sync before its blocks are found: what a crash tears does not verify. A segment is synced once, when
+it is sealed.
 """
 
 from __future__ import annotations

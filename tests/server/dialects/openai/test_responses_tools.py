@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from foreword.server.chats.shorten import STRIDE, shortened
+from foreword.server.chats.chat import STRIDE, shortened
 from live_server import MODEL, client, post, tiny_server
 from tiny_models import TOOL_TEMPLATE
 

@@ -22,7 +22,7 @@ from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import ChatAnswer
 from foreword.server.dialect import Event
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
-from foreword.server.dialects.anthropic.marks import TTL_S
+from foreword.server.dialects.anthropic.messages import TTL_S
 from foreword.server.service import Service
 from foreword.text.conversation import read_arguments
 from foreword.text.reply import Call, Part, Reasoning, Text

@@ -1,6 +1,6 @@
 """Reads Anthropic's messages, system prompt and tools into a chat.
 
-Knows Anthropic's fields and the form that chat templates take. Turns of the same role become one, as at Anthropic.
+Turns of the same role become one, as at Anthropic.
 A system message in the middle stays where it is, so that the prompts before it share a prefix.
 """
 
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
+from foreword.engine import BREAKPOINT, Keep
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.chats.chat import Chat
-from foreword.server.chats.thinking import thinking_inputs
+from foreword.server.chats.chat import Chat, thinking_inputs
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.anthropic.fields import (
     AnyBlock,
+    CacheControl,
     CountMessageTokensRequest,
     CreateMessageRequest,
     ImageBlock,
@@ -28,15 +29,68 @@ from foreword.server.dialects.anthropic.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from foreword.server.dialects.anthropic.marks import Marks
-from foreword.server.service import Ending, Service
+from foreword.server.service import ChatMark, Ending, Service
 from foreword.text.conversation import PICTURES, Place
 
+TTL_S = {"5m": 300.0, "1h": 3600.0}
+MOST_MARKS = 4
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a block that coding agents put before the system prompt; it may be another in each request."""
-
 Plain = dict[str, Any]
 Request = CreateMessageRequest | CountMessageTokensRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block that can have a mark."""
+
+    where: str
+    control: CacheControl | None
+    place: Place | None
+    """None: no part of the prompt."""
+
+    @property
+    def ttl(self) -> str:
+        return (self.control and self.control.ttl) or "5m"
+
+
+class Marks:
+    """The marks of one body. Give it all blocks that can have one, in Anthropic's order: tools, system, messages."""
+
+    def __init__(self) -> None:
+        self._marked: list[_Block] = []
+        self._last: _Block | None = None
+
+    def see(self, where: str, control: CacheControl | None, place: Place | None) -> None:
+        """Take the next block."""
+        self._last = _Block(where, control, place)
+        if control is not None:
+            self._marked.append(self._last)
+
+    def checked(self, automatic: CacheControl | None) -> list[ChatMark]:
+        """The marks, with that of the whole body. Raises APIError 400 with Anthropic's words."""
+        marked, last = self._marked, self._last
+        if automatic is not None and last is not None:
+            automatic_block = _Block(last.where, automatic, last.place)
+            if last.control is None:
+                marked = [*marked, automatic_block]
+            elif last.ttl != automatic_block.ttl:
+                raise bad_request(
+                    f"cache_control.ttl: {automatic_block.ttl!r} differs from the ttl {last.ttl!r} of the last block, "
+                    f"{last.where}; give both the same"
+                )
+        if len(marked) > MOST_MARKS:
+            raise bad_request(
+                f"A maximum of {MOST_MARKS} blocks with cache_control may be provided. Found {len(marked)}."
+            )
+        for before, block in pairwise(marked):
+            if (before.ttl, block.ttl) == ("5m", "1h"):
+                raise bad_request(
+                    f"{block.where}.cache_control.ttl: a ttl='1h' cache_control block must not come after a ttl='5m' "
+                    "cache_control block. Note that blocks are processed in the following order: `tools`, `system`, "
+                    "`messages`."
+                )
+        return [ChatMark(one.place, Keep(TTL_S[one.ttl], BREAKPOINT)) for one in marked if one.place is not None]
 
 
 def chat_of(service: Service, body: Request, num_bytes: int) -> Chat:

@@ -1,7 +1,6 @@
 """/v1/cachedContents: beginnings of conversations that clients have the server keep, and their use.
 
-Knows Google's rules for them; `server/resources/` keeps them, and the engine keeps their KV as an entry of its cache,
-which ends with them. The KV may be lost before that; then the next use computes it again from the source.
+The KV may be lost before that; then the next use computes it again from the source.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -34,21 +34,54 @@ from foreword.server.dialects.gemini.fields import (
     UpdateCachedContentRequest,
 )
 from foreword.server.dialects.gemini.paths import page_size, served
-from foreword.server.dialects.gemini.times import LATEST_US, read_duration, read_timestamp, timestamp
 from foreword.server.engine_door import first
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import body_of, with_body
-from foreword.server.resources.content import CachedContent, new_content_id
+from foreword.server.resources.folder import CachedContent, new_content_id
 from foreword.server.service import Service, new_id
 
+_DURATION = re.compile(r"(\d{1,12})(?:\.(\d{1,9}))?s", re.ASCII)
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+LATEST_US = (datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC) - _EPOCH) // _MICROSECOND
+"""The last moment that a timestamp can name, to the second."""
 router = APIRouter(tags=["gemini"])
-
 PREFIX = "cachedContents/"
 DEFAULT_TTL_US = 3600 * 10**6
 SOURCE_FIELDS = set(CachedSource.model_fields)
 _QUESTION = GenerateContentRequest.model_construct(contents=[Content(role="user", parts=[ContentPart(text=".")])])
 """Stands for what conversations go on with."""
 _PAGE_TOKEN = re.compile(r"(\d{1,18})-([0-9a-f]{32})", re.ASCII)
+
+
+def read_duration(text: str) -> int | None:
+    """The microseconds of a duration such as "3.5s"; None if it is none, or negative."""
+    found = _DURATION.fullmatch(text)
+    return None if found is None else int(found[1]) * 10**6 + _microseconds(found[2])
+
+
+def read_timestamp(text: str) -> int | None:
+    """The microseconds of a timestamp such as "2026-12-01T00:00:00.5Z", since 1970; None if it is none."""
+    found = _TIMESTAMP.fullmatch(text)
+    if found is None:
+        return None
+    try:
+        second = datetime.fromisoformat(found[1].upper() + found[3].upper())
+        return (second - _EPOCH) // _MICROSECOND + _microseconds(found[2])
+    except (ValueError, OverflowError):
+        return None
+
+
+def timestamp(time_us: int) -> str:
+    """A moment, in UTC."""
+    moment = _EPOCH + timedelta(microseconds=time_us)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _microseconds(fraction: str | None) -> int:
+    return int((fraction or "0").ljust(6, "0")[:6])
+
 
 # ------------------------------------------------------------------- endpoints
 

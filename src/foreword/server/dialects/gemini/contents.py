@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from foreword.engine import Keep
 from foreword.pictures import PictureFile
 from foreword.server.api_errors import bad_request
-from foreword.server.chats.chat import Chat
-from foreword.server.chats.thinking import thinking_inputs
+from foreword.server.chats.chat import Chat, thinking_inputs
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.gemini.fields import (
     CachedSource,
@@ -29,7 +28,7 @@ from foreword.server.dialects.gemini.fields import (
     GoogleToolConfig,
     ThinkingConfig,
 )
-from foreword.server.dialects.gemini.schemas import json_schema
+from foreword.server.dialects.gemini.generation import json_schema
 from foreword.server.service import ChatMark, Service
 from foreword.text.conversation import MARK, PICTURES, Place, joined_parts
 

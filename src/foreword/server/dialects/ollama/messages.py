@@ -12,8 +12,7 @@ from typing import Any
 from foreword.pictures import file_of_base64
 from foreword.request import SamplingParams, StructuredOutputsParams
 from foreword.server.api_errors import bad_request
-from foreword.server.chats.chat import Chat
-from foreword.server.chats.thinking import thinking_inputs
+from foreword.server.chats.chat import Chat, thinking_inputs
 from foreword.server.dialects.ollama.fields import (
     GenerateRequest,
     OllamaChatRequest,

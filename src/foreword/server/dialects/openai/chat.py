@@ -16,15 +16,13 @@ from starlette.responses import Response
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Limits, caller_of, sampling_params
-from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, reasoning_of, start_chat, text_of
-from foreword.server.chats.logprobs import chat_logprobs
+from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, chat_logprobs, reasoning_of, start_chat, text_of
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.openai.caching import Breakpoints, Caching
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
-from foreword.server.dialects.openai.extras import Extras
+from foreword.server.dialects.openai.extras import Extras, structured_outputs
 from foreword.server.dialects.openai.fields import ChatRequest, NamedToolChoice
 from foreword.server.dialects.openai.messages import check_call, ending_of, plain_messages, plain_tools, template_inputs
-from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import Service, new_id

@@ -23,10 +23,9 @@ from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Caching
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
-from foreword.server.dialects.openai.extras import Extras
+from foreword.server.dialects.openai.extras import Extras, structured_outputs
 from foreword.server.dialects.openai.fields import CompletionRequest, TextCall
 from foreword.server.dialects.openai.messages import check_call
-from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import Service, new_id

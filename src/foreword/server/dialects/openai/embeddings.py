@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from foreword.server.bodies.json_pieces import to_json
+from foreword.server.bodies.json_scan import to_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
 from foreword.server.dialects.openai.fields import EmbeddingsRequest

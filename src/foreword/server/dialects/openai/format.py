@@ -8,7 +8,7 @@ from typing import Any
 from foreword.llm import LLM
 from foreword.request import DraftCounts, RequestOutput, TokenLogprobs
 from foreword.server.answer_stream import Delta
-from foreword.server.chats.logprobs import LOWEST
+from foreword.server.chats.chat import LOWEST
 from foreword.server.dialects.openai.caching import TTL_S
 from foreword.text import Tokenizer
 from foreword.text.detokenizer import REPLACEMENT

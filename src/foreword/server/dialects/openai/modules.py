@@ -24,9 +24,9 @@ from foreword.server.api_errors import bad_request
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.dialects.openai.messages import check_call
+from foreword.server.engine_door import fewest_missing
 from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes
-from foreword.server.merging import fewest_missing
 from foreword.server.service import Service
 from foreword.text.schema_text import schema_text
 

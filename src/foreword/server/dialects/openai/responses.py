@@ -20,15 +20,14 @@ from starlette.responses import Response
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.bodies.json_pieces import to_long_json
+from foreword.server.bodies.json_scan import to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import Limits, caller_of, sampling_params
-from foreword.server.chats.chat import Chat, ChatAnswer, start_chat
-from foreword.server.chats.logprobs import chat_logprobs
+from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, start_chat
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Breakpoints, Caching
-from foreword.server.dialects.openai.extras import Extras
+from foreword.server.dialects.openai.extras import Extras, structured_outputs
 from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat
 from foreword.server.dialects.openai.messages import check_call, template_inputs
 from foreword.server.dialects.openai.response_fields import Item, ResponsesRequest, TextOptions
@@ -40,7 +39,6 @@ from foreword.server.dialects.openai.response_input import (
     tool_choice,
 )
 from foreword.server.dialects.openai.response_output import CalledTool, OutputItems
-from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
