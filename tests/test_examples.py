@@ -42,6 +42,25 @@ def test_the_standalone_cache_needs_neither_torch_nor_the_engine(request):
     output_of("-c", code, str(request.config.rootpath / "examples/standalone_cache.py"))
 
 
+def test_nano_vllms_loop_gives_equal_tokens_and_computes_less(request):
+    hits, cached, plain = output_of(request.config.rootpath / "examples/nano_vllm_loop.py").splitlines()
+    assert int(hits.partition(" ")[0]) > 150
+    computed = [int(re.search(r"(\d+) tokens computed", line)[1]) for line in (cached, plain)]
+    assert 2 * computed[0] < computed[1]
+    preempted = [int(re.search(r"(\d+) preemptions", line)[1]) for line in (cached, plain)]
+    assert min(preempted) > 0
+
+
+def test_transformers_generate_computes_what_no_earlier_turn_has(request):
+    lines = output_of(request.config.rootpath / "examples/hf_generate.py").splitlines()
+    # A document of 300 tokens and a question; then the same with the answer, of whose 8 tokens 7 were computed.
+    assert lines == [
+        "0 of 303 tokens from the cache, then 310 of 313",
+        "302 of 303 tokens from the cache, then 310 of 313",
+        "300 of 302 tokens from the cache, then 309 of 312",
+    ]
+
+
 def test_the_sample_trace_is_what_its_generator_writes(request):
     examples = request.config.rootpath / "examples"
     assert output_of(examples / "make_trace.py") == (examples / "conversations.jsonl").read_text()

@@ -1,7 +1,8 @@
 """The prefix cache core: which KV blocks hold which tokens, and who may use them.
 
 Needs the standard library and numpy only, so that any engine can adopt it alone. Knows token ids, never
-text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else.
+text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else. Two more doors are for engines
+that own their memory: `SlotIndex`, if they give out slots, and `PayloadCache`, if they keep an object for a sequence.
 """
 
 from types import ModuleType
@@ -109,6 +110,13 @@ from foreword.cache.manager import (
     elsewhere as elsewhere,
     in_pool as in_pool,
 )
+
+from foreword.cache.payloads import (
+    PayloadCache as PayloadCache,
+    PayloadHit as PayloadHit,
+    Spill as Spill,
+)
+from foreword.cache.slot_index import SlotIndex as SlotIndex, SlotMatch as SlotMatch
 
 __all__ = sorted(name for name, one in vars().items() if not (name.startswith("_") or isinstance(one, ModuleType)))
 __all__.remove("ModuleType")

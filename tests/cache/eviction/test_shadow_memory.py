@@ -14,20 +14,18 @@ The memory follows what is written and copied, and looks at no key, so it notice
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from foreword.cache import (
     NULL_BLOCK,
-    SPAN_KINDS,
     CacheLedger,
     ChunkedLocalSpec,
     ExtraKeys,
     FullAttentionSpec,
     HashIndex,
-    KeyedSpan,
     KVCacheManager,
     MambaSpec,
     RadixIndex,
@@ -35,6 +33,7 @@ from foreword.cache import (
     TokenSequence,
     sha256_cbor,
 )
+from foreword.cache.testing import ShadowMemory, WrongSlotError, drive_manager, random_prompt
 from foreword.replay.policies import POLICIES, make_policy
 
 MAX_TOKENS = 30
@@ -42,54 +41,11 @@ NUM_BLOCKS = 40
 KINDS = ("radix", "hash", "verified hash", "hash, cbor", "full and window", "full and chunks", "full and recurrent")
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What one slot holds."""
-
-    prefix: int
-    """The number of adapter, embeddings, and all tokens up to this one."""
-    salt: str | None
-    """Under which it was computed; None for what is before the beginning of a salt."""
-
-
 @dataclass(slots=True)
 class Request:
     sequence: TokenSequence
     num_written: int
     """Its positions before this one are in the memory."""
-    num_slots: int
-
-
-_NUMBERS: dict[object, int] = {}
-
-
-def number_of(prefix: object) -> int:
-    """Equal prefixes, equal numbers."""
-    return _NUMBERS.setdefault(prefix, len(_NUMBERS))
-
-
-def held_by(sequence: TokenSequence) -> list[Held]:
-    """What the KV of each of a sequence's tokens is."""
-    keys, contents = sequence.extra_keys, list[object](sequence.token_ids.tolist())
-    for item in keys.spans:
-        for at in range(item.num_tokens):
-            contents[item.offset + at] = (item.kind, item.digest, item.num_tokens, at)  # whatever token stands there
-    held, before = [], number_of(keys.embeddings_hash)
-    for at, content in enumerate(contents):
-        if at == keys.adapter_offset and keys.adapter is not None:
-            before = number_of((before, "adapter", keys.adapter))
-        before = number_of((before, content))
-        held.append(Held(before, keys.salt if at >= keys.salt_offset else None))
-    return held
-
-
-def serves(slot: Held | None, wanted: Held, reader: ExtraKeys) -> bool:
-    """Whether this slot may be read by a request that wants this."""
-    if slot is None or slot.prefix != wanted.prefix:
-        return False
-    if slot.salt is not None:
-        return slot.salt == reader.salt
-    return True
 
 
 class Shadow:
@@ -118,44 +74,16 @@ class Shadow:
             eviction_policy=make_policy(rng.choice(list(POLICIES)), NUM_BLOCKS),
             ledger=CacheLedger(NUM_BLOCKS) if rng.random() < 0.5 else None,
         )
-        self.memory: dict[tuple[int, int], Held | None] = {}
+        self.memory = ShadowMemory(self.manager.block_size)
         self.running: list[Request] = []
         self.texts: list[list[int]] = [[0]]
         self.num_requests = self.num_hit_tokens = self.num_partial_hits = 0
 
     # ---------------------------------------------------------------- requests
 
-    def keys(self, length: int) -> ExtraKeys:
-        """Adapter, salt and spans: from so few that they meet, at places that are anywhere."""
-        rng, media, free_from = self.rng, [], 0
-        while rng.random() < 0.6:
-            offset = free_from + rng.choice([0, 0, 1, 2, 3])
-            num_tokens = rng.choice([1, 1, 2, 3, 5])
-            if offset + num_tokens > length:
-                break
-            media.append(KeyedSpan(rng.choice(SPAN_KINDS[:2]), rng.choice(["cat", "dog"]), offset, num_tokens))
-            free_from = offset + num_tokens
-        places = [0, 0, rng.randrange(length + 3), *(item.offset for item in media)]
-        return ExtraKeys(
-            adapter=rng.choice([None, None, "sql", "code"]),
-            adapter_offset=rng.choice(places),
-            embeddings_hash=rng.choice([None] * 9 + ["e"]),
-            salt=rng.choice([None, "alice", "bob"]),
-            salt_offset=rng.choice(places),
-            spans=tuple(media),
-        )
-
     def admit(self) -> None:
-        rng = self.rng
-        text = rng.choice(self.texts)
-        text = text[: rng.randint(0, len(text))] + [rng.randint(0, 1) for _ in range(rng.randint(1, 6))]
-        text = text[: MAX_TOKENS - 6]
         earlier = [request.sequence.extra_keys for request in self.running]
-        keys = rng.choice([*earlier, self.keys(len(text))])
-        if any(item.offset + item.num_tokens > len(text) for item in keys.spans):
-            keys = replace(keys, spans=())
-        for item in keys.spans:
-            text[item.offset : item.offset + item.num_tokens] = [rng.choice([0, 2])] * item.num_tokens
+        text, keys = random_prompt(self.rng, self.texts, max_tokens=MAX_TOKENS - 6, earlier_keys=earlier)
         self.texts = [*self.texts[-5:], text]
         self.num_requests += 1
         hash_fn = {"hash_fn": sha256_cbor} if self.kind == "hash, cbor" else {}
@@ -167,10 +95,8 @@ class Shadow:
         if self.manager.allocate_slots(sequence, len(sequence), hit) is None:
             return
         for source, target in self.manager.take_copies().tolist():
-            held = [self.memory.get((source, slot)) for slot in range(size)]  # both may be the same block
-            for slot, content in enumerate(held):
-                self.memory[target, slot] = content
-        request = Request(sequence, max(hit.num_tokens, hit.num_shared_tokens), len(sequence))
+            self.memory.copy(source, target)
+        request = Request(sequence, max(hit.num_tokens, hit.num_shared_tokens))
         self.write(request, len(sequence))
         self.running.append(request)
 
@@ -194,14 +120,15 @@ class Shadow:
 
     def write(self, request: Request, end: int) -> None:
         """What a step does: KV of every position from the last written on, in every group."""
-        held = held_by(request.sequence)
+        held = self.memory.held_by(request.sequence.token_ids, request.sequence.extra_keys)
         for group, spec in enumerate(self.manager.groups):
             table = self.manager.block_ids(request.sequence.request_id, group)
             if isinstance(spec, MambaSpec):
-                self.memory[int(table[(end - 1) // spec.block_size]), 0] = held[end - 1]
+                self.memory.write_slot(int(table[(end - 1) // spec.block_size]), 0, held[end - 1])
                 continue
             for position in range(request.num_written, end):
-                self.memory[int(table[position // spec.block_size]), position % spec.block_size] = held[position]
+                block_id, slot = int(table[position // spec.block_size]), position % spec.block_size
+                self.memory.write_slot(block_id, slot, held[position])
         request.num_written = end
 
     # ------------------------------------------------------------------ checks
@@ -209,7 +136,7 @@ class Shadow:
     def check(self, sequence: TokenSequence, hit) -> None:
         """Every token that the hit serves is in a slot that may serve it."""
         assert 0 <= hit.num_tokens <= max(0, len(sequence) - 1)
-        wanted, reader = held_by(sequence), sequence.extra_keys
+        wanted, salt = self.memory.held_by(sequence.token_ids, sequence.extra_keys), sequence.extra_keys.salt
         self.num_hit_tokens += hit.num_tokens
         for spec, table in zip(self.manager.groups, hit.tables, strict=True):
             size = spec.block_size
@@ -222,18 +149,12 @@ class Shadow:
                     else [(number * size + slot, slot) for slot in range(size)]
                 )
                 for position, slot in slots:
-                    assert serves(self.memory.get((block, slot)), wanted[position], reader), (
-                        f"token {position} of {sequence.token_ids.tolist()} with {reader} "
-                        f"is served from {self.memory.get((block, slot))}"
-                    )
+                    self.memory.read_slot(block, slot, wanted[position], salt)
         if hit.partial is not None:
             self.num_partial_hits += 1
             start = len(hit.block_ids) * self.manager.block_size
             for slot in range(hit.partial.num_tokens):
-                assert serves(self.memory.get((hit.partial.block_id, slot)), wanted[start + slot], reader), (
-                    f"token {start + slot} of {sequence.token_ids.tolist()} with {reader} "
-                    f"is served from {self.memory.get((hit.partial.block_id, slot))}"
-                )
+                self.memory.read_slot(hit.partial.block_id, slot, wanted[start + slot], salt)
 
     def drive(self, num_steps: int) -> None:
         for step in range(num_steps):
@@ -281,5 +202,61 @@ def test_the_memory_notices_a_wrong_hit():
     forgetful = Shadow("radix", random.Random(1))
     index = forgetful.manager._coordinator._index
     index._tokens = lambda sequence: sequence.token_ids
-    with pytest.raises(AssertionError, match="is served from"):
+    with pytest.raises(WrongSlotError, match=r"token \d+ is read from slot \d+ of block \d+ .* of another prefix"):
         forgetful.drive(2000)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_kits_own_driver_serves_a_manager(size):
+    manager = KVCacheManager(NUM_BLOCKS, block_size=size, index=RadixIndex(NUM_BLOCKS, size))
+    assert drive_manager(manager, random.Random(size), 300) > 300
+
+
+def test_the_kits_own_driver_notices_a_wrong_hit():
+    index = RadixIndex(NUM_BLOCKS, 2)
+    index._tokens = lambda sequence: sequence.token_ids
+    with pytest.raises(WrongSlotError):
+        drive_manager(KVCacheManager(NUM_BLOCKS, block_size=2, index=index), random.Random(1), 2000)
+
+
+class Memory:
+    """An engine's memory of 4 blocks of 2 slots, and its shadow."""
+
+    def __init__(self) -> None:
+        self.kv = np.zeros((4, 2), np.int64)
+        self.shadow = ShadowMemory(2, contents=lambda block, slot: self.kv[block, slot].tobytes())
+
+    def write(self, token_ids: list[int], table: list[int], start: int = 0, **keys: ExtraKeys) -> None:
+        for position in range(start, len(token_ids)):
+            self.kv[table[position // 2], position % 2] = sum(token_ids[: position + 1])
+        self.shadow.write(token_ids, start, len(token_ids), table, **keys)
+
+
+def test_the_kit_says_which_slot_holds_what_the_reader_must_not_read():
+    memory = Memory()
+    memory.write([1, 2, 3, 4], [0, 1], extra_keys=ExtraKeys(salt="alice", salt_offset=2))
+    shadow = memory.shadow
+    shadow.read([1, 2, 3, 4], 0, 4, [0, 1], extra_keys=ExtraKeys(salt="alice", salt_offset=2))
+    shadow.read([1, 2], 0, 2, [0])
+    shadow.read([1, 2, 9, 9], 0, 4, [0, NULL_BLOCK])
+    with pytest.raises(WrongSlotError, match=r"token 2 .* slot 0 of block 1 under salt None, but .* salt 'alice'"):
+        shadow.read([1, 2, 3], 0, 3, [0, 1])
+    with pytest.raises(WrongSlotError, match=r"token 1 .* slot 1 of block 0 .* holds token 1 of another prefix"):
+        shadow.read([1, 3], 0, 2, [0])
+    with pytest.raises(WrongSlotError, match=r"token 0 .* slot 0 of block 3 .* nobody has written it"):
+        shadow.read([1], 0, 1, [3])
+    with pytest.raises(WrongSlotError, match="another prefix"):
+        shadow.read([1], 0, 1, [0], extra_keys=ExtraKeys(adapter="sql"))
+
+
+def test_the_kit_notices_bytes_that_changed_and_copies_that_were_only_announced():
+    memory = Memory()
+    memory.write([1, 2, 3, 4], [0, 1])
+    memory.shadow.copy(1, 2)
+    with pytest.raises(WrongSlotError, match=r"slot 0 of block 2 .* bytes are others"):
+        memory.shadow.read([1, 2, 3, 4], 0, 4, [0, 2])
+    memory.kv[2] = memory.kv[1]
+    memory.shadow.read([1, 2, 3, 4], 0, 4, [0, 2])
+    memory.kv[0, 1] = 7
+    with pytest.raises(WrongSlotError, match=r"token 1 .* bytes are others"):
+        memory.shadow.read([1, 2, 3, 4], 0, 4, [0, 2])

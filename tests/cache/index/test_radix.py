@@ -190,3 +190,21 @@ def test_a_node_that_others_made_longer_is_not_where_a_resumed_sequence_goes_on(
     assert index.match(own).block_ids.tolist() == [1, 2, 3, 5, 6, 7]
     wrong = TokenSequence("wrong", [0, 1, 0, 1, 1, 1], block_size=1)
     assert index.match(wrong).block_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_a_tail_that_cannot_be_cut_serves_only_what_goes_on_after_it():
+    index = RadixIndex(32, 4, cut_tails=False)
+    index.insert(sequence("ABCDEFGH"), 0, np.array([0, 1], np.int32))
+    for tokens, block_id in (("ABCDEFX", 2), ("ABCDEF", 3), ("ABCDE", 4)):
+        assert index.insert_tail(sequence(tokens), len(tokens), block_id)
+        assert not index.insert_tail(sequence(tokens), len(tokens), 9)
+        index.check_integrity()
+    assert found(index, "ABCDEFXY") == ([0], (2, 3))
+    assert found(index, "ABCDEFZ") == ([0], (3, 2))
+    assert found(index, "ABCDEZ") == ([0], (4, 1))
+    assert found(index, "ABCDZ") == ([0], None)
+    assert found(index, "ABCDEFGHI") == ([0, 1], None)
+    assert index.superseded_tails().tolist() == []
+    index.remove(np.array([3, 2], np.int32))
+    index.check_integrity()
+    assert found(index, "ABCDEFXY") == ([0], (4, 1))

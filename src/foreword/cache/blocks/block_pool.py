@@ -69,6 +69,11 @@ class BlockPool:
         """Share of the blocks held by requests, 0.0 to 1.0."""
         return 1.0 - self.get_num_free_blocks() / self.num_blocks
 
+    @property
+    def num_empty(self) -> int:
+        """The number of free blocks that hold nothing; `get_new_blocks` gives them first."""
+        return self._free.num_empty
+
     def count_free(self, block_ids: BlockIds) -> int:
         """The number of these blocks that are free."""
         return int(np.count_nonzero(self._ref_counts.take(block_ids) == 0))
@@ -97,7 +102,7 @@ class BlockPool:
 
     def next_empty(self, count: int) -> BlockIds:
         """The first blocks that `get_new_blocks` will give, as far as they hold nothing; at most `count`."""
-        count = min(count, self._free.num_empty)
+        count = min(count, self.num_empty)
         return self.free_block_ids()[:count] if count else NO_BLOCKS
 
     def _take_with_tails(self, count: int) -> BlockIds:

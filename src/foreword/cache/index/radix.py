@@ -85,11 +85,15 @@ class RadixIndex:
     indexed block wait to take its place, as in `HashIndex`. A tail is unnecessary once a block or a longer tail holds
     its tokens too. It stays until its owner calls `superseded_tails`, because a block that is still being filled cannot
     be copied yet.
+
+    Without `cut_tails`, the beginning of a tail is of no use, as with a recurrent state: lookups find the longest tail
+    whose tokens all begin the sequence, and no tail becomes unnecessary.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, keep_tails: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, keep_tails: bool = True, cut_tails: bool = True) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._cut_tails = cut_tails
         self.keeps_tails = keep_tails and block_size > 1
         self.clear()
 
@@ -126,7 +130,13 @@ class RadixIndex:
     def match(self, sequence: TokenSequence) -> PrefixMatch:
         node, position, found = self._walk(_namespace(sequence.extra_keys), self._tokens(sequence))
         block_ids = np.concatenate(found) if found else np.empty(0, np.int32)
-        partial = position - len(block_ids) * self._block_size
+        start = len(block_ids) * self._block_size
+        if not self._cut_tails:
+            while node is not None and (node.tail == NO_TAIL or node.end > position):
+                node = node.parent
+            tail = None if node is None or node.end < start else PartialBlock(node.tail, node.end - start)
+            return PrefixMatch(block_ids, tail)
+        partial = position - start
         if not partial:
             return PrefixMatch(block_ids)
         assert node is not None
@@ -241,18 +251,20 @@ class RadixIndex:
             position += common_length(node.tokens, tokens[position:])
             if position == node.end:
                 passed.append(node)
-        if position < start or position == num_tokens:
+        is_found = position == num_tokens and (self._cut_tails or (position == node.end and node.tail != NO_TAIL))
+        if position < start or is_found:
             if node.parent is None:
                 self._trim(node)
             return False  # the blocks before it were forgotten, or lookups find all of it already
         if position < node.end:
             node = self._split(node, position - node.start)
-        for above in passed:
+        for above in passed if self._cut_tails else ():
             self._note_superseded(above)
-        leaf = self._make(node, position, tokens[position:].copy(), np.empty(0, np.int32))
-        node.children[int(tokens[position])] = leaf
-        leaf.tail = block_id
-        self._tails[block_id] = leaf
+        if position < num_tokens:
+            above, node = node, self._make(node, position, tokens[position:].copy(), np.empty(0, np.int32))
+            above.children[int(tokens[position])] = node
+        node.tail = block_id
+        self._tails[block_id] = node
         return True
 
     def _note_superseded(self, node: RadixNode) -> None:

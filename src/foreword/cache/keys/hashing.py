@@ -80,7 +80,10 @@ def make_hash_function(name: str) -> HashFunction:
 
 def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction:
     """128-bit xxh3."""
-    import xxhash
+    try:
+        import xxhash
+    except ImportError as error:
+        raise ConfigError(f"hash function {name!r} needs the package xxhash; install it, or choose sha256") from error
 
     logger.warning(
         "xxhash is not collision-safe: whoever can send prompts can construct two with equal keys, and so reach "

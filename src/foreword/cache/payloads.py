@@ -1,0 +1,328 @@
+"""PayloadCache: whatever an engine keeps of a sequence, found by the longest prefix.
+
+For engines without blocks, whose cache is an object for a whole sequence: MLX's prompt caches, `past_key_values` of
+transformers, a recurrent state. The cache knows its tokens and its size in bytes, and never looks into it.
+
+    found = cache.find(prompt[:-1])                        None, or a payload for its first found.num_tokens tokens
+    ... the engine copies the payload, cuts it, and computes the rest of the prompt ...
+    cache.put(tokens, payload, num_bytes)                  what was computed, for the next turn
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.account.stats import PrefixCacheStats
+from foreword.cache.block_ids import BlockIds
+from foreword.cache.eviction.policies import LruPolicy
+from foreword.cache.index.radix import RadixIndex
+from foreword.cache.keys.hashing import MAX_TOKEN_ID, NO_EXTRA_KEYS, ExtraKeys
+from foreword.cache.keys.sequence import TokenSequence
+from foreword.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:  # what only a spill needs is imported by it: the package is to import quickly
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+logger = logging.getLogger(__name__)
+
+Payload = TypeVar("Payload")
+ONE_BLOCK = MAX_TOKEN_ID
+"""The index's block size: no sequence fills a block, so each payload stands at the end of its own tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spill(Generic[Payload]):
+    """Where payloads go that memory has no room for. Of those on disk, the first that were written leave first."""
+
+    folder: Path
+    """It exists. The cache makes a folder of its own in it, and removes that when it is closed or the program ends."""
+    max_bytes: int
+    """Most bytes of files."""
+    dump: Callable[[Payload, Path], None]
+    """Writes a payload to a new file with exactly this path."""
+    load: Callable[[Path], Payload]
+    """Reads it back, equal to what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadHit(Generic[Payload]):
+    """A payload that holds the beginning of a sequence. The cache keeps it, so copy it before you change it."""
+
+    payload: Payload
+    num_tokens: int
+    """The leading tokens of the sequence that it holds."""
+    num_payload_tokens: int
+    """The tokens that it was put for. If they are more, it goes on with other tokens: cut it to `num_tokens`."""
+    entry_id: int
+    """The number of its entry, for `take_out`."""
+
+
+@dataclass(slots=True)
+class _Entry(Generic[Payload]):
+    entry_id: int
+    payload: Payload | None
+    num_tokens: int
+    num_bytes: int
+    file: Path | None = None
+    """The file that holds the payload, if memory does not."""
+    num_file_bytes: int = 0
+
+
+class PayloadCache(Generic[Payload]):
+    """Payloads in at most `max_bytes` of memory; the least recently found or put leaves first.
+
+    `can_cut` says whether a payload serves beginnings of its tokens, too, once it is cut: true of attention's keys and
+    values, false of recurrent states and sliding windows. With it, `find` returns the payload that shares most tokens,
+    and a payload for more tokens takes the place of those for fewer. Without it, payloads are checkpoints: `find`
+    returns the longest one whose tokens all begin the sequence, and short ones stay.
+
+    `on_evict` is called with each payload that leaves memory, unless `take_out` took it; it may not call the cache.
+    `max_entries` bounds the payloads in memory and on disk. For one thread at a time. Raises ConfigError for limits
+    below 1.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        can_cut: bool,
+        max_entries: int = 4096,
+        on_evict: Callable[[Payload], None] | None = None,
+        spill: Spill[Payload] | None = None,
+    ) -> None:
+        if max_bytes < 1 or max_entries < 1 or (spill is not None and spill.max_bytes < 1):
+            raise ConfigError(
+                f"max_bytes={max_bytes}, max_entries={max_entries} and the bytes of a spill must all be at least 1"
+            )
+        self.max_bytes, self.can_cut = max_bytes, can_cut
+        self.num_bytes = self.num_file_bytes = 0
+        """Bytes of the payloads in memory, and of the files."""
+        self.stats = PrefixCacheStats()
+        """Lookups; and evictions, which are payloads that were lost for want of room."""
+        self._on_evict, self._spill = on_evict, spill
+        self._folder: TemporaryDirectory[str] | None = None
+        if spill is not None:
+            from tempfile import TemporaryDirectory
+
+            self._folder = TemporaryDirectory(prefix="payloads-", dir=spill.folder)
+        self._index = RadixIndex(max_entries, ONE_BLOCK, cut_tails=can_cut)
+        self._order = LruPolicy(max_entries)
+        self._unused = self._order.popleft(max_entries).tolist()
+        self._entries: dict[int, _Entry[Payload]] = {}
+        self._on_disk: OrderedDict[int, None] = OrderedDict()
+        """Entries on disk, the next to leave first."""
+        self._num_written = 0
+
+    def __len__(self) -> int:
+        """The number of payloads, in memory and on disk."""
+        return len(self._entries)
+
+    def find(self, token_ids: npt.ArrayLike, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> PayloadHit[Payload] | None:
+        """The payload for the longest beginning of these tokens; None if there is none. Counts a use of it.
+
+        Leave out a prompt's last token: it is computed for its logits. `token_ids[:n]` asks for the nearest checkpoint
+        at or before n. A payload that cannot be read from disk is logged, forgotten, and the next best is found.
+        """
+        sequence = self._sequence(token_ids, extra_keys)
+        while (found := self._index.match(sequence).partial) is not None:
+            entry = self._entries[found.block_id]
+            payload = entry.payload if entry.file is None else self._read(entry, entry.file)
+            if payload is not None:
+                self._use(entry)
+                self.stats.count_lookup("", len(sequence), found.num_tokens)
+                return PayloadHit(payload, found.num_tokens, entry.num_tokens, entry.entry_id)
+        self.stats.count_lookup("", len(sequence), 0)
+        return None
+
+    def put(
+        self, token_ids: npt.ArrayLike, payload: Payload, num_bytes: int, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    ) -> bool:
+        """Keep a payload for all of these tokens; others leave until it fits.
+
+        False, and no change, if it exceeds `max_bytes` alone, or if another payload holds the same tokens. Raises
+        InvalidRequestError without tokens, for a size below 1, and for a payload that is None.
+        """
+        sequence = self._sequence(token_ids, extra_keys)
+        if not len(sequence) or num_bytes < 1 or payload is None:
+            raise InvalidRequestError(
+                f"a payload of {num_bytes} bytes for {len(sequence)} tokens cannot be kept; give at least one of each, "
+                "and a payload that is not None"
+            )
+        found = self._index.match(sequence).partial
+        if num_bytes > self.max_bytes or (found is not None and found.num_tokens == len(sequence)):
+            return False
+        entry = _Entry(self._unused_id(), payload, len(sequence), num_bytes)
+        self._entries[entry.entry_id] = entry
+        self._index.insert_tail(sequence, len(sequence), entry.entry_id)
+        self._keep(entry)
+        for superseded in self._index.superseded_tails().tolist():
+            self._drop(self._entries[superseded])
+        self._make_room()
+        return True
+
+    def take_out(self, hit: PayloadHit[Payload]) -> None:
+        """Forget a payload that was found: it is the caller's from now on, to be changed in place.
+
+        Does nothing if it has left already.
+        """
+        entry = self._entries.get(hit.entry_id)
+        if entry is not None and entry.payload is hit.payload:
+            self._forget(entry)
+
+    def close(self) -> None:
+        """Forget all payloads and remove the folder on disk. A second call does nothing."""
+        for entry in list(self._entries.values()):
+            self._drop(entry)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if index, order, sizes and files contradict each other."""
+        self._index.check_integrity()
+        self._order.check_integrity()
+        entries, on_disk = self._entries, list(self._on_disk)
+        assert set(self._index.tail_block_ids().tolist()) == set(entries), "the index has other entries"
+        in_memory = [entry_id for entry_id, entry in entries.items() if entry.file is None]
+        assert sorted(self._order.in_order().tolist()) == sorted(in_memory), "the order has other entries than memory"
+        assert self.num_bytes == sum(entries[entry_id].num_bytes for entry_id in in_memory) <= self.max_bytes
+        assert sorted(on_disk) == sorted(entries.keys() - set(in_memory)), "an entry on disk is not in the order"
+        assert self.num_file_bytes == sum(entries[entry_id].num_file_bytes for entry_id in on_disk)
+        assert not self._spill or self.num_file_bytes <= self._spill.max_bytes
+        assert sorted([*self._unused, *entries]) == list(range(len(self._unused) + len(entries))), "a number is lost"
+        files = {os.path.basename(entry.file) for entry in entries.values() if entry.file is not None}
+        assert files == set([] if self._folder is None else os.listdir(self._folder.name)), "a file is lost, or left"
+
+    # ------------------------------------------------------------------ lookup
+
+    @staticmethod
+    def _sequence(token_ids: npt.ArrayLike, extra_keys: ExtraKeys) -> TokenSequence:
+        return TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
+
+    # ------------------------------------------------------------------ memory
+
+    def _keep(self, entry: _Entry[Payload]) -> None:
+        """Count an entry that has come to memory, as used now."""
+        self.num_bytes += entry.num_bytes
+        ids = _one(entry)
+        self._order.note_cached(ids, np.zeros(1, np.int32))
+        self._order.append(ids)
+
+    def _use(self, entry: _Entry[Payload]) -> None:
+        self._order.remove(_one(entry))
+        self._order.append(_one(entry))
+
+    def _make_room(self) -> None:
+        """Evict until the rest fits; what came last stays, as it fits alone."""
+        while self.num_bytes > self.max_bytes:
+            self._evict(may_spill=True)
+
+    def _unused_id(self) -> int:
+        """A number for a new entry; if there is none, an entry leaves: from disk, or else from memory."""
+        if not self._unused and self._on_disk:
+            self._lose_oldest_file()
+        elif not self._unused:
+            self._evict(may_spill=False)
+        return int(self._unused.pop())
+
+    def _evict(self, *, may_spill: bool) -> None:
+        """Move the least recently used payload to disk if it can, or else lose it."""
+        entry = self._entries[int(self._order.in_order()[0])]
+        payload = entry.payload
+        assert payload is not None
+        spilled = False
+        try:
+            spilled = may_spill and self._write(entry, payload)
+        finally:
+            if not spilled:
+                self._lose(entry)
+        if spilled and self._on_evict is not None:
+            self._on_evict(payload)
+
+    def _lose_oldest_file(self) -> None:
+        self._lose(self._entries[next(iter(self._on_disk))])
+
+    def _lose(self, entry: _Entry[Payload]) -> None:
+        self.stats.evictions += 1
+        self._drop(entry)
+
+    def _drop(self, entry: _Entry[Payload]) -> None:
+        """Forget an entry, and report its payload."""
+        payload = entry.payload
+        self._forget(entry)
+        if payload is not None and self._on_evict is not None:
+            self._on_evict(payload)
+
+    def _forget(self, entry: _Entry[Payload]) -> None:
+        """Forget an entry and all that is counted for it, in memory or on disk."""
+        self._index.remove(_one(entry))
+        self._leave(entry)
+        del self._entries[entry.entry_id]
+        self._unused.append(entry.entry_id)
+
+    def _leave(self, entry: _Entry[Payload]) -> None:
+        """Count an entry no longer where it is, and remove its file."""
+        if entry.file is None:
+            self._order.remove(_one(entry))
+            self._order.note_forgotten(_one(entry))
+            self.num_bytes -= entry.num_bytes
+            return
+        del self._on_disk[entry.entry_id]
+        self.num_file_bytes -= entry.num_file_bytes
+        entry.file.unlink(missing_ok=True)
+        entry.file = None
+
+    # -------------------------------------------------------------------- disk
+
+    def _write(self, entry: _Entry[Payload], payload: Payload) -> bool:
+        """Move a payload to disk; False if it cannot be written, or is larger than all files may be."""
+        spill = self._spill
+        if spill is None or self._folder is None:
+            return False
+        self._num_written += 1
+        file = spill.folder / os.path.basename(self._folder.name) / f"{self._num_written}.payload"
+        num_bytes = 0
+        try:
+            spill.dump(payload, file)
+            num_bytes = file.stat().st_size
+        except Exception:
+            logger.warning("a payload could not be written to %s; it is lost", file, exc_info=True)
+        finally:
+            if not 0 < num_bytes <= spill.max_bytes:
+                file.unlink(missing_ok=True)
+        if not 0 < num_bytes <= spill.max_bytes:
+            return False
+        while self.num_file_bytes + num_bytes > spill.max_bytes:
+            self._lose_oldest_file()
+        self._leave(entry)
+        entry.file, entry.num_file_bytes, entry.payload = file, num_bytes, None
+        self._on_disk[entry.entry_id] = None
+        self.num_file_bytes += num_bytes
+        return True
+
+    def _read(self, entry: _Entry[Payload], file: Path) -> Payload | None:
+        """Bring a payload back to memory. None, and the entry is forgotten, if it cannot be read."""
+        assert self._spill is not None
+        try:
+            payload = self._spill.load(file)
+        except Exception:
+            logger.warning("the payload in %s could not be read; it is lost", file, exc_info=True)
+            self._lose(entry)
+            return None
+        self._leave(entry)
+        entry.payload = payload
+        self._keep(entry)
+        self._make_room()
+        return payload
+
+
+def _one(entry: _Entry[Payload]) -> BlockIds:
+    return np.array([entry.entry_id], np.int32)
