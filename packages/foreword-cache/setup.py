@@ -31,5 +31,6 @@ def generate(folder: Path) -> None:
 if __name__ == "__main__":
     if (TREE / "src" / "foreword" / "cache").exists():  # otherwise this is a source distribution, which has the modules
         generate(HERE / "src" / "foreword_cache")
+        shutil.rmtree(HERE / "build", ignore_errors=True)  # modules that are gone would stay in the wheel
         shutil.copy(TREE / "LICENSE", HERE)
     setup()
