@@ -13,7 +13,9 @@ PAGES = ["docs/concepts/cache.md", "docs/concepts/compiled-kernels.md"]
 LINKING = [
     "README.md",
     "ARCHITECTURE.md",
+    "BENCHMARKS.md",
     "CONTRIBUTING.md",
+    "benchmarks/README.md",
     *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md")),
 ]
 
