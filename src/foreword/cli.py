@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="GGUF models on this machine: of Ollama, LM Studio and Python packages")
     models.later = _arguments_of("foreword.model.checkpoint.gguf.local")
 
-    demo = commands.add_parser("demo", help="four workloads with and without the prefix cache, in a table")
+    demo = commands.add_parser("demo", help="a real model and the shipped one, with the prefix cache and without it")
     demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
     demo.set_defaults(run=_demo)
 
@@ -195,6 +195,7 @@ def _arguments_of(name: str, extra: str = "") -> Callable[[argparse.ArgumentPars
     return add
 
 
+MODEL_HELP = "GGUF file, folder, hub id, or a name that `foreword models` lists"
 SAMPLING = "max_tokens temperature top_p top_k min_p seed stop ignore_eos".split()
 """Fields of SamplingParams that `generate` has flags for."""
 SAMPLING_DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
@@ -204,10 +205,12 @@ SAMPLING_DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     from foreword import SamplingParams
 
-    parser.add_argument("given_model", metavar="MODEL", nargs="?", help="folder or hub id of a Hugging Face causal LM")
+    parser.add_argument("given_model", metavar="MODEL", nargs="?", help=MODEL_HELP)
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to continue")
-    parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
+    parser.add_argument(
+        "--prompt-token-ids", action="append", default=[], metavar="IDS", help="token ids to continue, such as 5,17,9"
+    )
     parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
     parser.add_argument(
@@ -227,11 +230,13 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("given_model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM")
+    parser.add_argument("given_model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("file", metavar="FILE", type=Path, help="file to write, such as manual.fwkv")
     parser.add_argument("--prompt", action="append", default=[], help="text to compute")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to compute")
-    parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
+    parser.add_argument(
+        "--prompt-token-ids", action="append", default=[], metavar="IDS", help="token ids to continue, such as 5,17,9"
+    )
     parser.add_argument("--with-text", action="store_true", help="write the prompt's token ids into the file too")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     flags = Flags(grouped({**engine_options(), **options_of(LogConfig)}), ENGINE_OPTIONS)
@@ -244,9 +249,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     from foreword.fleet.options import FleetConfig
     from foreword.server.options import ServerConfig
 
-    parser.add_argument(
-        "given_model", metavar="MODEL", nargs="?", help="folder or hub id; the embedded model if left out"
-    )
+    parser.add_argument("given_model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP}; without it the shipped model")
     engine = {**engine_options(), "model": replace(engine_options()["model"], default="the embedded model")}
     options = {**engine, **options_of(ServerConfig, FleetConfig, LogConfig)}
     flags = Flags(grouped(options), {**ENGINE_OPTIONS, **SERVER_OPTIONS})

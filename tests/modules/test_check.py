@@ -85,8 +85,8 @@ def test_included_files_lie_in_the_named_folder(file: Path, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none.pml"], "'none.pml' is no file"),
-        (["FILE", "--prompt", "none.pml"], "'none.pml' is no file; name a prompt of the schema"),
+        (["none.pml"], "'none.pml' is not a file"),
+        (["FILE", "--prompt", "none.pml"], "'none.pml' is not a file; name a prompt of the schema"),
         (["FILE", "--prompt", "FILE"], "--prompt needs --model"),
         (["FILE", "--model", "/none"], "there is no folder"),
         (["FILE", "--models", "/none"], "--models"),

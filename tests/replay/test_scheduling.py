@@ -117,7 +117,7 @@ def test_the_command_compares_orders_beside_the_optimum(tmp_path, capsys) -> Non
         (["--scheduling", "fcfs", "--flops", "1e9", "--replicas", "2"], "on one replica, not on 2"),
         (["--load", "0"], "--load 0.0 is no factor; use a number above 0"),
         (["--load", "nan"], "--load nan is no factor"),
-        (["--max-overtake-s", "-1"], "max_overtake_s=-1.0 is no time to wait"),
+        (["--max-overtake-s", "-1"], "max_overtake_s=-1.0 is out of range"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(more, message, tmp_path, capsys) -> None:

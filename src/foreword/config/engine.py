@@ -79,7 +79,7 @@ class ModelConfig:
     """The model, its precision, and the memory for its KV."""
 
     model: str
-    """Local folder or hub id."""
+    """GGUF file, folder, hub id, or a name that `foreword models` lists."""
     revision: str | None = None
     """Branch, tag or commit of the model's repository on the hub. None: its main branch."""
     tokenizer: str | None = None
@@ -89,13 +89,13 @@ class ModelConfig:
     chat_template: str | None = None
     """Jinja template of conversations, or a file that holds one. None: the tokenizer's."""
     chat_control_tokens: bool = False
-    """Whether control tokens, such as `<|im_end|>`, act as such in messages. False: there they are plain text."""
+    """Let control tokens in messages, such as `<|im_end|>`, act as control tokens. False: they are plain text."""
     response_template: str | None = None
-    """Form of replies with reasoning and calls: a family's name, or transformers' response template as JSON or a file.
-    None: the tokenizer's, or that of the family whose marks the chat template has."""
+    """How the model marks reasoning and tool calls: a family's name, or transformers' response template as JSON or a
+    file. None: the tokenizer's, or that of the family whose marks the chat template has."""
     generation_config: str = "auto"
-    """What gives temperature, top_p, top_k, min_p and repetition_penalty to requests that do not: "auto" is the
-    checkpoint's generation_config.json, "none" leaves plain sampling, else a file or a folder that holds one."""
+    """Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request leaves them out. "auto":
+    the checkpoint's generation_config.json. "none": plain sampling. Else a file, or a folder with such a file."""
     dtype: Dtype = "auto"
     """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
 
@@ -106,8 +106,8 @@ class ModelConfig:
     trained in bfloat16 may have some.
     """
     weight_arithmetic: WeightArithmetic = "exact"
-    """How a CPU multiplies weights in codes (GGUF, GPTQ, AWQ, MXFP4): "exact" by activations in float32; "int8" by
-    activations in eight bits, in integers, which is faster and rounds. Each has its own answers and its own cache."""
+    """How a CPU multiplies packed weights (GGUF, GPTQ, AWQ, MXFP4). "exact": activations stay in float32. "int8":
+    activations are rounded to eight bits, which is faster. The two give different answers and share no cache."""
     device: str = "cpu"
     """Torch device of the weights and the KV."""
     max_model_len: int | None = None
@@ -115,11 +115,11 @@ class ModelConfig:
     kv_cache_memory_bytes: int | None = None
     """Memory for KV blocks. None: see `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and KV together; on CPU, share of the memory left after loading, for KV.
+    """On a GPU: share of its memory for weights and KV together. On a CPU: share, for KV, of what loading leaves.
 
-    None: 0.9 on a GPU; on CPU, which other programs use too, a quarter of the available memory, at most
-    4 GiB of KV, and at most twice what `max_num_seqs` requests of `max_model_len` hold, or 1 GiB if that is more.
-    Memory is taken as KV is written to it.
+    None: 0.9 on a GPU. On a CPU a quarter of the available memory, but at most 4 GiB, and at most twice what
+    `max_num_seqs` requests of `max_model_len` tokens hold (or 1 GiB, if that is more). Memory is taken only when KV is
+    written to it.
     """
     attention_kernel: KernelName = "auto"
     """"cpu": compiled for this processor; "triton": for NVIDIA's Hopper; both with two-phase attention.
@@ -141,8 +141,8 @@ class ModelConfig:
     enable_lora: bool = False
     """Let requests name LoRA adapters (docs/guides/adapters.md). On a CPU, for the written families."""
     max_loras: int = 8
-    """Adapters that stay in memory, besides those of requests; the least recently used leaves first. All together take
-    at most twice the bytes of this many, of the largest rank on all weights."""
+    """Adapters that stay in memory, besides those of requests; the least recently used leaves first. Together
+    they take at most twice the bytes of N adapters of the largest rank."""
     max_lora_rank: int = 16
     """Largest rank of an adapter."""
     max_pictures: int = 16
@@ -158,7 +158,7 @@ class ModelConfig:
         _one_of("weight_arithmetic", self.weight_arithmetic, get_args(WeightArithmetic))
         if self.weight_arithmetic == "int8" and self.device != "cpu":
             raise ConfigError(
-                f"weight_arithmetic='int8' runs on a CPU alone, and the model is asked for on device={self.device!r}; "
+                f"weight_arithmetic='int8' runs on a CPU only, not on device={self.device!r}; "
                 "leave it out, or use device='cpu'"
             )
         for name in ("exact", "cuda_graphs", "allow_links", "enable_lora"):
@@ -265,22 +265,23 @@ class TierConfig:
     cache_daily_write_bytes: int | None = None
     """Most bytes to write below the KV memory in a day, to spare a disk. None: no limit."""
     cache_admission: AdmissionName = "all"
-    """What is stored below the KV memory: "all"; what is computed "twice"; all while there is "room", then as "twice";
-    the "heads" of prompts. `foreword replay --tier` compares them on your traffic."""
+    """What is stored below the KV memory. "all": everything. "twice": what is computed a second time. "room":
+    everything while there is room, then as "twice". "heads": beginnings of prompts. `foreword replay --tier` compares
+    these rules on your traffic."""
 
     def __post_init__(self) -> None:
         for name in ("cache_host_bytes", "cache_disk_bytes", "cache_daily_write_bytes"):
             _at_least(name, getattr(self, name), 1)
         for name in ("cache_disk_bytes", "cache_key_file"):
             if getattr(self, name) is not None and self.cache_dir is None:
-                raise ConfigError(f"{name}={getattr(self, name)!r} needs a folder for the cache; give cache_dir too")
+                raise ConfigError(f"{name}={getattr(self, name)!r} needs a cache folder; give cache_dir too")
         if self.cache_store_key_file is not None and self.cache_store is None:
             raise ConfigError(
-                f"cache_store_key_file={self.cache_store_key_file!r} signs what a server holds; give cache_store too"
+                f"cache_store_key_file={self.cache_store_key_file!r} signs blocks on a server; give cache_store too"
             )
         _one_of("cache_admission", self.cache_admission, get_args(AdmissionName))
         if not 0.0 < self.cache_store_ttl_s < 1e9:
-            raise ConfigError(f"cache_store_ttl_s={self.cache_store_ttl_s} is no time to keep; use seconds above 0")
+            raise ConfigError(f"cache_store_ttl_s={self.cache_store_ttl_s} is out of range; use seconds, more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,13 +291,13 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of one step, shared by prefill chunks, decoding and resumed requests."""
     long_prefill_token_threshold: int | None = None
-    """Most tokens of one request in one step. None: all of it, but a prompt that takes several steps leaves up to half
-    of each to others that need no more."""
+    """Most tokens of one request in one step. None: no limit, but a prompt that needs several steps leaves up to half
+    of each step to requests that need only this one."""
     max_num_seqs: int = 128
     """Most requests running at a time."""
     scheduling_policy: Policy = "fcfs"
-    """Order of service: "fcfs" by arrival; "priority": tenants by turns, of each the lowest priority, then arrival;
-    "prefix": tenants by turns, of each the lowest priority, then what is cached most, within `max_overtake_s`."""
+    """Order of service. "fcfs": by arrival. "priority": tenants take turns; a tenant's lowest `priority` goes first,
+    then the earliest. "prefix": the same, but then the longest cached prefix goes first, within `max_overtake_s`."""
     max_overtake_s: float = 2.0
     """Under the policy "prefix": most seconds that a waiting request loses to requests that came after it."""
     coalesce_in_flight: bool = True
@@ -311,7 +312,7 @@ class SchedulerConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         if not 0.0 <= self.max_overtake_s < 1e9:
-            raise ConfigError(f"max_overtake_s={self.max_overtake_s} is no time to wait; use seconds, at least 0")
+            raise ConfigError(f"max_overtake_s={self.max_overtake_s} is out of range; use seconds, 0 or more")
         if self.draft_tokens != "auto":
             _of_type("draft_tokens", self.draft_tokens, int, "a number, or 'auto'")
             _at_least("draft_tokens", self.draft_tokens, 0)

@@ -23,7 +23,7 @@ from foreword.errors import ConfigError
 
 PREFIX = "option:"
 """Prefix of options' names among the parsed arguments, so that no other argument has the same name."""
-CONFIG_HELP = "YAML, TOML or JSON file of options, under the names of these flags; flags go before it"
+CONFIG_HELP = "YAML, TOML or JSON file of options with the names of these flags; a flag counts more than the file"
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -15,16 +15,16 @@ class FleetConfig:
     """Several engines behind one server, run by Ray Serve."""
 
     replicas: int = 0
-    """Engines that this server leads to; 0: one engine in this process, without Ray."""
+    """Engines that this server runs; 0: one engine in this process, without Ray."""
     ray_address: str | None = None
     """A running Ray cluster, such as auto or ray://HOST:10001, for `replicas`; None: a local one, which ends with the
     server."""
     replica_cpus: float = 1.0
-    """Ray's logical processors of one replica: it is placed where they are free. One thread runs on each."""
+    """Ray's logical processors for one replica, with one thread each. A replica starts where they are free."""
     replica_gpus: float = 0.0
     """Ray's logical GPUs of one replica."""
     max_replicas: int | None = None
-    """Most replicas, if Ray Serve is to add some under load; None: always `replicas`."""
+    """Most replicas that Ray Serve may run under load. None: always `replicas`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.replicas <= MOST_REPLICAS:

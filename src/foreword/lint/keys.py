@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id of the tokenizer and chat template")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="text to complete")
-    what.add_argument("--prompt-token-ids", metavar="IDS", help="such as 5,17,9")
+    what.add_argument("--prompt-token-ids", metavar="IDS", help="token ids of a prompt, such as 5,17,9")
     what.add_argument("--body", metavar="FILE", type=Path, help="body of a chat request, as JSON")
     parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block or page (default: 16, 1)")
     parser.add_argument("--unit-tokens", type=int, metavar="N", help="vLLM's tokens per hash, if blocks are larger")

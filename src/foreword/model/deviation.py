@@ -106,7 +106,7 @@ class LinkDeviations:
         """
         if self._beginning is None:
             raise InvalidRequestError(
-                f"link={links.method!r} compares the second attention layer, and this model has one; use 'first-16'"
+                f"link={links.method!r} needs two attention layers, and this model has one; use 'first-16'"
             )
         self._check(token_ids, links)
         found = np.zeros(len(token_ids), np.float32)

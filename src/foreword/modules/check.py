@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments."""
     for file, what in ((args.file, "a schema of prompt modules"), (args.prompt, "a prompt of the schema")):
         if file is not None and not file.expanduser().is_file():
-            raise ConfigError(f"{str(file)!r} is no file; name {what}")
+            raise ConfigError(f"{str(file)!r} is not a file; name {what}")
     if args.prompt is not None and args.model is None:
         raise ConfigError("--prompt needs --model, whose tokenizer counts tokens; give both")
     tokenizer = None if args.model is None else Tokenizer.load(args.model)

@@ -46,7 +46,9 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     check_model(options)
     for file in (args.file, *(() if looks_like_xml(args.prompt) else (Path(args.prompt),))):
         if not file.expanduser().is_file():
-            raise ConfigError(f"{str(file)!r} is no file; name one, or give a prompt's text, which begins with <prompt")
+            raise ConfigError(
+                f"{str(file)!r} is not a file; name one, or give a prompt's text, which begins with <prompt"
+            )
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     if args.link is not None:
         Method.parse(args.link)  # before seconds of loading

@@ -27,7 +27,8 @@ class ServerConfig:
     lora_modules: tuple[str, ...] = ()
     """Adapters that clients may give as `model`, as name=path; needs `enable_lora`."""
     served_model_name: tuple[str, ...] = ()
-    """Names that clients may give, the first one being the model's; none: the last part of its folder or hub id."""
+    """Names of the model that clients may use; the first is its own. Without any: the last part of its folder
+    or hub id."""
     api_key: str | None = None
     """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: the server asks for no key."""
     keys_file: Path | None = None
@@ -63,7 +64,7 @@ class ServerConfig:
     max_schema_tokens: int = 1_000_000
     """Most tokens of one tenant's schemas of prompt modules; all together have at most 16 times as many. 0: none."""
     score_template: str | None = None
-    """How /v1/rerank asks the model about a document: qwen3-reranker, or a TOML file. None: it refuses."""
+    """How /v1/rerank asks the model about a document: qwen3-reranker, or a TOML file. None: it is refused."""
     link_measurements: Path | None = None
     """File of `foreword pml measure --save`: how well this model answers linked prompts, those with gaps between
     positions if measured with `--gaps`; needs `allow_links`."""
@@ -110,7 +111,9 @@ class ServerConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative; use 0 to keep none")
         if self.max_queued < 0:
-            raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
+            raise ConfigError(
+                f"max_queued={self.max_queued} is negative; use 0 to refuse requests that cannot run at once"
+            )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens={self.max_prompt_tokens} allows no prompt; use 1 or more, or None")
 

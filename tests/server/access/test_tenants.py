@@ -256,7 +256,7 @@ def test_one_key_for_everybody_can_come_from_the_environment():
 def test_a_range_of_priorities_that_makes_no_sense_is_named(tmp_path, given):
     path = tmp_path / "keys.toml"
     path.write_text(f'[alice]\nkeys = ["a"]\npriorities = {given}\n')
-    with pytest.raises(ConfigError, match="is no range that holds 0, the default"):
+    with pytest.raises(ConfigError, match="must be two numbers with 0, the default, between them"):
         read_keys(path)
 
 

@@ -239,7 +239,7 @@ def test_the_page_in_a_browser(browser) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rank", "3"], "rank=3 is one of those at an http:// address"),
+        (["--rank", "3"], "rank=3 needs vLLM's http:// address"),
         (["--port", "0", "--json"], "--port shows a dashboard and prints no reports"),
         (["--port", "0", "--host", "192.0.2.1"], "cannot listen at host='192.0.2.1', port=0"),
         (["--port", "99999"], "port=99999 is not a port; use 1 to 65535"),

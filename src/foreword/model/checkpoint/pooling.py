@@ -65,7 +65,7 @@ class Pooling:
         Raises InvalidRequestError, and EngineError if there is no state.
         """
         if hidden is None:
-            raise EngineError("a text got no hidden state, so its embedding is not known; try again")
+            raise EngineError("the model computed no hidden state for a text, so there is no embedding; try again")
         self.check(dimensions, len(hidden))
         cut = hidden[:dimensions].astype(np.float64)
         length = float(np.sqrt((cut * cut).sum()))

@@ -48,7 +48,7 @@ class Idefics3Vision:
         except Exception as error:  # config.json and preprocessor_config.json may hold anything
             line = str(error).strip().partition("\n")[0]
             raise ModelLoadError(
-                f"the half of model {str(files.folder)!r} that sees cannot be loaded: {line}; download it again"
+                f"the picture encoder of model {str(files.folder)!r} cannot be loaded: {line}; download it again"
             ) from error
         self.token_id: int = config.image_token_id
         """The token that rows of pictures replace."""

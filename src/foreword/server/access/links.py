@@ -66,7 +66,7 @@ class ServedLinks:
         """
         if self.gate is None:
             raise InvalidRequestError(
-                f"link={name!r} is refused: this server links nothing, unless its operator starts it with "
+                f"link={name!r} is refused: this server links nothing: its operator has to start it with "
                 "--allow-links; leave link out"
             )
         method = Method.parse(name)

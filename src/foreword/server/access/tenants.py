@@ -199,7 +199,9 @@ def _priorities(where: str, given: Any) -> tuple[int, int] | None:
     if given is None:
         return None
     if not isinstance(given, list) or [type(one) for one in given] != [int, int] or not given[0] <= 0 <= given[1]:
-        raise ConfigError(f"{where}: priorities={given!r} is no range that holds 0, the default; use [-5, 5], say")
+        raise ConfigError(
+            f"{where}: priorities={given!r} must be two numbers with 0, the default, between them, such as [-5, 5]"
+        )
     return given[0], given[1]
 
 

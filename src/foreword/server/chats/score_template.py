@@ -47,9 +47,9 @@ class ScoreTemplate:
             raise ConfigError(f"the score template's user message has no place {{{min(missing)}}}; write it there")
         labels = self.labels if isinstance(self.labels, list | tuple) else ()
         if not all(isinstance(label, str) for label in labels) or not 1 < len(labels) == len(set(labels)):
-            raise ConfigError(f"labels={self.labels!r} of the score template are not two or more different texts")
+            raise ConfigError(f"labels={self.labels!r} of the score template must be two or more different texts")
         if not isinstance(self.template_inputs, Mapping):
-            raise ConfigError(f"template_inputs={self.template_inputs!r} of the score template are no table of inputs")
+            raise ConfigError(f"template_inputs={self.template_inputs!r} of the score template must be a table")
 
     @classmethod
     def named(cls, name: str) -> ScoreTemplate:

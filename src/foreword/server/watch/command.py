@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         args.events, args.replay, args.topic = source.events, args.replay or source.replay, args.topic or source.topic
     elif args.rank is not None:
         raise ConfigError(
-            f"rank={args.rank} is one of those at an http:// address; {args.events!r} is one rank's, so give the "
-            "address of the rank, such as tcp://HOST:5557 plus its number"
+            f"rank={args.rank} needs vLLM's http:// address; {args.events!r} is the address of one rank. Leave --rank "
+            "out, and give that rank's own address: tcp://HOST:PORT, with PORT 5557 plus its number"
         )
     known = {"num_blocks": args.blocks, "all_report": args.full_reports}
     decode = None if args.tokenizer is None else _decoder(args.tokenizer)

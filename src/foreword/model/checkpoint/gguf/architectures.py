@@ -90,16 +90,14 @@ class Keys:
         """A number of things. Raises UnsupportedModelError for another value, or if there is none and no default."""
         value = self._value(name, default)
         if type(value) is not int or not least <= value < 1 << 31:
-            raise UnsupportedModelError(
-                f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is no number of things"
-            )
+            raise UnsupportedModelError(f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is not a count")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
         """A finite number. Raises as `count` does."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise UnsupportedModelError(f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is no number")
+            raise UnsupportedModelError(f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is not a number")
         return float(value)
 
     def word(self, name: str, default: str) -> str:
@@ -155,7 +153,10 @@ def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
     """Windows in all layers but each `pattern`-th."""
     said = keys.count("attention.sliding_window_pattern", pattern)
     if said != pattern:
-        raise UnsupportedModelError(f"attention.sliding_window_pattern={said!r}; {pattern} is written down")
+        raise UnsupportedModelError(
+            f"the GGUF file says attention.sliding_window_pattern={said!r}, and foreword reads {pattern} only; use the "
+            "model's safetensors checkpoint"
+        )
     return {"sliding_window": keys.count("attention.sliding_window")}
 
 
@@ -233,13 +234,21 @@ def _chosen(keys: Keys, number: str, softmax: int = 1) -> dict[str, Any]:
     `softmax`: llama.cpp's number of the way in which scores become weights.
     """
     if keys.word("expert_weights_norm", "True") != "True" or keys.real("expert_weights_scale", 1.0) not in (0.0, 1.0):
-        raise UnsupportedModelError("weights of experts that add up to another sum than 1; use safetensors")
+        raise UnsupportedModelError(
+            "the GGUF file weighs its experts in a way that foreword does not compute; use the model's safetensors "
+            "checkpoint"
+        )
     gating = keys.count("expert_gating_func", softmax)
     if gating != softmax:
-        raise UnsupportedModelError(f"expert_gating_func={gating}, where {softmax} is written down; use safetensors")
+        raise UnsupportedModelError(
+            f"the GGUF file says expert_gating_func={gating}, and foreword reads {softmax} only; use the model's "
+            "safetensors checkpoint"
+        )
     count, chosen = keys.count("expert_count"), keys.count("expert_used_count")
     if not chosen <= count <= MOST_EXPERTS:
-        raise UnsupportedModelError(f"{chosen} of {count} experts, where at most {MOST_EXPERTS} are read")
+        raise UnsupportedModelError(
+            f"the GGUF file has {count} experts, {chosen} for each token; foreword reads at most {MOST_EXPERTS}"
+        )
     return {number: count, "num_experts_per_tok": chosen}
 
 
@@ -459,5 +468,7 @@ def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> di
 def _unturned(num_rows: int, num_heads: int) -> Order:
     """Pairs of rows (2i, 2i + 1) of each head become rows (i, i + half)."""
     if num_rows % (2 * num_heads):
-        raise UnsupportedModelError(f"{num_rows} rows are no {num_heads} heads; the GGUF file contradicts itself")
+        raise UnsupportedModelError(
+            f"{num_rows} rows cannot be split into {num_heads} heads; the GGUF file is damaged: download it again"
+        )
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -98,7 +98,7 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
     try:
         made = _written(content, files, None)
     except OSError as error:
-        raise ModelLoadError(f"no folder can be written for what is in {path.name}: {error}") from error
+        raise ModelLoadError(f"the tokenizer of {path.name} cannot be written to a folder: {error}") from error
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
 
