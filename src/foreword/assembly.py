@@ -110,6 +110,8 @@ class Assembled:
     """What reads and keeps adapters; None if requests may name none."""
     pictures: EncodedPictures | None = None
     """What encodes pictures; None: the model takes none."""
+    lacks_pillow: bool = False
+    """Whether it would take pictures if Pillow were installed."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
@@ -203,6 +205,7 @@ def assemble(config: EngineConfig) -> Assembled:
         times,
         adapters,
         model.pictures,
+        model.lacks_pillow,
     )
 
 

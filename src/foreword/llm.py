@@ -34,7 +34,7 @@ from foreword.pml.layout import Bounds
 from foreword.pml.library import Library
 from foreword.prompts import PromptInput, Prompts, priority_of
 from foreword.request import LoRARequest, RequestOutput, SamplingParams, one_each
-from foreword.text.conversation import ChatKeywords, template_inputs
+from foreword.text.conversation import ChatKeywords, pictures_of, template_inputs
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
@@ -72,7 +72,13 @@ class LLM:
         self.tokenizer = parts.tokenizer
         self.encoded_pictures, self.pictures = parts.pictures, self._read_pictures(parts)
         """What encodes pictures, and what reads them; None for models that take none."""
-        self._prompts = Prompts(config.model.model, parts.tokenizer, parts.deviations, self.pictures)
+        lacks = "takes pictures, but Pillow is missing (pip install foreword[vision], and start again)"
+        self.picture_refusal = lacks if parts.lacks_pillow else "takes no images"
+        """What errors say of a model without `pictures`."""
+        self._lacks_pillow = parts.lacks_pillow
+        self._prompts = Prompts(
+            config.model.model, parts.tokenizer, parts.deviations, self.pictures, refusal=self.picture_refusal
+        )
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.cache_identity = parts.identity
@@ -193,8 +199,22 @@ class LLM:
         self.pooling.check(dimensions, self.engine.limits.hidden_size)
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         parsed = [self._prompt(prompt) for prompt in inputs]
-        outputs = self._run(parsed, SamplingParams(max_tokens=1, temperature=0.0, embeds=True), show_progress)
+        outputs = self._run(parsed, SamplingParams.for_embedding(), show_progress)
         return [self.pooling.embedding(output.hidden_state, dimensions) for output in outputs]
+
+    def certificate(self, outputs: Sequence[RequestOutput], adapter: str | None = None) -> dict[str, Any]:
+        """What answers with `certify` were computed from: digests of weights, model and arithmetic, and of logits.
+
+        `logits` has a digest for each continuation of each output, in order; `adapter` is the digest of a LoRA adapter.
+        """
+        identity = self.cache_identity
+        return {
+            "arithmetic_id": identity.arithmetic_id,
+            "model_id": identity.model_id,
+            "weights": identity.facts["model"]["weights"],
+            "adapter": adapter,
+            "logits": [one.logits_digest(choice.index) for one in outputs for choice in one.outputs],
+        }
 
     def add_request(
         self,
@@ -346,8 +366,10 @@ class LLM:
     def _chat_prompt(self, messages: Sequence[Message], rendering: ChatKeywords) -> Prompt:
         tokenizer = self._prompts.tokenizer_for("chat()")
         template, inputs = rendering.get("chat_template"), template_inputs(rendering)
-        if self.pictures is not None:
+        if self.pictures is not None or self._lacks_pillow:
             messages = taken_apart(messages)
+        if self.pictures is None and pictures_of(messages):
+            raise InvalidRequestError(f"model {self.config.model.model!r} {self.picture_refusal}; send text alone")
         continues = rendering.get("continue_final_message", False)
         token_ids = tokenizer.render_chat(
             messages,

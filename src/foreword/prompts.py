@@ -31,11 +31,14 @@ class Prompts:
         tokenizer: Tokenizer | None,
         deviations: Deviations | None = None,
         pictures: Pictures | None = None,
+        *,
+        refusal: str = "takes no images",
     ) -> None:
         """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked.
 
-        `pictures`: what reads them; None: the model takes none.
+        `pictures`: what reads them; None: the model takes none, for which errors give the `refusal`.
         """
+        self._refusal = refusal
         self._model, self._tokenizer, self._deviations, self._pictures = model, tokenizer, deviations, pictures
 
     def read(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
@@ -105,7 +108,7 @@ class Prompts:
             names = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise InvalidRequestError(f"multi_modal_data has {names}; give {{'image': one picture or a list of them}}")
         if self._pictures is None:
-            raise InvalidRequestError(f"model {self._model!r} takes no pictures; leave multi_modal_data out")
+            raise InvalidRequestError(f"model {self._model!r} {self._refusal}; leave multi_modal_data out")
         images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
         plain = self.read({name: value for name, value in prompt.items() if name != "multi_modal_data"})
         return self._pictures.shown(plain, self._pictures.read([picture_file(one) for one in images]))

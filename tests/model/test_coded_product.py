@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,6 +101,19 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows_or_threads(name: str) -> 
         assert torch.equal(product(rows[512 - count :]), together[512 - count :])
     torch.set_num_threads(1)
     assert torch.equal(product(rows), together)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("in_integers", [False, True])
+def test_some_outputs_have_the_bits_of_the_whole_product(name: str, in_integers: bool) -> None:
+    if in_integers and not FORMATS[name].is_whole:
+        return
+    weight = replace(coded(name, 200, 768), in_integers=in_integers)
+    head, rows = Linear([weight], torch.randn(200)), torch.randn(100, 768)
+    whole = head(rows)
+    for outputs in ([3], [199, 0, 17], [40, 41], list(range(0, 200, 7))):
+        for count in (1, 2, 7, 100):
+            assert torch.equal(head.some(rows[:count], torch.tensor(outputs)), whole[:count, outputs])
 
 
 def test_weights_of_several_formats_share_a_result_and_other_types_of_rows_are_rounded_once() -> None:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from foreword.bench.recording import prompt_token_ids, read_trace
 from PIL import Image
+from rich.console import Console
 
 from foreword import LLM, SamplingParams
+from foreword.bench.trace import TraceBenchOptions, run_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, ModelLoadError, PicturesBusyError
 from foreword.pictures import PictureFile, taken_apart
 from foreword.server.observe.more_memory import block_keys
+from foreword.server.options import ServerConfig
 from foreword.server.service import MOST_PICTURE_BYTES
 from foreword.text.conversation import pictures_of
+from live_server import ServerThread, post
 from picture_models import SIGNS, TILE, SeeingOracle, asks, file_of, noise, save_seeing_model
 from tiny_models import greedy
 
@@ -320,10 +326,49 @@ def test_pictures_are_cut_as_the_image_processor_cuts_them(llm: LLM, size: tuple
     assert all(sign in SIGNS or not sign.startswith("<row") for sign in vision.text(shape).split("<image>"))
 
 
+def test_without_pillow_errors_say_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
+    told = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with LLM(str(folder), **OPTIONS) as llm:
+        assert llm.pictures is None
+        for call in (
+            lambda: llm.chat(told, greedy(1)),
+            lambda: llm.generate({"prompt": "a", "multi_modal_data": {"image": b"a picture"}}, greedy(1)),
+        ):
+            with pytest.raises(InvalidRequestError, match=r"pip install foreword\[vision\]"):
+                call()
+        with ServerThread(llm, ServerConfig()) as server:
+            refused = post(server.url, "/v1/chat/completions", {"messages": told})
+        assert refused.status_code == 400
+        assert "pip install foreword[vision]" in refused.text
+
+
+def test_drawn_prompts_have_no_sign_of_a_picture(llm: LLM, tmp_path: Path) -> None:
+    recording = tmp_path / "recording.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 8 * 512, "output_length": 1, "hash_ids": [*range(8 * at, 8 * at + 8)]}
+        for at in range(60)
+    ]
+    recording.write_text("\n".join(map(json.dumps, lines)))
+    sign, limits = llm.engine.limits.picture_token_id, llm.engine.limits
+    drawn = [
+        prompt_token_ids(one, limits.vocab_size, 0)
+        for one in read_trace(recording, max_requests=99, max_output_tokens=1)
+    ]
+    assert any(sign in tokens for tokens in drawn)
+    for tokens in drawn:
+        plain = limits.without_pictures(tokens)
+        assert sign not in plain
+        assert (plain != tokens).sum() == (tokens == sign).sum()
+    options = TraceBenchOptions(file=recording, model=llm.config.model.model, kv_cache_memory_bytes=4 << 20)
+    assert run_trace(options, Console(quiet=True)).equal
+
+
 def test_models_without_eyes_refuse_pictures_in_a_line(tiny_models: Any) -> None:
     with LLM(str(tiny_models.folder_with_tokenizer("llama")), **OPTIONS) as llm:
         with pytest.raises(InvalidRequestError, match="takes only text") as one:
             llm.chat(asks(QUESTION, noise(TILE, TILE)), greedy(1))
-        with pytest.raises(InvalidRequestError, match="takes no pictures") as other:
+        with pytest.raises(InvalidRequestError, match="takes no images") as other:
             llm.generate({"prompt": "a", "multi_modal_data": {"image": noise(TILE, TILE)}}, greedy(1))
         assert "\n" not in f"{one.value}{other.value}"

@@ -91,7 +91,9 @@ def calibrate(
 
     def seconds(num_tokens: int, num_new: int) -> float:
         """The time of one request from its start to its last token, with nothing cached."""
-        prompt = {"prompt_token_ids": rng.integers(0, llm.engine.limits.vocab_size, num_tokens).tolist()}
+        limits = llm.engine.limits
+        drawn = limits.without_pictures(rng.integers(0, limits.vocab_size, num_tokens).astype(np.int32))
+        prompt = {"prompt_token_ids": drawn.tolist()}
         params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, skip_reading_prefix_cache=True)
         start = time.perf_counter()
         llm.generate(prompt, params, show_progress=False)

@@ -279,7 +279,8 @@ def _drive(llm: LLM, requests: list[TraceRequest], options: TraceBenchOptions, c
         task = bar.add_task("requests", total=len(requests))
         while True:
             while in_flight < options.max_in_flight and (following := next(upcoming, None)) is not None:
-                token_ids = prompt_token_ids(following, llm.engine.limits.vocab_size, options.seed)
+                limits = llm.engine.limits
+                token_ids = limits.without_pictures(prompt_token_ids(following, limits.vocab_size, options.seed))
                 params = SamplingParams(max_tokens=following.num_output_tokens, temperature=0.0, ignore_eos=True)
                 try:
                     served.append((following, llm.add_request({"prompt_token_ids": token_ids}, params)))

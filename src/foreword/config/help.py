@@ -21,6 +21,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "chat_template": "chat.jinja",
             "response_template": "hermes",
             "score_template": "qwen3-reranker",
+            "classify_template": "classify.toml",
             "generation_config": "none",
             "dtype": "bfloat16",
             "weight_arithmetic": "int8",

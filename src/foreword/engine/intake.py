@@ -213,7 +213,10 @@ class Intake:
             )
         self._check_pictures(prompt)
         self._check_reports(params, length)
-        for name in ("logit_bias", "stop_token_ids", "logprob_token_ids", "allowed_token_ids", "prediction_token_ids"):
+        for name in (
+            *("logit_bias", "stop_token_ids", "logprob_token_ids", "label_token_ids", "allowed_token_ids"),
+            "prediction_token_ids",
+        ):
             token_ids = getattr(params, name) or (0,)
             for token_id in (min(token_ids), max(token_ids)):
                 if not 0 <= token_id < self._limits.vocab_size:
@@ -293,6 +296,7 @@ class Intake:
         assert len(links.positions) == len(prompt.token_ids)
         unable = {
             "prompt_logprobs": params.prompt_logprobs is not None,
+            "certificate": params.certify,
             "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
             "marks of what to keep": bool(prompt.marks),
             "embeddings": bool(prompt.extra_keys.embeddings_hash),

@@ -32,6 +32,11 @@ class ModelLimits:
     picture_token_id: int | None = None
     """The token that rows of pictures replace; None: the model takes no pictures."""
 
+    def without_pictures(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Drawn tokens, with a neighbour in place of the one that stands for pictures."""
+        sign = -1 if self.picture_token_id is None else self.picture_token_id
+        return np.where(token_ids == sign, np.int32(sign - 1 if sign else 1), token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:

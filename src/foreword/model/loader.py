@@ -67,15 +67,18 @@ class LoadedModel:
     """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
     pictures: EncodedPictures | None = None
     """What encodes pictures; None: the model takes none."""
+    lacks_pillow: bool = False
+    """Whether it would take pictures if Pillow were installed."""
 
     def forward(self, step: Step, runs: dict[int, list[StateRun]], offsets: Tensor) -> Tensor:
-        """Write the step's KV; return logits [num_kept, vocab].
+        """Write the step's KV; return logits [num_kept, vocab], or those of the step's `columns`.
 
         `runs`: recurrent group -> its runs; `offsets` [rows]: positions minus rows.
         """
         if isinstance(self.network, Decoder):
             return self.network(step)
-        return self.network.compute(step, runs, offsets)
+        logits = self.network.compute(step, runs, offsets)
+        return logits if step.columns is None else logits[:, step.columns]
 
     @property
     def decoder(self) -> Decoder:
@@ -178,7 +181,9 @@ def load_model(options: ModelConfig) -> LoadedModel:
         return _load_with_transformers(options, reason)
     vision = None if stored.vision is None else load_vision(stored.vision, stored.dtype)
     model = _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
-    return model if vision is None else replace(model, pictures=EncodedPictures(vision, options.picture_cache_bytes))
+    if vision is None:
+        return replace(model, lacks_pillow=stored.vision is not None)
+    return replace(model, pictures=EncodedPictures(vision, options.picture_cache_bytes))
 
 
 def _has_tied_head(weights: Mapping[str, Weight]) -> bool:

@@ -61,15 +61,17 @@ class ForwardPass:
     runs: dict[int, list[StateRun]]
     adapted: AdaptedRows | None = None
     given: GivenRows | None = None
+    columns: Tensor | None = None
 
     def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
-        """Write the KV and return logits [num_kept, vocab]."""
+        """Write the KV and return logits [num_kept, vocab], or of `columns` alone."""
         token_ids, positions, offsets, *slots = self.rows.long().unbind()
         groups = {
             group_id: plan.step(own[: self.num_tokens])
             for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
         }
-        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, self.adapted, self.given)
+        more = self.adapted, self.given, self.columns
+        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, *more)
         return model.forward(step, self.runs, offsets)
 
 
@@ -137,7 +139,7 @@ class ModelRunner:
                 self._mover.move(batch.moves)
             rows = logit_rows(batch)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
-            taken = readout.take(self.forward(batch, rows.rows))
+            taken = readout.take(self.forward(batch, rows.rows, rows.columns))
             result = taken.read(taken.packed().cpu().numpy())
             entries = batch.entries
             ends_prompt = entries.facts["embeds"] & entries.samples & (entries.num_generated() == 0)
@@ -147,13 +149,14 @@ class ModelRunner:
                 result.hidden_states = dict(zip(ends_prompt.nonzero()[0].tolist(), hidden, strict=True))
             return result
 
-    def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
+    def forward(self, batch: Batch, logit_rows: Rows, columns: Rows | None = None) -> Tensor:
         """Write the batch's KV; return logits [len(logit_rows), vocab] of the given rows (ascending).
 
-        The logits have the model's type; the caller may change them.
+        `columns`: the tokens whose logits are returned, ascending; None: all. The logits have the model's type; the
+        caller may change them.
         """
         with torch.inference_mode():
-            return self._run(self._plan(self._after_sinks(batch), logit_rows))
+            return self._run(self._plan(self._after_sinks(batch), logit_rows, columns))
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         """Copy an array to the model's device."""
@@ -162,15 +165,16 @@ class ModelRunner:
     def _run(self, passes: list[ForwardPass]) -> Tensor:
         """Run passes and join the logits that they keep, in the model's type."""
         logits = [one.run(self._model, self._storage) for one in passes]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        kept = [own for own in logits if len(own)] or logits[:1]  # without rows, the width may be another
+        return kept[0] if len(kept) == 1 else torch.cat(kept)
 
-    def _plan(self, batch: Batch, logit_rows: Rows) -> list[ForwardPass]:
+    def _plan(self, batch: Batch, logit_rows: Rows, columns: Rows | None = None) -> list[ForwardPass]:
         """Plan the passes of a batch that already includes the sinks."""
         if self._pass_rows is None:
-            return [self._plan_pass(batch, logit_rows)]
-        return [self._plan_pass(*part) for part in split_batch(batch, logit_rows, self._pass_rows)]
+            return [self._plan_pass(batch, logit_rows, columns)]
+        return [self._plan_pass(*part, columns) for part in split_batch(batch, logit_rows, self._pass_rows)]
 
-    def _plan_pass(self, batch: Batch, logit_rows: Rows) -> ForwardPass:
+    def _plan_pass(self, batch: Batch, logit_rows: Rows, columns: Rows | None) -> ForwardPass:
         storage = self._storage
         groups: dict[int, GroupPlan] = {}
         runs: dict[int, list[StateRun]] = {}
@@ -189,8 +193,8 @@ class ModelRunner:
         keep[: len(logit_rows)] = logit_rows
         adapted = _adapted(batch, rows.shape[1])
         given = self._given(batch) if batch.shown else None
-        put = self._put(rows), self._put(keep)
-        return ForwardPass(batch.num_tokens, *put, len(logit_rows), groups, runs, adapted, given)
+        put, own = (self._put(rows), self._put(keep)), None if columns is None else self._put(columns)
+        return ForwardPass(batch.num_tokens, *put, len(logit_rows), groups, runs, adapted, given, own)
 
     def _given(self, batch: Batch) -> GivenRows:
         """The rows of pictures; a picture that no earlier step has shown is encoded now."""

@@ -54,6 +54,8 @@ class Step:
     """The rows that adapters change; None: none."""
     given: GivenRows | None = None
     """The rows that are no tokens' embeddings; None: all are."""
+    columns: Tensor | None = None
+    """[n] int64, ascending: the tokens whose logits are computed; None: all."""
 
     def deltas(self, layer: int) -> LayerDeltas:
         """What adapters add to the results of a layer's products."""

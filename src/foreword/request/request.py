@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
+from foreword.errors import InvalidRequestError
 from foreword.request.links import LinkReport, Links
 from foreword.request.sampling_params import ForkingConstraint
 from foreword.request.sampling_params import SamplingParams as SamplingParams
@@ -44,6 +46,7 @@ FACTS = np.dtype(
         ("has_pictures", np.bool_),  # whether rows of pictures replace some of its tokens
         ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
+        ("has_labels", np.bool_),  # whether its only token is one of some labels
         ("embeds", np.bool_),  # whether it gives the hidden state of the prompt's last token
         ("reports_prompt_from", np.int64),  # position whose logits are the first that it reports, or NO_REPORT
     ],
@@ -178,8 +181,11 @@ class Logprob:
     rank: int
 
 
-TokenLogprobs = dict[int, Logprob]
-"""Token id -> Logprob, for one position."""
+class TokenLogprobs(dict[int, Logprob]):
+    """Token id -> Logprob, for one position."""
+
+    logits_digest: bytes | None = None
+    """SHA-256 of the logits that they were computed from; None unless `SamplingParams.certify`."""
 
 
 @dataclass(slots=True)
@@ -326,6 +332,7 @@ class Request:
             has_pictures=False,
             has_gaps=False,
             reports=params.reports_answer,
+            has_labels=bool(params.label_token_ids),
             embeds=params.embeds,
             reports_prompt_from=NO_REPORT if params.prompt_logprobs is None else params.first_reported,
         )
@@ -550,9 +557,9 @@ class RequestOutput:
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
     """Those tokens by the place they came from: `memory`, or the tier that they were loaded from. It has no zeros."""
     explanation: LookupExplanation | None = None
+    """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     kept: tuple[CacheEntry, ...] = ()
     """The entries that the prompt's marks made, in their order, as they were when the prompt was computed."""
-    """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     hidden_state: npt.NDArray[np.float32] | None = None
     """Of the prompt's last token, [width], after the last norm; None unless `SamplingParams.embeds`."""
@@ -564,3 +571,15 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
+
+    def logits_digest(self, index: int = 0) -> str:
+        """SHA-256, in hexadecimal digits, of the digests of all logits that were read for a continuation, in order.
+
+        First come those of the reported prompt tokens, then those of the answer. Raises InvalidRequestError unless its
+        parameters have `certify`.
+        """
+        reports = [one for one in (*(self.prompt_logprobs or ()), *(self.outputs[index].logprobs or ())) if one]
+        digests = [one.logits_digest for one in reports if one.logits_digest is not None]
+        if not digests or len(digests) < len(reports):
+            raise InvalidRequestError("this output has no digests of logits; ask for them with certify=True")
+        return hashlib.sha256(b"".join(digests)).hexdigest()

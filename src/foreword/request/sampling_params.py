@@ -21,6 +21,11 @@ MAX_SCHEMA_CHARACTERS = 200_000
 LARGEST = 1e9
 """Largest penalty or bias: their sums stay finite in float32."""
 
+_BESIDE_LABELS = {
+    *("label_token_ids", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "embeds", "certify"),
+    *("ignore_eos", "skip_reading_prefix_cache", "truncate_prompt_tokens"),
+}
+"""Fields that labels can be combined with; those of sampling have no effect."""
 _REAL_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -143,8 +148,13 @@ class SamplingParams:
     """Report the sampled token's log probability and those of this many likeliest tokens."""
     logprob_token_ids: tuple[int, ...] = ()
     """Report the log probabilities of these tokens too, without ranks, wherever a token is sampled."""
+    label_token_ids: tuple[int, ...] = ()
+    """The only tokens that may come. The answer is the likeliest one (`max_tokens=1`), and reports the log
+    probabilities of all among each other. Of the head only their rows are multiplied, where that keeps their bits."""
+    certify: bool = False
+    """Report digests of the logits that log probabilities were computed from (`RequestOutput.logits_digest`)."""
     prompt_logprobs: int | None = None
-    """The same for prompt tokens, from `score_from` on."""
+    """As `logprobs`, for prompt tokens, from `score_from` on."""
     score_from: int = 0
     """Position of the first prompt token that `prompt_logprobs` reports. Those before it may be read from the cache."""
     embeds: bool = False
@@ -166,6 +176,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids or ()))
+        object.__setattr__(self, "label_token_ids", tuple(self.label_token_ids or ()))
         object.__setattr__(self, "prediction_token_ids", tuple(self.prediction_token_ids or ()))
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
@@ -205,12 +216,21 @@ class SamplingParams:
         allowed, keep = self.allowed_token_ids, self.truncate_prompt_tokens
         _check(self, "allowed_token_ids", allowed is None or len(allowed) > 0, "name a token, or leave it out")
         _check(self, "bad_words", all(map(str.strip, self.bad_words)), "a bad word cannot be empty")
+        if self.label_token_ids:
+            self._check_labels()
+        if self.certify and not self.reports_answer and self.prompt_logprobs is None:
+            raise InvalidRequestError("certify=True is only allowed with logprobs, prompt_logprobs or label_token_ids")
         _check(self, "truncate_prompt_tokens", keep is None or keep == -1 or keep >= 1, "use 1 or more, or -1")
+
+    @classmethod
+    def for_embedding(cls) -> SamplingParams:
+        """Those of a prompt that is embedded. An answer has a token, so one label stands for it: no logits are read."""
+        return cls(max_tokens=1, embeds=True, label_token_ids=(0,))
 
     @property
     def reports_answer(self) -> bool:
         """Whether it reports log probabilities of sampled tokens."""
-        return self.logprobs is not None or bool(self.logprob_token_ids)
+        return self.logprobs is not None or bool(self.logprob_token_ids or self.label_token_ids)
 
     @property
     def first_reported(self) -> int:
@@ -221,6 +241,16 @@ class SamplingParams:
     def reads_cache(self) -> bool:
         """Whether anything of the prompt may be read from the prefix cache."""
         return not self.skip_reading_prefix_cache and (self.prompt_logprobs is None or self.first_reported > 0)
+
+    def _check_labels(self) -> None:
+        """Raise InvalidRequestError for what cannot be combined with labels."""
+        _check(self, "label_token_ids", len(set(self.label_token_ids)) == len(self.label_token_ids), "name each once")
+        if self.max_tokens != 1:
+            raise InvalidRequestError(f"max_tokens={self.max_tokens} with label_token_ids; use 1")
+        plain = SamplingParams(max_tokens=1)
+        for one in fields(self):
+            if one.name not in _BESIDE_LABELS and getattr(self, one.name) != getattr(plain, one.name):
+                raise InvalidRequestError(f"{one.name} cannot be combined with label_token_ids; leave it out")
 
     def _check_types(self) -> None:
         optional = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
@@ -234,12 +264,12 @@ class SamplingParams:
             if not isinstance(value, Real):
                 raise InvalidRequestError(f"{name}={value!r} is not a number")
         long_lists = (*_not_ints(self.allowed_token_ids or ()), *_not_ints(self.prediction_token_ids))
-        long_lists += (*_not_ints(self.logprob_token_ids),)
+        long_lists += (*_not_ints(self.logprob_token_ids), *_not_ints(self.label_token_ids))
         for token_id in (*self.stop_token_ids, *self.logit_bias, *long_lists):
             if not isinstance(token_id, Integral):
                 raise InvalidRequestError(
-                    f"token id {token_id!r} in stop_token_ids, logit_bias, allowed_token_ids, logprob_token_ids or "
-                    "prediction_token_ids is not an integer"
+                    f"token id {token_id!r} in stop_token_ids, logit_bias, allowed_token_ids, logprob_token_ids, "
+                    "label_token_ids or prediction_token_ids is not an integer"
                 )
         for kind, texts in (("stop string", self.stop), ("bad word", self.bad_words)):
             for text in texts:

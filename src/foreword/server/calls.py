@@ -41,6 +41,10 @@ async def sampling_params(
     service: Service, body: Any, limits: Limits, structured: StructuredOutputsParams | None
 ) -> SamplingParams:
     """The sampling parameters of a call. Raises InvalidRequestError or APIError for values that exclude each other."""
+    options = getattr(body, "foreword", None)
+    certifies = options is not None and options.certificate
+    if certifies and limits.logprobs is None and limits.prompt_logprobs is None:
+        raise bad_request("foreword.certificate is only allowed with log probabilities; ask for them", param="foreword")
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
     given = {**service.sampling_defaults, **given}
     if given.get("bad_words"):
@@ -49,6 +53,7 @@ async def sampling_params(
         max_tokens=limits.max_tokens,
         logprobs=limits.logprobs,
         prompt_logprobs=limits.prompt_logprobs,
+        certify=certifies,
         logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
         open_constraint=None if structured is None else await service.compile_grammar(structured),
         **given,

@@ -53,8 +53,7 @@ async def embed(
         Prompt(_beginning(token_ids, service) if truncates else token_ids)
         for token_ids in await service.encode_each(texts, encode, is_cut=truncates)
     ]
-    params = SamplingParams(max_tokens=1, temperature=0.0, embeds=True)
-    answer = await service.start(caller, response_id, prompts, params, stream=False)
+    answer = await service.start(caller, response_id, prompts, SamplingParams.for_embedding(), stream=False)
     await finished(answer)
     return Embedded(
         [llm.pooling.embedding(output.hidden_state, dimensions) for output in answer.outputs],

@@ -65,6 +65,8 @@ class ServerConfig:
     """Most tokens of one tenant's schemas of prompt modules; all together have at most 16 times as many. 0: none."""
     score_template: str | None = None
     """How /v1/rerank asks the model about a document: qwen3-reranker, or a TOML file. None: it is refused."""
+    classify_template: str | None = None
+    """How /v1/classify asks the model about a text: a TOML file. None: it is refused."""
     link_measurements: Path | None = None
     """File of `foreword pml measure --save`: how well this model answers linked prompts, those with gaps between
     positions if measured with `--gaps`; needs `allow_links`."""

@@ -31,7 +31,7 @@ from foreword.server.api_errors import LongPromptError, adapter_unread, bad_requ
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import UnknownFields
 from foreword.server.bodies.json_scan import scan_json
-from foreword.server.chats.score_template import ScoreTemplate
+from foreword.server.chats.score_template import CLASSIFYING, RANKING, Judge
 from foreword.server.chats.tools import ToldPatterns
 from foreword.server.crews import Crews
 from foreword.server.engine_door import EngineDoor
@@ -167,15 +167,10 @@ class Service:
         self.metrics = Metrics(model_name, self.insight, infos_of(llm, now), self.http_requests)
         self.records.on_finished(Listener("metrics", self.metrics.observe))
         self._open_listeners(config)
-        named = config.score_template
-        self.score_template = None if named is None else ScoreTemplate.named(named)
-        """How documents are shown to the model for a score; None: they are not."""
-        self.score_labels: tuple[int, ...] = ()
-        if self.score_template is not None:
-            if llm.tokenizer is None:
-                raise ConfigError("score_template needs a tokenizer, and this model has none")
-            self.score_labels = self.score_template.label_ids(llm.tokenizer)
-            self.score_template.try_on(llm.tokenizer)
+        self.ranking = Judge.open("score_template", config.score_template, RANKING, llm.tokenizer)
+        """How documents are shown to the model for a ranking; None: they are not."""
+        self.classifying = Judge.open("classify_template", config.classify_template, CLASSIFYING, llm.tokenizer)
+        """How texts are shown to the model that classifies them; None: they are not."""
         self.template_report = TemplateReport() if llm.tokenizer is None else llm.tokenizer.template_report()
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         log_template(llm.tokenizer, self.template_report, self.template_changes)
@@ -188,6 +183,7 @@ class Service:
             max_prompts=config.max_choices,
             vocab_size=llm.engine.limits.vocab_size,
             max_pictures=0 if llm.pictures is None else llm.config.model.max_pictures,
+            picture_refusal=llm.picture_refusal,
             max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
         )
         scan_json(b"{}")  # compiles it before requests wait for it
@@ -367,7 +363,7 @@ class Service:
         """
         self._check_template()
         if self.llm.pictures is None and pictures_of(messages):
-            raise bad_request(f"model {self.model_name!r} takes no pictures; send text alone")
+            raise bad_request(f"model {self.model_name!r} {self.llm.picture_refusal}; send text alone")
         if marks:
             places = [mark.place for mark in marks]
             token_ids, ends = await self.crews.text.run(

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,19 @@ def test_the_product_is_that_of_exact_arithmetic_rounded_once(outputs: int, inpu
     found = CompactProduct([weight], added if bias else None)(rows)
     assert found.shape == (2, 9, outputs)
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_some_outputs_have_the_bits_of_the_whole_product(outputs: int, inputs: int) -> None:
+    weight = random(outputs, inputs) * inputs**-0.5
+    weight[::3] *= 2.0 ** random(len(weight[::3]), 1, seed=3).mul(20).round()  # many exponents: some have no code
+    product = CompactProduct([weight.bfloat16()], random(outputs, seed=1).bfloat16())
+    assert product.num_exceptions or outputs < 33
+    rows = random(90, inputs, seed=2).bfloat16()
+    whole = product(rows)
+    for wanted in ([0], [outputs - 1, 0], [outputs // 2], list(range(0, outputs, 97)), list(range(outputs))):
+        for count in (1, 3, 90):
+            assert torch.equal(product.some(rows[:count], np.array(wanted)), whole[:count, wanted])
 
 
 @pytest.mark.parametrize("width", [16, 48, 33, 4864])

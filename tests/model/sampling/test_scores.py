@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foreword.batch import Batch
 from foreword.engine import Engine
 from foreword.errors import InvalidRequestError
-from foreword.request import SamplingParams, TokenLogprobs
+from foreword.request import RequestOutput, SamplingParams, TokenLogprobs
 from tiny_models import TinyModels, add, build_engine, complete, drain, random_tokens
 
 HEAD, TAIL = 83, 21
@@ -64,7 +70,23 @@ def engines(tiny_models: TinyModels) -> dict[str, Engine]:
     return {case: engine_of(tiny_models, case, num_blocks=60) for case in CASES}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def read(output: RequestOutput) -> list[tuple[TokenLogprobs, bytes | None] | None]:
+    """All that an output reports, with digests of the logits that it is from."""
+    reports = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+    return [None if one is None else (one, one.logits_digest) for one in reports]
+
+
+KINDS: dict[str, Callable[[int], SamplingParams]] = {
+    "continuation": lambda at: SamplingParams(
+        max_tokens=1, temperature=0, prompt_logprobs=1, score_from=at, certify=True
+    ),
+    "labels": lambda at: SamplingParams(max_tokens=1, label_token_ids=(7, 3, 200 + at), certify=True),
+    "label logprobs": lambda at: SamplingParams(max_tokens=1, logprob_token_ids=(7, 3), temperature=0, certify=True),
+    "answer": lambda at: SamplingParams(max_tokens=4, temperature=0, logprobs=2, certify=True),
+}
+
+
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_scores_are_equal_alone_in_batches_after_eviction_and_with_others_prefixes(
     tiny_models: TinyModels, engines: dict[str, Engine], data: st.DataObject
@@ -72,28 +94,137 @@ def test_scores_are_equal_alone_in_batches_after_eviction_and_with_others_prefix
     case = data.draw(st.sampled_from(sorted(CASES)))
     engine, number = engines[case], engines[case].num_computed_tokens
     heads = [random_tokens(np.random.default_rng(seed), 50) for seed in range(3)]
+    kinds = data.draw(st.sets(st.sampled_from(sorted(KINDS)), min_size=1))
     asked = data.draw(
         st.lists(
-            st.tuples(st.sampled_from(heads), st.integers(0, 2), st.integers(1, 20), st.integers(0, 4)),
+            st.tuples(
+                st.sampled_from(heads),
+                st.integers(0, 2),
+                st.integers(1, 20),
+                st.integers(0, 4),
+                st.sampled_from(sorted(kinds)),
+            ),
             min_size=1,
             max_size=6,
         )
     )
-    prompts = [head + random_tokens(np.random.default_rng(90 + tail), size) for head, tail, size, _ in asked]
-    froms = [max(0, len(head) - back * 7) for head, _, _, back in asked]
-    params = [SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, score_from=at) for at in froms]
+    prompts = [head + random_tokens(np.random.default_rng(90 + tail), size) for head, tail, size, *_ in asked]
+    froms = [max(0, len(head) - back * 7) for head, _, _, back, _ in asked]
+    params = [KINDS[kind](at) for at, (*_, kind) in zip(froms, asked, strict=True)]
     outputs = [
         add(engine, f"batch-{number}-{at}", prompt, one)
         for at, (prompt, one) in enumerate(zip(prompts, params, strict=True))
     ]
     drain(engine)
     alone = engine_of(tiny_models, case)
-    for at, (prompt, start, output) in enumerate(zip(prompts, froms, outputs, strict=True)):
-        [cold] = complete(
-            alone, [prompt], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), name=f"alone-{at}"
+    for at, (prompt, one, output) in enumerate(zip(prompts, params, outputs, strict=True)):
+        [cold] = complete(alone, [prompt], replace(one, skip_reading_prefix_cache=True), name=f"alone-{at}")
+        assert cold.num_cached_tokens == 0
+        assert read(output) == read(cold)
+        assert output.logits_digest() == cold.logits_digest()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_labels_have_the_logits_of_the_whole_head_whoever_else_is_in_the_step(
+    tiny_models: TinyModels, case: str
+) -> None:
+    labels = (17, 4, 250)
+    prompts = [PROMPT[: HEAD - 10 * number] for number in range(3)]
+    params = SamplingParams(max_tokens=1, label_token_ids=labels, certify=True)
+    engine = engine_of(tiny_models, case)
+    alone = complete(engine, prompts, params, name="alone")
+    mixed = [add(engine, f"mixed-{at}", prompt, params) for at, prompt in enumerate(prompts)]
+    add(engine, "beside", PROMPT, SamplingParams(max_tokens=2, temperature=0.7, logit_bias={5: 1.0}))
+    drain(engine)
+    whole = complete(engine, prompts, SamplingParams(max_tokens=1, logprob_token_ids=labels, temperature=0), name="all")
+    for one, other, reference in zip(alone, mixed, whole, strict=True):
+        assert read(one) == read(other)
+        [own], [of_all] = one.outputs[0].logprobs, reference.outputs[0].logprobs
+        assert set(own) == set(labels)
+        logprobs = np.array([own[token].logprob for token in labels])
+        assert np.exp(logprobs).sum() == pytest.approx(1)
+        among = np.array([of_all[token].logprob for token in labels])
+        assert logprobs == pytest.approx(among - np.log(np.exp(among).sum()), abs=1e-5)
+        best = labels[int(logprobs.argmax())]
+        assert one.outputs[0].token_ids == [best]
+        assert [token for token in labels if own[token].rank == 1] == [best]
+
+
+def test_a_digest_is_that_of_the_logits_as_numbers(tiny_models: TinyModels) -> None:
+    engine, model = engine_of(tiny_models, "radix"), tiny_models.loaded("llama")
+    row = model_logits(engine, PROMPT)[-1]
+    labels = [9, 4]
+    for params, expected in (
+        (SamplingParams(max_tokens=1, logprobs=0), row.tobytes()),
+        (
+            SamplingParams(max_tokens=1, label_token_ids=tuple(labels)),
+            np.array(labels, "<i8").tobytes() + row[labels].tobytes(),
+        ),
+    ):
+        [output] = complete(engine, [PROMPT], replace(params, certify=True), name=f"of {len(expected)}")
+        assert output.logits_digest() == sha256(sha256(expected).digest()).hexdigest()
+    assert model.dtype == torch.float32
+
+
+def model_logits(engine: Engine, tokens: list[int]) -> npt.NDArray[np.float32]:
+    """Logits [tokens, vocab] of a prompt, computed at once."""
+    runner: Any = engine._runner
+    blocks = np.arange(1, 2 + len(tokens) // runner._storage.block_sizes[0], dtype=np.int32)
+    batch = Batch.bare(
+        np.array(tokens, np.int32),
+        np.arange(len(tokens), dtype=np.int32),
+        np.array([0, len(tokens)], np.int32),
+        (blocks[None],),
+    )
+    logits: npt.NDArray[np.float32] = runner.forward(batch, np.arange(len(tokens))).float().numpy()
+    return logits
+
+
+def test_another_dtype_and_other_weights_give_other_digests(tiny_models: TinyModels) -> None:
+    found = set()
+    for name, dtype in (("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32")):
+        engine = build_engine(tiny_models.loaded(name, dtype))
+        for params in (SamplingParams(max_tokens=1, label_token_ids=(3, 4)), SamplingParams(max_tokens=1, logprobs=0)):
+            digests = {
+                output.logits_digest()
+                for number in range(3)
+                for output in complete(
+                    engine, [PROMPT] * 2, replace(params, certify=True), name=f"{params.logprobs}{number}"
+                )
+            }
+            assert len(digests) == 1, "cold, warm and together"
+            found |= digests
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"max_tokens": 2}, "max_tokens=2 with label_token_ids; use 1"),
+        ({"label_token_ids": (3, 3)}, "name each once"),
+        ({"label_token_ids": (3, 10**6)}, "out of range"),
+        ({"label_token_ids": (3.5,)}, "not an integer"),
+        ({"logprobs": 1}, "logprobs cannot be combined"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs cannot be combined"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias cannot be combined"),
+        ({"label_token_ids": (), "certify": True}, "certify=True is only allowed with"),
+    ],
+)
+def test_labels_and_certificates_that_make_no_sense_are_refused(
+    tiny_models: TinyModels, more: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        complete(
+            build_engine(tiny_models.loaded("llama")),
+            [PROMPT],
+            SamplingParams(**{"max_tokens": 1, "label_token_ids": (3, 4), **more}),
         )
-        assert output.prompt_logprobs[max(1, start) :] == cold.prompt_logprobs[max(1, start) :]
-        assert output.prompt_logprobs[: max(1, start)] == [None] * max(1, start)
+
+
+def test_an_output_without_digests_says_so(tiny_models: TinyModels) -> None:
+    [output] = complete(build_engine(tiny_models.loaded("llama")), [PROMPT], SamplingParams(max_tokens=1, logprobs=0))
+    with pytest.raises(InvalidRequestError, match="certify=True"):
+        output.logits_digest()
 
 
 def test_scores_survive_preemption(tiny_models: TinyModels) -> None:

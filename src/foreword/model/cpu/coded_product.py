@@ -156,16 +156,27 @@ class CodedProduct:
             found[first : first + step] = self._panels.rows(outputs[first : first + step])
         return torch.from_numpy(found)
 
+    def panel(self, panel: int, number: int, width: int) -> CodedOperation:
+        """The product of one panel, the `number`-th in a result of `width` columns, as a new operation."""
+        constants = self._constants.copy()
+        constants["panels"] = self._panels.memory[panel].ctypes.data
+        constants["bias"] = self._bias[panel * PANEL :].data_ptr()
+        constants["num_panels"], constants["width"] = 1, PANEL
+        constants["target"], constants["target_bytes"] = 4 * PANEL * number, 4 * width
+        own = IntegerOperation if self._in_integers else CodedOperation
+        return own(
+            constants, (self._panels.memory, self._bias), int(constants["row_bytes"]) if self._in_integers else 0
+        )
+
     @property
     def thread_scratch(self) -> int:
         """Bytes of scratch memory that each thread needs."""
         return int(self._constants["thread_scratch"])
 
-    def write(self, rows: Tensor, target: Tensor, scratch: int) -> None:
-        """Write the products of float32 rows [rows, in_features] to their columns of `target` [rows, width]."""
-        own = self._of_thread.operation
-        own.bind(rows.data_ptr(), len(rows), target.data_ptr(), scratch)
-        own.run(alone=len(rows) * self.in_features * self.out_features < ALONE_OPERATIONS)
+    @property
+    def own(self) -> CodedOperation:
+        """The whole product, as this thread's operation."""
+        return self._of_thread.operation
 
 
 class CodedLinear:
@@ -216,17 +227,35 @@ class CodedLinear:
         [product] = self._products
         return product.rows(outputs.numpy().astype(np.int64))
 
+    def some(self, rows: Tensor, outputs: npt.NDArray[np.int64]) -> Tensor:
+        """Columns `outputs` of the only weight's product, [..., len(outputs)]: the panels that hold them are run.
+
+        Bits are those of the whole product, which computes each panel alone.
+        """
+        [product] = self._products
+        panels, place = np.unique(outputs // PANEL, return_inverse=True)
+        columns = torch.from_numpy(place * PANEL + outputs % PANEL)
+        if 2 * len(panels) * PANEL > self.width:
+            return self(rows)[..., torch.from_numpy(outputs)]
+        width = len(panels) * PANEL
+        parts = [product.panel(int(panel), number, width) for number, panel in enumerate(panels)]
+        return self._multiply(rows, width, parts)[..., columns]
+
     def __call__(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, self.width, [product.own for product in self._products])
+
+    def _multiply(self, rows: Tensor, width: int, parts: Sequence[CodedOperation]) -> Tensor:
         if rows.shape[-1] != self._in_features:
             raise RuntimeError(f"rows of {rows.shape[-1]}, but the weight is for {self._in_features}")
         own = rows.float().reshape(-1, rows.shape[-1]).contiguous()
-        output = own.new_empty(len(own), self.width)
+        output = own.new_empty(len(own), width)
         scratch = thread_memory(len(own) * self.row_scratch + self.thread_scratch * torch.get_num_threads())
         if self._quantise is not None:
             self._quantise.operation.bind(own.data_ptr(), len(own), 0, scratch)
             self._quantise.operation.run(alone=own.numel() <= ALONE_ELEMENTS)
-        for product in self._products:
-            product.write(own, output, scratch)
+        for part in parts:
+            part.bind(own.data_ptr(), len(own), output.data_ptr(), scratch)
+            part.run(alone=len(own) * self._in_features * int(part.arguments["width"]) < ALONE_OPERATIONS)
         return output.view(*rows.shape[:-1], -1).to(rows.dtype)
 
 

@@ -338,15 +338,25 @@ class LayerChain:
             self.program.run(len(self._of_layers) - self.layers[-1].num_after_keys)
             return rows.new_empty(0, self._head.width)
         first, last = int(keep[0]), int(keep[-1])
-        places = self._bind(x, turns, step, wanted=(first, last - first + 1))
         if last - first + 1 != len(keep):
-            self.program.run(len(self._of_layers))
+            self.run_layers(x, turns, step)
             return self._head(self._space.normed_rows(width)[keep])
+        places = self._bind(x, turns, step, wanted=(first, last - first + 1))
         logits = rows.new_empty(len(keep), self._head.width)
         start = places.normed + first * width * rows.element_size()
         _bind(self._head_operations, start, len(keep), logits.data_ptr(), places.scratch)
         self.program.run()
         return logits
+
+    def run_layers(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> bool:
+        """Compute the normed rows of those that are kept, and no logits; False if the program cannot run the step."""
+        if not self._can_run(rows, step):
+            return False
+        keep, x = step.keep[: step.num_kept], rows.contiguous()
+        first, last = int(keep[0]), int(keep[-1])
+        self._bind(x, turns, step, wanted=(first, last - first + 1))
+        self.program.run(len(self._of_layers))
+        return True
 
     def normed_rows(self, keep: Tensor, width: int) -> Tensor:
         """A copy of the normed rows `keep` of the last run."""

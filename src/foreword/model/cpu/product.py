@@ -18,6 +18,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +33,8 @@ from foreword.kernels.runtime.compiled import Record
 from foreword.kernels.runtime.threads import OfThread, Operation
 
 logger = logging.getLogger(__name__)
+
+Ids = npt.NDArray[np.int64]
 
 MANY_EXCEPTIONS = 1 / 32
 """Share of a layer's weights that causes a warning; at twice this share they take as much memory as bfloat16."""
@@ -125,6 +128,28 @@ class CompactProduct:
         )
         flat = torch.from_numpy(pairs.reshape(-1, self.in_features)).view(torch.bfloat16)
         return flat[self._columns()]
+
+    def some(self, rows: Tensor, outputs: Ids) -> Tensor:
+        """Columns `outputs` of the product of bfloat16 rows, [..., len(outputs)]: the panels that hold them are run.
+
+        Bits are those of the whole product, which computes each panel alone.
+        """
+        panels, place = np.unique(outputs // PRODUCT_PANEL, return_inverse=True)
+        if 2 * len(panels) > self._num_panels:
+            return self(rows)[..., torch.from_numpy(outputs)]
+        found = [self._run(self._panel(int(panel)), rows, PRODUCT_PANEL) for panel in panels]
+        columns = torch.from_numpy(place * PRODUCT_PANEL + outputs % PRODUCT_PANEL)
+        return torch.cat(found, -1)[..., columns]
+
+    def _panel(self, panel: int) -> ProductOperation:
+        """The product of one panel, as a new operation."""
+        assert not self._gated, "a gated panel has half as many outputs"
+        constants = self._constants.copy()
+        constants["weight"] = self._panels.steps[panel].ctypes.data
+        constants["starts"] = self._panels.starts[panel:].ctypes.data
+        constants["bias"] = self._bias[panel * PRODUCT_PANEL :].data_ptr()
+        constants["num_panels"], constants["width"] = 1, PRODUCT_PANEL
+        return ProductOperation(self._worker, constants, (self._panels, self._bias))
 
     def before_gate(self, rows: Tensor) -> Tensor:
         """The product of bfloat16 rows before the gate: [..., out_features], all of the gate and then all of up."""

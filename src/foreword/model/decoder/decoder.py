@@ -91,13 +91,15 @@ class Decoder:
         return rows if step.given is None else rows.index_copy(0, step.given.places, step.given.values)
 
     def __call__(self, step: Step) -> Tensor:
-        """Write the step's keys and values; return logits [num_kept, vocab] of the rows `keep`."""
+        """Write the step's keys and values; return logits [num_kept, vocab or columns] of the rows `keep`."""
         rows = self.embed(step)
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
         self._keep, self._kept = step.keep[: step.num_kept], None
         if self.chain is not None:
-            logits = self.chain.logits(rows, turns, step)
-            if logits is not None:
+            if step.columns is not None and step.num_kept:
+                if self.chain.run_layers(rows, turns, step):
+                    return self._logits(self.hidden_rows(), step.columns)
+            elif (logits := self.chain.logits(rows, turns, step)) is not None:
                 return self._scaled(logits)
         normed = _normed(rows, self.layers[0].before_attention)
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
@@ -112,7 +114,15 @@ class Decoder:
         deltas = NO_DELTAS if step.adapted is None else step.adapted.of(keep).layer(last.number)
         _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept, deltas)
         self._kept = normed
-        return self._scaled(self._head(normed))[: step.num_kept]  # all rows: see `passes.py`
+        return self._logits(normed, step.columns)[: step.num_kept]  # all rows: see `passes.py`
+
+    def _logits(self, normed: Tensor, columns: Tensor | None) -> Tensor:
+        """Logits of normed rows [rows, width], of all tokens or of some."""
+        if columns is None:
+            return self._scaled(self._head(normed))
+        if self.spec.logit_cap is not None:  # bits of its tanh may depend on an element's place
+            return self._scaled(self._head(normed))[:, columns]
+        return self._scaled(self._head.some(normed, columns))
 
     def hidden_rows(self) -> Tensor:
         """The normed rows that gave the logits of the last call, [num_kept, width]."""

@@ -75,6 +75,16 @@ class Linear:
     def weight(self) -> Tensor:
         return self._product.weight
 
+    def some(self, rows: Tensor, outputs: Tensor) -> Tensor:
+        """Columns `outputs` [n] int64 of the result without adapters, [..., n], with the bits that they have there.
+
+        Products whose panels are computed apart multiply the panels of these outputs. oneDNN chooses how it adds up by
+        the sizes of both sides, so a weight of its own is multiplied whole.
+        """
+        if isinstance(self._product, CompactProduct | CodedLinear):
+            return self._product.some(rows, outputs.numpy())
+        return self._product(rows)[..., outputs]
+
     def __call__(self, rows: Tensor, deltas: Deltas | None = None) -> Tensor:
         """`deltas`: what adapters add; rows without an adapter have the same bits with and without them."""
         result = self._product(rows)

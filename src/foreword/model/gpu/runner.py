@@ -20,7 +20,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -248,6 +248,7 @@ class DeviceRunner(ModelRunner):
             copies = self._put(batch.copies)
             rows = logit_rows(batch)
             work = self._plan_work(self._after_sinks(batch), rows.rows)
+            rows = replace(rows, columns=None)  # logits are computed whole
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
             expected = self._plan_expected(batch, work)
             self.buffer.upload()
@@ -260,7 +261,7 @@ class DeviceRunner(ModelRunner):
             self._launched.append(self._fetch(taken))
         return self._launched[-1]
 
-    def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
+    def forward(self, batch: Batch, logit_rows: Rows, columns: Rows | None = None) -> Tensor:
         """Like `ModelRunner.forward`, with graphs where `launch` would use them; waits for the device."""
         assert self._is_idle
         self.buffer.begin()
@@ -269,7 +270,7 @@ class DeviceRunner(ModelRunner):
             self.buffer.upload()
             logits = self._logits(work).clone()
         self._accelerator.mark().synchronize()
-        return logits
+        return logits if columns is None else logits[:, torch.from_numpy(columns).to(logits.device)]
 
     @property
     def _is_idle(self) -> bool:

@@ -6,16 +6,17 @@ device is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch, BatchResult
+from foreword.batch import Batch, BatchResult, Entries
 from foreword.model.sampling.draws import Put
-from foreword.model.sampling.sampler import Drawn, Int32s, LogprobRows, Sampled, SamplingPlan
+from foreword.model.sampling.sampler import Drawn, Int32s, LogprobRows, Sampled, SamplingPlan, digests
 from foreword.request import NO_REPORT
 
 Rows = npt.NDArray[np.int64]
@@ -29,6 +30,8 @@ class LogitRows:
     """[rows], ascending."""
     ends: Rows
     """[entries]: entry e has rows ends[e - 1] to ends[e] of `rows`."""
+    columns: Rows | None = None
+    """The tokens whose logits are read, ascending: labels, if nobody reads other tokens. None: all are."""
 
 
 def logit_rows(batch: Batch) -> LogitRows:
@@ -44,7 +47,17 @@ def logit_rows(batch: Batch) -> LogitRows:
     if reports.any():
         counts[reports] = (lengths - begins)[reports]
     row_ends = counts.cumsum()
-    return LogitRows(np.arange(counts.sum()) + (ends - row_ends).repeat(counts), row_ends)
+    columns = None if reports.any() else _labels_alone(entries)
+    return LogitRows(np.arange(counts.sum()) + (ends - row_ends).repeat(counts), row_ends, columns)
+
+
+def _labels_alone(entries: Entries) -> Rows | None:
+    """All labels of the entries that sample, ascending; None if one of them may sample other tokens."""
+    samples = entries.samples
+    if not entries.facts["has_labels"][samples].all() or not samples.any():
+        return None
+    found = {entries.requests[number].params.label_token_ids for number in samples.nonzero()[0].tolist()}
+    return np.unique(np.concatenate([np.array(labels, np.int64) for labels in found]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,20 @@ class Taken:
         return result
 
 
+class PromptRows(NamedTuple):
+    """The rows of one entry that report on tokens of its prompt."""
+
+    entry: int
+    rows: slice
+    """Of the logits."""
+    token_ids: Tensor
+    """The prompt token after each."""
+    num_likeliest: int
+    """The number of likeliest tokens to report as well."""
+    certifies: bool
+    """Whether the logits' digests are reported."""
+
+
 @dataclass(frozen=True, slots=True)
 class Readout:
     """Plans what leaves a step."""
@@ -89,8 +116,7 @@ class Readout:
     rows: Tensor | None
     """[len(entries)] int64: the rows of logits of `entries`; None if these are all rows."""
     sampling: SamplingPlan | None
-    prompts: list[tuple[int, slice, Tensor, int]]
-    """Entry, rows of logits, the prompt token after each, and the number of likeliest tokens to report as well."""
+    prompts: list[PromptRows]
 
     @classmethod
     def make(cls, batch: Batch, asked: LogitRows, vocab: int, put: Put) -> Readout:
@@ -105,7 +131,7 @@ class Readout:
             int(counts.sum()),
             entries,
             None if lasts is None else put(lasts),
-            SamplingPlan.make(Sampled.of(batch.entries), vocab, put) if len(entries) else None,
+            SamplingPlan.make(Sampled.of(batch.entries), vocab, put, asked.columns) if len(entries) else None,
             [prompt for prompt in prompts if prompt is not None],
         )
 
@@ -113,10 +139,11 @@ class Readout:
         """Sample from `logits`; this may change them in place."""
         if self.prompts or (self.sampling is not None and self.sampling.needs_float32):
             logits = logits.float()
-        prompts = [
-            (entry, LogprobRows.of(logits[rows].log_softmax(-1), token_ids, count))
-            for entry, rows, token_ids, count in self.prompts
-        ]
+        prompts = []
+        for entry, rows, token_ids, count, certifies in self.prompts:
+            own = logits[rows]
+            report = LogprobRows.of(own.log_softmax(-1), token_ids, count)
+            prompts.append((entry, replace(report, digests=digests(own)) if certifies else report))
         drawn = None
         if self.sampling is not None:
             drawn = self.sampling.draw(logits if self.rows is None else logits[self.rows])
@@ -130,13 +157,15 @@ def _last_rows(ends: Rows, counts: Rows) -> Rows:
     return rows
 
 
-def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> tuple[int, slice, Tensor, int] | None:
+def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> PromptRows | None:
     """One of `Readout.prompts`: an entry reports on the tokens after positions `first_reported` and later."""
     entry = batch.entries[number]
-    request = entry.request
-    assert request.params.prompt_logprobs is not None
+    request, params = entry.request, entry.request.params
+    assert params.prompt_logprobs is not None
     end = min(entry.end, request.num_prompt_tokens - 1)
-    begin = max(entry.start, request.params.first_reported)
+    begin = max(entry.start, params.first_reported)
     following = request.sequence.token_ids[begin + 1 : max(begin, end) + 1].astype(np.int64)
     rows = slice(first, first + len(following))
-    return (number, rows, put(following), request.params.prompt_logprobs) if len(following) else None
+    if not len(following):
+        return None
+    return PromptRows(number, rows, put(following), params.prompt_logprobs, params.certify)

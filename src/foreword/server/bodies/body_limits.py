@@ -48,6 +48,8 @@ class BodyLimits:
     """Characters of the longest token."""
     max_pictures: int = 0
     """Most pictures of a conversation; 0: the model takes none."""
+    picture_refusal: str = "takes no images"
+    """What errors say of a server without pictures."""
 
     @property
     def max_characters(self) -> int:
@@ -188,8 +190,9 @@ class BodyLimits:
             elif self.max_pictures and (medium == "images" or _has_inline_data(part)):
                 count += 1
             elif medium is not None:
+                refusal = self.picture_refusal if medium == "images" else f"takes no {medium}"
                 raise bad_request(
-                    f"{where}[{number}] is of the type {kind!r}; this server takes no {medium}, send text alone",
+                    f"{where}[{number}] is of the type {kind!r}; this server {refusal}, send text alone",
                     param=f"{where}[{number}]",
                 )
         return count

@@ -225,7 +225,7 @@ def test_another_model_is_not_found(ask):
 def test_what_this_server_lacks_is_refused_by_name(server, ask):
     image = b"\x89PNG"
     told = [{"role": "user", "content": "x", "images": [image]}]
-    blind = 400, f"model {MODEL!r} takes no pictures; send text alone"
+    blind = 400, f"model {MODEL!r} takes no images; send text alone"
     assert refusal(ask.chat, MODEL, told) == blind == refusal(ask.generate, MODEL, "x", images=[image])
     for name, value in (("suffix", "y"), ("template", "{{ .Prompt }}")):
         assert refusal(ask.generate, MODEL, "x", **{name: value})[1].startswith(f"{name}: not supported")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from foreword.errors import ConfigError
 from foreword.llm import LLM
 from foreword.server.api_errors import APIError, LongPromptError
-from foreword.server.chats.score_template import KNOWN, ScoreTemplate
+from foreword.server.chats.score_template import CLASSIFYING, KNOWN, RANKING, Judge, ScoreTemplate
 from foreword.server.options import ServerConfig
 from foreword.server.service import LONG_TEXT
 from live_server import MODEL, ServerThread, client, post
@@ -29,6 +28,11 @@ user = "{query} ({instruction}) <{document}>"
 instruction = "plainly"
 labels = ["a", "b"]
 """
+CLASSES = """
+user = "{instruction}: <{input}>"
+instruction = "Which kind"
+labels = ["a", "b", "c"]
+"""
 QUERY = "Which of these documents speaks of falcons and their codes? " * 4
 DOCUMENTS = [
     f"Document {number} about {word}." for number, word in enumerate(("owls", "rivers", "falcons", "a {query}"))
@@ -39,10 +43,12 @@ DOCUMENTS = [
 def server(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     file = tmp_path_factory.mktemp("score") / "template.toml"
     file.write_text(TEMPLATE)
+    classes = file.with_name("classes.toml")
+    classes.write_text(CLASSES)
     folder = str(tiny_models.folder_with_tokenizer("llama"))
     with (
         LLM(folder, kv_cache_memory_bytes=16 * 2**20, dtype="float32", self_check=False) as llm,
-        ServerThread(llm, ServerConfig(score_template=str(file))) as running,
+        ServerThread(llm, ServerConfig(score_template=str(file), classify_template=str(classes))) as running,
     ):
         yield running
 
@@ -149,6 +155,7 @@ def test_a_score_that_makes_no_sense_is_refused(server: ServerThread, body: dict
     [
         ("/v1/score", "items", {"query": "x", "label_token_ids": [5]}),
         ("/v1/rerank", "documents", {"query": "x"}),
+        ("/v1/classify", "input", {}),
         ("/v1/embeddings", "input", {}),
         ("/api/embed", "input", {"model": MODEL}),
     ],
@@ -203,24 +210,28 @@ def test_the_longest_prompt_is_encoded_first_off_the_loop_and_alone_if_it_is_too
     assert asyncio.run(found(["x", long], is_cut=True)) == [1, len(long)]
 
 
-def test_without_a_template_nothing_is_ranked(server: ServerThread) -> None:
+def test_without_a_template_nothing_is_ranked_or_classified(server: ServerThread) -> None:
     service = server.service
-    template, service.score_template = service.score_template, None
+    ranking, classifying = service.ranking, service.classifying
+    service.ranking = service.classifying = None
     try:
-        answer = post(server.url, "/v1/rerank", {"query": "x", "documents": ["y"]})
+        ranked = post(server.url, "/v1/rerank", {"query": "x", "documents": ["y"]})
+        classified = post(server.url, "/v1/classify", {"input": "x"})
     finally:
-        service.score_template = template
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_score_template")
+        service.ranking, service.classifying = ranking, classifying
+    for answer, code in ((ranked, "no_score_template"), (classified, "no_classify_template")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
     assert httpx.get(f"{server.url}/v1/rerank").status_code == 405
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('user = "{query}"\nlabels = ["a", "b"]', "no place {document}"),
+        ('user = "{query}"\nlabels = ["a", "b"]', "no place for {document}"),
+        ('user = "{query}{document}{input}"\nlabels = ["a", "b"]', "has the place {input}, which it does not fill"),
         ('user = "{query}{document}"', "no 'labels'"),
-        ('user = "{query}{document}"\nlabels = ["a"]', "not two or more"),
-        ('user = "{query}{document}"\nlabels = ["a", "a"]', "not two or more"),
+        ('user = "{query}{document}"\nlabels = ["a"]', "must be two or more"),
+        ('user = "{query}{document}"\nlabels = ["a", "a"]', "must be two or more"),
         ('user = "{query}{document}"\nlabels = ["a", "b"]\nother = 1', "unknown field 'other'"),
         ('user = "{query}{document}"\nlabels = [["a"], ["b"]]', "must be two or more different texts"),
         ('user = "{query}{document}"\nlabels = {a = 1, b = 2}', "must be two or more different texts"),
@@ -232,12 +243,100 @@ def test_a_template_that_cannot_work_is_refused_at_the_start(tmp_path: Path, tex
     file = tmp_path / "template.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
-        ScoreTemplate.named(str(file))
+        ScoreTemplate.named("score_template", str(file), RANKING)
 
 
-def test_labels_are_single_tokens(server: ServerThread) -> None:
+def test_a_template_is_tried_on_the_model(server: ServerThread, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not one token"):
         KNOWN["qwen3-reranker"].label_ids(server.service.tokenizer)
-    template = replace(KNOWN["qwen3-reranker"], template_inputs={"add_generation_prompt": False})
-    with pytest.raises(ConfigError, match="shown to this model: 'add_generation_prompt' is not"):
-        template.try_on(server.service.tokenizer)
+    for labels, complaint in ((("a", "longer"), "is not one token"), (("a", "b"), "cannot be shown to this model")):
+        file = tmp_path / "template.toml"
+        given = "template_inputs = {add_generation_prompt = false}"
+        file.write_text(f'user = "{{input}}"\nlabels = {list(labels)}\n{given}\n')
+        with pytest.raises(ConfigError, match=complaint):
+            Judge.open("classify_template", str(file), CLASSIFYING, server.service.tokenizer)
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        Judge.open("score_template", "qwen3-reranker", RANKING, None)
+    with pytest.raises(ConfigError, match=r"classify_template='qwen3-reranker' has the place \{document"):
+        Judge.open("classify_template", "qwen3-reranker", CLASSIFYING, server.service.tokenizer)
+
+
+def classify(server: ServerThread, texts: list[str], **fields: Any) -> Any:
+    answer = post(server.url, "/v1/classify", {"model": MODEL, "input": texts, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_classes_are_those_of_transformers_in_the_form_of_vllm(server: ServerThread, tiny_models: TinyModels) -> None:
+    labels = [server.service.tokenizer.encode_part(label)[0] for label in "abc"]
+    found = classify(server, DOCUMENTS)
+    assert {"id", "object", "created", "model", "data", "usage", "labels"} == set(found)
+    assert (found["object"], found["labels"]) == ("list", ["a", "b", "c"])
+    for at, (text, own) in enumerate(zip(DOCUMENTS, found["data"], strict=True)):
+        told = [{"role": "user", "content": f"Which kind: <{text}>"}]
+        tokens = post(server.url, "/tokenize", {"messages": told}).json()["tokens"]
+        expected = tiny_models.oracle("llama").logits(tokens)[-1][labels].softmax(-1)
+        assert own["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert own["label"] == "abc"[int(expected.argmax())]
+        assert (own["index"], own["num_classes"]) == (at, 3)
+    raw = classify(server, DOCUMENTS[:1], use_activation=False)["data"][0]["probs"]
+    assert np.exp(raw) == pytest.approx(found["data"][0]["probs"])
+    assert post(server.url, "/classify", {"input": DOCUMENTS[0]}).json()["data"] == found["data"][:1]
+    assert classify(server, DOCUMENTS[:1], instruction="Another")["data"] != found["data"][:1]
+    for wrong in ({"input": []}, {"input": [1, 2]}, {"input": ["x"] * 129}, {"input": "x", "query": "y"}):
+        assert post(server.url, "/v1/classify", wrong).status_code == 400
+
+
+def certificate(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["foreword"]["certificate"]
+
+
+def test_certificates_are_equal_cold_warm_alone_and_together(server: ServerThread) -> None:
+    wish = {"foreword": {"certificate": True}}
+    tokens = server.service.tokenizer.encode(QUERY).tolist()
+    label_ids = [5, 9]
+    calls: list[tuple[str, str, dict[str, Any], list[Any]]] = [
+        ("/v1/rerank", "documents", {"query": QUERY}, DOCUMENTS),
+        ("/v1/classify", "input", {}, DOCUMENTS),
+        ("/v1/score", "items", {"query": QUERY, "label_token_ids": label_ids}, DOCUMENTS),
+        ("/v1/score", "items", {"query": QUERY, "label_token_ids": label_ids, "apply_softmax": True}, DOCUMENTS),
+        (
+            "/v1/completions",
+            "prompt",
+            {"echo": True, "logprobs": 1, "max_tokens": 0, "score_from": len(tokens) - 1},
+            [[*tokens, number] for number in (3, 7, 8)],
+        ),
+    ]
+    identity, seen = server.service.llm.cache_identity, set()
+    for path, field, fields, each in calls:
+        server.ask(lambda engine: engine.reset_prefix_cache())
+        cold = certificate(post(server.url, path, {**fields, field: each, **wish}))
+        assert {name: cold[name] for name in ("arithmetic_id", "model_id", "weights", "adapter")} == {
+            "arithmetic_id": identity.arithmetic_id,
+            "model_id": identity.model_id,
+            "weights": identity.facts["model"]["weights"],
+            "adapter": None,
+        }
+        assert len(set(cold["logits"])) == len(each), "each prompt has logits of its own"
+        seen.add(tuple(cold["logits"]))
+        assert certificate(post(server.url, path, {**fields, field: each, **wish})) == cold
+        server.ask(lambda engine: engine.reset_prefix_cache())
+        for one, digest in zip(each, cold["logits"], strict=True):
+            assert certificate(post(server.url, path, {**fields, field: [one], **wish}))["logits"] == [digest]
+        assert "foreword" not in post(server.url, path, {**fields, field: each}).json()
+    assert len(seen) == len(calls)
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "temperature": 0, **wish}
+    whole = certificate(post(server.url, "/v1/chat/completions", {**chat, "logprobs": True}))
+    longer = certificate(post(server.url, "/v1/chat/completions", {**chat, "logprobs": True, "max_tokens": 6}))
+    assert whole["logits"] != longer["logits"]
+    stream = [
+        *client(server.url).chat.completions.create(
+            model=MODEL, logprobs=True, stream=True, extra_body=chat, messages=[]
+        )
+    ]
+    assert stream[-1].foreword == {"certificate": whole}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "x", **wish})):
+        refused = post(server.url, path, body)
+        assert refused.status_code == 400
+        assert "only allowed with log probabilities" in refused.text

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from foreword import __version__
 from foreword.engine import Prompt
@@ -137,6 +137,12 @@ async def tags(request: Request, tenant: Authorized) -> Response:
 async def ps(request: Request, tenant: Authorized) -> Response:
     """The model, which stays in memory for as long as the server runs."""
     return json_response(running(service_of(request)))
+
+
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def alive() -> Response:
+    """What Ollama's clients ask first: whether anybody is there."""
+    return PlainTextResponse("foreword is running")
 
 
 @router.get("/api/version")

@@ -126,19 +126,22 @@ class Extras:
         self._service = service
         self._tenant = tenant
         in_body = body.foreword is not None and body.foreword.cache
+        self._wants_certificate = body.foreword is not None and body.foreword.certificate
         self._wants_cache = in_body or request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
 
     def of(self, answer: AnswerStream) -> dict[str, Any]:
         """Fields to add to the body of a finished answer; none if the call asked for none.
 
         `foreword.cache` is one report, or a list of reports if the call had several prompts. `foreword.drafts` is there
-        if tokens were drafted.
+        if tokens were drafted; `foreword.certificate` has a digest of logits for each choice.
         """
         fields: dict[str, Any] = {}
         records = [job.record for job in answer.jobs]
         if self._wants_cache:
             reports = [self._report(record) for record in records]
             fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports, **_of_drafts(answer)}
+        if self._wants_certificate:
+            fields["foreword"] = fields.get("foreword", {}) | {"certificate": certificate(self._service, answer)}
         if self.caching.compare_with is not None:
             earlier = self._service.records.of_response(self.caching.compare_with, self._tenant.name)
             block_size = self._service.llm.layout.block_size
@@ -155,6 +158,12 @@ class Extras:
         if record.link is not None:
             report |= {"linked_tokens": record.link.linked_tokens, "computed_tokens": record.num_computed_tokens}
         return report
+
+
+def certificate(service: Service, answer: AnswerStream) -> dict[str, Any]:
+    """What a finished answer was computed from (`LLM.certificate`)."""
+    adapters = (job.prompt.extra_keys.adapter for job in answer.jobs)
+    return service.llm.certificate(answer.outputs, next(filter(None, adapters), None))
 
 
 def _of_drafts(answer: AnswerStream) -> dict[str, Any]:

@@ -39,7 +39,14 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ForewordOptions(Body):
+class CertificateOptions(Body):
+    """Options that OpenAI's API does not have, of calls that read logits."""
+
+    certificate: bool = False
+    """Report digests of the logits that were read, of the weights and of the arithmetic; needs log probabilities."""
+
+
+class ForewordOptions(CertificateOptions):
     """Options that OpenAI's API does not have."""
 
     cache: bool = False
@@ -369,7 +376,13 @@ class EmbeddingsRequest(_ScoringCall):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-class ScoreRequest(_ScoringCall):
+class _LabelCall(_ScoringCall):
+    """Fields of calls that read the logits of a few tokens after several prompts."""
+
+    foreword: CertificateOptions | None = None
+
+
+class ScoreRequest(_LabelCall):
     """POST /v1/score."""
 
     query: str | SomeTokenIds
@@ -391,7 +404,7 @@ class RankedDocument(Part):
     text: str
 
 
-class RerankRequest(_ScoringCall):
+class RerankRequest(_LabelCall):
     """POST /v1/rerank."""
 
     query: str
@@ -400,6 +413,16 @@ class RerankRequest(_ScoringCall):
     return_documents: bool | None = None
     instruction: str | None = None
     """In place of the score template's own."""
+
+
+class ClassifyRequest(_LabelCall):
+    """POST /v1/classify."""
+
+    input: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    use_activation: bool | None = None
+    """False: `probs` are the labels' log probabilities."""
+    instruction: str | None = None
+    """In place of the classify template's own."""
 
 
 class ModulesRequest(TextCall):

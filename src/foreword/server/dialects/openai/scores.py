@@ -1,12 +1,13 @@
-"""/v1/score and /v1/rerank: how likely a model is to answer with each of a few tokens, for many prompts at once.
+"""/v1/score, /v1/rerank, /v1/classify: how likely a model is to answer with each of a few tokens, for many prompts.
 
-Knows the fields of SGLang's scores, and of Jina's and Cohere's rankings. All prompts of a call are queued together;
-what they share at their beginnings is computed once, and of each prompt one row of logits is read.
+Knows the fields of SGLang's scores, of Jina's and Cohere's rankings, and of vLLM's classes. All prompts of a call are
+queued together; what they share at their beginnings is computed once, and of each prompt one row of logits is read.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -20,7 +21,9 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
-from foreword.server.dialects.openai.fields import RerankRequest, ScoreRequest
+from foreword.server.chats.score_template import Judge
+from foreword.server.dialects.openai.extras import certificate
+from foreword.server.dialects.openai.fields import ClassifyRequest, RerankRequest, ScoreRequest
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import LONG_TEXT, Service, TokenIds, new_id
@@ -46,7 +49,7 @@ async def score(
 
     prompts = [Prompt(one) for one in await service.encode_each(items, encode, num_beside=len(query))]
     run = _Run(service, new_id("score-"), body, request, tenant)
-    found = await run.logprobs(prompts, body.label_token_ids)
+    found = await run.logprobs(prompts, body.label_token_ids, among_each_other=bool(body.apply_softmax))
     shown = [_shares(own) if body.apply_softmax else [math.exp(value) for value in own] for own in found]
     answer = run.answer(body.model) | {"object": "scoring", "scores": shown}
     return await off_loop(24 * len(shown) * len(shown[0]), lambda: json_response(answer))
@@ -61,21 +64,17 @@ async def rerank(
     """Documents by their relevance to a query, the most relevant first."""
     service = service_of(request)
     service.check_model(body.model)
-    template, labels = service.score_template, service.score_labels
-    if template is None:
-        raise bad_request(
-            "this server has no score template, without which scores mean nothing; start it with --score-template "
-            "qwen3-reranker, or with a file of your model's",
-            code="no_score_template",
-        )
+    remedy = "--score-template qwen3-reranker, or with a file of your model's"
+    judge = _judge(service.ranking, "score template", remedy)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
 
     def render(text: str) -> TokenIds:
-        return template.tokens(service.tokenizer, body.query, text, body.instruction)
+        given = {"query": body.query, "document": text}
+        return judge.template.tokens(service.tokenizer, given, body.instruction)
 
     run = _Run(service, new_id("rerank-"), body, request, tenant)
     shown = await service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
-    found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], labels)
+    found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
     relevance = [_shares(own)[0] for own in found]
     order = sorted(range(len(texts)), key=lambda at: -relevance[at])[: body.top_n]
     shows = body.return_documents if body.return_documents is not None else request.url.path != "/v2/rerank"
@@ -87,6 +86,47 @@ async def rerank(
     return await with_body(request, lambda: json_response(answer))  # which repeats the documents
 
 
+@router.post("/classify", openapi_extra=takes(ClassifyRequest))
+@router.post("/v1/classify", openapi_extra=takes(ClassifyRequest))
+async def classify(
+    body: Annotated[ClassifyRequest, Depends(body_of(ClassifyRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """The label of each of some texts, and the probabilities of all labels."""
+    service = service_of(request)
+    service.check_model(body.model)
+    judge = _judge(service.classifying, "classify template", "--classify-template and a TOML file")
+    texts = [body.input] if isinstance(body.input, str) else body.input
+
+    def render(text: str) -> TokenIds:
+        return judge.template.tokens(service.tokenizer, {"input": text}, body.instruction)
+
+    run = _Run(service, new_id("classify-"), body, request, tenant)
+    shown = await service.encode_each(texts, render, num_beside=LONG_TEXT)
+    found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
+    labels = judge.template.labels
+    data = [
+        {
+            "index": at,
+            "label": labels[own.index(max(own))],
+            "probs": own if body.use_activation is False else _shares(own),
+            "num_classes": len(labels),
+        }
+        for at, own in enumerate(found)
+    ]
+    answer = run.answer(body.model) | {"object": "list", "created": int(time.time()), "data": data, "labels": labels}
+    return await off_loop(24 * len(data) * len(labels), lambda: json_response(answer))
+
+
+def _judge(found: Judge | None, what: str, remedy: str) -> Judge:
+    """Raises APIError 400 if the server was started without this template."""
+    if found is None:
+        raise bad_request(
+            f"this server has no {what}, without which scores mean nothing; start it with {remedy}",
+            code=f"no_{what.replace(' ', '_')}",
+        )
+    return found
+
+
 class _Run:
     """One call's prompts."""
 
@@ -94,15 +134,29 @@ class _Run:
         self._response_id = response_id
         self._service = service
         self._caller = caller_of(body, request, tenant, "score")
-        self._num_tokens = self._num_cached = 0
+        self._certifies = body.foreword is not None and body.foreword.certificate
+        self._fields: dict[str, Any] = {}
 
-    async def logprobs(self, prompts: Sequence[Prompt], token_ids: Sequence[int]) -> list[list[float]]:
-        """Log probabilities of tokens after each prompt."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=tuple(token_ids))
+    async def logprobs(
+        self, prompts: Sequence[Prompt], token_ids: Sequence[int], *, among_each_other: bool = True
+    ) -> list[list[float]]:
+        """Log probabilities of tokens after each prompt: among each other, or among all tokens."""
+        distinct = tuple(dict.fromkeys(token_ids))
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            label_token_ids=distinct if among_each_other else (),
+            logprob_token_ids=() if among_each_other else distinct,
+            certify=self._certifies,
+        )
         answer = await self._service.start(self._caller, self._response_id, prompts, params, stream=False)
         await finished(answer)
-        self._num_tokens = sum(len(output.prompt_token_ids) for output in answer.outputs)
-        self._num_cached = sum(output.num_cached_tokens for output in answer.outputs)
+        num_tokens = sum(len(output.prompt_token_ids) for output in answer.outputs)
+        num_cached = sum(output.num_cached_tokens for output in answer.outputs)
+        tokens = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+        self._fields["usage"] = tokens | {"prompt_tokens_details": {"cached_tokens": num_cached}}
+        if self._certifies:
+            self._fields["foreword"] = {"certificate": certificate(self._service, answer)}
         found = []
         for output in answer.outputs:
             logprobs = output.outputs[0].logprobs
@@ -113,9 +167,7 @@ class _Run:
 
     def answer(self, model: str | None) -> dict[str, Any]:
         """The fields that all answers have."""
-        tokens = {"prompt_tokens": self._num_tokens, "completion_tokens": 0, "total_tokens": self._num_tokens}
-        usage = tokens | {"prompt_tokens_details": {"cached_tokens": self._num_cached}}
-        return {"id": self._response_id, "model": model or self._service.model_name, "usage": usage}
+        return {"id": self._response_id, "model": model or self._service.model_name, **self._fields}
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
