@@ -21,7 +21,7 @@ BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchm
 	benchmarks/hybrid.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kernels test-fast test-slow test-gpu check house format bench clean
+.PHONY: help demo test kernels test-fast test-slow test-gpu check house format site wheel bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,12 @@ house: $(INSTALLED_DEV) ## a report: lines by room, arrows and circles of import
 format: $(INSTALLED_DEV) ## format, and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+site: $(INSTALLED_DEV) ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+wheel: $(INSTALLED_DEV) ## the sdist and the wheel, in build/wheel, tried in an empty environment
+	$(BIN)/python .ci/wheel.py
 
 bench: $(INSTALLED_DEV) ## the benchmarks; each prints one JSON line last
 	@[ -n "$(BENCHMARKS)" ] || echo "There are no benchmarks yet."

@@ -11,6 +11,7 @@ import os
 import posixpath
 import re
 import tempfile
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def errors() -> str:
     return (
         "# Errors\n\nEvery error that foreword raises on purpose is a `ForewordError`. Its message names the wrong "
         "value and the remedy. A command prints it and ends with exit code 2; a server answers with the status that "
-        f"[its page](../server.md#limits) lists.\n\n```text\n{tree.partition('remedy.')[2].strip()}\n```\n\n"
+        f"[its page](../server.md#limits) lists.\n\n```text\n{textwrap.dedent(tree.partition('remedy.')[2]).strip()}\n```\n\n"
         + "".join(f"::: foreword.errors.{name}\n\n" for name in names)
     )
 
@@ -169,7 +170,7 @@ def command_line() -> str:
         shown = [
             action
             for action in parser._actions
-            if not action.dest.startswith(PREFIX) and argparse.SUPPRESS not in (action.help, action.dest)
+            if not action.dest.startswith((PREFIX, "help")) and argparse.SUPPRESS not in (action.help, action.dest)
         ]
         form = parser._get_formatter()
         rows = [(f"`{form._format_action_invocation(one)}`", prose(form._expand_help(one))) for one in shown]
@@ -231,5 +232,5 @@ def metrics() -> str:
             given = getattr(family, "_labelnames", ()) or {name for one in family.samples for name in one.labels}
             labels = sorted({*given} - {"model_name", "le"})
             name = family.name + ("_total" if family.type == "counter" else "")
-            rows.append((f"`{name}` *{family.type}*", prose(family.documentation), ", ".join(labels)))
+            rows.append((f"`{name}`<br>*{family.type}*", prose(family.documentation), ", ".join(labels)))
     return text + table(("metric", "meaning", "labels"), sorted(rows))

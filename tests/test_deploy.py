@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from configparser import ConfigParser
 from pathlib import Path
@@ -127,6 +128,15 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     copy.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", UNIT.read_text(), flags=re.MULTILINE))
     result = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
     assert [line for line in result.stderr.splitlines() if UNIT.name in line] == []
+
+
+def test_hadolint_finds_nothing_wrong_with_the_image() -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    if not hadolint.exists():
+        pytest.skip("there is no hadolint for this platform")
+    result = subprocess.run([hadolint, "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout == ""
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no shell here")

@@ -10,7 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+
+import foreword
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,6 +46,11 @@ def test_every_requirement_allows_what_is_pinned() -> None:
     for requirement in map(Requirement, everything):
         if requirement.name in PINS:
             assert PINS[requirement.name] in requirement.specifier, requirement
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == PROJECT["version"] == foreword.__version__
 
 
 def test_everything_that_foreword_cannot_run_without_is_pinned() -> None:
