@@ -133,12 +133,12 @@ def python() -> str:
 def errors() -> str:
     from foreword import errors as module
 
-    tree = module.__doc__ or ""
+    tree = textwrap.dedent((module.__doc__ or "").partition("remedy.")[2])
     names = re.findall(r"^class (\w+)", Path(module.__file__).read_text(encoding="utf-8"), re.MULTILINE)
     return (
         "# Errors\n\nEvery error that foreword raises on purpose is a `ForewordError`. Its message names the wrong "
         "value and the remedy. A command prints it and ends with exit code 2; a server answers with the status that "
-        f"[its page](../server.md#limits) lists.\n\n```text\n{textwrap.dedent(tree.partition('remedy.')[2]).strip()}\n```\n\n"
+        f"[its page](../server.md#limits) lists.\n\n```text\n{tree.strip()}\n```\n\n"
         + "".join(f"::: foreword.errors.{name}\n\n" for name in names)
     )
 
