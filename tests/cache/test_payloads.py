@@ -170,6 +170,19 @@ def test_a_growing_conversation_pushes_nobody_out_before_its_own_beginning():
     assert cache.find([5, 6]) is not None
 
 
+def test_the_least_recently_found_or_put_leaves_first(tmp_path):
+    cache = PayloadCache[str](3, can_cut=False, spill=Spill(tmp_path, 2, dump, load))
+    for token, payload in enumerate("abc"):
+        cache.put([token], payload, 1)
+    assert cache.find([0, 9]) is not None
+    for token, payload in enumerate("de", start=3):
+        cache.put([token], payload, 1)  # b and c go to disk
+    assert (cache.num_file_bytes, cache.stats.evictions) == (2, 0)
+    cache.put([5], "f", 1)  # a goes there too, and b leaves it
+    assert [cache.find([token, 9]) is not None for token in range(3)] == [True, False, True]
+    cache.close()
+
+
 def test_a_payload_goes_to_disk_and_comes_back(tmp_path):
     cache = PayloadCache[str](3, can_cut=False, spill=Spill(tmp_path, 100, dump, load))
     cache.put([1], "one", 3)
@@ -205,6 +218,15 @@ def test_payloads_that_cannot_be_written_or_read_are_lost_and_logged_and_nothing
     assert (len(cache), cache.stats.evictions, cache.num_file_bytes) == (1, 2, 0)
     assert ["written" in record.message for record in caplog.records] == [True, False]
     cache.close()
+
+
+def test_a_file_that_reads_as_nothing_is_a_miss(tmp_path):
+    cache = PayloadCache[str](3, can_cut=True, spill=Spill(tmp_path, 100, dump, lambda file: None))
+    cache.put([1], "one", 3)
+    cache.put([2], "two", 3)
+    assert cache.find([1, 2]) is None
+    cache.check_integrity()
+    assert len(cache) == 1
 
 
 def test_a_write_that_is_interrupted_loses_its_payload_alone(tmp_path):

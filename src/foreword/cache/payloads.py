@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -21,8 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.account.stats import PrefixCacheStats
-from foreword.cache.block_ids import BlockIds
-from foreword.cache.eviction.policies import LruPolicy
 from foreword.cache.index.radix import RadixIndex
 from foreword.cache.keys.hashing import MAX_TOKEN_ID, NO_EXTRA_KEYS, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence
@@ -73,7 +70,7 @@ class _Entry(Generic[Payload]):
     num_tokens: int
     num_bytes: int
     file: Path | None = None
-    """The file that holds the payload, if memory does not."""
+    """The file that it was written to last."""
     num_file_bytes: int = 0
 
 
@@ -115,16 +112,16 @@ class PayloadCache(Generic[Payload]):
 
             self._folder = TemporaryDirectory(prefix="payloads-", dir=spill.folder)
         self._index = RadixIndex(max_entries, ONE_BLOCK, cut_tails=can_cut)
-        self._order = LruPolicy(max_entries)
-        self._unused = self._order.popleft(max_entries).tolist()
-        self._entries: dict[int, _Entry[Payload]] = {}
-        self._on_disk: OrderedDict[int, None] = OrderedDict()
-        """Entries on disk, the next to leave first."""
+        self._memory: dict[int, _Entry[Payload]] = {}
+        """Entries in memory by number, the next to leave first."""
+        self._disk: dict[int, _Entry[Payload]] = {}
+        """The same on disk."""
+        self._unused = list(range(max_entries))
         self._num_written = 0
 
     def __len__(self) -> int:
         """The number of payloads, in memory and on disk."""
-        return len(self._entries)
+        return len(self._memory) + len(self._disk)
 
     def find(self, token_ids: npt.ArrayLike, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> PayloadHit[Payload] | None:
         """The payload for the longest beginning of these tokens; None if there is none. Counts a use of it.
@@ -132,14 +129,13 @@ class PayloadCache(Generic[Payload]):
         Leave out a prompt's last token: it is computed for its logits. `token_ids[:n]` asks for the nearest checkpoint
         at or before n. A payload that cannot be read from disk is logged, forgotten, and the next best is found.
         """
-        sequence = self._sequence(token_ids, extra_keys)
+        sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
         while (found := self._index.match(sequence).partial) is not None:
-            entry = self._entries[found.block_id]
-            payload = entry.payload if entry.file is None else self._read(entry, entry.file)
-            if payload is not None:
-                self._use(entry)
+            entry = self._memory.get(found.block_id) or self._read(self._disk[found.block_id])
+            if entry is not None and entry.payload is not None:
+                self._memory[entry.entry_id] = self._memory.pop(entry.entry_id)
                 self.stats.count_lookup("", len(sequence), found.num_tokens)
-                return PayloadHit(payload, found.num_tokens, entry.num_tokens, entry.entry_id)
+                return PayloadHit(entry.payload, found.num_tokens, entry.num_tokens, entry.entry_id)
         self.stats.count_lookup("", len(sequence), 0)
         return None
 
@@ -151,7 +147,7 @@ class PayloadCache(Generic[Payload]):
         False, and no change, if it exceeds `max_bytes` alone, or if another payload holds the same tokens. Raises
         InvalidRequestError without tokens, for a size below 1, and for a payload that is None.
         """
-        sequence = self._sequence(token_ids, extra_keys)
+        sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
         if not len(sequence) or num_bytes < 1 or payload is None:
             raise InvalidRequestError(
                 f"a payload of {num_bytes} bytes for {len(sequence)} tokens cannot be kept; give at least one of each, "
@@ -160,12 +156,13 @@ class PayloadCache(Generic[Payload]):
         found = self._index.match(sequence).partial
         if num_bytes > self.max_bytes or (found is not None and found.num_tokens == len(sequence)):
             return False
-        entry = _Entry(self._unused_id(), payload, len(sequence), num_bytes)
-        self._entries[entry.entry_id] = entry
+        if not self._unused:
+            self._lose(next(iter((self._disk or self._memory).values())))
+        entry = _Entry(self._unused.pop(), payload, len(sequence), num_bytes)
         self._index.insert_tail(sequence, len(sequence), entry.entry_id)
         self._keep(entry)
         for superseded in self._index.superseded_tails().tolist():
-            self._drop(self._entries[superseded])
+            self._drop(self._memory.get(superseded) or self._disk[superseded])
         self._make_room()
         return True
 
@@ -174,13 +171,13 @@ class PayloadCache(Generic[Payload]):
 
         Does nothing if it has left already.
         """
-        entry = self._entries.get(hit.entry_id)
+        entry = self._memory.get(hit.entry_id)
         if entry is not None and entry.payload is hit.payload:
             self._forget(entry)
 
     def close(self) -> None:
         """Forget all payloads and remove the folder on disk. A second call does nothing."""
-        for entry in list(self._entries.values()):
+        for entry in [*self._memory.values(), *self._disk.values()]:
             self._drop(entry)
         if self._folder is not None:
             self._folder.cleanup()
@@ -188,67 +185,38 @@ class PayloadCache(Generic[Payload]):
     def check_integrity(self) -> None:
         """Raise AssertionError if index, order, sizes and files contradict each other."""
         self._index.check_integrity()
-        self._order.check_integrity()
-        entries, on_disk = self._entries, list(self._on_disk)
-        assert set(self._index.tail_block_ids().tolist()) == set(entries), "the index has other entries"
-        in_memory = [entry_id for entry_id, entry in entries.items() if entry.file is None]
-        assert sorted(self._order.in_order().tolist()) == sorted(in_memory), "the order has other entries than memory"
-        assert self.num_bytes == sum(entries[entry_id].num_bytes for entry_id in in_memory) <= self.max_bytes
-        assert sorted(on_disk) == sorted(entries.keys() - set(in_memory)), "an entry on disk is not in the order"
-        assert self.num_file_bytes == sum(entries[entry_id].num_file_bytes for entry_id in on_disk)
-        assert not self._spill or self.num_file_bytes <= self._spill.max_bytes
-        assert sorted([*self._unused, *entries]) == list(range(len(self._unused) + len(entries))), "a number is lost"
-        files = {os.path.basename(entry.file) for entry in entries.values() if entry.file is not None}
+        memory, disk, numbers = self._memory, self._disk, [*self._memory, *self._disk]
+        assert sorted(self._index.tail_block_ids().tolist()) == sorted(numbers), "the index has other entries"
+        assert sorted(numbers + self._unused) == list(range(len(numbers) + len(self._unused))), "a number is lost"
+        assert self.num_bytes == sum(entry.num_bytes for entry in memory.values()) <= self.max_bytes
+        assert self.num_file_bytes == sum(entry.num_file_bytes for entry in disk.values())
+        files = {os.path.basename(entry.file) for entry in disk.values() if entry.file is not None}
         assert files == set([] if self._folder is None else os.listdir(self._folder.name)), "a file is lost, or left"
-
-    # ------------------------------------------------------------------ lookup
-
-    @staticmethod
-    def _sequence(token_ids: npt.ArrayLike, extra_keys: ExtraKeys) -> TokenSequence:
-        return TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
 
     # ------------------------------------------------------------------ memory
 
     def _keep(self, entry: _Entry[Payload]) -> None:
-        """Count an entry that has come to memory, as used now."""
+        """Add an entry to memory, as used now."""
+        self._memory[entry.entry_id] = entry
         self.num_bytes += entry.num_bytes
-        ids = _one(entry)
-        self._order.note_cached(ids, np.zeros(1, np.int32))
-        self._order.append(ids)
-
-    def _use(self, entry: _Entry[Payload]) -> None:
-        self._order.remove(_one(entry))
-        self._order.append(_one(entry))
 
     def _make_room(self) -> None:
         """Evict until the rest fits; what came last stays, as it fits alone."""
         while self.num_bytes > self.max_bytes:
-            self._evict(may_spill=True)
+            self._evict()
 
-    def _unused_id(self) -> int:
-        """A number for a new entry; if there is none, an entry leaves: from disk, or else from memory."""
-        if not self._unused and self._on_disk:
-            self._lose_oldest_file()
-        elif not self._unused:
-            self._evict(may_spill=False)
-        return int(self._unused.pop())
-
-    def _evict(self, *, may_spill: bool) -> None:
+    def _evict(self) -> None:
         """Move the least recently used payload to disk if it can, or else lose it."""
-        entry = self._entries[int(self._order.in_order()[0])]
-        payload = entry.payload
+        entry = next(iter(self._memory.values()))
+        payload, is_on_disk = entry.payload, False
         assert payload is not None
-        spilled = False
         try:
-            spilled = may_spill and self._write(entry, payload)
+            is_on_disk = self._write(entry, payload)
         finally:
-            if not spilled:
+            if not is_on_disk:
                 self._lose(entry)
-        if spilled and self._on_evict is not None:
+        if is_on_disk and self._on_evict is not None:
             self._on_evict(payload)
-
-    def _lose_oldest_file(self) -> None:
-        self._lose(self._entries[next(iter(self._on_disk))])
 
     def _lose(self, entry: _Entry[Payload]) -> None:
         self.stats.evictions += 1
@@ -256,29 +224,25 @@ class PayloadCache(Generic[Payload]):
 
     def _drop(self, entry: _Entry[Payload]) -> None:
         """Forget an entry, and report its payload."""
-        payload = entry.payload
         self._forget(entry)
-        if payload is not None and self._on_evict is not None:
-            self._on_evict(payload)
+        if entry.payload is not None and self._on_evict is not None:
+            self._on_evict(entry.payload)
 
     def _forget(self, entry: _Entry[Payload]) -> None:
         """Forget an entry and all that is counted for it, in memory or on disk."""
-        self._index.remove(_one(entry))
+        self._index.remove(np.array([entry.entry_id], np.int32))
         self._leave(entry)
-        del self._entries[entry.entry_id]
         self._unused.append(entry.entry_id)
 
     def _leave(self, entry: _Entry[Payload]) -> None:
         """Count an entry no longer where it is, and remove its file."""
-        if entry.file is None:
-            self._order.remove(_one(entry))
-            self._order.note_forgotten(_one(entry))
+        if self._memory.pop(entry.entry_id, None) is not None:
             self.num_bytes -= entry.num_bytes
-            return
-        del self._on_disk[entry.entry_id]
-        self.num_file_bytes -= entry.num_file_bytes
-        entry.file.unlink(missing_ok=True)
-        entry.file = None
+        else:
+            del self._disk[entry.entry_id]
+            self.num_file_bytes -= entry.num_file_bytes
+            assert entry.file is not None
+            entry.file.unlink(missing_ok=True)
 
     # -------------------------------------------------------------------- disk
 
@@ -301,28 +265,25 @@ class PayloadCache(Generic[Payload]):
         if not 0 < num_bytes <= spill.max_bytes:
             return False
         while self.num_file_bytes + num_bytes > spill.max_bytes:
-            self._lose_oldest_file()
+            self._lose(next(iter(self._disk.values())))
         self._leave(entry)
         entry.file, entry.num_file_bytes, entry.payload = file, num_bytes, None
-        self._on_disk[entry.entry_id] = None
+        self._disk[entry.entry_id] = entry
         self.num_file_bytes += num_bytes
         return True
 
-    def _read(self, entry: _Entry[Payload], file: Path) -> Payload | None:
-        """Bring a payload back to memory. None, and the entry is forgotten, if it cannot be read."""
+    def _read(self, entry: _Entry[Payload]) -> _Entry[Payload] | None:
+        """Bring an entry back to memory. None, and it is forgotten, if its file cannot be read."""
         assert self._spill is not None
+        assert entry.file is not None
         try:
-            payload = self._spill.load(file)
+            entry.payload = self._spill.load(entry.file)
+            assert entry.payload is not None, "load returned None"
         except Exception:
-            logger.warning("the payload in %s could not be read; it is lost", file, exc_info=True)
+            logger.warning("the payload in %s could not be read; it is lost", entry.file, exc_info=True)
             self._lose(entry)
             return None
         self._leave(entry)
-        entry.payload = payload
         self._keep(entry)
         self._make_room()
-        return payload
-
-
-def _one(entry: _Entry[Payload]) -> BlockIds:
-    return np.array([entry.entry_id], np.int32)
+        return entry

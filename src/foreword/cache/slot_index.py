@@ -122,7 +122,11 @@ class SlotIndex:
         known = len(self._index.match(sequence).block_ids)
         new = given[known:].copy()
         if len(new):
-            self._check_owned(new)
+            own = new[(new >= 0) & (new < self.num_slots)]
+            if len(own) < len(new) or not self._is_owned[own].all() or len(np.unique(new)) < len(new):
+                raise AllocationError(
+                    f"slots {new} must be distinct, below {self.num_slots}, and not the cache's; give each of them once"
+                )
             self._index.insert(sequence, known, new)
             self._is_owned[new] = False
             self._pool.note_cached(new, np.arange(known, len(given), dtype=np.int32))
@@ -169,12 +173,3 @@ class SlotIndex:
     def _found(self, sequence: TokenSequence) -> SlotMatch:
         slots = self._index.match(sequence).block_ids
         return SlotMatch(slots, len(slots) * self.block_size, sequence)
-
-    def _check_owned(self, slots: BlockIds) -> None:
-        """Raise AllocationError unless these are distinct slots that the engine owns."""
-        known = slots[(slots >= 0) & (slots < self.num_slots)]
-        if len(known) < len(slots) or not self._is_owned[known].all() or len(np.unique(slots)) < len(slots):
-            raise AllocationError(
-                f"slots {slots} must be distinct, below {self.num_slots}, and the engine's; give each to the cache "
-                "once, and lock a match while you read it"
-            )
