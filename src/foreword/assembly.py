@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from foreword.model.loader import LoadedModel
     from foreword.model.runner import ModelRunner
     from foreword.model.storage import KVStorage
-    from foreword.model.vision.encoded import EncodedPictures
+    from foreword.model.vision import EncodedPictures
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ pytest.importorskip("ray", reason="needs foreword[cluster]")
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from foreword.fleet.ray_serve import RayLink, note_dead
+from foreword.fleet.ray_router import note_dead
+from foreword.fleet.ray_serve import RayLink
 
 FACTS: dict[str, Any] = {"spec": asdict(ReplicaSpec(10, 100.0)), "events": {}, "process_id": 1}
 

@@ -18,8 +18,7 @@ from foreword.demo import recall
 from foreword.demo.run import embedded_model
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, PromptTooLongError
-from foreword.linking import Method, link_parts
-from foreword.linking.methods import FloatArray, IntArray, most_deviating
+from foreword.linking import FloatArray, IntArray, Method, link_parts, most_deviating
 from foreword.model.deviation import LinkDeviations
 from foreword.pml.composition import Composition, Part, Source, Span, concatenated
 from foreword.pml.documents import compose_documents

@@ -13,8 +13,7 @@ import pytest
 import foreword
 from foreword import LLM, SamplingParams
 from foreword.cli import main
-from foreword.linking import Gate, Method
-from foreword.linking.measured import MeasuredLinks
+from foreword.linking import Gate, MeasuredLinks, Method
 from foreword.modules.measure import Answer, Arm, Tally, tally, wilson
 from foreword.modules.questions import Asked, Questions
 from foreword.pml.composition import Composition, Part

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from foreword.bench.recording import prompt_token_ids, read_trace
 from PIL import Image
 from rich.console import Console
 
 from foreword import LLM, SamplingParams
-from foreword.bench.trace import TraceBenchOptions, run_trace
+from foreword.bench.trace import TraceBenchOptions, prompt_token_ids, read_trace, run_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, ModelLoadError, PicturesBusyError

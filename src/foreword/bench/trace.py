@@ -270,7 +270,7 @@ def _model(options: TraceBenchOptions) -> Iterator[str]:
 def _drive(llm: LLM, requests: list[TraceRequest], options: TraceBenchOptions, console: Console) -> Served:
     """Serve the requests in order, at most `max_in_flight` at a time. Leaves out requests that can never fit."""
     from foreword import SamplingParams
-    from foreword.offline import progress_bar
+    from foreword.engine import progress_bar
 
     served: Served = []
     upcoming = iter(requests)

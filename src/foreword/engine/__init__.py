@@ -1,6 +1,7 @@
 """The engine: requests in, steps, outputs."""
 
 from foreword.engine.engine import Engine
+from foreword.engine.offline import depth_first, progress_bar, run_all
 from foreword.engine.prompt import BREAKPOINT, RESOURCE, BlockKeys, Keep, Mark, ModelLimits, Prompt, TextTools
 from foreword.engine.scheduler import SimulatedScheduler
 from foreword.engine.snapshot import CacheReport, Snapshot
@@ -23,4 +24,7 @@ __all__ = [
     "TierDirector",
     "TierReport",
     "TiersReport",
+    "depth_first",
+    "progress_bar",
+    "run_all",
 ]

@@ -1,14 +1,34 @@
 """Ray Serve's request router: it sends a call to the replica that the front has chosen, and reports who is there.
 
-Serve copies this module's class into the process of each handle by value, so it has no globals of its own. The first
-argument of every call is the replica's id; "" is any.
+Serve copies this module's class into the process of each handle by value, so the class names no globals: it imports the
+functions of the process's own module. The first argument of every call is the replica's id; "" is any.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+Replicas = dict[str, dict[str, Any]]
+"""Names of replicas, and their metadata."""
+listeners: dict[str, set[Callable[[Replicas, str], None]]] = {}
+"""For each application that this process has fronts of, what is called with its replicas and a dead one's name."""
+running: dict[str, Replicas] = {}
+"""The running replicas of each application, as Serve says."""
+
+
+def note_replicas(app_name: str, replicas: Replicas, dead: str = "") -> None:
+    """Serve's list of running replicas, without one that was found dead; any thread may call it."""
+    running[app_name] = replicas
+    for listener in list(listeners.get(app_name, ())):
+        listener(replicas, dead)
+
+
+def note_dead(app_name: str, name: str) -> None:
+    """A replica was found dead; any thread may call it."""
+    note_replicas(app_name, {each: facts for each, facts in running.get(app_name, {}).items() if each != name}, name)
 
 
 class ChosenReplicaRouter(RequestRouter):
@@ -24,7 +44,7 @@ class ChosenReplicaRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve's list of running replicas has changed."""
-        from foreword.fleet.ray_serve import note_replicas  # the module of this process, not a copy of it
+        from foreword.fleet.ray_router import note_replicas  # the module of this process, not a copy of it
 
         super().update_replicas(replicas)
         note_replicas(
@@ -33,7 +53,7 @@ class ChosenReplicaRouter(RequestRouter):
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """A call has found that a replica is dead; Serve's own list says so only later."""
-        from foreword.fleet.ray_serve import note_dead
+        from foreword.fleet.ray_router import note_dead
 
         super().on_replica_actor_died(replica_id)
         note_dead(self._deployment_id.app_name, replica_id.unique_id)

@@ -34,7 +34,7 @@ from foreword.fleet.front import EngineFacts
 from foreword.fleet.link import Members, ReplicaLostError
 from foreword.fleet.messages import Refused, Told
 from foreword.fleet.options import FleetConfig
-from foreword.fleet.ray_router import ChosenReplicaRouter
+from foreword.fleet.ray_router import ChosenReplicaRouter, listeners, running
 from foreword.fleet.replica import Replica, ReplicaFacts
 from foreword.llm import LLM
 
@@ -145,23 +145,6 @@ def application(model: str, options: Mapping[str, Any], fleet: FleetConfig) -> s
 
 # --------------------------------------------------------------------- the front's side
 
-_links: dict[str, set[RayLink]] = {}
-"""The links of each application that this process has fronts of."""
-_running: dict[str, dict[str, dict[str, Any]]] = {}
-"""The running replicas of each application, with their metadata, as Serve says."""
-
-
-def note_replicas(app_name: str, replicas: dict[str, dict[str, Any]], dead: str = "") -> None:
-    """Serve's list of running replicas, without one that was found dead; any thread may call it."""
-    _running[app_name] = replicas
-    for link in list(_links.get(app_name, ())):
-        link.note_replicas(replicas, dead)
-
-
-def note_dead(app_name: str, name: str) -> None:
-    """A replica was found dead; any thread may call it."""
-    note_replicas(app_name, {each: facts for each, facts in _running.get(app_name, {}).items() if each != name}, name)
-
 
 class RayLink:
     """Leads to the replicas of one application by its handle."""
@@ -177,11 +160,11 @@ class RayLink:
 
     def start(self, members: Members) -> None:
         self._members, self._loop = members, asyncio.get_running_loop()
-        _links.setdefault(self._app_name, set()).add(self)
-        self._take(_running.get(self._app_name, {}))
+        listeners.setdefault(self._app_name, set()).add(self.note_replicas)
+        self._take(running.get(self._app_name, {}))
 
     async def stop(self) -> None:
-        _links[self._app_name].discard(self)
+        listeners[self._app_name].discard(self.note_replicas)
 
     def note_replicas(self, replicas: dict[str, dict[str, Any]], dead: str = "") -> None:
         """Serve's list; any thread may call it."""

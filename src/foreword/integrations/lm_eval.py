@@ -15,8 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from foreword.llm import LLM
-from foreword.request import SamplingParams
+from foreword import LLM, SamplingParams
 
 MAX_GENERATED = 256
 """Tokens of an answer, unless its task says otherwise."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.spec import DecoderSpec
 from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
-from foreword.model.vision.encoded import EncodedPictures
-from foreword.model.vision.load import load_vision
+from foreword.model.vision import EncodedPictures, load_vision
 
 if TYPE_CHECKING:
     from foreword.model.checkpoint.read import Checkpoint
@@ -201,10 +200,16 @@ def _spec_of(stored: StoredModel) -> DecoderSpec:
         raise UnreadableError(f"a config that contradicts itself ({error})") from error
 
 
+def load_foreign_model(options: ModelConfig) -> LoadedModel:
+    """A model in transformers' modules, made fast where a trial shows equal bits, though its family may be written."""
+    from foreword.model.checkpoint.read import read_checkpoint
+
+    return _accelerated(load_plain(read_checkpoint(options), options))
+
+
 def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedModel:
     """Have transformers read a checkpoint. `reason`: why it is not read here."""
     from foreword.model.checkpoint.read import read_checkpoint
-    from foreword.model.foreign.loading import accelerated, load_plain
 
     if options.weight_arithmetic == "int8":
         _refuse_integers(options, f"transformers reads it, because of {reason}")
@@ -221,7 +226,41 @@ def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedMo
         if options.allow_links:
             refuse_links(f"nobody has written down {unknown}, so how its keys turn is unknown")
         logger.info("the model runs in transformers' modules: nobody has written down %s", unknown)
-    return accelerated(load_plain(checkpoint, options))
+    return _accelerated(load_plain(checkpoint, options))
+
+
+def load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
+    """Probe a model that was read. Its layers run transformers' own code, as they do on a GPU."""
+    from foreword.model.foreign.alibi import use_slopes
+    from foreword.model.foreign.flat_model import FlatModel
+    from foreword.model.foreign.probe import probe_layers
+    from foreword.model.foreign.recurrent import RecurrentForward, cache_argument
+
+    module, device = checkpoint.module, checkpoint.device
+    flat = FlatModel(module, cache_argument(module), device)
+    use_slopes(module)
+    found = probe_layers(flat, checkpoint.config)
+    for layer, part in found.recurrent.items():
+        part.forward = RecurrentForward(part, layer, found.states[layer])
+    return LoadedModel(
+        network=flat,
+        config=checkpoint.config.to_dict(),
+        layers=found.layers,
+        states=found.states,
+        kernel=choose_kernel(options.attention_kernel, device, KVFormat(checkpoint.dtype), found.options.values()),
+        rotation=None,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        **_facts_of(checkpoint, options),
+    )
+
+
+def _accelerated(model: LoadedModel) -> LoadedModel:
+    """Fuse modules while their weights are plain, and pack weights; what a trial refuses stays transformers' own."""
+    from foreword.model.foreign.modules import fuse, pack_linears
+
+    fuse(model.flat.module)
+    pack_linears(model.flat.module)
+    return model
 
 
 def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
@@ -250,7 +289,7 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
 def _written(
     spec: DecoderSpec,
     weights: MutableMapping[str, Weight],
-    read: ReadFacts,
+    read: StoredModel | Checkpoint,
     options: ModelConfig,
     quantized: object = None,
 ) -> LoadedModel:
@@ -280,7 +319,7 @@ def _written(
         kernel=choose_kernel(options.attention_kernel, read.device, KVFormat(read.dtype), decoder.options),
         rotation=KeyRotation.of(spec, decoder.rotaries) if options.allow_links else None,
         vocab_size=spec.vocab_size,
-        **facts_of(read, options),
+        **_facts_of(read, options),
     )
 
 
@@ -303,20 +342,7 @@ def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
     )
 
 
-class ReadFacts(Protocol):
-    """The facts of a checkpoint that do not hang on who computes."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def max_positions(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-
-
-def facts_of(read: ReadFacts, options: ModelConfig) -> dict[str, Any]:
-    """The same facts, as a loaded model's fields."""
+def _facts_of(read: StoredModel | Checkpoint, options: ModelConfig) -> dict[str, Any]:
+    """The facts of a checkpoint that do not hang on who computes, as a loaded model's fields."""
     names = ("device", "dtype", "max_positions", "eos_token_ids")
     return {"exact": options.exact, **{name: getattr(read, name) for name in names}}

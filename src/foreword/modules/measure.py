@@ -23,13 +23,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from foreword import __version__
+from foreword import LLM, __version__
 from foreword.errors import ConfigError, InvalidRequestError
-from foreword.linking import Method
-from foreword.linking.measured import EXACT, MeasuredLinks, Rightness, Z
-from foreword.llm import LLM
-from foreword.modules.options import add_engine_flags, check_model
+from foreword.linking import EXACT, MeasuredLinks, Method, Rightness, Z
 from foreword.modules.questions import TASK_NAMES, Asked, Questions
+from foreword.modules.run import add_engine_flags, check_model
 from foreword.pml.composition import Composition
 from foreword.pml.library import SchemaPrompt
 from foreword.request import RequestOutput, SamplingParams

@@ -1,26 +1,40 @@
-"""`foreword pml run FILE PROMPT --model M`: answers one prompt of a schema, plainly or linked.
-
-Knows the terminal; `pml/` and an LLM do the work.
-"""
+"""`foreword pml run FILE PROMPT --model M`: answers one prompt of a schema, plainly or linked."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from foreword import LLM
+from foreword.config import engine_options
+from foreword.config.flags import Flags
+from foreword.config.help import grouped
+from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError, PMLError
 from foreword.linking import METHODS, LinkedAnswer, Method
-from foreword.llm import LLM
-from foreword.modules.options import add_engine_flags, check_model
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.pml.prompt import looks_like_xml
 from foreword.request import LinkReport, RequestOutput, SamplingParams
 from foreword.tiers.upkeep.table import print_table
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, arguments: str) -> None:
+    """Add the options of an engine; `arguments` stand before them in the usage."""
+    flags = Flags(grouped(engine_options()), ENGINE_OPTIONS)
+    flags.add_to(parser)
+    parser.usage = f"%(prog)s {arguments} [OPTIONS]"
+    parser.set_defaults(flags=flags)
+
+
+def check_model(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if no model is given."""
+    if "model" not in options:
+        raise ConfigError("no model is given; name a folder or a hub id with --model")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

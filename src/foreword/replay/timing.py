@@ -17,9 +17,8 @@ import numpy.typing as npt
 from foreword.batch import BatchResult, Entries, Int64Array
 from foreword.cache import NO_EXTRA_KEYS, CacheLedger, KVCacheManager, RadixIndex, TokenSequence
 from foreword.config import SchedulerConfig
-from foreword.engine import Prompt, SimulatedScheduler
+from foreword.engine import Prompt, SimulatedScheduler, depth_first
 from foreword.errors import ConfigError
-from foreword.offline import depth_first
 from foreword.replay.caches import PIECES, as_token_ids
 from foreword.replay.capacity import kv_bytes_per_token
 from foreword.replay.policies import make_policy

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from foreword.batch import Batch
 from foreword.cache import KVCacheManager
-from foreword.engine import Prompt
+from foreword.engine import Prompt, run_all
 from foreword.errors import ConfigError
-from foreword.offline import run_all
 from foreword.request import SamplingParams
 from hash_runner import HashEngine, expected_answer
 from lanes import slow

@@ -24,8 +24,7 @@ from foreword.kernels.select import ReferenceAttention
 from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
 from foreword.model.cpu.product import can_multiply
-from foreword.model.foreign.loading import load_foreign_model
-from foreword.model.loader import LoadedModel, load_model
+from foreword.model.loader import LoadedModel, load_foreign_model, load_model
 from foreword.model.storage import KVStorage
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 

@@ -20,8 +20,7 @@ from foreword.config import Dtype, ModelConfig
 from foreword.model.decoder import families
 from foreword.model.decoder.families import FAMILIES
 from foreword.model.decoder.linear import Linear
-from foreword.model.foreign.loading import load_foreign_model
-from foreword.model.loader import LoadedModel, load_model
+from foreword.model.loader import LoadedModel, load_foreign_model, load_model
 from foreword.model.passes import RowPadding
 from foreword.model.self_check import ShortPrompt, find_inexactness
 from foreword.model.spec import DecoderSpec, LayerSpec, NetworkNames

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from foreword.config import Dtype, ModelConfig
 from foreword.model.decoder.linear import can_pack
-from foreword.model.foreign.loading import load_foreign_model
 from foreword.model.foreign.modules import FusedGate, FusedNorm, ProductPart, fuse
+from foreword.model.loader import load_foreign_model
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")

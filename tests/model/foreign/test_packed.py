@@ -11,8 +11,8 @@ from torch import nn
 from foreword.config import ModelConfig
 from foreword.model.decoder.linear import can_pack
 from foreword.model.foreign import modules
-from foreword.model.foreign.loading import load_foreign_model
 from foreword.model.foreign.modules import PackedLinear, has_unpacked_products, pack_linears
+from foreword.model.loader import load_foreign_model
 from tiny_models import TinyModels
 
 CPU = torch.device("cpu")

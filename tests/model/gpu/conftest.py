@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from foreword.config import ModelConfig
-from foreword.model.foreign.loading import load_plain_model
-from foreword.model.loader import LoadedModel
+from foreword.model.checkpoint.read import read_checkpoint
+from foreword.model.loader import LoadedModel, load_plain
 from tiny_models import TinyModels
 
 
@@ -20,7 +20,7 @@ def plain_model(tiny_models: TinyModels) -> Callable[[str], LoadedModel]:
     def load(family: str) -> LoadedModel:
         if family not in known:
             options = ModelConfig(str(tiny_models.folder(family)), dtype="float32", attention_kernel="reference")
-            known[family] = load_plain_model(options)
+            known[family] = load_plain(read_checkpoint(options), options)
         return known[family]
 
     return load

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from foreword.errors import ConfigError, InvalidRequestError
-from foreword.linking import Gate, MeasuredLinks, Method
-from foreword.linking.measured import EXACT
+from foreword.linking import EXACT, Gate, MeasuredLinks, Method
 from foreword.pml.composition import Composition
 from foreword.server.options import ServerConfig
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from foreword import LLM, SamplingParams
 from foreword.cache import ExtraKeys
-from foreword.engine import Prompt
-from foreword.offline import depth_first, run_all
+from foreword.engine import Prompt, depth_first, run_all
 from hash_runner import HashEngine
 from lanes import slow
 from live_server import embedded_llm

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from foreword.cache import ExtraKeys, common_length
-from foreword.engine import Engine, Prompt
+from foreword.engine.engine import Engine
+from foreword.engine.prompt import Prompt
 from foreword.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

@@ -1,16 +1,15 @@
-"""Idefics3 and SmolVLM: a picture is cut into tiles, and the whole follows as one more tile.
-
-Knows the family's tokens, and transformers' encoder, connector and image processor. A picture's rows depend on no other
-picture: tiles are encoded one after the other.
-"""
+"""The halves of models that see: pictures to rows that enter a decoder's first layer."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+import logging
 import sys
-from typing import Any
+import time
+from collections import OrderedDict
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,64 @@ from torch import Tensor
 
 from foreword.errors import ModelLoadError
 from foreword.model.checkpoint.picture_models import VisionFiles
+from foreword.request import Picture
 
 Tiles = tuple[int, int]
 """Rows and columns of tiles; (0, 0): the picture is not cut."""
+logger = logging.getLogger(__name__)
+
+
+class Vision(Protocol):
+    """The half of a model that sees."""
+
+    token_id: int
+    """The token that rows of pictures replace."""
+    digest: str
+    """Of all besides pixels and weights on which a picture's rows depend."""
+
+    def shape(self, height: int, width: int) -> Any:
+        """How a picture of this size is cut."""
+
+    def num_rows(self, shape: Any) -> int:
+        """The number of rows of a picture that is cut so."""
+
+    def text(self, shape: Any) -> str:
+        """What stands in a prompt for a picture that is cut so."""
+
+    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """The rows [rows, width] of a picture [height, width, 3]."""
+
+
+class EncodedPictures:
+    """The rows of the pictures that were shown last."""
+
+    def __init__(self, vision: Vision, max_bytes: int) -> None:
+        """`max_bytes`: most memory of kept rows; the last picture stays in any case, for its next chunk."""
+        self.vision, self.max_bytes = vision, max_bytes
+        self._kept: OrderedDict[tuple[str | None, str], Tensor] = OrderedDict()
+        self.num_bytes = self.num_encoded = self.num_found = 0
+        """Memory of kept rows; how often a picture was encoded, and how often its rows were there."""
+        self.seconds = 0.0
+        """Time that encoding took."""
+
+    def rows(self, picture: Picture, salt: str | None = None) -> Tensor:
+        """The rows of a picture, [rows, width]; of those kept under `salt` alone, lest time tell who else showed it."""
+        key = salt, picture.digest
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+            self.num_found += 1
+            return found
+        started = time.monotonic()
+        made = self.vision.encode(picture.pixels())
+        assert len(made) == self.vision.num_rows(picture.shape), "the image processor cuts pictures otherwise"
+        self.seconds += time.monotonic() - started
+        self.num_encoded += 1
+        self._kept[key] = made
+        self.num_bytes += made.nbytes
+        while self.num_bytes > self.max_bytes and len(self._kept) > 1:
+            self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return made
 
 
 class Idefics3Vision:
@@ -144,3 +198,16 @@ class _SizesAlone:
 def _without_pixels(height: int, width: int) -> npt.NDArray[np.uint8]:
     """A picture [3, height, width] that takes no memory."""
     return np.broadcast_to(np.uint8(0), (3, height, width))
+
+
+def load_vision(files: VisionFiles, dtype: torch.dtype) -> Vision | None:
+    """The half of a model that sees; None without Pillow, which the model serves text without.
+
+    Raises ModelLoadError.
+    """
+    try:
+        import PIL  # noqa: F401
+    except ModuleNotFoundError:
+        logger.warning("the model takes pictures, but Pillow is missing: run `pip install foreword[vision]`")
+        return None
+    return Idefics3Vision(files, dtype)

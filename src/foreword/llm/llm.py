@@ -1,7 +1,4 @@
-"""LLM: the class for use from Python.
-
-Knows users' prompts, and outputs; `assembly.py` builds the engine.
-"""
+"""LLM: the class for use from Python."""
 
 from __future__ import annotations
 
@@ -21,27 +18,26 @@ import numpy.typing as npt
 
 from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import ExtraKeys, LookupExplanation, NumberedEvent
-from foreword.chat import Chat
 from foreword.config import EngineConfig
 from foreword.config.keywords import EngineKeywords, signature
-from foreword.engine import CacheReport, Engine, Keep, Prompt
+from foreword.engine import CacheReport, Engine, Keep, ModelLimits, Prompt, run_all
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.linking import METHODS, LinkedAnswer, LinkExplanation, Method, compare_methods, explain_parts
-from foreword.offline import run_all
+from foreword.llm.prompts import PromptInput, Prompts, priority_of
 from foreword.pictures import Pictures, taken_apart
 from foreword.pml.composition import Composition
 from foreword.pml.layout import Bounds
 from foreword.pml.library import Library
-from foreword.prompts import PromptInput, Prompts, priority_of
-from foreword.request import LoRARequest, RequestOutput, SamplingParams, one_each
+from foreword.request import CompletionOutput, LoRARequest, Reply, RequestOutput, SamplingParams, ToolCall, one_each
 from foreword.text.conversation import ChatKeywords, pictures_of, template_inputs
+from foreword.text.reply import Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
 from foreword.tiers.prefix_file import ExportReport, ImportReport, check_shareable, check_target
 
 if TYPE_CHECKING:
-    from foreword.grammar import Grammars  # imports llguidance, which is loaded on demand
+    from foreword.grammar import Grammars
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...} and pictures, such as
@@ -547,6 +543,59 @@ def _one_each(
     if len(lora_request) != count:
         raise InvalidRequestError(f"{count} prompts, but {len(lora_request)} lora_requests; give one each, or None")
     return lora_request
+
+
+class Chat:
+    """The answers to one conversation, n of them."""
+
+    def __init__(
+        self, turn: Turn, limits: ModelLimits, tools: Sequence[Mapping[str, Any]], thinking_budget: int | None
+    ) -> None:
+        self._turn, self._limits, self._tools, self._budget = turn, limits, tools, thinking_budget
+        self._readers: dict[int, tuple[ReplyReader | None, Reply]] = {}
+        self._num_read: dict[int, int] = {}
+        """Characters that went into the reader, by answer."""
+
+    def limited(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with what limits the thinking. Raises InvalidRequestError for a budget that cannot be kept."""
+        limit = self._turn.limit(
+            params.open_constraint,
+            budget=self._budget,
+            vocab_size=self._limits.vocab_size,
+            end_token_ids=self._limits.eos_token_ids,
+        )
+        return replace(params, open_constraint=limit, keep_markers=True)
+
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """Bring the replies of an output up to date; returns the output."""
+        for completion in output.outputs:
+            self._read(completion)
+        return output
+
+    def _read(self, completion: CompletionOutput) -> None:
+        if completion.index not in self._readers:
+            reader = self._turn.reader(tools=self._tools, reads_calls=bool(self._tools))
+            completion.reply = Reply()
+            self._readers[completion.index] = reader, completion.reply
+        reader, reply = self._readers[completion.index]
+        num_read = self._num_read.get(completion.index, 0)
+        new, self._num_read[completion.index] = completion.text[num_read:], len(completion.text)
+        if reader is None:
+            reply.content += new
+            return
+        _add(reply, reader.push(new))
+        if completion.finished:
+            _add(reply, reader.finish())
+
+
+def _add(reply: Reply, parts: Sequence[Part]) -> None:
+    for part in parts:
+        if isinstance(part, Text):
+            reply.content += part.text
+        elif isinstance(part, Reasoning):
+            reply.reasoning += part.text
+        else:
+            reply.tool_calls.append(ToolCall(part.name, part.arguments, part.is_complete, part.id))
 
 
 LLM.__signature__ = signature()  # type: ignore[attr-defined]

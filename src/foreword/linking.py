@@ -1,0 +1,450 @@
+"""Linking: which tokens of a prompt are copied from their sources, and how well a model answers then.
+
+A linked token has seen its source's beginning and nothing of the prompt before it. What a method computes besides:
+
+    none        nothing: Prompt Cache (Gim et al., MLSys 2024)
+    first-K     the first K tokens of each module or document: EPIC's LegoLink (Hu et al., ICML 2025)
+    deviation-R the R% of the linkable tokens whose KV deviates most from the plain prompt's, at the second attention
+                layer: CacheBlend (Yao et al., EuroSys 2025)
+    all         everything: the plain prompt, bit for bit, if its positions have no gaps
+
+Every method computes the rest of a text after an argument, too: in the source, it has seen placeholders instead.
+The beginning of a prompt is exact if it is the beginning of its sources; it is computed, or found as a prefix.
+
+What linking costs in right answers was measured with one model; `foreword pml measure` writes the file:
+
+    {"format": 2, "model": "<identity>", "methods": {"first-16": {"prompts": 500, "lost": 7, "gained": 4}, ...},
+     "with_gaps": {"first-16": {"prompts": 500, "lost": 9, "gained": 4}, "all": {...}}, ...}
+
+A prompt is lost if the plain prompt (`all`, without gaps between positions) was answered rightly and the method's was
+not, and gained if it is the other way round; greedy. A file without "with_gaps" covers no prompts with gaps. Further
+keys are for people.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.engine import Prompt
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.pml.composition import Composition, Part
+from foreword.pml.documents import compose_documents
+from foreword.pml.layout import SchemaText
+from foreword.pml.library import SchemaPrompt
+from foreword.request import LinkedRun, LinkReport, Links, RequestOutput
+
+_FIRST = re.compile(r"first-([1-9][0-9]{0,5})")
+_DEVIATION = re.compile(r"deviation-([1-9][0-9]?)")
+IntArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float32]
+FORMAT = 2
+EXACT = "all"
+"""The method that gives the plain prompt's bits if positions have no gaps; then it needs no measurement."""
+Z = 1.96
+"""Quantile of the normal distribution for intervals of 95%."""
+METHODS = ("none", "first-16", EXACT)
+
+
+class Deviations(Protocol):
+    """Measures how far links are from the plain prompt."""
+
+    def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
+        """The squared deviation of each linked token's KV, [tokens]; it depends on tokens, positions and runs alone.
+
+        `salt`: the tenant's. Raises InvalidRequestError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to choose what is copied."""
+
+    name: str
+    first_k: int | None
+    """The first tokens of each module that are computed; None: all of them."""
+    after_arguments: bool = True
+    """Whether the text after an argument is computed. False shows what that is good for: its answers are wrong."""
+    percent: int | None = None
+    """The share of the linkable tokens that are computed because they deviate most; None: the method asks for none."""
+
+    @classmethod
+    def parse(cls, name: str | Method) -> Method:
+        """The method with this name. Raises InvalidRequestError for an unknown one."""
+        if isinstance(name, Method):
+            return name
+        if name in ("none", "all"):
+            return cls(name, 0 if name == "none" else None)
+        first, share = (one.fullmatch(name) if isinstance(name, str) else None for one in (_FIRST, _DEVIATION))
+        if first is not None:
+            return cls(name, int(first[1]))
+        if share is not None:
+            return cls(name, 0, percent=int(share[1]))
+        raise InvalidRequestError(
+            f"link={name!r} is no method; use 'none', 'first-16' (or another number of tokens), 'deviation-15' (or "
+            "another percentage from 1 to 99) or 'all'"
+        )
+
+    def num_computed(self, part: Part) -> int:
+        """The number of a linkable part's first tokens that are computed in the prompt."""
+        assert part.span is not None
+        first_k = self.first_k if part.first_k is None or self.first_k is None else part.first_k
+        if first_k is None:
+            return len(part.token_ids)
+        before = part.span.begin - part.span.source.begin  # tokens of the module before this part
+        after_argument = part.num_after_argument if self.after_arguments else 0
+        return min(len(part.token_ids), max(first_k - before, after_argument, 0))
+
+
+def link_parts(
+    composition: Composition, method: Method, deviations: Deviations | None = None, salt: str | None = None
+) -> Links:
+    """The runs of a composition that a method copies, and its positions.
+
+    Its last token is computed, for the logits of the answer's first one. `deviations` measures for methods that ask
+    which tokens deviate, `salt` is the tenant's. Raises InvalidRequestError without tokens, or without `deviations`.
+    """
+    if not composition.num_tokens:
+        raise InvalidRequestError("the prompt is empty; give at least one token")
+    runs, spans, may_choose = [], [], np.zeros(composition.num_tokens, np.bool_)
+    arrays: dict[int, npt.NDArray[np.int32]] = {}  # of a source, which many runs may share
+    for part, begin in zip(composition.parts, composition.begins, strict=False):
+        end = begin + len(part.token_ids)
+        if part.span is None or end <= composition.num_exact_tokens:
+            continue
+        spans.append((begin, end))
+        first, last = begin + method.num_computed(part), min(end, composition.num_tokens - 1)
+        if first < last:
+            source = arrays.get(id(part.span.source))
+            if source is None:
+                source = arrays[id(part.span.source)] = np.array(part.span.source.token_ids, np.int32)
+            runs.append(LinkedRun(first, last, source, part.span.begin + first - begin))
+            may_choose[first:last] = part.first_k is None
+    links = Links(method.name, tuple(runs), composition.positions, tuple(spans))
+    if method.percent is None:
+        return links
+    if deviations is None:
+        raise InvalidRequestError(
+            f"link={method.name!r} needs the first layers of a model, and this process has none for it; load the model "
+            "here with allow_links=True"
+        )
+    found = deviations.measure(composition.token_ids, links, salt)
+    return links.without(most_deviating(found, may_choose, method.percent))
+
+
+def most_deviating(deviations: FloatArray, may_choose: BoolArray, percent: int) -> BoolArray:
+    """Which tokens are among the given share of those that may be chosen, rounded up, [tokens].
+
+    Of tokens that deviate equally the first are chosen.
+    """
+    [indices] = np.nonzero(may_choose)
+    order = np.argsort(-deviations[indices], kind="stable")
+    chosen = np.zeros_like(may_choose)
+    chosen[indices[order[: -(-len(indices) * percent // 100)]]] = True
+    return chosen
+
+
+def composition_of(prompt: Any, text: Callable[[], SchemaText | None]) -> Composition | None:
+    """The parts of a prompt of a schema, or of documents; None for others. Raises InvalidRequestError.
+
+    `text` gives what a tokenizer says of parts of prompts; None: the model has none.
+    """
+    if isinstance(prompt, Mapping) and "documents" in prompt:
+        return compose_documents(prompt, text())
+    inner = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return inner.composition if isinstance(inner, SchemaPrompt) else None
+
+
+def with_links(
+    prompt: Prompt, composition: Composition | None, link: str | Method, deviations: Deviations | None = None
+) -> Prompt:
+    """The prompt with its parts linked by a method. Raises InvalidRequestError if it has no parts.
+
+    `deviations`: None if the engine links nothing.
+    """
+    method = Method.parse(link)
+    if composition is None:
+        raise InvalidRequestError(
+            f"link={method.name!r} needs parts that can be linked, and this prompt has none; give "
+            "{'documents': [...], 'question': ...} or a schema's prompt, or leave link out"
+        )
+    return replace(prompt, links=link_parts(composition, method, deviations, prompt.extra_keys.salt))
+
+
+@dataclass(frozen=True, slots=True)
+class Rightness:
+    """Right answers of a method beside those of the plain prompt, over the same prompts."""
+
+    num_prompts: int
+    num_lost: int
+    """Right for the plain prompt alone."""
+    num_gained: int
+    """Right for the method alone."""
+
+    @property
+    def loss(self) -> float:
+        """The share of the prompts that the method answers worse, less those that it answers better."""
+        return (self.num_lost - self.num_gained) / self.num_prompts
+
+    @property
+    def loss_interval(self) -> tuple[float, float]:
+        """The 95% interval of `loss`: of a difference of paired shares (Bonett and Price, 2012).
+
+        With n prompts, l = (lost + 1) / (n + 2) and g = (gained + 1) / (n + 2), it is
+        l - g -+ 1.96 sqrt((l + g - (l - g)^2) / (n + 2)).
+        """
+        size = self.num_prompts + 2
+        lost, gained = (self.num_lost + 1) / size, (self.num_gained + 1) / size
+        half = Z * math.sqrt((lost + gained - (lost - gained) ** 2) / size)
+        return max(-1.0, lost - gained - half), min(1.0, lost - gained + half)
+
+    @property
+    def p_value(self) -> float:
+        """McNemar's exact test: how likely a split of the differing prompts that is as uneven or more is by chance.
+
+        Twice the binomial tail of min(lost, gained) among lost + gained trials of 1/2, at most 1 (McNemar, 1947).
+        """
+        trials = self.num_lost + self.num_gained
+        tail = sum(math.comb(trials, number) for number in range(min(self.num_lost, self.num_gained) + 1))
+        return min(1.0, tail / 2 ** (trials - 1)) if trials else 1.0
+
+    def __str__(self) -> str:
+        return f"{self.num_lost} lost and {self.num_gained} gained of {self.num_prompts} prompts"
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """The measured methods of one model."""
+
+    model_id: str
+    """`CacheIdentity.model_id`: weights, configuration and layout of the model that was measured."""
+    methods: Mapping[str, Rightness]
+    """By the name of the method: prompts without gaps between positions."""
+    with_gaps: Mapping[str, Rightness] = field(default_factory=dict)
+    """The same prompts with gaps."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """For people: tasks, seeds, times."""
+
+    def write(self, path: Path) -> None:
+        """Write the file. Raises ConfigError if it cannot be written."""
+        told = {"format": FORMAT, "model": self.model_id, "methods": _as_json(self.methods)}
+        told |= {"with_gaps": _as_json(self.with_gaps)} if self.with_gaps else {}
+        told |= self.details
+        try:
+            path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{str(path)!r} cannot be written: {error.strerror}; name a file in a folder of yours"
+            ) from error
+
+    @classmethod
+    def read(cls, path: Path) -> MeasuredLinks:
+        """The file's content. Raises ConfigError if it cannot be read, or is none."""
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if (version := told.pop("format")) == 1:
+                raise ConfigError(
+                    f"link_measurements={str(path)!r} has format 1, of an earlier version: it counts equal answers, "
+                    "and this version asks for right ones; measure again with `foreword pml measure --save FILE`"
+                )
+            if version != FORMAT:
+                raise ValueError(f"its format is {version!r:.40}, and this version reads {FORMAT}")
+            methods, with_gaps = _methods(told.pop("methods")), _methods(told.pop("with_gaps", {}))
+            return cls(str(told.pop("model")), methods, with_gaps, told)
+        except ConfigError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"link_measurements={str(path)!r} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"link_measurements={str(path)!r} is no file of `foreword pml measure` ({error!r:.80}); write one with "
+                "`foreword pml measure --save FILE`"
+            ) from error
+
+
+def _as_json(methods: Mapping[str, Rightness]) -> dict[str, dict[str, int]]:
+    return {
+        name: {"prompts": one.num_prompts, "lost": one.num_lost, "gained": one.num_gained}
+        for name, one in methods.items()
+    }
+
+
+def _methods(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Rightness]:
+    found = {}
+    for name, one in told.items():
+        prompts, lost, gained = counts = one["prompts"], one["lost"], one["gained"]
+        if any(type(count) is not int or count < 0 for count in counts) or not prompts or lost + gained > prompts:
+            raise ValueError(f"{lost!r} lost and {gained!r} gained of {prompts!r} prompts")
+        found[name] = Rightness(prompts, lost, gained)
+    return found
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Which methods may be served: those that keep enough of the right answers."""
+
+    least: float
+    """1 less the largest loss of right answers, as a share of all prompts, that the method's 95% interval may reach; 0
+    lets every method pass, measured or not."""
+    measured: MeasuredLinks | None = None
+
+    def check_model(self, model_id: str) -> None:
+        """Raise ConfigError if another model was measured."""
+        if self.measured is not None and self.measured.model_id != model_id:
+            raise ConfigError(
+                "link_measurements is of another model, or of other options of its cache; measure this one with "
+                "`foreword pml measure --model M --save FILE`, with the same block_size and dtype"
+            )
+
+    def serves(self, method: str, *, has_gaps: bool = False) -> bool:
+        """Whether a method passes, for prompts with gaps between their positions or for those without."""
+        found = self._measured(has_gaps).get(method)
+        if not self.least or (method == EXACT and not has_gaps):
+            return True
+        return found is not None and found.loss_interval[1] <= 1 - self.least
+
+    def check(self, method: str, *, has_gaps: bool = False) -> None:
+        """Raise InvalidRequestError for a method that does not pass."""
+        if self.serves(method, has_gaps=has_gaps):
+            return
+        measured = self._measured(has_gaps)
+        found = measured.get(method)
+        asked = f"this server lets it lose {1 - self.least:.1%} of the prompts (95% confidence)"
+        if has_gaps:
+            told = "was not measured" if found is None else f"may lose {found.loss_interval[1]:.1%} ({found})"
+            remedy = "" if found is not None else "; the operator can measure it with `foreword pml measure --gaps`"
+            raise InvalidRequestError(
+                f"link={method!r} {told} with gaps between positions, which this prompt has, and {asked}; send "
+                f'"positions": "dense", or leave link out{remedy}'
+            )
+        if found is None:
+            raise InvalidRequestError(
+                f"link={method!r} was not measured with this model; measured: "
+                f"{', '.join(sorted({EXACT, *measured}))}; the operator can measure it with `foreword pml measure`"
+            )
+        raise InvalidRequestError(
+            f"link={method!r} may lose {found.loss_interval[1]:.1%} with this model ({found}), and {asked}; use "
+            "another method, or leave link out"
+        )
+
+    def _measured(self, has_gaps: bool) -> Mapping[str, Rightness]:
+        if self.measured is None:
+            return {}
+        return self.measured.with_gaps if has_gaps else self.measured.methods
+
+
+@dataclass(frozen=True, slots=True)
+class PartLinks:
+    """One part of a prompt that has a source: a document, or a text of a module."""
+
+    name: str
+    """The document's number, or the module's path."""
+    num_tokens: int
+    num_linked_tokens: int
+    """Tokens that would be copied; the others are computed in the prompt."""
+    num_missing_tokens: int
+    """Tokens of its source that are not cached, and that would be computed first, apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkExplanation:
+    """What a method would link in a prompt. Whether the cache has the same composition already, it does not say."""
+
+    method: str
+    num_tokens: int
+    """Tokens of the prompt."""
+    parts: tuple[PartLinks, ...]
+    block_size: int
+    too_short: tuple[str, ...] = ()
+    """The names of the parts of which no token lies in a whole block of its source: never linked. Each once."""
+
+    @property
+    def num_linked_tokens(self) -> int:
+        return sum(part.num_linked_tokens for part in self.parts)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The names of the parts whose sources are not cached, each once."""
+        return tuple(dict.fromkeys(part.name for part in self.parts if part.num_missing_tokens))
+
+    def __str__(self) -> str:
+        linked = f"{self.method}: {self.num_linked_tokens} of {self.num_tokens} tokens would be linked"
+        missing = f"; not cached: {', '.join(self.missing)}" if self.missing else ""
+        if not self.too_short:
+            return linked + missing
+        short = f"; in no whole block of {self.block_size} tokens, so never linked: {', '.join(self.too_short)}"
+        return f"{linked}{missing}{short} (a smaller block_size links them)"
+
+
+def explain_parts(
+    composition: Composition, method: Method, runs: Sequence[tuple[LinkedRun, int]], block_size: int
+) -> LinkExplanation:
+    """`runs`: those that are copied, each with the tokens that the cache lacks of its source."""
+    waiting, parts = deque(runs), []  # each run lies in one part; a method may leave several in a part
+    in_blocks: dict[str, bool] = {}
+    """By name: whether any token lies in a whole block of its source."""
+    for part, end in zip(composition.parts, composition.begins[1:], strict=True):
+        if part.span is not None:
+            num_linked = num_missing = 0
+            while waiting and waiting[0][0].begin < end:
+                run, num_lacking = waiting.popleft()
+                num_linked, num_missing = num_linked + run.end - run.begin, max(num_missing, num_lacking)
+            whole_end = len(part.span.source.token_ids) // block_size * block_size
+            in_blocks[part.name] = in_blocks.get(part.name, False) or part.span.begin < whole_end
+            parts.append(PartLinks(part.name, len(part.token_ids), num_linked, num_missing))
+    short = tuple(name for name, is_in_block in in_blocks.items() if not is_in_block)
+    return LinkExplanation(method.name, composition.num_tokens, tuple(parts), block_size, short)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedAnswer:
+    """A method's answer to a prompt, and how far it is the plain prompt's."""
+
+    method: str
+    text: str
+    token_ids: tuple[int, ...]
+    num_equal_tokens: int
+    """Its first tokens that are those of the answer of `all`."""
+    is_equal: bool
+    """Whether all of its tokens are those of `all`, and no more or fewer."""
+    link: LinkReport
+    """What became of the prompt's tokens."""
+    first_token_ms: float
+    """Milliseconds from the text to the first token, with the sources cached and nothing else of the prompt."""
+
+
+def compare_methods(
+    methods: Sequence[str], answer: Callable[[Method], tuple[RequestOutput, float]]
+) -> list[LinkedAnswer]:
+    """The answers of these methods and, last unless it is among them, of `all`.
+
+    `answer` continues the prompt by one method, and tells the milliseconds to its first token. Raises
+    InvalidRequestError for unknown methods, or none.
+    """
+    if isinstance(methods, str) or not methods:
+        raise InvalidRequestError(f"methods={methods!r} is no list of methods; give some, such as {METHODS}")
+    parsed = {method.name: method for method in map(Method.parse, (*methods, EXACT))}
+    outputs = {name: answer(method) for name, method in parsed.items()}
+    exact = outputs[EXACT][0].outputs[0].token_ids
+    return [_answer(name, output, elapsed, exact) for name, (output, elapsed) in outputs.items()]
+
+
+def _answer(name: str, output: RequestOutput, elapsed: float, exact: list[int]) -> LinkedAnswer:
+    assert output.link is not None
+    first = output.outputs[0]
+    pairs = zip(first.token_ids, exact, strict=False)
+    num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    is_equal = first.token_ids == exact
+    return LinkedAnswer(name, first.text, tuple(first.token_ids), num_equal, is_equal, output.link, elapsed)
