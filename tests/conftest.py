@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +59,26 @@ def read_certificates_once() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules are half a million objects, which the collector would go through again and again."""
+    freeze_imported_modules()
+
+
+NUM_FROZEN_MODULES = 0
+
+
+def freeze_imported_modules() -> None:
+    """They are half a million objects, which the collector would go through at the end of each LLM."""
+    global NUM_FROZEN_MODULES
+    NUM_FROZEN_MODULES = len(sys.modules)
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules() -> Iterator[None]:
+    """What the tests of a file imported is frozen after them, too."""
+    yield
+    if len(sys.modules) > NUM_FROZEN_MODULES + 100:
+        gc.collect()  # or garbage would stay for good
+        freeze_imported_modules()
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,6 @@ def test_a_call_with_many_objects_is_not_held_up_and_cycles_are_found_after_it(m
         del garbage
         passes.start()
         assert of_old() is None, "garbage does not stay for good"
-        gc.unfreeze()  # `cycle` is to be lost after the start
         del cycle
         with noted_passes() as found:
             many = [[number] for number in range(100_000)]
@@ -81,6 +80,29 @@ def test_a_call_with_many_objects_is_not_held_up_and_cycles_are_found_after_it(m
         assert gc.get_threshold() == before
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_lives_is_frozen_until_the_end_unless_the_process_froze_its_own(own: bool) -> None:
+    """Whoever froze objects before a server started, as these tests do, finds them frozen after it."""
+
+    async def run() -> list[int]:
+        passes, counts = FullPasses(lambda: 0), []
+        for change in (None, passes.start, passes.stop):
+            if change is not None and (waits := change()):
+                await waits
+            counts.append(gc.get_freeze_count())
+        return counts
+
+    if not own:
+        gc.unfreeze()
+    try:
+        before, during, after = asyncio.run(run())
+    finally:
+        if not own:
+            gc.freeze()
+    assert during > 10_000
+    assert (before, after) == ((during, during) if own else (0, 0))
 
 
 @pytest.mark.parametrize("thresholds", [(700, 10, 10), (2_000, 10, 0), (10_000, 5, 10)])

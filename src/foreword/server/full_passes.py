@@ -34,13 +34,19 @@ class FullPasses:
         """`num_running`: the number of calls that are being answered; `clock` counts seconds."""
         self._num_running, self._clock = num_running, clock
         self._task: asyncio.Task[None] | None = None
+        self._froze = False
         self._thresholds = gc.get_threshold()
         self._seen, self._since, self._bytes = 0, clock(), 0
 
     def start(self) -> None:
-        """Take the full passes over. What lives by now stays for good, and is not visited again."""
+        """Take the full passes over. What lives by now stays, and is not visited again.
+
+        A process that froze its objects itself, as `foreword serve` does after loading, keeps exactly those frozen.
+        """
         gc.collect()  # or what is garbage by now would stay, too
-        gc.freeze()
+        self._froze = not gc.get_freeze_count()
+        if self._froze:
+            gc.freeze()
         gc.set_threshold(*self._thresholds[:2], NEVER)
         self._note_pass()
         self._task = asyncio.create_task(self._run())
@@ -53,7 +59,8 @@ class FullPasses:
             self._task = None
             if self._thresholds[2] != NEVER:  # another server of this process has them otherwise
                 gc.set_threshold(*self._thresholds)
-            gc.unfreeze()
+            if self._froze:
+                gc.unfreeze()
 
     async def _run(self) -> None:
         while True:
