@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from foreword.kernels.products.weights12 import COUNTED, HAS_BYTE_LOOK_UP
 from foreword.model.cpu import product as compact_product
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.foreign.modules import PackedLinear
+from lanes import SLOW
 
 SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]
 
@@ -43,8 +45,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "num_threads"),
+    [
+        pytest.param(*size, num_threads, marks=SLOW if prod(size) > 10**6 and num_threads < 3 else ())
+        for size in SIZES
+        for num_threads in (1, 2, 3)
+    ],
+)
 def test_a_row_has_the_same_bits_among_any_rows_and_threads(outputs: int, inputs: int, num_threads: int) -> None:
     product = CompactProduct([(random(outputs, inputs) * inputs**-0.5).bfloat16()], random(outputs, seed=1).bfloat16())
     rows, before = random(600, inputs, seed=2).bfloat16(), torch.get_num_threads()
@@ -145,7 +153,7 @@ def test_scratch_memory_suffices(num_rows: int, num_steps: int, monkeypatch: pyt
     try:
         torch.set_num_threads(1)
         with ending_at_a_wall(product.thread_scratch) as memory:
-            monkeypatch.setattr(compact_product, "_scratch", lambda _: memory.data_ptr())
+            monkeypatch.setattr(compact_product, "thread_memory", lambda _: memory.data_ptr())
             assert torch.equal(product(rows), expected)
     finally:
         torch.set_num_threads(before)
