@@ -34,9 +34,11 @@ test: $(INSTALLED_DEV) ## check, then the fast tests
 	@$(MAKE) --no-print-directory -j 2 check kernels
 	@$(MAKE) --no-print-directory test-fast
 
-# Beside `check`, which leaves a core idle. Else each process of the tests compiles the kernels, for most of a minute.
+# Beside `check`, which leaves a core idle. Else each process of the tests compiles the kernels, for most of a minute,
+# and in a new .venv the modules that tests import, for half a minute. What is wrong with a module, the tests say.
 kernels: $(INSTALLED_DEV)
 	$(BIN)/foreword generate src/foreword/demo/weights --prompt "The kernels" --max-tokens 2
+	$(BIN)/python -m pytest --collect-only -qqq > /dev/null || true
 
 # Tests run in as many processes as there are cores, at most 4: each imports torch and makes its own models. One more
 # process than cores brought nothing (two cores: 342 s in place of 343).
