@@ -34,7 +34,7 @@ def serve(trace, options=OPTIONS, **changes):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_serves_every_request_once(rule):
-    trace = recorded()
+    trace = recorded(150)
     report = serve(trace, routing=rule)
     assert (report.requests, report.requests_refused, report.requests_retried) == (len(trace), 0, 0)
     assert 0 < report.hit_ratio < 1
