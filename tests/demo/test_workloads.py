@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from foreword import LLM, SamplingParams
+from foreword.demo.real import MODULES, QUESTIONS, ask_all, read_documentation
 from foreword.demo.recall import (
     LOOKUP,
     ask,
@@ -115,6 +116,20 @@ def test_the_embedded_model_ends_its_answer_by_itself(engines):
     assert (answer.text, answer.finish_reason) == (question.answer, "stop")
 
 
+def test_questions_about_the_documentation_find_it_and_are_answered_alike(engines):
+    answers = list(ask_all(*engines))
+    assert [answer.question for answer in answers] == list(QUESTIONS)
+    assert all(answer.identical for answer in answers)
+    assert answers[0].num_cached_tokens < 0.1 * answers[0].num_prompt_tokens
+    assert all(answer.num_cached_tokens > 0.9 * answer.num_prompt_tokens for answer in answers[1:])
+
+
+def test_the_documentation_is_that_of_installed_modules(monkeypatch):
+    assert all(f"# The module {module}" in read_documentation() for module in MODULES)
+    monkeypatch.setattr("foreword.demo.real.MODULES", ("copy", "a_module_that_nobody_has"))
+    assert read_documentation().startswith("# The module copy\n\nGeneric (shallow and deep) copying operations.")
+
+
 @pytest.mark.slow
 def test_the_demo_prints_one_json_line_and_exits_0():
     result = subprocess.run(
@@ -126,3 +141,5 @@ def test_the_demo_prints_one_json_line_and_exits_0():
     assert summary["answers"] == summary["answers_correct"] == summary["answers_identical"] > 0
     assert summary["hit_rate"] > 0.7
     assert {"ttft_cold_ms", "ttft_warm_ms"} <= set(summary)
+    real = summary["real_model"]
+    assert real is None or real["answers_identical"] == len(real["answers"])

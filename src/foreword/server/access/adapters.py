@@ -82,7 +82,7 @@ class ServedAdapters:
         """Raise InvalidRequestError for a name under which nothing can be served."""
         name = request.lora_name
         if not name or len(name) > 256:
-            raise InvalidRequestError(f"lora_name={name!r:.80} is no name; use 1 to 256 characters")
+            raise InvalidRequestError(f"lora_name={name!r:.80} is not a name; use 1 to 256 characters")
         if name in self._taken or (name in self._served and not request.load_inplace):
             raise InvalidRequestError(
                 f"{name!r:.80} is served already; unload it first, or load it with load_inplace=true"

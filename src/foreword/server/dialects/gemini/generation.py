@@ -68,7 +68,7 @@ def _type(value: Any, where: str) -> dict[str, str]:
         return {}
     if kind not in _TYPES:
         known = ", ".join(sorted(kind.upper() for kind in _TYPES))
-        raise bad_request(f"Invalid value for {where}: {value!r:.60} is no type; use one of {known}", param=where)
+        raise bad_request(f"Invalid value for {where}: {value!r:.60} is not a type; use one of {known}", param=where)
     return {"type": kind}
 
 
