@@ -10,6 +10,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 from foreword import LLM, RequestOutput, SamplingParams
@@ -48,7 +49,7 @@ class Answer:
 
 def is_installed() -> bool:
     """Whether the model's package is installed."""
-    return importlib.util.find_spec(PACKAGE.replace("-", "_")) is not None
+    return any(True for _ in distributions(name=PACKAGE))
 
 
 def read_documentation() -> str:
