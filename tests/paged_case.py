@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import NO_ENTRIES, Batch
-from foreword.kernels.kv_format import KVBlocks
+from foreword.kernels.kv_format import KVBlocks, KVFormat, decode, encode
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.select import AttentionKernel
 
@@ -146,6 +146,25 @@ class Case:
             scores = torch.cat((scores, options.sinks[head].double()[None]))
         weights = scores.softmax(0)[: seen[1] - seen[0]]
         return weights @ values[seen[0] : seen[1], kv_head].double()
+
+
+class CodedCase(Case):
+    """The same with KV in codes; the keys and values to compare with are what is read of them."""
+
+    def __init__(self, shape: Shape, spans: Sequence[tuple[int, int]], rng: np.random.Generator) -> None:
+        super().__init__(shape, spans, rng)
+        self.keys, self.values = ([decode(*encode(own)) for own in rows] for rows in (self.keys, self.values))
+
+    def blocks(self, device: torch.device = CPU) -> KVBlocks:
+        kv_format, parts = KVFormat(torch.int8), (self.key_blocks, self.value_blocks)
+        num_blocks, size, heads, _ = self.key_blocks.shape
+        pages = [
+            torch.empty(num_blocks, size * heads * kv_format.row_bytes(own.shape[3]), dtype=torch.uint8, device=device)
+            for own in parts
+        ]
+        blocks = kv_format.view((pages[0], pages[1]), size, heads, (parts[0].shape[3], parts[1].shape[3]))
+        blocks.write(torch.arange(num_blocks * size), parts[0].flatten(0, 1), parts[1].flatten(0, 1))
+        return blocks
 
 
 def random_shape(rng: np.random.Generator, dtype: torch.dtype = torch.float32) -> Shape:

@@ -55,22 +55,25 @@ def bits(output: RequestOutput) -> list[Any]:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "kv"),
     [
-        *((name, "bfloat16" if name in ("gemma3_text", "qwen3_next") else "float32") for name in KINDS),
-        *(pytest.param(name, "float32", marks=SLOW) for name in ("gemma3_text", "qwen3_next")),
-        pytest.param("qwen2", "bfloat16", marks=SLOW),
+        *((name, "bfloat16" if name in ("gemma3_text", "qwen3_next") else "float32", "auto") for name in KINDS),
+        *(pytest.param(name, "float32", "auto", marks=SLOW) for name in ("gemma3_text", "qwen3_next")),
+        pytest.param("qwen2", "bfloat16", "auto", marks=SLOW),
+        ("qwen2", "bfloat16", "int8"),
+        ("gemma3_text", "float32", "int8"),
+        *(pytest.param(name, "float32", "int8", marks=SLOW) for name in ("qwen2", "qwen3_next", "falcon_h1")),
     ],
 )
-def test_a_restart_keeps_hits_and_bits(tiny_models: TinyModels, tmp_path: Path, name: str, dtype: str) -> None:
+def test_a_restart_keeps_hits_and_bits(tiny_models: TinyModels, tmp_path: Path, name: str, dtype: str, kv: str) -> None:
     """Disk, memory and computing give the same tokens and the same log probabilities."""
     folder = tiny_models.folder(name)
-    with open_llm(folder, dtype=dtype) as llm:
+    with open_llm(folder, dtype=dtype, kv_cache_dtype=kv) as llm:
         computed = generate(llm)
         from_memory = generate(llm)
-    with open_llm(folder, dtype=dtype, cache_dir=tmp_path / "cache") as llm:
+    with open_llm(folder, dtype=dtype, kv_cache_dtype=kv, cache_dir=tmp_path / "cache") as llm:
         first = generate(llm)
-    with open_llm(folder, dtype=dtype, cache_dir=tmp_path / "cache") as llm:
+    with open_llm(folder, dtype=dtype, kv_cache_dtype=kv, cache_dir=tmp_path / "cache") as llm:
         from_disk = generate(llm)
         loads = llm.engine.report_tiers().tiers[0].loads
         llm.engine.check_integrity()
@@ -126,7 +129,12 @@ def test_what_the_pool_has_lost_comes_back_from_disk(tiny_models: TinyModels, tm
 def test_another_model_or_arithmetic_finds_nothing(tiny_models: TinyModels, tmp_path: Path) -> None:
     with open_llm(tiny_models.folder("qwen2"), dtype="float32", cache_dir=tmp_path / "cache") as llm:
         generate(llm)
-    for options in ({"dtype": "bfloat16"}, {"dtype": "float32", "key_salt": "other"}):
+    for options in (
+        {"dtype": "bfloat16"},
+        {"dtype": "float32", "key_salt": "other"},
+        {"dtype": "float32", "kv_cache_dtype": "int8"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    ):
         with open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "cache", **options) as llm:
             assert generate(llm).num_cached_tokens == 0
     with open_llm(tiny_models.folder("llama"), dtype="float32", cache_dir=tmp_path / "cache") as llm:
@@ -144,6 +152,7 @@ def reason_of(output: RequestOutput) -> str | None:
     [
         ({"dtype": "bfloat16"}, "tier_other_model"),
         ({"block_size": 32}, "tier_other_model"),
+        ({"kv_cache_dtype": "int8"}, "tier_other_model"),
         ({"attention_kernel": "reference"}, "tier_other_arithmetic"),
         ({"cache_exact": False}, "tier_other_arithmetic"),
         ({"key_salt": "another deployment"}, "never_seen"),

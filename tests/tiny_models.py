@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from foreword.assembly import make_runner
 from foreword.cache import CacheLedger, FullAttentionSpec, KVCacheManager, make_index
 from foreword.config import Dtype, ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt, TierDirector
+from foreword.kernels.kv_format import KVFormat
 from foreword.model.gpu.runner import RunnerLimits
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
@@ -377,6 +378,11 @@ class TinyModels:
         if (name, dtype) not in self._oracles:
             self._oracles[name, dtype] = Oracle(self.folder(name), dtype)
         return self._oracles[name, dtype]
+
+
+def in_codes(model: LoadedModel) -> LoadedModel:
+    """The same model with KV in codes of eight bits."""
+    return replace(model, kv_format=KVFormat(torch.int8))
 
 
 def build_engine(

@@ -144,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     trace.later = _arguments_of("foreword.bench.trace")
     calibration = kinds.add_parser("calibrate", help="measure the rates that `replay` needs to tell times")
     calibration.later = _arguments_of("foreword.bench.calibrate")
+    kv_format = kinds.add_parser("kv-format", help="what KV in eight bits holds and changes, on your model and texts")
+    kv_format.later = _arguments_of("foreword.bench.kv_format")
 
     replay = commands.add_parser(
         "replay", help="what caches of other sizes and policies would find in recorded traffic"

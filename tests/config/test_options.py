@@ -182,7 +182,12 @@ def test_torchs_own_types_name_a_precision_and_a_device() -> None:
         ({"limit_mm_per_prompt": 4}, "limit_mm_per_prompt=4"),
         ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs=.*pictures"),
         ({"quantization": "awq"}, "quantization='awq'.*leave it out"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'.*choose both with dtype"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not there.*use 'int8'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' is not there.*use 'int8'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is unknown; use one of auto, int8"),
+        ({"kv_cache_dtype": 8}, "kv_cache_dtype=8"),
+        ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype='int8' runs on a CPU alone.*leave it out"),
+        ({"kv_cache_dtype": "int8", "allow_links": True}, "kv_cache_dtype='int8' does not go with allow_links=True"),
         ({"speculative_config": {"model": "x"}}, "speculative_config="),
         ({"hash_function": "sha256", "prefix_caching_hash_algo": "sha256"}, "give one of them"),
         ({"prefix_caching_hash_algo": "md5"}, "hash_function='md5' is unknown; use one of sha256"),
@@ -220,7 +225,7 @@ def test_flags_are_read_by_the_types_of_their_options() -> None:
 
 def test_vllms_flags_are_accepted_where_they_change_nothing() -> None:
     assert given(
-        "--enforce-eager", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
+        "--enforce-eager", "--tensor-parallel-size", "1", "--swap-space", "4",
         "--disable-log-requests", "--quantization", "none", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
         "--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_coder", "--data-parallel-size", "1",
         "--enable-chunked-prefill", "--disable-log-stats", "--uvicorn-log-level", "info", "a-model",

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foreword.batch import Batch
 from foreword.errors import ConfigError
 from foreword.kernels import reference
 from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
@@ -25,7 +26,7 @@ from foreword.kernels.runtime import threads as team
 from foreword.kernels.select import AttentionKernel, ReferenceAttention, choose_kernel, make_kernel
 from foreword.kernels.step_plan import FOLD, LEADING, SHARED, SharingRule, plan_step
 from lanes import SLOW, slow
-from paged_case import Case, Shape, random_options, random_shape, random_spans, share_blocks
+from paged_case import Case, CodedCase, Shape, random_options, random_shape, random_spans, share_blocks
 
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {
     "reference": ReferenceAttention,
@@ -57,6 +58,58 @@ def test_random_ragged_batches_agree_with_naive_attention(kernel: AttentionKerne
     options = random_options(rng, shape)
     result = case.run(kernel, options)
     torch.testing.assert_close(result.double(), case.expected(options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_codes_are_attended_as_the_numbers_that_are_read_of_them(kernel: AttentionKernel, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = random_shape(rng)
+    case = CodedCase(shape, random_spans(rng, longest=30 if seed % 2 else 600), rng)
+    options = random_options(rng, shape)
+    assert kernel.why_not(case.blocks().format, options) is None
+    result = case.run(kernel, options)
+    torch.testing.assert_close(result.double(), case.expected(options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("mode", "rounding"), [(None, 2.5), (PAIRS, 2.0), (WIDENED, 0.0)])
+def test_codes_are_rounded_once_where_bfloat16_is_multiplied(seed: int, mode: int | None, rounding: float) -> None:
+    """A key or a value is off by 2**-9 of itself, and a weight by as much as it is over KV in bfloat16."""
+    if mode != WIDENED and not HAS_BF16_DOT:
+        pytest.skip("this processor multiplies no pairs of bfloat16")
+    rng = np.random.default_rng(100 + seed)
+    shape = replace(random_shape(rng), dtype=torch.bfloat16)
+    case = CodedCase(shape, random_spans(rng, longest=600), rng)
+    options = random_options(rng, shape)
+    result = case.run(CpuAttention(bfloat16=mode), options).double()
+    if rounding:
+        case.keys = [own.bfloat16() for own in case.keys]
+        case.values = [own.bfloat16() for own in case.values]
+    expected = case.expected(options)
+    case.values = [values.abs() for values in case.values]
+    assert ((result - expected).abs() <= 2**-8 * (expected.abs() + rounding * case.expected(options)) + 1e-4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_over_codes_depend_on_no_neighbour_and_no_cut(kernel: AttentionKernel, dtype: torch.dtype) -> None:
+    """Each query alone, in chunks, and beside requests that share its blocks."""
+    shape = Shape(6, 2, 64, 64, 16, dtype)
+    options = AttentionOptions(0.125)
+    case = CodedCase(shape, [(260, 300), (299, 300), (250, 290)], np.random.default_rng(3))
+    share_blocks(case, [((0, 1, 2), 256)])
+    together = case.run(kernel, options)
+    whole = together.split([end - start for start, end in case.spans])
+    for row, (start, end) in enumerate(case.spans):
+        for first, last in ((start, end), (start, start + 1), (end - 1, end)):
+            part = Batch.bare(
+                np.zeros(last - first, np.int32),
+                np.arange(first, last, dtype=np.int32),
+                np.array([0, last - first], np.int32),
+                (case.batch.block_tables[row : row + 1],),
+            )
+            plan = kernel.plan(part, len(case.key_blocks) - 1, shape.block_size, torch.device("cpu"))
+            own = kernel.attend(case.queries[row][first - start : last - start], case.blocks(), plan, options)
+            assert torch.equal(own, whole[row][first - start : last - start])
 
 
 @settings(max_examples=40, deadline=None)

@@ -34,6 +34,7 @@ from tiny_models import (
     complete,
     drain,
     greedy,
+    in_codes,
     longest_hit,
     random_tokens,
     save_model,
@@ -89,14 +90,20 @@ CASES = [
     *itertools.product(FAMILIES, ["float32", "bfloat16"], ["cpu"]),
     *itertools.product(["gpt_oss", "mqa_llama", "bloom", "mpt"], ["float32", "bfloat16"], ["reference"]),
     *itertools.product(["gpt_oss", "odd_llama", "qwen3_moe"], ["float16"], ["reference"]),
+    *itertools.product(["qwen2", "gemma2", "odd_llama", "llama4_text"], ["float32", "bfloat16"], ["cpu"], ["int8"]),
+    *itertools.product(["qwen2"], ["float32", "bfloat16"], ["reference"], ["int8"]),
 ]
 """In pairs of types, for `slow_half`: `make test` runs each family in one of them."""
 
 
 @pytest.fixture(scope="module", params=slow_half(CASES), ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
-    family, dtype, kernel = request.param
+    family, dtype, kernel, *coded = request.param
     loaded = tiny_models.loaded(family, dtype)
+    if coded:
+        if loaded.device.type != "cpu":
+            pytest.skip("a GPU has no KV in codes")
+        loaded = in_codes(loaded)
     name = kernel if loaded.device.type == "cpu" else "auto"  # plain torch promises no bits on a GPU
     return replace(loaded, kernel=make_kernel(name, loaded.device))
 
@@ -230,13 +237,21 @@ def test_prompt_logprobs_do_not_show(model: LoadedModel, prompt: list[int], alon
 
 @pytest.fixture(
     params=slow_half(
-        [*itertools.product(RECURRENT, ["float32", "bfloat16"]), ("mamba2", "float16"), ("falcon_h1", "float16")]
+        [
+            *itertools.product(RECURRENT, ["float32", "bfloat16"]),
+            ("mamba2", "float16"),
+            ("falcon_h1", "float16"),
+            *itertools.product(["qwen3_next", "falcon_h1"], ["float32", "bfloat16"], ["int8"]),
+        ]
     ),
     ids="-".join,
 )
 def recurrent(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
-    family, dtype = request.param
-    return tiny_models.loaded(family, dtype)
+    family, dtype, *coded = request.param
+    loaded = tiny_models.loaded(family, dtype)
+    if coded and loaded.device.type != "cpu":
+        pytest.skip("a GPU has no KV in codes")
+    return in_codes(loaded) if coded else loaded
 
 
 def test_cells_give_equal_bits_whatever_was_hit_and_however_steps_were_cut(

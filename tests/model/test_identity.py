@@ -96,6 +96,8 @@ def test_precision_layout_sinks_salt_and_configuration_change_the_root(chat_mode
         root_of(slower),
         root_of(chat_model, dtype="bfloat16"),
         root_of(chat_model, block_size=32),
+        root_of(chat_model, kv_cache_dtype="int8"),
+        root_of(chat_model, dtype="bfloat16", kv_cache_dtype="int8"),
         root_of(chat_model, sink_token_ids=(1,) * 16),
         root_of(chat_model, sink_token_ids=(2,) * 16),
         root_of(chat_model, key_salt="another deployment"),

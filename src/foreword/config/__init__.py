@@ -12,6 +12,7 @@ from foreword.config.engine import (
     HashName as HashName,
     IndexName as IndexName,
     KernelName as KernelName,
+    KVCacheDtype as KVCacheDtype,
     ModelConfig as ModelConfig,
     Policy as Policy,
     SchedulerConfig as SchedulerConfig,

@@ -20,6 +20,7 @@ HashesName = Literal["int", "bytes"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
 WeightArithmetic = Literal["exact", "int8"]
+KVCacheDtype = Literal["auto", "int8"]
 Policy = Literal["fcfs", "priority", "prefix"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -105,6 +106,10 @@ class ModelConfig:
     in another type, "float16" refuses weights beyond 65504. Activations beyond that overflow all the same; models
     trained in bfloat16 may have some.
     """
+    kv_cache_dtype: str = "auto"
+    """How a CPU stores keys and values: "auto" in the type of activations; "int8" in codes of eight bits with a scale
+    for each token and head, which holds nearly twice the tokens of bfloat16, and rounds (docs/guides/kv-formats.md).
+    Each has its own answers and its own cache."""
     weight_arithmetic: WeightArithmetic = "exact"
     """How a CPU multiplies packed weights (GGUF, GPTQ, AWQ, MXFP4). "exact": activations stay in float32. "int8":
     activations are rounded to eight bits, which is faster. The two give different answers and share no cache."""
@@ -161,6 +166,7 @@ class ModelConfig:
                 f"weight_arithmetic='int8' runs on a CPU only, not on device={self.device!r}; "
                 "leave it out, or use device='cpu'"
             )
+        self._check_kv_format()
         for name in ("exact", "cuda_graphs", "allow_links", "enable_lora"):
             _of_type(name, getattr(self, name), bool, "True or False")
         _at_least("max_loras", self.max_loras, 1)
@@ -172,6 +178,27 @@ class ModelConfig:
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={share} is not a share of memory; use (0, 1]")
+
+    def _check_kv_format(self) -> None:
+        asked = self.kv_cache_dtype
+        if asked.startswith("fp8"):
+            raise ConfigError(
+                f"kv_cache_dtype={asked!r} is not there, because eight bits of float round keys and values more than "
+                "codes with a scale for each token and head; use 'int8', which takes as much memory"
+            )
+        _one_of("kv_cache_dtype", asked, get_args(KVCacheDtype))
+        if asked != "int8":
+            return
+        if self.device != "cpu":
+            raise ConfigError(
+                f"kv_cache_dtype='int8' runs on a CPU alone, and the model is asked for on device={self.device!r}; "
+                "leave it out, or use device='cpu'"
+            )
+        if self.allow_links:
+            raise ConfigError(
+                "kv_cache_dtype='int8' does not go with allow_links=True: keys that move would be rounded once more; "
+                "leave out one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "seed": "7",
         },
         "memory": {
+            "kv_cache_dtype": "int8",
             "kv_cache_memory_bytes": "8GB",
             "gpu_memory_utilization": "0.8",
             "max_model_len": "8192",

@@ -20,6 +20,7 @@ from foreword.config.engine import (
     HashName,
     IndexName,
     KernelName,
+    KVCacheDtype,
     Policy,
     WeightArithmetic,
     engine_options,
@@ -37,6 +38,7 @@ class ModelKeywords(TypedDict, total=False):
     response_template: str | None
     generation_config: str
     dtype: Dtype
+    kv_cache_dtype: KVCacheDtype
     weight_arithmetic: WeightArithmetic
     device: str
     max_model_len: int | None

@@ -125,8 +125,7 @@ ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "enable_expert_parallel": _only(False, remedy=_ONE_DEVICE),
     "distributed_executor_backend": _only("uni", "mp", remedy=_ONE_DEVICE),
     "disable_custom_all_reduce": _switch(),
-    "kv_cache_dtype": _only("auto", remedy="KV has the type of the weights; choose both with dtype"),
-    "calculate_kv_scales": _only(False, remedy="KV has the type of the weights"),
+    "calculate_kv_scales": _only(False, remedy="scales of kv_cache_dtype=int8 follow from each token's own KV"),
     "quantization": _only(remedy="leave it out, because a checkpoint's config.json says how it is quantized"),
     "swap_space": _any(),  # preempted requests are computed again, as in vLLM
     "preemption_mode": _only("recompute", remedy="preempted requests are computed again"),

@@ -1,13 +1,23 @@
 """How keys and values are stored: a format, and one layer's blocks in it.
 
-A row is one token's key, or value, of one head.
+A row is one token's key, or value, of one head. A format stores a row's elements as numbers, or as codes of eight bits
+and one scale:
 
-    written by    `KVBlocks.write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py` and `model/rotation.py`,
-                  of elements
+    scale   = (largest |element| / 127) as bfloat16, rounded up
+    code    = element / scale, rounded to the nearest whole number, ties to even
+    element = code * scale, as whoever reads it
+
+Both follow from the row alone, and attention reads nothing but what was written, the step's own rows too. So a token's
+KV has the same bits whatever it was computed with, and a hit reads what a miss wrote.
+
+    a block's page of numbers    token 0: head 0, head 1, ..; token 1: ..
+    a block's page of codes      the codes in this order, and then the scales in this order
+
+    written by    `KVBlocks.write`; `model/cpu/rotary.py`; of numbers, `triton/blocks.py` and `model/rotation.py`
     read by       `KVBlocks.read` and `read_blocks`, and by the compiled kernels whose `why_not` accepts the format
 
-All blocks of a pool have one format, and it is part of their keys. A format whose rows have scales counts them in
-`row_bytes`, and `KVBlocks` is where its readers find them: nobody is handed a bare tensor.
+All blocks of a pool have one format, and it is part of their keys. `KVBlocks` is where readers find codes and scales:
+nobody is handed a bare tensor.
 """
 
 from __future__ import annotations
@@ -17,18 +27,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LARGEST_CODE = 127
+SCALE_BYTES = 2
+
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     """One way to store keys and values."""
 
     dtype: torch.dtype
-    """The type of an element in its block."""
+    """The type of an element in its block; int8: codes with a scale for each row."""
 
     @property
     def name(self) -> str:
         """As `dtype` is written in configurations: "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether elements are codes."""
+        return self.dtype == torch.int8
 
     def key(self, computed: torch.dtype) -> str:
         """The part of blocks' keys that names the format, and the type in which layers compute."""
@@ -36,24 +54,43 @@ class KVFormat:
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` elements, with all that belongs to it."""
-        return dim * self.dtype.itemsize
+        return dim * self.dtype.itemsize + (SCALE_BYTES if self.is_coded else 0)
 
-    def encode(self, rows: Tensor) -> Tensor:
-        """Rows of any type as elements."""
-        return rows.to(self.dtype)
+    def can_take(self, computed: torch.dtype) -> bool:
+        """Whether compiled kernels write rows of this type, and read them again."""
+        return computed == self.dtype or (self.is_coded and computed in (torch.bfloat16, torch.float32))
 
     def view(self, pages: tuple[Tensor, Tensor], block_size: int, num_heads: int, dims: tuple[int, int]) -> KVBlocks:
         """Blocks in pages of keys and of values, bytes [blocks, bytes] each; `dims`: elements of a key and of a value.
 
         They are contiguous if they fill their pages.
         """
-        keys, values = (
-            torch.unflatten(
-                own[:, : block_size * num_heads * self.row_bytes(dim)].view(self.dtype), 1, (block_size, num_heads, dim)
-            )
-            for own, dim in zip(pages, dims, strict=True)
-        )
-        return KVBlocks(self, keys, values)
+        num_rows, elements, scales = block_size * num_heads, [], []
+        for own, dim in zip(pages, dims, strict=True):
+            end = num_rows * dim * self.dtype.itemsize
+            elements.append(torch.unflatten(own[:, :end].view(self.dtype), 1, (block_size, num_heads, dim)))
+            if self.is_coded:
+                own_scales = own[:, end : end + num_rows * SCALE_BYTES].view(torch.bfloat16)
+                scales.append(torch.unflatten(own_scales, 1, (block_size, num_heads)))
+        return KVBlocks(self, elements[0], elements[1], (scales[0], scales[1]) if scales else None)
+
+
+def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., dim] of any type as codes [..., dim] int8 and scales [...] bfloat16.
+
+    A row with an element that is no number, or is infinite, has such a scale: all of it is read as no number.
+    """
+    exact = rows.float()
+    size = exact.abs().view(torch.int32).amax(-1).view(torch.float32)  # as integers, a NaN is larger than any number
+    bits = ((size / LARGEST_CODE).view(torch.int32).long() + 0xFFFF) >> 16
+    scales = bits.clamp(max=0x7FC0).to(torch.int16).view(torch.bfloat16)
+    codes = exact / scales.float()[..., None]
+    return torch.where(codes.abs() <= LARGEST_CODE + 1, codes.round(), 0.0).to(torch.int8), scales
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """Codes [..., dim] and their scales [...] as float32."""
+    return codes.float() * scales.float()[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +102,8 @@ class KVBlocks:
     """[blocks, block_size, kv_heads, key_dim] elements"""
     values: Tensor
     """[blocks, block_size, kv_heads, value_dim] elements"""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of keys and of values, [blocks, block_size, kv_heads] bfloat16 each, if the elements are codes."""
 
     @classmethod
     def plain(cls, keys: Tensor, values: Tensor) -> KVBlocks:
@@ -95,23 +134,50 @@ class KVBlocks:
     @property
     def is_contiguous(self) -> bool:
         """Whether there are no gaps between blocks."""
-        return self.keys.is_contiguous() and self.values.is_contiguous()
+        if not self.format.is_coded:
+            return self.keys.is_contiguous() and self.values.is_contiguous()
+        num_rows = self.block_size * self.num_kv_heads
+        return all(own.stride(0) == num_rows * self.format.row_bytes(own.shape[3]) for own in (self.keys, self.values))
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows [tokens, kv_heads, dim] of any type at slots [tokens]."""
-        for blocks, rows in ((self.keys, keys), (self.values, values)):
-            if blocks.is_contiguous():
-                blocks.flatten(0, 1).index_copy_(0, slots, self.format.encode(rows))
-            else:
-                blocks[slots // self.block_size, slots % self.block_size] = self.format.encode(rows)
+        for at, (blocks, rows) in enumerate(((self.keys, keys), (self.values, values))):
+            if self.scales is None:
+                _put(blocks, slots, rows.to(blocks.dtype))
+                continue
+            codes, scales = encode(rows)
+            _put(blocks, slots, codes)
+            _put(self.scales[at], slots, scales)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the elements of some slots [tokens]: keys and values, each [tokens, kv_heads, dim]."""
-        if self.is_contiguous:
-            return self.keys.flatten(0, 1).index_select(0, slots), self.values.flatten(0, 1).index_select(0, slots)
-        places = slots // self.block_size, slots % self.block_size
-        return self.keys[places], self.values[places]
+        """Copies of the elements of some slots [tokens]: keys and values, each [tokens, kv_heads, dim].
+
+        They have the blocks' type; codes become float32.
+        """
+        keys, values = _take(self.keys, slots), _take(self.values, slots)
+        if self.scales is None:
+            return keys, values
+        return decode(keys, _take(self.scales[0], slots)), decode(values, _take(self.scales[1], slots))
 
     def read_blocks(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Whole blocks in float32: ids [requests, n] to keys and values [requests, n * block_size, kv_heads, dim]."""
-        return self.keys[block_ids].flatten(1, 2).float(), self.values[block_ids].flatten(1, 2).float()
+        keys, values = self.keys[block_ids].flatten(1, 2), self.values[block_ids].flatten(1, 2)
+        if self.scales is None:
+            return keys.float(), values.float()
+        key_scales, value_scales = (own[block_ids].flatten(1, 2) for own in self.scales)
+        return decode(keys, key_scales), decode(values, value_scales)
+
+
+def _put(blocks: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [tokens, ...] at slots of blocks [blocks, block_size, ...]."""
+    if blocks.is_contiguous():
+        blocks.flatten(0, 1).index_copy_(0, slots, rows)
+    else:
+        blocks[slots // blocks.shape[1], slots % blocks.shape[1]] = rows
+
+
+def _take(blocks: Tensor, slots: Tensor) -> Tensor:
+    """Copies of rows at slots of blocks [blocks, block_size, ...]."""
+    if blocks.is_contiguous():
+        return blocks.flatten(0, 1).index_select(0, slots)
+    return blocks[slots // blocks.shape[1], slots % blocks.shape[1]]

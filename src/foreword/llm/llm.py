@@ -102,6 +102,11 @@ class LLM:
         return Pictures(parts.pictures.vision, parts.tokenizer.encode_part, max_pictures=most, max_tokens=room)
 
     @property
+    def dtype(self) -> str:
+        """The type in which layers compute, such as "bfloat16"; that of stored KV is `layout.kv_format`."""
+        return str(self.cache_identity.facts["model"]["dtype"]).removeprefix("torch.").partition(" as ")[0]
+
+    @property
     def engine(self) -> Engine:
         """The engine, for callers that step it themselves. Raises EngineError after `close()`."""
         if self._engine is None:

@@ -59,6 +59,8 @@ class LoadedModel:
     max_positions: int
     """The length of the longest sequence that the model accepts."""
     eos_token_ids: frozenset[int]
+    kv_format: KVFormat
+    """How keys and values are stored."""
     kernel: AttentionKernel
     rotation: KeyRotation | None
     """How cached keys are moved to other positions; None: nobody asked."""
@@ -102,11 +104,6 @@ class LoadedModel:
     def code(self) -> dict[str, str]:
         """Whose code computes: a written family, or a class of transformers."""
         return {"family": self.network.spec.family} if isinstance(self.network, Decoder) else self.network.code
-
-    @property
-    def kv_format(self) -> KVFormat:
-        """The format of stored keys and values: the type that layers compute in."""
-        return KVFormat(self.dtype)
 
     @property
     def is_packed(self) -> bool:
@@ -247,7 +244,9 @@ def load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
         config=checkpoint.config.to_dict(),
         layers=found.layers,
         states=found.states,
-        kernel=choose_kernel(options.attention_kernel, device, KVFormat(checkpoint.dtype), found.options.values()),
+        kernel=choose_kernel(
+            options.attention_kernel, device, _kv_format_of(checkpoint, options), found.options.values()
+        ),
         rotation=None,
         vocab_size=module.get_output_embeddings().weight.shape[0],
         **_facts_of(checkpoint, options),
@@ -316,7 +315,7 @@ def _written(
         config={**asdict(spec), **facts},
         layers=decoder.layouts,
         states={},
-        kernel=choose_kernel(options.attention_kernel, read.device, KVFormat(read.dtype), decoder.options),
+        kernel=choose_kernel(options.attention_kernel, read.device, _kv_format_of(read, options), decoder.options),
         rotation=KeyRotation.of(spec, decoder.rotaries) if options.allow_links else None,
         vocab_size=spec.vocab_size,
         **_facts_of(read, options),
@@ -342,7 +341,13 @@ def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
     )
 
 
+def _kv_format_of(read: StoredModel | Checkpoint, options: ModelConfig) -> KVFormat:
+    """How keys and values are stored: in the type that layers compute in, unless another was asked for."""
+    return KVFormat(torch.int8 if options.kv_cache_dtype == "int8" else read.dtype)
+
+
 def _facts_of(read: StoredModel | Checkpoint, options: ModelConfig) -> dict[str, Any]:
     """The facts of a checkpoint that do not hang on who computes, as a loaded model's fields."""
     names = ("device", "dtype", "max_positions", "eos_token_ids")
-    return {"exact": options.exact, **{name: getattr(read, name) for name in names}}
+    kv_format = _kv_format_of(read, options)
+    return {"exact": options.exact, "kv_format": kv_format, **{name: getattr(read, name) for name in names}}

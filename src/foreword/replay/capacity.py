@@ -17,6 +17,8 @@ from foreword.errors import ConfigError, ModelLoadError
 MAX_BLOCKS = 2**31 - 1
 """Block numbers have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
+SCALE_BYTES = 2
+"""Of a token's keys, or values, of one head in codes of eight bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,17 @@ def read_model_config(model: str) -> dict[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-def kv_bytes_per_token(config: dict[str, Any]) -> int:
+def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> int:
     """Bytes of keys and values of one token in all layers, as if all of them attended to everything.
 
-    Raises ModelLoadError if the configuration does not say.
+    `kv_cache_dtype`: how `serve` stores them; "auto" is the type of the configuration.
+    Raises ModelLoadError if the configuration does not say, and ConfigError for latent vectors in int8.
     """
+    if kv_cache_dtype == "int8" and "kv_lora_rank" in config:
+        raise ConfigError(
+            "kv_cache_dtype='int8' stores keys and values of heads, and this model is counted by its latent vectors; "
+            "give --kv-bytes-per-token"
+        )
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     size = DTYPE_BYTES.get(dtype, 2)
     try:
@@ -88,4 +96,5 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int:
         raise ModelLoadError(
             f"the model's configuration does not tell the size of its KV ({error}); give --kv-bytes-per-token"
         ) from error
-    return 2 * layers * heads * width * size
+    row_bytes = width + SCALE_BYTES if kv_cache_dtype == "int8" else width * size
+    return 2 * layers * heads * row_bytes

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foreword.config import SchedulerConfig
+from foreword.config import KVCacheDtype, SchedulerConfig
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
 from foreword.replay.cluster import COST, RULES, ClusterOptions, ClusterSimulation, FleetChange
@@ -42,7 +42,7 @@ SATURATED = 0.95
 DEFAULT_CAPACITIES = "1000,3000,10000,30000,100000"
 DEFAULT_METHODS = "none,first-16,deviation-0.15"
 DEFAULT_TOKENS = "50000,200000,1000000"
-NOT_FOR_CHUNKS = ("tier", "flops", "sample", "picture", "policy", "block_tokens", "tokenizer")
+NOT_FOR_CHUNKS = ("tier", "flops", "sample", "picture", "policy", "block_tokens", "tokenizer", "kv_cache_dtype")
 """Options of `foreword replay` that need blocks."""
 
 
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="FOLDER", help="model whose KV is meant by bytes: its folder or config.json")
     parser.add_argument("--kv-bytes-per-token", type=int, metavar="BYTES", help="KV of one token, instead of --model")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default="auto",
+        help="how --model's KV is stored, as `foreword serve` takes it (default: in the type of its config)",
+    )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="for traces of text (default: that of --model)")
     parser.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens per block (default: what the format says)"
@@ -172,7 +178,10 @@ def _step_cost(args: argparse.Namespace) -> StepCost | None:
     if args.model is None:
         raise ConfigError("--flops needs the model that is served; give its folder or config.json with --model")
     cost = StepCost.of_model(
-        read_model_config(args.model), flops_per_s=args.flops, bytes_per_s=float(parse_with_unit(args.bandwidth))
+        read_model_config(args.model),
+        flops_per_s=args.flops,
+        bytes_per_s=float(parse_with_unit(args.bandwidth)),
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     TimingOptions(1, cost, args.replicas, args.routing or "prefix_aware")
     return cost
@@ -262,7 +271,9 @@ def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:
             raise ConfigError(f"kv_bytes_per_token={args.kv_bytes_per_token} is too small; use at least 1")
         given: int = args.kv_bytes_per_token
         return given
-    return kv_bytes_per_token(read_model_config(args.model)) if args.model is not None else None
+    if args.model is None:
+        return None
+    return kv_bytes_per_token(read_model_config(args.model), args.kv_cache_dtype)
 
 
 def _replay(

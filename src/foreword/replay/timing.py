@@ -49,13 +49,19 @@ class StepCost:
 
     @classmethod
     def of_model(
-        cls, config: dict[str, Any], *, flops_per_s: float, bytes_per_s: float, overhead_s: float = 0.002
+        cls,
+        config: dict[str, Any],
+        *,
+        flops_per_s: float,
+        bytes_per_s: float,
+        overhead_s: float = 0.002,
+        kv_cache_dtype: str = "auto",
     ) -> StepCost:
-        """The cost from a model's configuration (dense layers, gated MLP) and the device's speeds."""
+        """The cost from a model's configuration (dense layers, gated MLP), its form of KV, and the device's speeds."""
         for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s)):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} is no rate; use a number above 0")
-        kv_bytes = kv_bytes_per_token(config)  # raises ModelLoadError if the configuration does not say
+        kv_bytes = kv_bytes_per_token(config, kv_cache_dtype)  # raises ModelLoadError if the configuration does not say
         width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads = int(config["num_attention_heads"])
         head = int(config.get("head_dim") or width // heads)

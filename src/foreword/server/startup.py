@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def log_model(llm: LLM, model_name: str) -> None:
     """Log the model, its precision, its layers by kind, and the longest request."""
     options, layout, engine = llm.config, llm.layout, llm.engine
-    dtype, kinds = layout.kv_format.name, layout.layers_by_kind()
+    dtype, kv_format, kinds = llm.dtype, layout.kv_format.name, layout.layers_by_kind()
     longest = engine.limits.max_model_len
     logger.info(
         "model %s from %s: %s on %s; layers: %s; requests of up to %s tokens",
@@ -54,10 +54,11 @@ def log_model(llm: LLM, model_name: str) -> None:
     num_bytes, num_tokens = num_blocks * llm.kv_block_bytes, layout.tokens_in(num_blocks)
     caching = f"prefix caching with the policy {options.cache.eviction_policy}"
     logger.info(
-        "pool: %s blocks of %d tokens of %s, for %s tokens of text; it may grow to %s; %s",
+        "pool: %s blocks of %d tokens of %s in %s, for %s tokens of text; it may grow to %s; %s",
         f"{num_blocks:,}",
         block_size,
         "all layers" if len(layout.groups) == 1 else f"one of {len(layout.groups)} groups of layers",
+        kv_format,
         f"{num_tokens:,}",
         format_bytes(num_bytes),
         caching if options.cache.enable_prefix_caching else "no prefix caching",
@@ -66,6 +67,7 @@ def log_model(llm: LLM, model_name: str) -> None:
                 "event": "pool",
                 "blocks": num_blocks,
                 "block_tokens": block_size,
+                "kv_format": kv_format,
                 "tokens": num_tokens,
                 "groups": len(layout.groups),
                 "bytes": num_bytes,

@@ -16,13 +16,13 @@ from foreword.engine import Engine
 from foreword.model.loader import LoadedModel
 from foreword.request import Request, RequestOutput, SamplingParams
 from lanes import slow
-from tiny_models import RECIPES, VOCAB_SIZE, TinyModels, add, build_engine, drain, greedy, random_tokens
+from tiny_models import RECIPES, VOCAB_SIZE, TinyModels, add, build_engine, drain, greedy, in_codes, random_tokens
 
 RECURRENT = {"mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"}
 FAMILIES = sorted(set(RECIPES) - RECURRENT)
 BFLOAT16 = ["llama", "gpt_oss", "gemma2", "llama4_text", "odd_llama", "mqa_llama"]
-FEW = [("llama", "float32"), ("gemma2", "bfloat16"), ("llama4_text", "float32")]
-"""Full attention, windows, and chunks with experts."""
+FEW = [("llama", "float32"), ("gemma2", "bfloat16"), ("llama4_text", "float32"), ("qwen2", "bfloat16", "int8")]
+"""Full attention, windows, and chunks with experts; KV in codes."""
 CASES = [(family, "bfloat16" if family in BFLOAT16 else "float32") for family in FAMILIES]
 
 
@@ -111,8 +111,9 @@ def test_answers_are_equal_whatever_is_drafted(model: LoadedModel) -> None:
 
 @pytest.fixture(scope="module", params=FEW, ids="-".join)
 def one_of_few(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
-    family, dtype = request.param
-    return tiny_models.loaded(family, dtype)
+    family, dtype, *coded = request.param
+    loaded = tiny_models.loaded(family, dtype)
+    return in_codes(loaded) if coded and loaded.device.type == "cpu" else loaded
 
 
 @pytest.mark.parametrize("seed", range(40, 60, 4))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.kernels.kv_format import KVBlocks
+from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.llvm.norms import ROUND_NORM
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import Norm
@@ -75,6 +75,54 @@ def test_heads_are_normalised_turned_and_stored(
     untouched = torch.ones(16 * 20, dtype=torch.bool)
     untouched[slots] = False
     assert all((block.flatten(0, 1)[untouched] == 7.0).all() for block in blocks)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 200])
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(
+    "shapes", [HeadShapes(4, 2, 64, 64, 64), HeadShapes(3, 1, 128, 64, 32), HeadShapes(2, 3, 32, 16, 32)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_those_of_the_rows_that_other_blocks_hold(
+    dtype: torch.dtype, shapes: HeadShapes, with_norms: bool, num_rows: int
+) -> None:
+    """Bit for bit, by the formula in torch; rows of zeros, and of no numbers, among them."""
+    norms = [
+        Norm(random(shapes.key_dim, dtype=dtype, seed=n), 1e-5, ROUND_NORM) if with_norms else None for n in (1, 2)
+    ]
+    width = (shapes.query_heads + shapes.kv_heads) * shapes.key_dim + shapes.kv_heads * shapes.value_dim
+    projected = random(num_rows, width, dtype=dtype) * 2.0 ** torch.arange(-20, 20).repeat(5)[:num_rows, None]
+    projected = projected.to(dtype)
+    if num_rows > 5:
+        projected[3], projected[4, -1], projected[5, -1] = 0.0, torch.nan, torch.inf
+    turns = tuple(random(1, num_rows, shapes.turned, dtype=dtype, seed=seed) for seed in (3, 4))
+    slots = torch.randperm(16 * 20, generator=torch.Generator().manual_seed(5))[: max(1, num_rows - 2)]
+    dims = shapes.key_dim, shapes.value_dim
+    plain, coded, expected = (
+        own.view(
+            (
+                torch.zeros(20, 16 * shapes.kv_heads * own.row_bytes(dims[0]), dtype=torch.uint8),
+                torch.zeros(20, 16 * shapes.kv_heads * own.row_bytes(dims[1]), dtype=torch.uint8),
+            ),
+            16,
+            shapes.kv_heads,
+            dims,
+        )
+        for own in (KVFormat(dtype), KVFormat(torch.int8), KVFormat(torch.int8))
+    )
+    kernel = RotaryKernel(shapes, *norms)
+    assert kernel.can_write(coded, dtype)
+    queries = kernel(projected, turns, slots, plain)
+    expected.write(slots, *plain.read(slots))
+    assert torch.equal(
+        kernel(projected.clone(), turns, slots, coded).float().nan_to_num(), queries.float().nan_to_num()
+    )
+    assert torch.equal(coded.keys, expected.keys)
+    assert torch.equal(coded.values, expected.values)
+    assert coded.scales is not None
+    assert expected.scales is not None
+    for ours, theirs in zip(coded.scales, expected.scales, strict=True):
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
 def test_the_number_of_threads_changes_nothing() -> None:

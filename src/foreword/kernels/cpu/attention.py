@@ -49,7 +49,7 @@ class CpuPlan:
 
 def why_not(kv_format: KVFormat, options: AttentionOptions) -> str | None:
     """Why compiled attention cannot run with these options over blocks of this format; None if it can."""
-    if kv_format.dtype not in (torch.bfloat16, torch.float32):
+    if kv_format.dtype not in (torch.bfloat16, torch.float32, torch.int8):
         return f"takes no dtype={kv_format.name!r}; use 'float32', which is faster"
     if options.slopes is not None:
         return "takes no scores with linear biases"
@@ -73,9 +73,12 @@ class AttentionOperations:
         self.shape = 0, 0, 0, 0, 0
         """Mode, query heads of a KV head, KV heads, key dim, value dim."""
 
-    def set_layer(self, blocks: KVBlocks, num_heads: int, options: AttentionOptions, bfloat16: int) -> None:
+    def set_layer(
+        self, blocks: KVBlocks, num_heads: int, options: AttentionOptions, dtype: torch.dtype, bfloat16: int
+    ) -> None:
         """Attend to keys and values in blocks without gaps, which the caller keeps.
 
+        `dtype`: of queries and of the output, bfloat16 or float32; that of the blocks, unless they have codes.
         `bfloat16`: the mode in which bfloat16 is multiplied.
         """
         problem = why_not(blocks.format, options)
@@ -84,13 +87,15 @@ class AttentionOperations:
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self._sinks = sinks
         num_kv_heads, key_dim, value_dim = blocks.num_kv_heads, blocks.key_dim, blocks.value_dim
-        mode = layout.FLOATS if keys.dtype == torch.float32 else bfloat16
+        assert blocks.format.can_take(dtype)
+        mode = layout.FLOATS if dtype == torch.float32 else bfloat16
         self.shape = mode, num_heads // num_kv_heads, num_kv_heads, key_dim, value_dim
         self.token_bytes = blocks.token_bytes
         for a in (self.items.arguments, self.merges.arguments):
             a["keys"], a["values"] = keys.data_ptr(), values.data_ptr()
             a["mode"], a["num_groups"], a["num_kv_heads"], a["key_dim"], a["value_dim"] = self.shape
-            a["item_bytes"], a["key_words"] = keys.element_size(), layout.key_words(mode, key_dim)
+            a["item_bytes"], a["stored_bytes"] = dtype.itemsize, keys.element_size()
+            a["key_words"] = layout.key_words(mode, key_dim)
             a["value_width"] = layout.padded(value_dim, 32)
             a["sinks"] = 0 if sinks is None else sinks.data_ptr()
             a["window"], a["local_chunk"] = options.sliding_window or 0, options.local_chunk or 0
@@ -99,7 +104,7 @@ class AttentionOperations:
     def bind_rows(self, query: tuple[int, int, int], output: int) -> None:
         """Take `query` (address, bytes of a token, bytes of a head) and the address of the output.
 
-        The output [rows, heads, value_dim] has the blocks' type.
+        The output [rows, heads, value_dim] has the type of `set_layer`.
         """
         for a in (self.items.arguments, self.merges.arguments):
             a["query"], a["query_token_bytes"], a["query_head_bytes"] = query
@@ -151,7 +156,10 @@ class CpuAttention:
 
     def attend(self, query: Tensor, blocks: KVBlocks, plan: CpuPlan, options: AttentionOptions) -> Tensor:
         """`reference.paged_attention` with a plan in place of tiles; the scale must be positive."""
-        step, dtype, operations = plan.step, blocks.keys.dtype, self._operations
+        step, operations = plan.step, self._operations
+        dtype = blocks.keys.dtype
+        if blocks.format.is_coded:
+            dtype = query.dtype if blocks.format.can_take(query.dtype) else torch.float32
         rows = query.to(dtype)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
@@ -159,7 +167,7 @@ class CpuAttention:
         output = rows.new_empty(num_rows, num_heads, blocks.value_dim)
         if num_rows > step.num_tokens:
             output[step.num_tokens :] = 0
-        operations.set_layer(blocks, num_heads, options, self.bfloat16)
+        operations.set_layer(blocks, num_heads, options, dtype, self.bfloat16)
         place = rows.data_ptr(), rows.stride(0) * dtype.itemsize, rows.stride(1) * dtype.itemsize
         operations.bind_rows(place, output.data_ptr())
         numbers = self.step_numbers(operations.shape, operations.token_bytes, plan).tolist()

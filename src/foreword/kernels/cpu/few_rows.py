@@ -23,8 +23,17 @@ from foreword.kernels.runtime.compiled import inlined
 
 @inlined
 def are_few(a: Any, num_rows: int) -> Any:
-    """Whether to skip packing: reading a chunk twice costs as much as packing. Heads must be whole vectors of pairs."""
-    return a.mode == PAIRS and num_rows <= 2 * ROWS and a.key_dim % DIMS == 0 and a.value_dim % DIMS == 0
+    """Whether to skip packing: reading a chunk twice costs as much as packing. Heads must be whole vectors of pairs.
+
+    Codes are decoded as they are packed.
+    """
+    return (
+        a.mode == PAIRS
+        and a.stored_bytes == 2
+        and num_rows <= 2 * ROWS
+        and a.key_dim % DIMS == 0
+        and a.value_dim % DIMS == 0
+    )
 
 
 @inlined

@@ -35,7 +35,8 @@ ATTENTION = record(
     "num_kv_heads",
     "key_dim",
     "value_dim",
-    "item_bytes",  # bytes of one element of queries, keys and values
+    "item_bytes",  # bytes of one element of queries and of the output
+    "stored_bytes",  # bytes of one element of keys and values; 1: codes, whose scales follow in each block
     "key_words",  # words of a packed key
     "value_width",  # dimensions of a row's mixture of values, padded
     "sinks",  # address of a float32 per head; 0: no sinks
@@ -75,7 +76,7 @@ ROW = record("low", "high", "target")
 STATS = record(peak=np.float32, total=np.float32)
 """One row's peak of its scores, in powers of two, and the sum of its weights."""
 FOUND = record("request", "chunk", "low", "high")
-"""The tokens whose addresses lie at `key_rows` and `value_rows`."""
+"""The tokens whose addresses lie at `key_rows` and `value_rows`, and at `key_scales` and `value_scales`."""
 ROW_BYTES, STATS_BYTES = ROW.itemsize, STATS.itemsize
 
 
@@ -95,6 +96,8 @@ def _part_bytes(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_
     return {
         "key_rows": addresses,  # the keys of a chunk's tokens
         "value_rows": addresses,  # the values of a chunk's tokens
+        "key_scales": addresses,  # the scales of their first heads, if keys and values are codes
+        "value_scales": addresses,
         "staged_rows": addresses,  # copies of keys or values in `stage`
         "next_key_rows": addresses,  # the keys of the next chunk's tokens, for prefetching
         "next_value_rows": addresses,

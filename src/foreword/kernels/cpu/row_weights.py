@@ -23,14 +23,14 @@ def ask_ahead(a: Any, s: Any, first: int, last: int) -> None:
 def ask_for_keys(a: Any, s: Any, first: int, last: int) -> None:
     """Prefetch keys alone."""
     for token in range(first, min(last, s.next_length)):
-        prefetch(load_int(s.next_key_rows + 8 * token), a.key_dim * a.item_bytes)
+        prefetch(load_int(s.next_key_rows + 8 * token), a.key_dim * a.stored_bytes)
 
 
 @inlined
 def ask_for_values(a: Any, s: Any, first: int, last: int) -> None:
     """Prefetch values alone."""
     for token in range(first, min(last, s.next_length)):
-        prefetch(load_int(s.next_value_rows + 8 * token), a.value_dim * a.item_bytes)
+        prefetch(load_int(s.next_value_rows + 8 * token), a.value_dim * a.stored_bytes)
 
 
 @inlined

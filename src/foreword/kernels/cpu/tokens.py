@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from foreword.kernels.cpu.layout import KV_PANEL, found_at, request_at
-from foreword.kernels.llvm.simd import load_int32, store_int
+from foreword.kernels.kv_format import SCALE_BYTES
+from foreword.kernels.llvm.simd import load_int32, prefetch, store_int
 from foreword.kernels.runtime.compiled import compiled
 from foreword.kernels.step_plan import CHUNK
 
@@ -33,19 +34,34 @@ def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -
         return
     found.request, found.chunk, found.low, found.high = request, chunk, low, high
     for token in range(low // KV_PANEL * KV_PANEL, low):
-        store_int(s.key_rows + 8 * token, zeros)
-        store_int(s.value_rows + 8 * token, zeros)
+        _put(s, token, zeros)
     _locate(a, (s.key_rows, s.value_rows), (request, chunk, 0), low, high)
+    if a.stored_bytes == 1:
+        _locate_scales(a, s, (request, chunk), low, high)
     for token in range(high, -(-high // KV_PANEL) * KV_PANEL):
-        store_int(s.key_rows + 8 * token, zeros)
-        store_int(s.value_rows + 8 * token, zeros)
+        _put(s, token, zeros)
+
+
+@compiled
+def _put(s: Any, token: int, zeros: int) -> None:
+    """Let a token that no row sees have zeros for its key and value, and for their scales."""
+    store_int(s.key_rows + 8 * token, zeros)
+    store_int(s.value_rows + 8 * token, zeros)
+    store_int(s.key_scales + 8 * token, zeros)
+    store_int(s.value_scales + 8 * token, zeros)
+
+
+@compiled
+def _block_bytes(a: Any, dim: int) -> Any:
+    """Bytes of a block's keys, or values, of some dimension."""
+    return a.block_size * a.num_kv_heads * (dim * a.stored_bytes + (SCALE_BYTES if a.stored_bytes == 1 else 0))
 
 
 @compiled
 def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int, high: int) -> None:
     """Write the addresses of keys and values to `rows`; `place`: request, chunk, KV head."""
-    item_bytes = a.item_bytes
-    key_bytes, value_bytes = a.key_dim * item_bytes, a.value_dim * item_bytes
+    key_bytes, value_bytes = a.key_dim * a.stored_bytes, a.value_dim * a.stored_bytes
+    key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)
     (request, chunk, kv_head), (key_rows, value_rows) = place, rows
     keys, values = a.keys, a.values
     table = a.tables + 4 * request * a.table_width
@@ -55,12 +71,41 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
         position = chunk * CHUNK + token
         block = position // block_size
         inside = position - block * block_size
-        first = (load_int32(table + 4 * block) * block_size + inside) * num_heads + kv_head
-        key, value = keys + first * key_bytes, values + first * value_bytes
+        number, first = load_int32(table + 4 * block), inside * num_heads + kv_head
+        key, value = keys + number * key_block + first * key_bytes, values + number * value_block + first * value_bytes
         for _ in range(min(block_size - inside, high - token)):
             store_int(key_rows + 8 * token, key)
             store_int(value_rows + 8 * token, value)
             token, key, value = token + 1, key + num_heads * key_bytes, value + num_heads * value_bytes
+
+
+@compiled
+def _locate_scales(a: Any, s: Any, place: tuple[int, int], low: int, high: int) -> None:
+    """Write the addresses of the scales of some tokens' first heads; `place`: request, chunk."""
+    (request, chunk), token_bytes = place, SCALE_BYTES * a.num_kv_heads
+    table, block_size, token = a.tables + 4 * request * a.table_width, a.block_size, low
+    key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)
+    while token < high:
+        position = chunk * CHUNK + token
+        block = position // block_size
+        following, left = load_int32(table + 4 * block) + 1, block_size - (position - block * block_size)
+        key, value = a.keys + following * key_block, a.values + following * value_block
+        for left_over in range(left, left - min(left, high - token), -1):
+            store_int(s.key_scales + 8 * token, key - left_over * token_bytes)
+            store_int(s.value_scales + 8 * token, value - left_over * token_bytes)
+            token += 1
+
+
+@compiled
+def _ask_for_scales(a: Any, place: tuple[int, int], num_tokens: int) -> None:
+    """Prefetch the scales of a chunk's first tokens, those of all heads; `place`: request, chunk."""
+    (request, chunk), num_bytes = place, SCALE_BYTES * a.num_kv_heads * a.block_size
+    table, first = a.tables + 4 * request * a.table_width, chunk * CHUNK // a.block_size
+    key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)
+    for block in range(first, (chunk * CHUNK + num_tokens - 1) // a.block_size + 1):
+        following = load_int32(table + 4 * block) + 1
+        prefetch(a.keys + following * key_block - num_bytes, num_bytes)
+        prefetch(a.values + following * value_block - num_bytes, num_bytes)
 
 
 @compiled
@@ -71,3 +116,5 @@ def look_ahead(a: Any, s: Any, request: int, chunk: int, kv_head: int) -> None:
     rows = s.next_key_rows, s.next_value_rows
     s.next_length = min(CHUNK, length - chunk * CHUNK)
     _locate(a, rows, (request, chunk, kv_head), 0, min(CHUNK, length - chunk * CHUNK))
+    if a.stored_bytes == 1:
+        _ask_for_scales(a, (request, chunk), min(CHUNK, length - chunk * CHUNK))

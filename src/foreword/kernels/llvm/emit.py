@@ -38,8 +38,8 @@ class _BFloat16(ir.types.Type):
         return hash(_BFloat16)
 
 
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-F32S, I32S, I16S = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+F32S, I32S, I16S, I8S = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16, I8))
 BF16S, BF16_PAIRS = ir.VectorType(_BFloat16(), LANES), ir.VectorType(_BFloat16(), 2 * LANES)
 _TYPES = {"a": types.intp, "i": types.intp, "f": types.float32, "d": types.float64}
 
@@ -184,6 +184,24 @@ def polynomial(builder: Any, terms: Sequence[float], variable: Any) -> Any:
 def widened(builder: Any, halves: Any) -> Any:
     """bfloat16 bits as float32."""
     return builder.bitcast(builder.shl(builder.zext(halves, I32S), ir.Constant(I32S, [16] * LANES)), F32S)
+
+
+def decoded(builder: Any, address: Any, scale: Any, offset: int = 0) -> Any:
+    """16 codes `offset` bytes after an address as float32, times a scale that is in every lane."""
+    codes = builder.sext(load(builder, address, offset, I8S), I32S)
+    return builder.fmul(builder.sitofp(codes, F32S), scale)
+
+
+def scale_at(builder: Any, address: Any) -> Any:
+    """A bfloat16 in every lane, as float32."""
+    return widened(builder, splat(builder, load(builder, address, 0, I16)))
+
+
+def rounded_pairs(builder: Any, low: Any, high: Any) -> Any:
+    """Two float32 vectors, end to end, as 32 bfloat16; only where HAS_BF16_DOT."""
+    kind = ir.FunctionType(BF16_PAIRS, [F32S, F32S])
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
 
 
 def by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:

@@ -1,4 +1,4 @@
-"""Operations on one row of numbers, as LLVM instructions for numba: norm, gate, sum, rotation.
+"""Operations on one row of numbers, as LLVM instructions for numba: norm, gate, sum, rotation, codes.
 
 Rows are bfloat16 or float32, in whole vectors of 16. Arithmetic is float32, rounded to bfloat16 wherever a model would
 write bfloat16 to memory.
@@ -17,6 +17,8 @@ from foreword.kernels.llvm.emit import I16S, I32S, LANES, LOG2_E
 
 ROUND_NORM, ADD_ONE = 1, 2
 """Bits of a norm's form: round the normalised row before scaling it; add 1 to the scales."""
+LARGEST_CODE = 127
+"""That of `kv_format`, which emitters do not know."""
 
 
 def load(builder: Any, address: Any, index: Any, to_bf16: bool) -> Any:
@@ -155,8 +157,46 @@ def _rotate(bf16: bool) -> Any:
     return rotate
 
 
+def _code(bf16: bool) -> Any:
+    @emit.instructions("aaai")
+    def code(builder: Any, x: Any, codes: Any, scale: Any, width: Any) -> None:
+        """Write a row of whole vectors as codes and a scale, by the formula of `kv_format.encode`."""
+
+        def largest(left: Any, right: Any) -> Any:
+            return builder.select(builder.icmp_signed(">", right, left), right, left)
+
+        def look(index: Any, most: Any) -> list[Any]:
+            size = builder.bitcast(load(builder, x, index, bf16), I32S)
+            return [largest(most, builder.and_(size, integers(0x7FFFFFFF)))]
+
+        def integers(value: int) -> ir.Constant:
+            return ir.Constant(I32S, [value] * LANES)
+
+        [most] = emit.loop(builder, emit.integer(0), width, LANES, [integers(0)], look)
+        most = builder.bitcast(emit.reduce(builder, most, largest), emit.F32S)
+        bits = builder.bitcast(builder.fdiv(most, emit.constant(float(LARGEST_CODE))), I32S)
+        bits = builder.lshr(builder.add(bits, integers(0xFFFF)), integers(16))
+        bits = builder.select(builder.icmp_signed("<", bits, integers(0x7FC0)), bits, integers(0x7FC0))
+        halves = builder.trunc(bits, I16S)
+        emit.store(builder, builder.extract_element(halves, ir.Constant(emit.I32, 0)), scale)
+        divisor = emit.widened(builder, halves)
+
+        def write(index: Any) -> list[Any]:
+            ratio = builder.fdiv(load(builder, x, index, bf16), divisor)
+            size = emit.call(builder, "llvm.fabs.v16f32", ratio)
+            is_code = builder.fcmp_ordered("<=", size, emit.constant(LARGEST_CODE + 1.0))
+            whole = emit.call(builder, "llvm.rint.v16f32", builder.select(is_code, ratio, emit.constant(0.0)))
+            emit.store(builder, builder.trunc(builder.fptosi(whole, I32S), emit.I8S), builder.add(codes, index))
+            return []
+
+        emit.loop(builder, emit.integer(0), width, LANES, [], write)
+
+    return code
+
+
 norm_bf16, norm_f32 = _norm(True), _norm(False)
 silu_gate_bf16, silu_gate_f32 = _gate(True, silu), _gate(False, silu)
 gelu_gate_bf16, gelu_gate_f32 = _gate(True, gelu), _gate(False, gelu)
 add_bf16, add_f32 = _add(True), _add(False)
 rotate_bf16, rotate_f32 = _rotate(True), _rotate(False)
+code_bf16, code_f32 = _code(True), _code(False)

@@ -146,6 +146,68 @@ def transpose_widened(builder: Any, rows: Any, offset_bytes: Any, target: Any, s
     _emit_transpose(builder, words, target, stride_bytes)
 
 
+def _transpose_codes(of_pairs: bool) -> Any:
+    @emit.instructions("aiaiai")
+    def transpose(
+        builder: Any, rows: Any, offset_bytes: Any, scales: Any, scale_offset: Any, target: Any, stride_bytes: Any
+    ) -> None:
+        """Write the columns of 16 words of 16 rows of codes; `rows`, `scales` point to the rows' and scales' addresses.
+
+        A word is a float32, or a pair of bfloat16.
+        """
+        words = []
+        for row in range(LANES):
+            address = builder.add(emit.load(builder, rows, 8 * row, I64), offset_bytes)
+            scale = emit.scale_at(builder, builder.add(emit.load(builder, scales, 8 * row, I64), scale_offset))
+            word = emit.decoded(builder, address, scale)
+            if of_pairs:
+                word = emit.rounded_pairs(builder, word, emit.decoded(builder, address, scale, LANES))
+            words.append(builder.bitcast(word, I32S))
+        _emit_transpose(builder, words, target, stride_bytes)
+
+    return transpose
+
+
+transpose_codes, transpose_code_pairs = _transpose_codes(of_pairs=False), _transpose_codes(of_pairs=HAS_BF16_DOT)
+"""To float32, and to pairs of bfloat16; the second is called only where HAS_BF16_DOT."""
+
+
+@emit.instructions("aaai")
+def widen_codes(builder: Any, target: Any, source: Any, scale: Any, size: Any) -> None:
+    """Convert codes to float32 in whole vectors, so up to 15 elements more than `size`; `scale`: its address."""
+    factor = emit.scale_at(builder, scale)
+
+    def body(index: Any) -> list[Any]:
+        row = emit.decoded(builder, builder.add(source, index), factor)
+        emit.store(builder, row, builder.add(target, builder.mul(index, emit.integer(4))))
+        return []
+
+    emit.loop(builder, emit.integer(0), size, LANES, [], body)
+
+
+@emit.instructions("aaaaai")
+def interleave_codes(
+    builder: Any, first: Any, second: Any, first_scale: Any, second_scale: Any, target: Any, size: Any
+) -> None:
+    """Write `size` (whole 32) codes of each of two rows as pairs of bfloat16; called only where HAS_BF16_DOT."""
+    halves = ir.VectorType(I16, 2 * LANES)
+    order = ir.Constant(
+        ir.VectorType(I32, 2 * LANES), [side * LANES + lane for lane in range(LANES) for side in (0, 1)]
+    )
+    one_scale, two_scale = emit.scale_at(builder, first_scale), emit.scale_at(builder, second_scale)
+
+    def body(index: Any) -> list[Any]:
+        one = emit.decoded(builder, builder.add(first, index), one_scale)
+        two = emit.decoded(builder, builder.add(second, index), two_scale)
+        both = builder.bitcast(emit.rounded_pairs(builder, one, two), halves)
+        pairs = builder.shuffle_vector(both, both, order)
+        emit.store(builder, pairs, builder.add(target, builder.mul(index, emit.integer(4))))
+        return []
+
+    if HAS_BF16_DOT:
+        emit.loop(builder, emit.integer(0), size, LANES, [], body)
+
+
 def interleaved(builder: Any, first: Any, second: Any) -> list[Any]:
     """32 bfloat16 at each of two addresses as two vectors of pairs."""
     kind = ir.VectorType(I16, 2 * LANES)

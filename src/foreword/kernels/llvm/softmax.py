@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from foreword.kernels.llvm import emit
-from foreword.kernels.llvm.emit import BF16_PAIRS, F32, F32S, HAS_BF16_DOT, I16, I16S, I32, I32S, LANES, LOG2_E, LOWEST
+from foreword.kernels.llvm.emit import BF16_PAIRS, F32, HAS_BF16_DOT, I16, I16S, I32, I32S, LANES, LOG2_E, LOWEST
 
 _HALVES = ir.VectorType(I16, 2 * LANES)
 
@@ -109,9 +108,7 @@ def _store_floats(builder: Any, powers: list[Any], scores: Any, index: Any, tota
 def _store_pairs(builder: Any, powers: list[Any], scores: Any, index: Any, total: Any) -> Any:
     """Write weights as bfloat16, from scores + 2 * start bytes on."""
     low, high = (_coarse_exp2(builder, power) for power in powers)
-    kind = ir.FunctionType(BF16_PAIRS, [F32S, F32S])
-    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    pairs = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
+    pairs = emit.rounded_pairs(builder, low, high)
     emit.store(builder, builder.bitcast(pairs, _HALVES), builder.add(scores, builder.mul(index, emit.integer(2))))
     ones = builder.bitcast(ir.Constant(_HALVES, [0x3F80] * (2 * LANES)), BF16_PAIRS)
     return emit.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, pairs, ones)

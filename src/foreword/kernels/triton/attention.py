@@ -75,8 +75,8 @@ class TritonAttention:
         return lay_out_alone(batch, shape) if step is None else lay_out(step, self._tile_queries, shape)
 
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
-        """It takes every option and every format."""
-        return None
+        """It takes every option, over elements that are numbers."""
+        return "takes no KV in codes" if kv_format.is_coded else None
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""

@@ -86,7 +86,8 @@ def write_slots(blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -
     """
     if not len(slots):
         return
-    keys, values = blocks.format.encode(keys), blocks.format.encode(values)
+    assert blocks.scales is None, "elements are numbers"
+    keys, values = keys.to(blocks.keys.dtype), values.to(blocks.values.dtype)
     keys, values = (new if new.stride(2) == 1 else new.contiguous() for new in (keys, values))
     num_heads, key_dim, value_dim = blocks.num_kv_heads, blocks.key_dim, blocks.value_dim
     with on_device(slots.device):

@@ -29,7 +29,6 @@ from torch import Tensor
 from foreword.kernels.cpu import attention as cpu_attention
 from foreword.kernels.cpu.attention import AttentionOperations, CpuAttention
 from foreword.kernels.cpu.layout import padded
-from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
@@ -163,7 +162,7 @@ class LayerOperations:
         self._products = parts.project, parts.output, parts.gate_up, parts.down
         self._project, self._output, self._gate_up, self._down = (product.operations() for product in self._products)
         self._widths = parts.project.width, parts.output.width, parts.gate_up.width
-        self._item_bytes = parts.project.dtype.itemsize
+        self._dtype, self._item_bytes = parts.project.dtype, parts.project.dtype.itemsize
         self._shapes, self._rotary = parts.heads.shapes, parts.heads.operation()
         self._options = options
         self._norm = RowOperation(parts.before_attention)
@@ -229,8 +228,8 @@ class LayerOperations:
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
         """Use the keys and values of `storage` from now on, in blocks without gaps."""
         blocks = storage.blocks[self.layer]
-        self._rotary.bind_blocks(blocks)
-        self.attention.set_layer(blocks, self._shapes.query_heads, self._options, kernel.bfloat16)
+        self._rotary.bind_blocks(blocks, self._dtype)
+        self.attention.set_layer(blocks, self._shapes.query_heads, self._options, self._dtype, kernel.bfloat16)
 
     def wires(self, first: int) -> Iterator[tuple[Operation, str, int]]:
         """Arguments that change in a step, and the places of their numbers from `first` on."""
@@ -370,8 +369,7 @@ class LayerChain:
             self._storage = lambda: None  # an interrupt must not leave layers bound to unknown blocks
             kernels = [step.group(layer.layer).kernel for layer in self.layers]
             blocks = [storage.blocks[layer.layer] for layer in self.layers]
-            wanted = KVFormat(self._space.dtype)
-            self._is_for_storage = all(own.is_contiguous and own.format == wanted for own in blocks)
+            self._is_for_storage = all(RotaryKernel.can_write(own, self._space.dtype) for own in blocks)
             self._is_for_storage &= all(type(kernel) is CpuAttention for kernel in kernels)
             if self._is_for_storage:
                 for layer, kernel in zip(self.layers, kernels, strict=True):

@@ -15,11 +15,11 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from foreword.kernels.kv_format import KVBlocks, KVFormat
+from foreword.kernels.kv_format import SCALE_BYTES, KVBlocks
 from foreword.kernels.llvm import norms as rows
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
-from foreword.kernels.runtime.compiled import Worker, record, worker
+from foreword.kernels.runtime.compiled import Worker, inlined, record, worker
 from foreword.kernels.runtime.threads import OfThread, Operation
 from foreword.model.cpu.row_functions import Norm
 
@@ -37,6 +37,7 @@ HEADS = record(
     "num_rows",
     "num_slots",
     "item_bytes",
+    "coded_tokens",  # tokens of a block of codes; 0: rows are stored as they are
     "query_heads",
     "kv_heads",
     "key_dim",
@@ -73,6 +74,39 @@ class HeadShapes:
         )
 
 
+@inlined
+def _write_codes(size: int, row: int, blocks: int, slot: int, place: tuple[int, int, int, int]) -> None:
+    """Write a row of `size` bytes an element as codes; `place`: tokens of a block, heads, the row's head, elements."""
+    tokens, heads, head, dim = place
+    block = slot // tokens
+    at, num_rows = (slot - block * tokens) * heads + head, tokens * heads
+    first = blocks + block * num_rows * (dim + SCALE_BYTES)
+    codes, scale = first + at * dim, first + num_rows * dim + at * SCALE_BYTES
+    if size == 2:
+        rows.code_bf16(row, codes, scale, dim)
+    else:
+        rows.code_f32(row, codes, scale, dim)
+
+
+@inlined
+def _turn_head(a: Any, source: int, target: int, row: int, norm: tuple[int, Any, int]) -> None:
+    """Write a head that is normalised and rotated; `norm`: its weight (0: no norm), epsilon and form."""
+    size = a.item_bytes
+    weight, epsilon, form = norm
+    cosine, sine = a.cosine + row * a.turned * size, a.sine + row * a.turned * size
+    if weight == 0:
+        if target != source:
+            simd.copy_bytes(target, source, a.key_dim * size)
+    elif size == 2:
+        rows.norm_bf16(source, weight, target, a.key_dim, epsilon, form)
+    else:
+        rows.norm_f32(source, weight, target, a.key_dim, epsilon, form)
+    if size == 2:
+        rows.rotate_bf16(target, cosine, sine, a.turned // 2)
+    else:
+        rows.rotate_f32(target, cosine, sine, a.turned // 2)
+
+
 @functools.cache
 def _compile_worker() -> Worker:
     """Compile the function that every thread runs: it computes rows until none is left."""
@@ -80,9 +114,8 @@ def _compile_worker() -> Worker:
     @worker(HEADS)
     def place_heads(arguments: Any) -> None:
         a = carray(arguments, 1)[0]
-        size, key_dim, value_dim = a.item_bytes, a.key_dim, a.value_dim
-        query_heads, kv_heads = a.query_heads, a.kv_heads
-        key_bytes, value_bytes = key_dim * size, value_dim * size
+        size, query_heads, kv_heads, coded = a.item_bytes, a.query_heads, a.kv_heads, a.coded_tokens
+        key_bytes, value_bytes = a.key_dim * size, a.value_dim * size
         row_bytes = (query_heads + kv_heads) * key_bytes + kv_heads * value_bytes
         while True:
             first = simd.fetch_add(a.counters, UNIT_ROWS)
@@ -92,26 +125,24 @@ def _compile_worker() -> Worker:
                 stored = row < a.num_slots
                 slot = simd.load_int(a.slots + 8 * row) if stored else 0
                 source = a.rows + row * row_bytes
-                cosine, sine = a.cosine + row * a.turned * size, a.sine + row * a.turned * size
                 for head in range(query_heads + kv_heads if stored else query_heads):
-                    norm, epsilon, form = a.query_norm, a.query_epsilon, a.query_form
+                    norm = a.query_norm, a.query_epsilon, a.query_form
                     target = a.query + (row * query_heads + head) * key_bytes
                     if head >= query_heads:
-                        norm, epsilon, form = a.key_norm, a.key_epsilon, a.key_form
+                        norm = a.key_norm, a.key_epsilon, a.key_form
                         target = a.keys + (slot * kv_heads + head - query_heads) * key_bytes
-                    if norm == 0:
-                        simd.copy_bytes(target, source, key_bytes)
-                    elif size == 2:
-                        rows.norm_bf16(source, norm, target, key_dim, epsilon, form)
-                    else:
-                        rows.norm_f32(source, norm, target, key_dim, epsilon, form)
-                    if size == 2:
-                        rows.rotate_bf16(target, cosine, sine, a.turned // 2)
-                    else:
-                        rows.rotate_f32(target, cosine, sine, a.turned // 2)
+                        if coded != 0:
+                            target = source
+                    _turn_head(a, source, target, row, norm)
+                    if coded != 0 and head >= query_heads:
+                        _write_codes(size, target, a.keys, slot, (coded, kv_heads, head - query_heads, a.key_dim))
                     source += key_bytes
-                if stored:
+                if stored and coded == 0:
                     simd.copy_bytes(a.values + slot * kv_heads * value_bytes, source, kv_heads * value_bytes)
+                elif stored:
+                    for head in range(kv_heads):
+                        row_of_head = source + head * value_bytes
+                        _write_codes(size, row_of_head, a.values, slot, (coded, kv_heads, head, a.value_dim))
 
     return place_heads
 
@@ -131,14 +162,14 @@ class RotaryOperation(Operation):
                 a[f"{name}_norm"], a[f"{name}_epsilon"] = norm.weight.data_ptr(), norm.epsilon
                 a[f"{name}_form"] = norm.form
 
-    def bind_blocks(self, blocks: KVBlocks) -> None:
-        """Write to blocks without gaps, of the rows' type, which the caller keeps."""
+    def bind_blocks(self, blocks: KVBlocks, dtype: torch.dtype) -> None:
+        """Write rows of type `dtype` to blocks that can take them, which the caller keeps."""
         a = self.arguments
         a["keys"], a["values"] = blocks.keys.data_ptr(), blocks.values.data_ptr()
-        a["item_bytes"] = blocks.keys.element_size()
+        a["item_bytes"], a["coded_tokens"] = dtype.itemsize, blocks.block_size if blocks.format.is_coded else 0
 
     def bind_rows(self, projected: int, num_rows: int, queries: int) -> None:
-        """Set the addresses of the rows' projections and of their queries."""
+        """Set the addresses of the rows' projections, whose keys may be changed, and of their queries."""
         a = self.arguments
         a["rows"], a["num_rows"], a["query"] = projected, num_rows, queries
 
@@ -154,19 +185,20 @@ class RotaryKernel:
 
     @staticmethod
     def can_write(blocks: KVBlocks, dtype: torch.dtype) -> bool:
-        """Whether rows of this type are the blocks' elements, and lie without gaps."""
-        return blocks.is_contiguous and blocks.format == KVFormat(dtype)
+        """Whether rows of this type can be the blocks' elements, and lie without gaps."""
+        return blocks.is_contiguous and blocks.format.can_take(dtype)
 
     def __call__(self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: KVBlocks) -> Tensor:
         """Queries [rows, heads, key_dim]; keys and values of the first len(slots) rows are written.
 
         `projected` [rows, width] without gaps; `turns`: cosines and sines [1, rows, turned]; `slots` [tokens] int64;
-        `blocks`: without gaps. All of one type but the slots.
+        `blocks`: without gaps. All of one type but the slots, and codes in blocks. With those, keys are turned where
+        they are in `projected`.
         """
         turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
         output = projected.new_empty(len(projected), self.shapes.query_heads, self.shapes.key_dim)
         own = self._of_thread.operation
-        own.bind_blocks(blocks)
+        own.bind_blocks(blocks, projected.dtype)
         own.bind_rows(projected.data_ptr(), len(projected), output.data_ptr())
         for argument, number in zip(STEP_ARGUMENTS, step_numbers(turns, slots), strict=True):
             own.arguments[argument] = number

@@ -19,7 +19,8 @@ def model_card(service: Service, num_blocks: int) -> str:
     layout, block_size = llm.layout, llm.layout.block_size
     facts = {
         "model": service.model_name,
-        "dtype": layout.kv_format.name,
+        "dtype": llm.dtype,
+        "KV": layout.kv_format.name,
         "layers": ", ".join(f"{number} {kind}" for kind, number in layout.layers_by_kind().items()),
         "context": draw.tokens(service.max_model_len),
         "pool": f"{draw.size(num_blocks * llm.kv_block_bytes)}, {draw.tokens(layout.tokens_in(num_blocks))}",

@@ -77,7 +77,7 @@ def _about(service: Service) -> Json:
 
 
 def _details(service: Service) -> Json:
-    family, of_layers = _family(service), service.llm.layout.kv_format.name
+    family, of_layers = _family(service), service.llm.dtype
     is_gguf = service.llm.config.model.model.endswith(".gguf")
     return {
         "parent_model": "",
