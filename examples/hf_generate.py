@@ -3,7 +3,8 @@
     python examples/hf_generate.py [MODEL]
 
 `PayloadCache` keeps whole `DynamicCache` objects, found by the longest prefix. Without MODEL, foreword's tiny demo
-model answers. With the package foreword-cache alone, import from `foreword_cache`.
+model answers. In a MODEL whose layers all attend to all tokens, that object can be cut. With the package foreword-cache
+alone, import from `foreword_cache`.
 """
 
 import copy
