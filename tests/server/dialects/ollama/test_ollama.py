@@ -191,6 +191,11 @@ def test_the_model_is_listed_and_described(server, ask):
     assert shown.details.family == listed.details.family == family != "unknown"
     assert shown.modelinfo[f"{family}.context_length"] == running.context_length
     assert httpx.get(f"{server.url}/api/version").json() == {"version": __version__}
+    for path in ("/", "/ollama/"):
+        assert (httpx.get(server.url + path).text, httpx.head(server.url + path).status_code) == (
+            "foreword is running",
+            200,
+        )
 
 
 def test_a_call_without_a_text_loads_the_model_which_is_there(ask):

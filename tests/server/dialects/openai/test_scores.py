@@ -148,6 +148,7 @@ def test_an_echo_scores_its_end_alone_and_finds_the_rest(server: ServerThread) -
 def test_a_score_that_makes_no_sense_is_refused(server: ServerThread, body: dict[str, Any]) -> None:
     answer = post(server.url, "/v1/score", {"query": "x", "items": ["y"], "label_token_ids": [5]} | body)
     assert answer.status_code in (400, 404), answer.text
+    assert next(iter(body)) in answer.text
 
 
 @pytest.mark.parametrize(

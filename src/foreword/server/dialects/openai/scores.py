@@ -43,6 +43,13 @@ async def score(
     if isinstance(query, str) != isinstance(items[0], str):
         raise bad_request("query and items must both be texts, or both be lists of token ids", param="items")
 
+    wrong, size = max(body.label_token_ids), service.llm.engine.limits.vocab_size
+    if wrong >= size:
+        raise bad_request(
+            f"token id {wrong} in label_token_ids is out of range; the model's ids are 0 to {size - 1}",
+            param="label_token_ids",
+        )
+
     def encode(item: Any) -> TokenIds:
         both = item + query if body.item_first else query + item
         return service.tokenizer.encode(both) if isinstance(both, str) else np.array(both, np.int32)
