@@ -13,15 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tiny_models import BASE, save_tokenizer
 
@@ -94,6 +102,115 @@ def save_seeing_model(folder: Path, kind: str = "idefics3", *, seed: int = 0) ->
         folder
     )
     return folder
+
+
+QWEN_SIGN = "<|image_pad|>"
+QWEN_TEMPLATE = TEMPLATE.replace("<image>", f"<|vision_start|>{QWEN_SIGN}<|vision_end|>")
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+QWENS: Mapping[str, tuple[Any, Any, Mapping[str, Any], Mapping[str, Any]]] = {
+    "qwen2_vl": (
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        {"hidden_size": 64, "embed_dim": 32, "mlp_ratio": 2},
+        {},
+    ),
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        {"out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]},
+        {},
+    ),
+    "qwen3_vl": (
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+        {"head_dim": 16, "num_hidden_layers": 4},
+    ),
+}
+"""`model_type` -> its config, its model, and what its halves have of their own."""
+
+
+def save_qwen_model(folder: Path, kind: str, *, is_old: bool = False) -> Path:
+    """Write a checkpoint of random weights. `is_old`: in the form in which the first of them were published."""
+    save_tokenizer(folder, chat_template=QWEN_TEMPLATE)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    signs = ["<|vision_start|>", QWEN_SIGN, "<|vision_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": signs})
+    tokenizer.save_pretrained(folder)
+    config_class, model_class, vision, text = QWENS[kind]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    rope |= {"mrope_interleaved": True} if kind == "qwen3_vl" else {}
+    config = config_class(
+        text_config={**BASE, **text, "vocab_size": len(tokenizer), "rope_parameters": rope, "rms_norm_eps": 1e-6},
+        vision_config={**_QWEN_VISION, **vision},
+        image_token_id=tokenizer.convert_tokens_to_ids(QWEN_SIGN),
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = model_class(config).to(torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder)
+    if is_old:
+        _write_as_published_first(folder)
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2, temporal_patch_size=2).save_pretrained(folder)
+    return folder
+
+
+def _write_as_published_first(folder: Path) -> None:
+    """Fields of the language half beside the others, rope_scaling, and names without "language_model"."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    values = {**text, **values, "rope_theta": rope["rope_theta"]}
+    values["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    path.write_text(json.dumps(values))
+    tensors = load_file(folder / "model.safetensors")
+    for old, new in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+class QwenOracle:
+    """The same checkpoint run by transformers alone: eager attention, and each token computed from nothing."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._model = QWENS[kind][1].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt, and the likeliest continuation."""
+        images = [part["image"] for one in messages for part in one["content"] if part["type"] == "image"]
+        seen = self._processor(images, return_tensors="pt") if images else {}
+        counts = [int(grid.prod()) // 4 for grid in seen["image_grid_thw"]] if images else []
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        first, *rest = text.split(QWEN_SIGN)
+        text = first + "".join(QWEN_SIGN * count + part for count, part in zip(counts, rest, strict=True))
+        prompt: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, sign = torch.tensor([prompt]), self._tokenizer.convert_tokens_to_ids(QWEN_SIGN)
+        for _ in range(num_tokens):
+            self._model.model.rope_deltas = None
+            with torch.inference_mode():
+                logits = self._model(
+                    input_ids=ids, mm_token_type_ids=(ids == sign).int(), use_cache=False, **seen
+                ).logits
+            ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
+        return prompt, ids[0, len(prompt) :].tolist()
 
 
 class SeeingOracle:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK
 from foreword.cache.block_ids import Int64Array as Int64Array
-from foreword.request import FACTS, Adapter, FactRows, Picture, Request, TokenLogprobs
+from foreword.request import FACTS, Adapter, FactRows, Picture, Request, TokenLogprobs, turned_positions
 from foreword.request.links import IntArray as IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -295,15 +295,20 @@ def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> I
 
 
 def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
-    """The rotary positions; None if no request has any of its own."""
+    """The rotary positions, [tokens] or [3, tokens]; None if no request has any of its own."""
     numbers = entries.facts["has_gaps"].nonzero()[0]
     if not len(numbers):
         return None
     rotary = positions.copy()
     for number in numbers.tolist():
         request, start, end, _ = entries[number]
-        assert request.links is not None
-        rotary[query_starts[number] : query_starts[number + 1]] = request.links.positions_of(start, end)
+        own = slice(query_starts[number], query_starts[number + 1])
+        if request.links is not None:
+            rotary[..., own] = request.links.positions_of(start, end)
+            continue
+        if rotary.ndim == 1:
+            rotary = np.tile(rotary, (3, 1))
+        rotary[:, own] = turned_positions(request.pictures, start, end)
     return rotary
 
 

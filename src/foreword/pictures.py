@@ -246,6 +246,7 @@ class Vision(Protocol):
     def shape(self, height: int, width: int) -> Any: ...
     def num_rows(self, shape: Any) -> int: ...
     def text(self, shape: Any) -> str: ...
+    def grid(self, shape: Any) -> tuple[int, int] | None: ...
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -346,7 +347,8 @@ class Pictures:
         pieces, placed, at, length = list[npt.NDArray[np.int32]](), list[PlacedPicture](), 0, 0
         for sign, picture, tokens in zip(signs.tolist(), pictures, own, strict=True):
             pieces += [token_ids[at:sign], tokens.token_ids]
-            placed.append(PlacedPicture(picture, tokens.places + np.int32(length + sign - at)))
+            grid = self._vision.grid(picture.shape)
+            placed.append(PlacedPicture(picture, tokens.places + np.int32(length + sign - at), grid))
             length += sign - at + len(tokens.token_ids)
             at = sign + 1
         pieces.append(token_ids[at:])

@@ -301,6 +301,7 @@ class Intake:
             "marks of what to keep": bool(prompt.marks),
             "embeddings": bool(prompt.extra_keys.embeddings_hash),
             "adapter": prompt.adapter is not None,
+            "pictures that turn by row and column": any(one.grid is not None for one in prompt.pictures),
             "adapter that begins inside it": bool(prompt.extra_keys.adapter and prompt.extra_keys.adapter_offset),
         }
         for what, is_given in unable.items():

@@ -48,7 +48,7 @@ def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Bat
                 entries=NO_ENTRIES,
                 token_ids=batch.token_ids[start:end],
                 positions=batch.positions[start:end],
-                rotary=None if batch.rotary is None else batch.rotary[start:end],
+                rotary=None if batch.rotary is None else batch.rotary[..., start:end],
                 adapted=batch.adapted and batch.adapted._replace(numbers=batch.adapted.numbers[start:end]),
                 shown=tuple(own for one in batch.shown if len((own := one.within(start, end)).tokens)),
                 query_starts=cuts.astype(np.int32),

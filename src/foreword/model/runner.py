@@ -52,7 +52,8 @@ class ForwardPass:
 
     num_tokens: int
     rows: Tensor
-    """[3 + groups, padded tokens] int32: token ids, positions, positions minus rows, slots of each attention group."""
+    """[3 + groups, padded tokens] int32: token ids, positions, positions minus rows, slots of each attention group; or
+    [5 + groups, padded tokens], with positions of three numbers."""
     keep: Tensor
     """[padded] int32: rows whose logits are computed."""
     num_kept: int
@@ -65,7 +66,10 @@ class ForwardPass:
 
     def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
         """Write the KV and return logits [num_kept, vocab], or of `columns` alone."""
-        token_ids, positions, offsets, *slots = self.rows.long().unbind()
+        rows = self.rows.long()
+        end = len(rows) - len(self.groups) - 1
+        token_ids, positions, offsets, slots = rows[0], rows[1:end], rows[end], rows[end + 1 :]
+        positions = positions[0] if end == 2 else positions
         groups = {
             group_id: plan.step(own[: self.num_tokens])
             for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
@@ -185,10 +189,11 @@ class ModelRunner:
             else:
                 groups[group_id] = self._plan_attention(batch, group_id)
                 slots.append(storage.slot_mapping(batch, group_id))
-        rows = np.zeros((3 + len(slots), self.pad_rows(batch.num_tokens)), np.int32)
         offsets = batch.positions - np.arange(batch.num_tokens, dtype=np.int32)
-        turned = batch.positions if batch.rotary is None else batch.rotary
-        rows[:, : batch.num_tokens] = np.stack((batch.token_ids, turned, offsets, *slots))
+        turned = np.atleast_2d(batch.positions if batch.rotary is None else batch.rotary)
+        laid = np.stack((batch.token_ids, *turned, offsets, *slots))
+        rows = np.zeros((len(laid), self.pad_rows(batch.num_tokens)), np.int32)
+        rows[:, : batch.num_tokens] = laid
         keep = np.zeros(self.pad_rows(len(logit_rows)) if len(logit_rows) else 1, np.int32)
         keep[: len(logit_rows)] = logit_rows
         adapted = _adapted(batch, rows.shape[1])
@@ -201,7 +206,9 @@ class ModelRunner:
         encoded = self._model.pictures
         assert encoded is not None, "the model takes no pictures"
         values = torch.cat([encoded.rows(shown.picture, shown.salt)[shown.rows] for shown in batch.shown])
-        return GivenRows(torch.from_numpy(np.concatenate([shown.tokens for shown in batch.shown])), values)
+        places = torch.from_numpy(np.concatenate([shown.tokens for shown in batch.shown]))
+        first, *added = torch.split(values, values.shape[-1] // (1 + encoded.vision.num_added), -1)
+        return GivenRows(places, first, tuple(added))
 
     def _plan_attention(self, batch: Batch, group_id: int) -> GroupPlan:
         scrap, size = self._storage.scrap_block, self._storage.block_sizes[group_id]

@@ -50,6 +50,9 @@ class RotarySpec:
     """Whether heads are turned in float32 and then rounded, not in the model's type."""
     rounded_tables: bool = False
     """Whether cosines and sines are rounded to the model's type before that."""
+    axes: tuple[int, ...] | None = None
+    """By which number of a position each pair turns, where positions have three: time, row and column
+    (arXiv 2409.12191); text has three equal ones. None: positions have one."""
 
 
 @dataclass(frozen=True, slots=True)

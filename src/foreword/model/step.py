@@ -34,6 +34,8 @@ class GivenRows:
     """[given] int64: which rows of the step they are."""
     values: Tensor
     """[given, width], in the model's type."""
+    added: tuple[Tensor, ...] = ()
+    """[given, width]: what is added to these rows after each of the first layers (DeepStack, arXiv 2406.04334)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Step:
     token_ids: Tensor
     """[rows] int64"""
     positions: Tensor
-    """[rows] int64: the positions that turn heads."""
+    """[rows] int64: the positions that turn heads; or [3, rows], where they have three numbers."""
     keep: Tensor
     """[padded] int64: rows whose logits are computed, ascending; padding after the first `num_kept`."""
     num_kept: int

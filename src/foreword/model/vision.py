@@ -1,14 +1,23 @@
-"""The halves of models that see: pictures to rows that enter a decoder's first layer."""
+"""The halves of models that see: pictures to rows that enter a decoder's first layer.
+
+Encoders and image processors are transformers'. A picture's rows depend on no other picture: each is encoded alone, and
+its tiles, where a family has them, one after the other. Encoded pictures are kept by the digest of what they show and
+the salt of who shows them; the engine's thread alone may ask for them, so a new picture of several requests is encoded
+once.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
 import logging
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +29,6 @@ from foreword.errors import ModelLoadError
 from foreword.model.checkpoint.picture_models import VisionFiles
 from foreword.request import Picture
 
-Tiles = tuple[int, int]
-"""Rows and columns of tiles; (0, 0): the picture is not cut."""
 logger = logging.getLogger(__name__)
 
 
@@ -32,6 +39,8 @@ class Vision(Protocol):
     """The token that rows of pictures replace."""
     digest: str
     """Of all besides pixels and weights on which a picture's rows depend."""
+    num_added: int
+    """The number of layers after which more is added to its rows."""
 
     def shape(self, height: int, width: int) -> Any:
         """How a picture of this size is cut."""
@@ -42,8 +51,11 @@ class Vision(Protocol):
     def text(self, shape: Any) -> str:
         """What stands in a prompt for a picture that is cut so."""
 
+    def grid(self, shape: Any) -> tuple[int, int] | None:
+        """Rows and columns in which its tokens turn; None: they turn as text does."""
+
     def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """The rows [rows, width] of a picture [height, width, 3]."""
+        """The rows of a picture [height, width, 3]: [rows, (1 + num_added) * width]."""
 
 
 class EncodedPictures:
@@ -78,16 +90,53 @@ class EncodedPictures:
         return made
 
 
+def _load_weights(parts: Mapping[str, Any], files: VisionFiles, dtype: torch.dtype) -> None:
+    """Give modules on the device "meta" their weights, named by their part first."""
+    module = torch.nn.ModuleDict(parts)
+    module.load_state_dict({name: place.stored().to(dtype) for name, place in files.weights.items()}, assign=True)
+    module.eval().requires_grad_(False)
+
+
+def _digest_of(config: Any, processor: Any, dtype: torch.dtype) -> str:
+    """A digest of all besides pixels and weights on which a picture's rows depend."""
+    import PIL
+    import transformers
+
+    facts = {
+        "config": config.to_dict(),
+        "processor": processor.to_dict(),
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "pillow": PIL.__version__,
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@contextmanager
+def _loading(files: VisionFiles) -> Iterator[None]:
+    """Turn what files that do not fit together raise into ModelLoadError."""
+    try:
+        yield
+    except Exception as error:  # config.json and preprocessor_config.json may hold anything
+        line = str(error).strip().partition("\n")[0]
+        raise ModelLoadError(
+            f"the half of model {str(files.folder)!r} that sees cannot be loaded: {line}; download it again"
+        ) from error
+
+
+Tiles = tuple[int, int]
+"""Rows and columns of tiles; (0, 0): the picture is not cut."""
+
+
 class Idefics3Vision:
     """The half of one model that sees."""
 
     def __init__(self, files: VisionFiles, dtype: torch.dtype) -> None:
         """Read the weights. Raises ModelLoadError for files that do not fit together."""
-        import PIL
-        import transformers
-
-        try:
-            self._processor, config, self._tower, self._connector = _parts(files, dtype)
+        with _loading(files):
+            self._processor, config, self._tower, self._connector = _idefics3_parts(files, dtype)
             side, scale = self._processor.max_image_size["longest_edge"], config.scale_factor
             patches = side // config.vision_config.patch_size  # pixels beyond the last whole one are not seen
             if patches % scale:
@@ -99,24 +148,11 @@ class Idefics3Vision:
             shape, tiles = self.shape(side, side), self._tiles(np.zeros((side, side, 3), np.uint8))
             if len(tiles) != shape[0] * shape[1] + 1 or tiles.shape[-2:] != (side, side):
                 raise ValueError(f"a picture becomes tiles {list(tiles.shape)}, which preprocessor_config.json denies")
-        except Exception as error:  # config.json and preprocessor_config.json may hold anything
-            line = str(error).strip().partition("\n")[0]
-            raise ModelLoadError(
-                f"the picture encoder of model {str(files.folder)!r} cannot be loaded: {line}; download it again"
-            ) from error
         self.token_id: int = config.image_token_id
         """The token that rows of pictures replace."""
-        facts = {
-            "config": config.to_dict(),
-            "processor": self._processor.to_dict(),
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-            "pillow": PIL.__version__,
-            "threads": torch.get_num_threads(),
-            "dtype": str(dtype),
-        }
-        self.digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        self.digest = _digest_of(config, self._processor, dtype)
         """Of all besides pixels and weights on which a picture's rows depend."""
+        self.num_added = 0
 
     def shape(self, height: int, width: int) -> Tiles:
         """How a picture of this size is cut."""
@@ -136,6 +172,9 @@ class Idefics3Vision:
         whole = f"{mark}<global-img>{tile}{mark}"
         return "".join(tiles) + (f"\n{whole}" if shape[0] else whole)
 
+    def grid(self, shape: Tiles) -> None:
+        """None: its tokens turn as text does."""
+
     def _tiles(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
         """The tiles of a picture, and the whole: [tiles, 3, side, side]."""
         prepared = self._processor([[pixels]], return_tensors="pt", input_data_format="channels_last")
@@ -149,7 +188,7 @@ class Idefics3Vision:
         return torch.cat(rows)
 
 
-def _parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+def _idefics3_parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     """The image processor, the config, the encoder and the connector of a model."""
     if files.config["model_type"] == "smolvlm":
         from transformers import SmolVLMConfig as Config
@@ -163,12 +202,9 @@ def _parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
         from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionTransformer as Tower
     config = Config.from_dict(dict(files.config))
     with torch.device("meta"):
-        module = torch.nn.ModuleDict(
-            {"vision_model": Tower._from_config(config.vision_config), "connector": Connector(config)}
-        )
-    module.load_state_dict({name: place.stored().to(dtype) for name, place in files.weights.items()}, assign=True)
-    module.eval().requires_grad_(False)
-    return Processor.from_pretrained(files.folder), config, module["vision_model"], module["connector"]
+        tower, connector = Tower._from_config(config.vision_config), Connector(config)
+    _load_weights({"vision_model": tower, "connector": connector}, files, dtype)
+    return Processor.from_pretrained(files.folder), config, tower, connector
 
 
 class _SizesAlone:
@@ -200,8 +236,86 @@ def _without_pixels(height: int, width: int) -> npt.NDArray[np.uint8]:
     return np.broadcast_to(np.uint8(0), (3, height, width))
 
 
-def load_vision(files: VisionFiles, dtype: torch.dtype) -> Vision | None:
+_ENCODERS = {
+    "qwen2_vl": ("Qwen2VLConfig", "Qwen2VisionTransformerPretrainedModel"),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLVisionModel"),
+}
+"""`model_type` -> transformers' names of its config and of its encoder."""
+_SIGN = "<|image_pad|>"
+Grid = tuple[int, int]
+"""Rows and columns of a picture's tokens."""
+
+
+class QwenVision:
+    """The half of one model that sees."""
+
+    def __init__(self, files: VisionFiles, dtype: torch.dtype, *, num_layers: int) -> None:
+        """Read the weights. `num_layers`: of the language half. Raises ModelLoadError for files that do not fit."""
+        with _loading(files):
+            self._processor, config, self._tower = _qwen_parts(files, dtype)
+            own = config.vision_config
+            self._side: int = own.patch_size * own.spatial_merge_size
+            said = self._processor.patch_size, self._processor.merge_size, self._processor.temporal_patch_size
+            if said != (own.patch_size, own.spatial_merge_size, own.temporal_patch_size):
+                raise ValueError(f"preprocessor_config.json cuts pictures by {said}, which config.json denies")
+            if not self._processor.do_resize:
+                raise ValueError("pictures that are not resized, do_resize=False, are not served")
+            self.num_added = len(getattr(own, "deepstack_visual_indexes", ()))
+            if self.num_added >= num_layers:
+                raise ValueError(f"pictures add to {self.num_added} layers of {num_layers}")
+            self.encode(np.zeros((self._side, self._side, 3), np.uint8))
+        self.token_id: int = config.image_token_id
+        """The token that rows of pictures replace."""
+        self.digest = _digest_of(config, self._processor, dtype)
+        """Of all besides pixels and weights on which a picture's rows depend."""
+
+    def shape(self, height: int, width: int) -> Grid:
+        """How a picture of this size is cut."""
+        size, module = self._processor.size, sys.modules[type(self._processor).__module__]
+        resized = module.smart_resize(height, width, self._side, size["shortest_edge"], size["longest_edge"])
+        return resized[0] // self._side, resized[1] // self._side
+
+    def num_rows(self, shape: Grid) -> int:
+        """The number of rows of a picture that is cut so."""
+        return shape[0] * shape[1]
+
+    def text(self, shape: Grid) -> str:
+        """What stands in a prompt for a picture that is cut so."""
+        return _SIGN * self.num_rows(shape)
+
+    def grid(self, shape: Grid) -> Grid:
+        """Rows and columns in which its tokens turn."""
+        return shape
+
+    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """The rows of a picture [height, width, 3]: [rows, (1 + num_added) * width]."""
+        prepared = self._processor([pixels], return_tensors="pt", input_data_format="channels_last")
+        seen = self._tower(prepared["pixel_values"].to(self._tower.dtype), grid_thw=prepared["image_grid_thw"])
+        return torch.cat((seen.pooler_output, *(seen.deepstack_features if self.num_added else ())), -1)
+
+
+def _qwen_parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """The image processor, the config and the encoder of a model."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    kind = files.config["model_type"]
+    config_name, encoder_name = _ENCODERS[kind]
+    place = f"transformers.models.{kind}"
+    configs = importlib.import_module(f"{place}.configuration_{kind}")
+    encoders = importlib.import_module(f"{place}.modeling_{kind}")
+    config = getattr(configs, config_name).from_dict(dict(files.config))
+    with torch.device("meta"):
+        tower = getattr(encoders, encoder_name)._from_config(config.vision_config)
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config)  # its numbers are in no file
+    _load_weights({"visual": tower}, files, dtype)
+    return Qwen2VLImageProcessorPil.from_pretrained(files.folder), config, tower
+
+
+def load_vision(files: VisionFiles, dtype: torch.dtype, *, num_layers: int) -> Vision | None:
     """The half of a model that sees; None without Pillow, which the model serves text without.
+
+    `num_layers`: of the language half.
 
     Raises ModelLoadError.
     """
@@ -210,4 +324,6 @@ def load_vision(files: VisionFiles, dtype: torch.dtype) -> Vision | None:
     except ModuleNotFoundError:
         logger.warning("the model takes pictures, but Pillow is missing: run `pip install foreword[vision]`")
         return None
-    return Idefics3Vision(files, dtype)
+    if files.config["model_type"] in ("idefics3", "smolvlm"):
+        return Idefics3Vision(files, dtype)
+    return QwenVision(files, dtype, num_layers=num_layers)

@@ -22,6 +22,7 @@ from foreword.request.request import (
     RequestStatus as RequestStatus,
     TokenLogprobs as TokenLogprobs,
     named_record as named_record,
+    turned_positions as turned_positions,
 )
 from foreword.request.sampling_params import (
     SamplingParams as SamplingParams,

@@ -104,6 +104,8 @@ class PlacedPicture:
     picture: Picture
     places: npt.NDArray[np.int32]
     """[rows]: the index of the token that each row of its encoding replaces, ascending."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns in which its tokens turn (`turned_positions`); None: they turn as text does."""
 
     @property
     def offset(self) -> int:
@@ -114,6 +116,26 @@ class PlacedPicture:
     def num_tokens(self) -> int:
         """The number of tokens from the first of them to the last."""
         return int(self.places[-1]) + 1 - self.offset
+
+
+def turned_positions(pictures: Sequence[PlacedPicture], start: int, end: int) -> npt.NDArray[np.int32]:
+    """The positions by which heads of tokens `start` to `end` (exclusive) turn: time, row and column, [3, tokens].
+
+    A picture stands at one time and takes as many positions as its longer side (mrope, arXiv 2409.12191).
+    """
+    places = np.arange(start, end, dtype=np.int32)
+    turned, taken = np.tile(places, (3, 1)), 0
+    for placed in pictures:
+        if placed.grid is None:
+            continue
+        first, after = placed.offset + taken, placed.offset + placed.num_tokens
+        inside = slice(*np.searchsorted(places, (placed.offset, after)))
+        rows, columns = np.divmod(places[inside] - placed.offset, placed.grid[1])
+        turned[:, inside] = first
+        turned[1:, inside] += rows, columns
+        taken += max(placed.grid) - placed.num_tokens
+        turned[:, inside.stop :] = places[inside.stop :] + taken
+    return turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,6 +507,8 @@ class Request:
         """Have rows of pictures replace tokens of the prompt; call it before the request is queued."""
         self.pictures = pictures
         self._set_fact("has_pictures", True)
+        if any(placed.grid is not None for placed in pictures):
+            self._set_fact("has_gaps", True)
 
     def _set_fact(self, name: str, value: object) -> None:
         facts = dict(zip(FACTS.names or (), self.facts, strict=True))

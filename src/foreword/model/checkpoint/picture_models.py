@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.tensors import StoredPlace, UnreadableError
 
-_TEXT, _HEAD = "model.text_model.", "lm_head.weight"
-_VISION = ("model.vision_model.", "model.connector.")
-PICTURE_MODELS = ("idefics3", "smolvlm")
-"""`model_type` of the models whose pictures are served. Their language half is a decoder by itself."""
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Where the halves of a family's models lie. The language half is a decoder by itself."""
+
+    language: str
+    """The written family of the language half, if the file says none of them."""
+    text: tuple[str, ...]
+    """How names of its weights begin; "model." takes the place."""
+    vision: Mapping[str, str]
+    """How names of other weights begin -> their part."""
+    is_qwen: bool = False
+
+
+_TILES = _Family(
+    "llama", ("model.text_model.",), {"model.vision_model.": "vision_model.", "model.connector.": "connector."}
+)
+_VISUAL = {"model.visual.": "visual.", "visual.": "visual."}
+_QWEN2 = _Family("qwen2", ("model.language_model.", "model."), _VISUAL, is_qwen=True)
+PICTURE_MODELS = {
+    "idefics3": _TILES,
+    "smolvlm": _TILES,
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": replace(_QWEN2, language="qwen3"),
+}
+"""`model_type` of the models whose pictures are served."""
 _OF_OTHERS = frozenset(
     "_attn_implementation_autoset _flash_attn_2_enabled neftune_noise_alpha perceiver_config pixel_shuffle_factor "
     "qk_layer_norms use_resampler add_cross_attention bad_words_ids begin_suppress_tokens cross_attention_hidden_size "
@@ -26,6 +51,10 @@ _OF_OTHERS = frozenset(
     "torchscript typical_p use_bfloat16".split()
 )
 """Fields that old files have in `text_config`, and that change no number of transformers' language models."""
+_OF_VISION = frozenset(
+    "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id".split()
+)
+"""Fields of older files that are not the language half's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +65,38 @@ class VisionFiles:
     config: Mapping[str, Any]
     """The whole config."""
     weights: Mapping[str, StoredPlace]
-    """Weights of encoder and connector, named as below transformers' `model`."""
+    """Weights of the other parts, named as below transformers' `model`."""
 
 
 def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the language half; the config itself if the model takes no pictures. Raises UnreadableError."""
-    if raw.get("model_type") not in PICTURE_MODELS:
+    family = PICTURE_MODELS.get(str(raw.get("model_type")))
+    if family is None:
         return raw
     text = raw.get("text_config")
+    if text is None and family.is_qwen:  # older files have it beside the rest
+        text = {name: value for name, value in raw.items() if name not in _OF_VISION}
     if not isinstance(text, Mapping) or "rms_norm_eps" not in text:
         raise UnreadableError("a text_config that is left out, or has no rms_norm_eps")
     own = {name: value for name, value in text.items() if name not in _OF_OTHERS}
     dtype = raw.get("dtype") or raw.get("torch_dtype") or own.get("dtype") or own.get("torch_dtype")
     own.pop("torch_dtype", None)
-    tied = raw.get("tie_word_embeddings", False)
-    return {"model_type": "llama", **own, "dtype": dtype, "tie_word_embeddings": tied}
+    kind = {"model_type": family.language}
+    if family.is_qwen:
+        own |= {**kind, **_three_positions(own)}
+    tied = raw.get("tie_word_embeddings", False) or (family.is_qwen and own.get("tie_word_embeddings", False))
+    return {**kind, **own, "dtype": dtype, "tie_word_embeddings": tied}
+
+
+def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings for positions of three numbers, in one form. Raises UnreadableError."""
+    said = {**(text.pop("rope_scaling", None) or text.get("rope_parameters") or {})}
+    said.setdefault("rope_theta", text.pop("rope_theta", None))
+    if said["rope_theta"] is None or not said.get("mrope_section"):
+        raise UnreadableError("rotary parameters without rope_theta or mrope_section")
+    kind = said.pop("type", None)
+    said.setdefault("rope_type", kind or "default")
+    return {"rope_parameters": {**said, "rope_type": "default" if said["rope_type"] == "mrope" else said["rope_type"]}}
 
 
 def refuse_other_form(folder: Path, reason: Exception) -> None:
@@ -70,14 +116,17 @@ def parted(
     folder: Path, raw: Mapping[str, Any], places: Mapping[str, StoredPlace]
 ) -> tuple[dict[str, StoredPlace], VisionFiles | None]:
     """Weights of the language half by the names of its family, and the rest; None: there is no other half."""
-    if raw.get("model_type") not in PICTURE_MODELS:
+    family = PICTURE_MODELS.get(str(raw.get("model_type")))
+    if family is None:
         return dict(places), None
     text, vision = {}, {}
     for name, place in places.items():
-        if name.startswith(_TEXT):
-            text["model." + name.removeprefix(_TEXT)] = place
-        elif name.startswith(_VISION):
-            vision[name.removeprefix("model.")] = place
+        part = next((begin for begin in family.vision if name.startswith(begin)), None)
+        own = next((begin for begin in family.text if name.startswith(begin)), None)
+        if part is not None:
+            vision[family.vision[part] + name.removeprefix(part)] = place
+        elif own is not None:
+            text["model." + name.removeprefix(own)] = place
         elif name == _HEAD:
             text[name] = place
         else:

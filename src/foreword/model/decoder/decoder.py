@@ -27,7 +27,7 @@ from foreword.model.decoder.network import Experts, Network, unstack
 from foreword.model.decoder.rotary import Rotary, Turns
 from foreword.model.layout import LayerLayout
 from foreword.model.spec import DecoderSpec, NormSpec
-from foreword.model.step import Step
+from foreword.model.step import GivenRows, Step
 
 _FORMS = {"rounded": ROUND_NORM, "in float32": 0, "one more": ADD_ONE}
 
@@ -95,7 +95,7 @@ class Decoder:
         rows = self.embed(step)
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
         self._keep, self._kept = step.keep[: step.num_kept], None
-        if self.chain is not None:
+        if self.chain is not None and (step.given is None or not step.given.added):
             if step.columns is not None and step.num_kept:
                 if self.chain.run_layers(rows, turns, step):
                     return self._logits(self.hidden_rows(), step.columns)
@@ -106,6 +106,8 @@ class Decoder:
             mixed = layer.attend(normed, turns, step)
             deltas = step.deltas(layer.number)
             rows, normed = layer.add(rows, normed, mixed, following.before_attention, step.num_tokens, deltas)
+            if step.given is not None and layer.number < len(step.given.added):
+                _add_given(step.given, layer.number, rows, normed, following.before_attention)
         last = self.layers[-1]
         mixed = last.attend(normed, turns, step)
         if not step.num_kept:
@@ -337,6 +339,13 @@ class DecoderLayer:
 
 def _normed(rows: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
     return rows if norm is None else norm(rows)
+
+
+def _add_given(given: GivenRows, layer: int, rows: Tensor, normed: Tensor, norm: RowNorm | None) -> None:
+    """Add to a layer's rows, in place, what pictures give them; other rows keep their bits."""
+    own = rows[given.places] + given.added[layer]
+    rows[given.places] = own
+    normed[given.places] = _normed(own, norm)
 
 
 def _sum(x: Tensor, y: Tensor, norm: RowNorm | None, scale: float) -> tuple[Tensor, Tensor]:

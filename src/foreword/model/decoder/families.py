@@ -6,7 +6,7 @@ model runs in transformers' own modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -172,7 +172,8 @@ def _rotary(c: Fields, said: Mapping[str, Any], *, partial: bool = False, **fact
     known = _ROPE_KEYS.get(kind)
     if known is None:
         raise UnwrittenError(f"rope_type={kind!r}")
-    unknown = sorted(set(said) - set(known) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+    own = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    unknown = sorted(set(said) - set(known) - own)
     if unknown:
         raise UnwrittenError(f"rotary parameter {unknown[0]}={said[unknown[0]]!r}")
     share = said.get("partial_rotary_factor", c("partial_rotary_factor", 1.0))
@@ -180,7 +181,18 @@ def _rotary(c: Fields, said: Mapping[str, Any], *, partial: bool = False, **fact
         raise UnwrittenError(f"partial_rotary_factor={share!r}")
     head_dim = c("head_dim", c("hidden_size") // c("num_attention_heads"))
     longest = c("max_position_embeddings")
+    if said.get("mrope_section") is not None:
+        facts["axes"] = _axes(said["mrope_section"], int(head_dim * share) // 2, said.get("mrope_interleaved", False))
     return RotarySpec(said["rope_theta"], int(head_dim * share), kind, said, longest, **facts)
+
+
+def _axes(sections: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[int, ...]:
+    """By time, row or column, which pairs turn: in sections (arXiv 2409.12191) or in turn (Qwen3-VL)."""
+    if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:
+        raise UnwrittenError(f"mrope_section={sections!r} for {num_pairs} pairs")
+    if interleaved:
+        return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs))
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
 def _layers(c: Fields, *, turns: Callable[[int, str], int | None] = lambda layer, kind: 0) -> tuple[LayerSpec, ...]:

@@ -26,10 +26,12 @@ class Rotary:
         self.spec = spec
         frequencies, self.scale = frequencies_of(spec)
         self._frequencies = frequencies.to(device)
+        self._axes = None if spec.axes is None else torch.tensor(spec.axes, device=device)
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> Turns:
-        """The tables of positions [rows], in the type in which heads are turned."""
-        angles = positions[None, :, None].float() * self._frequencies
+        """The tables of positions [rows] or [3, rows], in the type in which heads are turned."""
+        own = positions[:, None] if positions.dim() == 1 else positions[self._axes].T
+        angles = own[None].float() * self._frequencies
         doubled = torch.repeat_interleave(angles, 2, -1) if self.spec.interleaved else torch.cat((angles, angles), -1)
         first = dtype if self.spec.rounded_tables or not self.spec.in_float32 else torch.float32
         last = torch.float32 if self.spec.in_float32 else dtype
