@@ -78,7 +78,7 @@ format: $(INSTALLED_DEV) ## format, and repair what lint can repair
 	$(BIN)/ruff check --fix .
 
 site: $(INSTALLED_DEV) ## the documentation as a site, in build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(INSTALLED_DEV) ## the sdist and the wheel, in build/wheel, tried in an empty environment
 	$(BIN)/python .ci/wheel.py

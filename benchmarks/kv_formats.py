@@ -78,14 +78,17 @@ def times(model: LoadedModel, args: argparse.Namespace) -> dict[str, Any]:
         for rival in rivals.values():
             fill(rival)
         tokens = [[int(rng.integers(model.vocab_size))] for _ in range(count)]
-        batch = rivals["own"].batch([args.context - 1] * count, tokens)
+        batches = {name: own.batch([args.context - 1] * count, tokens) for name, own in rivals.items()}
         found[f"decoding {count} at {args.context}"] = alternate(
-            {name: functools.partial(own.logits, batch, range(count)) for name, own in rivals.items()}, args.rounds
+            {name: functools.partial(own.logits, batches[name], range(count)) for name, own in rivals.items()},
+            args.rounds,
         )
     rivals = both_formats(model, args.prompt)
-    prompt = rivals["own"].batch([0], [rng.integers(0, model.vocab_size, args.prompt).tolist()])
+    prompt = rng.integers(0, model.vocab_size, args.prompt).tolist()
+    batches = {name: own.batch([0], [prompt]) for name, own in rivals.items()}
     found[f"prefill of {args.prompt}"] = alternate(
-        {name: functools.partial(own.logits, prompt, [args.prompt - 1]) for name, own in rivals.items()}, args.rounds
+        {name: functools.partial(own.logits, batches[name], [args.prompt - 1]) for name, own in rivals.items()},
+        args.rounds,
     )
     return found
 

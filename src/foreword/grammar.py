@@ -1,4 +1,8 @@
-"""Grammars: schemas and regular expressions as masks over tokens. Knows nothing of requests or logits."""
+"""Grammars: schemas and regular expressions as masks over tokens. Knows nothing of requests or logits.
+
+A constraint never fails a step: if the grammar gives up, it allows nothing, which ends the answer. Nested schemas are
+compiled on a thread with a large stack, because code that overflows its stack ends the process without an exception.
+"""
 
 from __future__ import annotations
 

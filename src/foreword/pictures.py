@@ -1,4 +1,7 @@
-"""Pictures: files and images of callers, checked, decoded, named by what they show, and placed in prompts."""
+"""Pictures: files and images of callers, checked, decoded, named by what they show, and placed in prompts.
+
+Any thread may call it.
+"""
 
 from __future__ import annotations
 

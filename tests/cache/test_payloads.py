@@ -282,6 +282,43 @@ def test_an_error_of_the_callback_leaves_a_whole_cache():
     cache.check_integrity()
     assert cache.find([2, 3]) is not None
 
+    gone: list[str] = []
+
+    def notes_and_fails(payload: str) -> None:
+        gone.append(payload)
+        raise RuntimeError(payload)
+
+    cache = PayloadCache[str](4, can_cut=False, on_evict=notes_and_fails)
+    cache.put([1], "one", 2)
+    cache.put([2], "two", 2)
+    with pytest.raises(RuntimeError, match="one"):
+        cache.put([3], "three", 4)
+    cache.check_integrity()
+    assert (gone, cache.num_bytes) == (["one", "two"], 4)
+
+
+def test_whoever_takes_a_payload_out_is_told_whether_it_was_there():
+    cache = PayloadCache[str](2, can_cut=False)
+    cache.put([1], "one", 2)
+    hit = cache.find([1, 2])
+    assert hit is not None
+    cache.put([2], "two", 2)
+    assert not cache.take_out(hit)
+    hit = cache.find([2, 3])
+    assert hit is not None
+    assert cache.take_out(hit)
+    assert len(cache) == 0
+
+
+def test_a_dump_that_writes_elsewhere_leaves_nothing(tmp_path: Path):
+    spill = Spill[str](tmp_path, 100, lambda one, path: Path(f"{path}.npy").write_text(one) and None, Path.read_text)
+    cache = PayloadCache[str](2, can_cut=False, spill=spill)
+    for token in range(5):
+        cache.put([token], "it", 2)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    cache.check_integrity()
+    cache.close()
+
 
 def test_mistakes_name_the_value():
     cache = PayloadCache[str](10, can_cut=True)

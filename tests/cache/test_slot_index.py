@@ -222,6 +222,12 @@ def test_mistakes_name_the_value_and_change_nothing():
     for slots in ([2], [[2, 3]], [2, 2], [2, 4], [2, -1], [2, 0]):
         with pytest.raises(AllocationError):
             index.insert([5, 6], slots)
+    other = index.insert([3, 4], [2, 3])
+    for slots in ([2, 3], [0, 3], [9, 1], [-1, 1], [1, 0], [0.5, 1.0], [2**32, 1]):  # where the cache has both slots
+        with pytest.raises(AllocationError):
+            index.insert([1, 2], slots)
+    assert index.insert([1, 2], [0, 1]).slots.tolist() == [0, 1]
+    assert index.match([3, 4]).slots.tolist() == other.slots.tolist()
     with pytest.raises(InvalidRequestError):
         index.match([-1])
     with pytest.raises(AllocationError, match="not locked"):
@@ -236,7 +242,7 @@ def test_mistakes_name_the_value_and_change_nothing():
         index.unlock(kept)
     index.lock(old)  # it found nothing, and nothing is there that it says is not
     index.unlock(old)
-    assert sorted(index.reset().tolist()) == [0, 1]
+    assert sorted(index.reset().tolist()) == [0, 1, 2, 3]
     with pytest.raises(AllocationError, match="only 0 of the 2 tokens"):
         index.lock(kept)
     index.check_integrity()

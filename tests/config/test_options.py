@@ -175,7 +175,7 @@ def test_torchs_own_types_name_a_precision_and_a_device() -> None:
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
         (
             {"limit_mm_per_prompt": {"image": 2}},
-            "limit_mm_per_prompt=.*max_pictures limits pictures.*each limit to 0",
+            "limit_mm_per_prompt=.*max_pictures limits pictures, max_picture_tokens.*each limit to 0",
         ),
         ({"limit_mm_per_prompt": '{"image": 0, "audio": {"count": 1}}'}, "limit_mm_per_prompt="),
         ({"limit_mm_per_prompt": "image=1,video=0"}, "limit_mm_per_prompt="),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -57,11 +55,11 @@ def test_codes_and_scales_follow_from_their_row_by_the_formula(dtype: torch.dtyp
     assert (codes.dtype, scales.dtype) == (torch.int8, torch.bfloat16)
     for row, own_codes, scale in zip(rows.double().tolist(), codes.tolist(), scales.double().tolist(), strict=True):
         least = max(map(abs, row)) / 127
-        below = math.nextafter(scale, 0.0)
+        below = (torch.tensor(scale, dtype=torch.bfloat16).view(torch.int16) - 1).view(torch.bfloat16).item()
         assert least * (1 - 2**-24) <= scale <= least * (1 + 2**-7), "rounded up, to the next bfloat16 at most"
         assert own_codes == [round(element / scale) for element in row]
         assert max(map(abs, own_codes)) in (126, 127)
-        assert below < scale
+        assert below < least * (1 + 2**-24), "no smaller scale would do"
     error = (decode(codes, scales) - rows.float()).abs().amax(-1)
     assert (error <= scales.float() / 2 * (1 + 2**-20)).all()
     for count in (1, 7, 50):

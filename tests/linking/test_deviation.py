@@ -322,7 +322,7 @@ class TestRefusals:
 
     def test_a_model_with_one_attention_layer(self, tmp_path: Path) -> None:
         with open_llm(save_model(tmp_path, Recipe("llama", {"num_hidden_layers": 1}))) as llm:
-            with pytest.raises(InvalidRequestError, match=r"deviation-15.*second attention layer.*'first-16'"):
+            with pytest.raises(InvalidRequestError, match=r"deviation-15.*two attention layers.*'first-16'"):
                 llm.generate(documents(), GREEDY, link="deviation-15")
             assert report(llm, documents(), "first-5").linked_tokens
 

@@ -56,8 +56,8 @@ class RecordingRunner(ModelRunner):
         super().__init__(*args)
         self.logits: dict[str, Logits] = {}
 
-    def forward(self, batch: Batch, logit_rows: np.ndarray) -> Tensor:
-        logits = super().forward(batch, logit_rows)
+    def forward(self, batch: Batch, logit_rows: np.ndarray, columns: np.ndarray | None = None) -> Tensor:
+        logits = super().forward(batch, logit_rows, columns)
         owners = np.searchsorted(batch.query_starts, logit_rows, side="right") - 1
         for owner, row, values in zip(owners.tolist(), logit_rows.tolist(), logits, strict=True):
             own = self.logits.setdefault(batch.entries[owner].request.request_id, {})

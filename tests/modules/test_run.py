@@ -66,7 +66,7 @@ def test_a_users_mistake_has_exit_code_2(file: Path, capsys: pytest.CaptureFixtu
     assert main(["pml", "run", str(file), "<prompt/>"]) == 2
     assert "no model is given" in capsys.readouterr().err
     assert main(["pml", "run", str(file), "none.pml", *MODEL]) == 2
-    assert "'none.pml' is no file" in capsys.readouterr().err
+    assert "'none.pml' is not a file" in capsys.readouterr().err
 
 
 QUESTION = '<prompt schema="trip"><falcon/><oslo/><user>What is the home of the silver violin?</user></prompt>'

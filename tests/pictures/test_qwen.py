@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.errors import ModelLoadError
+from foreword.errors import ConfigError, ModelLoadError
 from foreword.request import PlacedPicture, turned_positions
 from picture_models import QWENS, QwenOracle, asks, noise, save_qwen_model
 from tiny_models import greedy
@@ -33,6 +33,10 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bits(output: Any) -> Any:
     [answer] = output.outputs
+    return bits_of(answer)
+
+
+def bits_of(answer: Any) -> Any:
     return answer.token_ids, [{token: one.logprob for token, one in each.items()} for each in answer.logprobs]
 
 
@@ -70,13 +74,11 @@ def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(folder: Path
 
 
 def test_a_picture_on_its_side_has_as_many_tokens_and_other_keys(folder: Path) -> None:
-    pixels = np.asarray(WIDE)
     with LLM(str(folder), **OPTIONS) as llm:
         outputs = [llm.chat(asks(QUESTION, image), LOGPROBS)[0] for image in (WIDE, WIDE.transpose(2), WIDE)]
         assert len({len(one.prompt_token_ids) for one in outputs}) == 1
         assert [one.num_cached_tokens > 16 for one in outputs] == [False, False, True]
         assert bits(outputs[0]) == bits(outputs[2]) != bits(outputs[1])
-        assert pixels.shape == (40, 96, 3)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"], indirect=False)
@@ -113,7 +115,78 @@ def test_positions_of_a_part_are_a_part_of_all_positions(start: int, end: int) -
     assert turned_positions(pictures, start, end).tolist() == expected.tolist()
 
 
-def test_one_token_of_an_answer_needs_no_picture(folder: Path) -> None:
+def test_pictures_are_made_smaller_down_to_the_limit(tmp_path: Path) -> None:
+    folder = save_qwen_model(tmp_path / "model", "qwen2_5_vl")
+    with LLM(str(folder), **OPTIONS, max_picture_tokens=8) as llm:
+        assert llm.encoded_pictures is not None
+        vision = llm.encoded_pictures.vision
+        for image in (WIDE, HIGH, noise(400, 300)):
+            shape = vision.shape(image.height, image.width)
+            assert 1 <= vision.num_rows(shape) <= 8
+            assert len(vision.encode(np.asarray(image))) == vision.num_rows(shape)
+        small = vision.digest
     with LLM(str(folder), **OPTIONS) as llm:
-        output = llm.chat(asks(QUESTION, WIDE), greedy(1))[0]
-        assert len(output.outputs[0].token_ids) == 1
+        assert llm.encoded_pictures is not None
+        assert llm.encoded_pictures.vision.digest != small
+        assert llm.encoded_pictures.vision.num_rows(llm.encoded_pictures.vision.shape(300, 400)) > 8
+    other = save_qwen_model(tmp_path / "other", "qwen2_vl")
+    path = other / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": {"shortest_edge": 640, "longest_edge": 4096}}))
+    with pytest.raises(ConfigError, match="max_picture_tokens=8 is less than the model's least, 10"):
+        LLM(str(other), **OPTIONS, max_picture_tokens=8)
+
+
+def test_fields_of_both_halves_inside_text_config_change_nothing(tmp_path: Path) -> None:
+    folder = save_qwen_model(tmp_path / "model", "qwen2_5_vl")
+    answers = []
+    for _ in range(2):
+        with LLM(str(folder), **OPTIONS) as llm:
+            answers.append(bits(llm.chat(asks(QUESTION, WIDE), LOGPROBS)[0]))
+        path = folder / "config.json"
+        values = json.loads(path.read_text())
+        values["text_config"] |= {"vision_start_token_id": 3, "vision_end_token_id": 4, "vision_token_id": 5}
+        path.write_text(json.dumps(values))
+    assert answers[0] == answers[1]
+
+
+def test_qwen3_interleaves_whatever_the_file_says(tmp_path: Path) -> None:
+    folder = save_qwen_model(tmp_path / "model", "qwen3_vl")
+    answers = []
+    for _ in range(2):
+        with LLM(str(folder), **OPTIONS) as llm:
+            answers.append(bits(llm.chat(asks(QUESTION, WIDE), LOGPROBS)[0]))
+        path = folder / "config.json"
+        values = json.loads(path.read_text())
+        values["text_config"]["rope_parameters"].pop("mrope_interleaved", None)
+        path.write_text(json.dumps(values))
+    assert answers[0] == answers[1]
+
+
+def test_an_encoder_of_another_width_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
+    folder = save_qwen_model(tmp_path / "model", "qwen3_vl")
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    values["vision_config"]["deepstack_visual_indexes"] = [0, 5]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ModelLoadError, match="hidden_size is 64"):
+        LLM(str(folder), **OPTIONS)
+
+
+def test_drafts_continuations_and_a_longer_chat_keep_the_bits(folder: Path) -> None:
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "First"}, {"type": "image", "image": WIDE}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "An answer."}]},
+        {"role": "user", "content": [{"type": "image", "image": HIGH}, {"type": "text", "text": "And this?"}]},
+    ]
+    several = SamplingParams(n=2, seed=3, max_tokens=8, ignore_eos=True, logprobs=2)
+
+    def all_bits(**options: Any) -> Any:
+        with LLM(str(folder), **OPTIONS, **options) as llm:
+            if "enable_prefix_caching" not in options:  # a hit ends inside the first picture's block, or behind it
+                llm.chat(chat[:1], greedy(1))
+            [output] = llm.chat(chat, several)
+            return [bits_of(choice) for choice in output.outputs], bits(llm.chat(chat, LOGPROBS)[0])
+
+    cold = all_bits(enable_prefix_caching=False, draft_tokens=0)
+    assert all_bits(draft_tokens=0) == cold
+    assert all_bits(draft_tokens=4, block_size=4) == cold

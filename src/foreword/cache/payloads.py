@@ -36,21 +36,22 @@ ONE_BLOCK = MAX_TOKEN_ID
 """The index's block size: no sequence fills a block, so each payload stands at the end of its own tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots, Spill[str](...) fails in Python 3.11
 class Spill(Generic[Payload]):
     """Where payloads go that memory has no room for. Of those on disk, the first that were written leave first."""
 
     folder: Path
-    """It exists. The cache makes a folder of its own in it, and removes that when it is closed or the program ends."""
+    """It exists. The cache makes a folder of its own in it, and removes it when it is closed or Python ends; a process
+    that is killed leaves it."""
     max_bytes: int
-    """Most bytes of files."""
+    """Most bytes of files, but for the one that is being written."""
     dump: Callable[[Payload, Path], None]
     """Writes a payload to a new file with exactly this path."""
     load: Callable[[Path], Payload]
     """Reads it back, equal to what was written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PayloadHit(Generic[Payload]):
     """A payload that holds the beginning of a sequence. The cache keeps it, so copy it before you change it."""
 
@@ -82,7 +83,8 @@ class PayloadCache(Generic[Payload]):
     and a payload for more tokens takes the place of those for fewer. Without it, payloads are checkpoints: `find`
     returns the longest one whose tokens all begin the sequence, and short ones stay.
 
-    `on_evict` is called with each payload that leaves memory, unless `take_out` took it; it may not call the cache.
+    At the end of a call, `on_evict` gets each payload that has left memory, unless `take_out` took it; it may not call
+    the cache. A payload that is read from disk is in memory beside the others until they have made room.
     `max_entries` bounds the payloads in memory and on disk. For one thread at a time. Raises ConfigError for limits
     below 1.
     """
@@ -116,6 +118,8 @@ class PayloadCache(Generic[Payload]):
         """Entries in memory by number, the next to leave first."""
         self._disk: dict[int, _Entry[Payload]] = {}
         """The same on disk."""
+        self._gone: list[Payload] = []
+        """What left memory during a call, reported at its end."""
         self._unused = list(range(max_entries))
         self._num_written = 0
 
@@ -130,6 +134,12 @@ class PayloadCache(Generic[Payload]):
         at or before n. A payload that cannot be read from disk is logged, forgotten, and the next best is found.
         """
         sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
+        try:
+            return self._find(sequence)
+        finally:
+            self._report()
+
+    def _find(self, sequence: TokenSequence) -> PayloadHit[Payload] | None:
         while (found := self._index.match(sequence).partial) is not None:
             entry = self._memory.get(found.block_id) or self._read(self._disk[found.block_id])
             if entry is not None and entry.payload is not None:
@@ -148,7 +158,7 @@ class PayloadCache(Generic[Payload]):
         InvalidRequestError without tokens, for a size below 1, and for a payload that is None.
         """
         sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
-        if not len(sequence) or num_bytes < 1 or payload is None:
+        if not len(sequence) or not num_bytes >= 1 or payload is None:
             raise InvalidRequestError(
                 f"a payload of {num_bytes} bytes for {len(sequence)} tokens cannot be kept; give at least one of each, "
                 "and a payload that is not None"
@@ -156,24 +166,29 @@ class PayloadCache(Generic[Payload]):
         found = self._index.match(sequence).partial
         if num_bytes > self.max_bytes or (found is not None and found.num_tokens == len(sequence)):
             return False
-        if not self._unused:
-            self._lose(next(iter((self._disk or self._memory).values())))
-        entry = _Entry(self._unused.pop(), payload, len(sequence), num_bytes)
-        self._index.insert_tail(sequence, len(sequence), entry.entry_id)
-        self._keep(entry)
-        for superseded in self._index.superseded_tails().tolist():
-            self._drop(self._memory.get(superseded) or self._disk[superseded])
-        self._make_room()
+        try:
+            if not self._unused:
+                self._lose(next(iter((self._disk or self._memory).values())))
+            entry = _Entry(self._unused.pop(), payload, len(sequence), num_bytes)
+            self._index.insert_tail(sequence, len(sequence), entry.entry_id)
+            self._keep(entry)
+            for superseded in self._index.superseded_tails().tolist():
+                self._drop(self._memory.get(superseded) or self._disk[superseded])
+            self._make_room()
+        finally:
+            self._report()
         return True
 
-    def take_out(self, hit: PayloadHit[Payload]) -> None:
+    def take_out(self, hit: PayloadHit[Payload]) -> bool:
         """Forget a payload that was found: it is the caller's from now on, to be changed in place.
 
-        Does nothing if it has left already.
+        False, and the payload is not the caller's, if it has left already.
         """
         entry = self._memory.get(hit.entry_id)
-        if entry is not None and entry.payload is hit.payload:
-            self._forget(entry)
+        if entry is None or entry.payload is not hit.payload:
+            return False
+        self._forget(entry)
+        return True
 
     def close(self) -> None:
         """Forget all payloads and remove the folder on disk. A second call does nothing."""
@@ -181,6 +196,7 @@ class PayloadCache(Generic[Payload]):
             self._drop(entry)
         if self._folder is not None:
             self._folder.cleanup()
+        self._report()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if index, order, sizes and files contradict each other."""
@@ -202,8 +218,23 @@ class PayloadCache(Generic[Payload]):
 
     def _make_room(self) -> None:
         """Evict until the rest fits; what came last stays, as it fits alone."""
-        while self.num_bytes > self.max_bytes:
-            self._evict()
+        try:
+            while self.num_bytes > self.max_bytes:
+                self._evict()
+        finally:  # an interrupted write may not leave more than fits
+            while self.num_bytes > self.max_bytes:
+                self._lose(next(iter(self._memory.values())))
+
+    def _report(self) -> None:
+        """Call `on_evict` with all that left memory; raise its first error at the end."""
+        gone, self._gone, first = self._gone, [], None
+        for payload in gone if self._on_evict is not None else ():
+            try:
+                self._on_evict(payload)  # type: ignore[misc]
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def _evict(self) -> None:
         """Move the least recently used payload to disk if it can, or else lose it."""
@@ -215,8 +246,8 @@ class PayloadCache(Generic[Payload]):
         finally:
             if not is_on_disk:
                 self._lose(entry)
-        if is_on_disk and self._on_evict is not None:
-            self._on_evict(payload)
+        if is_on_disk:
+            self._gone.append(payload)
 
     def _lose(self, entry: _Entry[Payload]) -> None:
         self.stats.evictions += 1
@@ -225,8 +256,8 @@ class PayloadCache(Generic[Payload]):
     def _drop(self, entry: _Entry[Payload]) -> None:
         """Forget an entry, and report its payload."""
         self._forget(entry)
-        if entry.payload is not None and self._on_evict is not None:
-            self._on_evict(entry.payload)
+        if entry.payload is not None:
+            self._gone.append(entry.payload)
 
     def _forget(self, entry: _Entry[Payload]) -> None:
         """Forget an entry and all that is counted for it, in memory or on disk."""
@@ -242,7 +273,7 @@ class PayloadCache(Generic[Payload]):
             del self._disk[entry.entry_id]
             self.num_file_bytes -= entry.num_file_bytes
             assert entry.file is not None
-            entry.file.unlink(missing_ok=True)
+            _remove(entry.file)
 
     # -------------------------------------------------------------------- disk
 
@@ -256,12 +287,15 @@ class PayloadCache(Generic[Payload]):
         num_bytes = 0
         try:
             spill.dump(payload, file)
-            num_bytes = file.stat().st_size
+            num_bytes = file.stat().st_size if file.is_file() else 0
+            if not num_bytes:
+                logger.warning("dump wrote no bytes to a file with exactly the path %s; the payload is lost", file)
         except Exception:
             logger.warning("a payload could not be written to %s; it is lost", file, exc_info=True)
         finally:
             if not 0 < num_bytes <= spill.max_bytes:
-                file.unlink(missing_ok=True)
+                for written in file.parent.glob(f"{self._num_written}.*"):  # with an ending that `dump` added, too
+                    _remove(written)
         if not 0 < num_bytes <= spill.max_bytes:
             return False
         while self.num_file_bytes + num_bytes > spill.max_bytes:
@@ -287,3 +321,11 @@ class PayloadCache(Generic[Payload]):
         self._keep(entry)
         self._make_room()
         return entry
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of a payload that was forgotten; one that cannot be removed is logged."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        logger.warning("the payload's file %s could not be removed", path, exc_info=True)

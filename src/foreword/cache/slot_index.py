@@ -113,20 +113,25 @@ class SlotIndex:
         for a wrong number of them.
         """
         sequence = TokenSequence("", token_ids, block_size=self.block_size, extra_keys=extra_keys)
-        given = np.asarray(slots, np.int32)
+        given = np.asarray(slots)
+        if given.dtype.kind not in "iu" and given.size:
+            raise AllocationError(f"slots are of the type {given.dtype}; give whole numbers")
+        given = given.astype(np.int64)
         if given.shape != (sequence.num_full_blocks,):
             raise AllocationError(
                 f"slots of shape {given.shape} do not fit {len(sequence)} tokens; give {sequence.num_full_blocks}, one "
                 f"for each {self.block_size} tokens"
             )
-        known = len(self._index.match(sequence).block_ids)
-        new = given[known:].copy()
+        cached = self._index.match(sequence).block_ids
+        known = len(cached)
+        told = np.concatenate((given[:known][given[:known] != cached], given[known:]))
+        own = told[(told >= 0) & (told < self.num_slots)]
+        if len(own) < len(told) or not self._is_owned[own].all() or len(np.unique(told)) < len(told):
+            raise AllocationError(
+                f"slots {told} must be distinct, below {self.num_slots}, and not the cache's; give each of them once"
+            )
+        new = given[known:].astype(np.int32)
         if len(new):
-            own = new[(new >= 0) & (new < self.num_slots)]
-            if len(own) < len(new) or not self._is_owned[own].all() or len(np.unique(new)) < len(new):
-                raise AllocationError(
-                    f"slots {new} must be distinct, below {self.num_slots}, and not the cache's; give each of them once"
-                )
             self._index.insert(sequence, known, new)
             self._is_owned[new] = False
             self._pool.note_cached(new, np.arange(known, len(given), dtype=np.int32))

@@ -152,6 +152,9 @@ class ModelConfig:
     """Largest rank of an adapter."""
     max_pictures: int = 16
     """Most pictures of one prompt (docs/guides/pictures.md)."""
+    max_picture_tokens: int = 1280
+    """Most tokens of one picture of a Qwen model; larger pictures are made smaller. The time that a new picture takes
+    grows with the square of it, and other requests wait."""
     picture_cache_bytes: int = 256 * 2**20
     """Memory for the encodings of the pictures that were shown last."""
     self_check: bool = True
@@ -172,6 +175,7 @@ class ModelConfig:
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
         _at_least("max_pictures", self.max_pictures, 0)
+        _at_least("max_picture_tokens", self.max_picture_tokens, 1)
         _at_least("picture_cache_bytes", self.picture_cache_bytes, 0)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
@@ -180,7 +184,8 @@ class ModelConfig:
             raise ConfigError(f"gpu_memory_utilization={share} is not a share of memory; use (0, 1]")
 
     def _check_kv_format(self) -> None:
-        asked = self.kv_cache_dtype
+        asked = str(self.kv_cache_dtype).lower().removeprefix("torch.")
+        object.__setattr__(self, "kv_cache_dtype", asked)
         if asked.startswith("fp8"):
             raise ConfigError(
                 f"kv_cache_dtype={asked!r} is not there, because eight bits of float round keys and values more than "

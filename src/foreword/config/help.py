@@ -31,6 +31,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "max_loras": "32",
             "max_lora_rank": "64",
             "max_pictures": "4",
+            "max_picture_tokens": "640",
             "picture_cache_bytes": "1GB",
             "draft_tokens": "0",
             "trust_remote_code": "",

@@ -114,7 +114,7 @@ _CALLS = (
     "qwen3_xml",
 )
 _TLS = "the server speaks plain HTTP; put a proxy before it for TLS"
-_MEDIA = "sounds and videos are refused, and max_pictures limits pictures"
+_MEDIA = "sounds and videos are refused; max_pictures limits pictures, max_picture_tokens their size"
 _LATER = "this version has no such thing; leave it out"
 
 ENGINE_OPTIONS: Mapping[str, VllmOption] = {

@@ -101,6 +101,7 @@ class Outputs:
         completions = [answer.completion for answer in answers]
         output = RequestOutput(request_id, prompt, prompt_token_ids, completions, requests[0].metrics)
         output.num_picture_tokens = sum(len(placed.places) for placed in requests[0].pictures)
+        output.adapter_digest = None if requests[0].adapter is None else requests[0].adapter.digest
         group = self._group_named[request_id] = _Group(output, answers)
         self._group_of.update(dict.fromkeys(requests, group))
         return output

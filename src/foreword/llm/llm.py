@@ -203,17 +203,21 @@ class LLM:
         outputs = self._run(parsed, SamplingParams.for_embedding(), show_progress)
         return [self.pooling.embedding(output.hidden_state, dimensions) for output in outputs]
 
-    def certificate(self, outputs: Sequence[RequestOutput], adapter: str | None = None) -> dict[str, Any]:
+    def certificate(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """What answers with `certify` were computed from: digests of weights, model and arithmetic, and of logits.
 
-        `logits` has a digest for each continuation of each output, in order; `adapter` is the digest of a LoRA adapter.
+        `logits` has a digest for each continuation of each output, in order; `adapter` is the digest of their LoRA
+        adapter. Raises InvalidRequestError for outputs of several adapters.
         """
-        identity = self.cache_identity
+        identity, adapters = self.cache_identity, {one.adapter_digest for one in outputs} - {None}
+        if len(adapters) > 1:
+            raise InvalidRequestError("these outputs are of several adapters; ask for a certificate of each adapter's")
         return {
             "arithmetic_id": identity.arithmetic_id,
             "model_id": identity.model_id,
             "weights": identity.facts["model"]["weights"],
-            "adapter": adapter,
+            "exact": identity.exact,
+            "adapter": next(iter(adapters), None),
             "logits": [one.logits_digest(choice.index) for one in outputs for choice in one.outputs],
         }
 

@@ -92,7 +92,8 @@ def _path(model: LoadedModel) -> dict[str, Any]:
     """The code that computes: attention, products, and how much of the model's own code runs."""
     attention = [type(model.kernel).__name__]
     if isinstance(model.kernel, CpuAttention):
-        attention.append("floats" if model.dtype == torch.float32 else MODE_NAMES[model.kernel.bfloat16])
+        in_floats = model.dtype == torch.float32 or (model.kv_format.is_coded and model.dtype == torch.float16)
+        attention.append("floats" if in_floats else MODE_NAMES[model.kernel.bfloat16])
     facts: dict[str, Any] = {"device": model.device.type, "attention": attention, "parts": model.parts()}
     if model.device.type != "cpu":
         return {**facts, "exact": model.exact}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch
+from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
@@ -81,7 +82,12 @@ def both_formats(model: LoadedModel, num_tokens: int) -> dict[str, FormatPool]:
 
 
 def tokens_a_gigabyte(model: LoadedModel) -> dict[str, int]:
-    """Tokens whose KV takes a gigabyte in either format, as if all layers attended to everything."""
+    """Tokens whose KV takes a gigabyte in either format, as if all layers attended to everything.
+
+    Raises ConfigError for a model without attention.
+    """
+    if not model.layers:
+        raise ConfigError("the model has no layers with attention, so kv_cache_dtype changes nothing; leave it out")
     return {
         name: 10**9 // sum(sum(layer.token_bytes(kv_format)) for layer in model.layers.values())
         for name, kv_format in _formats(model).items()
@@ -95,8 +101,8 @@ def quality(model: LoadedModel, texts: Sequence[Sequence[int]]) -> Quality:
     num_equal = 0
     for text in texts:
         pools = both_formats(model, len(text))
-        batch, rows = pools["own"].batch([0], [text]), range(len(text))
-        both, found = [torch.split(pool.logits(batch, rows), ROWS) for pool in pools.values()], []
+        rows, found = range(len(text)), list[float]()
+        both = [torch.split(pool.logits(pool.batch([0], [text]), rows), ROWS) for pool in pools.values()]
         for parts in zip(*both, strict=True):
             own, coded = (part.double().log_softmax(-1) for part in parts)
             found += (own.exp() * (own - coded)).sum(-1).tolist()

@@ -175,7 +175,9 @@ def load_model(options: ModelConfig) -> LoadedModel:
                 f"written families on a CPU; it does not run because of {reason}: choose another checkpoint"
             ) from reason
         return _load_with_transformers(options, reason)
-    vision = None if stored.vision is None else load_vision(stored.vision, stored.dtype, num_layers=len(spec.layers))
+    vision = None
+    if stored.vision is not None:
+        vision = load_vision(stored.vision, stored.dtype, spec, max_tokens=options.max_picture_tokens)
     model = _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
     if vision is None:
         return replace(model, lacks_pillow=stored.vision is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -29,6 +30,8 @@ EXACT_ROWS = 256
 """Rows of every pass on a GPU that keeps equal bits: a GPU's libraries choose their method by the number of rows.
 
 With about this number, arithmetic takes as long as reading the weights (docs/decisions/0014)."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,14 @@ class ModelRunner:
         self._plain_attention = ReferenceAttention()
         self._is_device_attention = isinstance(model.kernel, DeviceAttention)
         self._sink_block_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        with_gaps = sum(not storage.is_contiguous(group) for group in storage.group_of.values())
+        if with_gaps and model.kv_format.is_coded:
+            logger.warning(
+                "%d of %d attention layers run slowly, because their blocks of codes do not fill their pages: heads of "
+                "two sizes gain little from kv_cache_dtype=int8; leave it out",
+                with_gaps,
+                len(storage.group_of),
+            )
         on_gpu = model.device.type != "cpu"
         if pass_rows is None and on_gpu and model.exact:
             pass_rows = EXACT_ROWS

@@ -45,7 +45,7 @@ class ShortPrompt:
         storage = self.check.storage
         for layer, group_id in sorted(storage.group_of.items()):
             own = storage.blocks[layer]
-            for blocks in (own.keys, own.values):
+            for blocks in (own.keys, own.values, *(own.scales or ())):
                 rows = blocks[torch.from_numpy(self.check.tables[group_id][0]).long()].flatten(0, 1)
                 found.update(_bytes(rows[: self.num_tokens]))
         return found.hexdigest()

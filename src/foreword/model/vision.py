@@ -25,8 +25,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.errors import ModelLoadError
+from foreword.errors import ConfigError, ModelLoadError
 from foreword.model.checkpoint.picture_models import VisionFiles
+from foreword.model.spec import DecoderSpec
 from foreword.request import Picture
 
 logger = logging.getLogger(__name__)
@@ -119,10 +120,13 @@ def _loading(files: VisionFiles) -> Iterator[None]:
     """Turn what files that do not fit together raise into ModelLoadError."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:  # config.json and preprocessor_config.json may hold anything
         line = str(error).strip().partition("\n")[0]
         raise ModelLoadError(
-            f"the half of model {str(files.folder)!r} that sees cannot be loaded: {line}; download it again"
+            f"the half of model {str(files.folder)!r} that sees cannot be loaded: {line}; download the model again, or "
+            "choose another"
         ) from error
 
 
@@ -250,8 +254,11 @@ Grid = tuple[int, int]
 class QwenVision:
     """The half of one model that sees."""
 
-    def __init__(self, files: VisionFiles, dtype: torch.dtype, *, num_layers: int) -> None:
-        """Read the weights. `num_layers`: of the language half. Raises ModelLoadError for files that do not fit."""
+    def __init__(self, files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, max_tokens: int) -> None:
+        """Read the weights. `spec`: of the language half; `max_tokens`: of one picture.
+
+        Raises ModelLoadError for files that do not fit together.
+        """
         with _loading(files):
             self._processor, config, self._tower = _qwen_parts(files, dtype)
             own = config.vision_config
@@ -260,11 +267,23 @@ class QwenVision:
             if said != (own.patch_size, own.spatial_merge_size, own.temporal_patch_size):
                 raise ValueError(f"preprocessor_config.json cuts pictures by {said}, which config.json denies")
             if not self._processor.do_resize:
-                raise ValueError("pictures that are not resized, do_resize=False, are not served")
+                raise ValueError("preprocessor_config.json has do_resize=False, and only resized pictures are served")
+            size, most = dict(self._processor.size), max_tokens * self._side**2
+            if most < size["shortest_edge"]:
+                least = -(-size["shortest_edge"] // self._side**2)
+                raise ConfigError(f"max_picture_tokens={max_tokens} is less than the model's least, {least}; raise it")
+            self._processor.size = type(self._processor.size)(
+                shortest_edge=size["shortest_edge"], longest_edge=min(size["longest_edge"], most)
+            )
             self.num_added = len(getattr(own, "deepstack_visual_indexes", ()))
-            if self.num_added >= num_layers:
-                raise ValueError(f"pictures add to {self.num_added} layers of {num_layers}")
-            self.encode(np.zeros((self._side, self._side, 3), np.uint8))
+            if self.num_added >= len(spec.layers):
+                raise ValueError(
+                    f"deepstack_visual_indexes has {self.num_added} entries, and the language half {len(spec.layers)} "
+                    "layers, which must be more"
+                )
+            width = self.encode(np.zeros((self._side, self._side, 3), np.uint8)).shape[-1]
+            if width != (1 + self.num_added) * spec.hidden_size:
+                raise ValueError(f"pictures become rows of {width} numbers, and hidden_size is {spec.hidden_size}")
         self.token_id: int = config.image_token_id
         """The token that rows of pictures replace."""
         self.digest = _digest_of(config, self._processor, dtype)
@@ -312,12 +331,11 @@ def _qwen_parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     return Qwen2VLImageProcessorPil.from_pretrained(files.folder), config, tower
 
 
-def load_vision(files: VisionFiles, dtype: torch.dtype, *, num_layers: int) -> Vision | None:
+def load_vision(files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, *, max_tokens: int) -> Vision | None:
     """The half of a model that sees; None without Pillow, which the model serves text without.
 
-    `num_layers`: of the language half.
-
-    Raises ModelLoadError.
+    `spec`: of the language half; `max_tokens`: of one picture, where the family leaves it open. Raises ModelLoadError,
+    and ConfigError for a limit that is too small.
     """
     try:
         import PIL  # noqa: F401
@@ -326,4 +344,4 @@ def load_vision(files: VisionFiles, dtype: torch.dtype, *, num_layers: int) -> V
         return None
     if files.config["model_type"] in ("idefics3", "smolvlm"):
         return Idefics3Vision(files, dtype)
-    return QwenVision(files, dtype, num_layers=num_layers)
+    return QwenVision(files, dtype, spec, max_tokens)

@@ -266,6 +266,11 @@ def _progress(reader: TraceReader, what: str, console: Console) -> Iterator[None
 
 
 def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:
+    if args.kv_cache_dtype != "auto" and (args.model is None or args.kv_bytes_per_token is not None):
+        raise ConfigError(
+            f"kv_cache_dtype={args.kv_cache_dtype!r} says how the KV of --model is stored; give --model, and no "
+            "--kv-bytes-per-token"
+        )
     if args.kv_bytes_per_token is not None:
         if args.kv_bytes_per_token < 1:
             raise ConfigError(f"kv_bytes_per_token={args.kv_bytes_per_token} is too small; use at least 1")

@@ -591,6 +591,8 @@ class RequestOutput:
     """What was linked; None for a plain prompt."""
     num_picture_tokens: int = 0
     """Prompt tokens that rows of pictures replace."""
+    adapter_digest: str | None = None
+    """Of the LoRA adapter that computes some of the tokens; None: none does."""
 
     @property
     def finished(self) -> bool:

@@ -224,7 +224,7 @@ class SamplingParams:
 
     @classmethod
     def for_embedding(cls) -> SamplingParams:
-        """Those of a prompt that is embedded. An answer has a token, so one label stands for it: no logits are read."""
+        """Those of a prompt that is embedded. An answer has a token, so one label stands for it."""
         return cls(max_tokens=1, embeds=True, label_token_ids=(0,))
 
     @property

@@ -167,7 +167,7 @@ def why_foreign(facts: Facts, identity: CacheIdentity, model_name: str) -> str |
         )
         return (
             f"made with another layout ({shapes}), here it is {identity.layout[:12]} with dtype {ours.get('dtype')}; "
-            "give the options of the cache that made it (block_size, dtype, sliding windows)"
+            "give the options of the cache that made it (block_size, dtype, kv_cache_dtype, sliding windows)"
         )
     if facts["model_id"] != identity.model_id:
         return f"{maker} with another configuration, or other sink_token_ids; give the options that made it"

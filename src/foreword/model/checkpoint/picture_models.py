@@ -54,7 +54,7 @@ _OF_OTHERS = frozenset(
 _OF_VISION = frozenset(
     "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id".split()
 )
-"""Fields of older files that are not the language half's."""
+"""Fields that files have beside those of the language half, and that are not its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return raw
     text = raw.get("text_config")
     if text is None and family.is_qwen:  # older files have it beside the rest
-        text = {name: value for name, value in raw.items() if name not in _OF_VISION}
+        text = raw
     if not isinstance(text, Mapping) or "rms_norm_eps" not in text:
         raise UnreadableError("a text_config that is left out, or has no rms_norm_eps")
     own = {name: value for name, value in text.items() if name not in _OF_OTHERS}
@@ -83,7 +83,9 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     own.pop("torch_dtype", None)
     kind = {"model_type": family.language}
     if family.is_qwen:
+        own = {name: value for name, value in own.items() if name not in _OF_VISION}
         own |= {**kind, **_three_positions(own)}
+        own["rope_parameters"]["mrope_interleaved"] = family.language == "qwen3"  # whatever the file says
     tied = raw.get("tie_word_embeddings", False) or (family.is_qwen and own.get("tie_word_embeddings", False))
     return {**kind, **own, "dtype": dtype, "tie_word_embeddings": tied}
 

@@ -28,7 +28,7 @@ _NO_MATTER = frozenset(
     "original_max_position_embeddings output_attentions output_hidden_states output_router_logits pad_token_id "
     "problem_type qkv_bias quantization_config resid_pdrop return_dict router_aux_loss_coef router_jitter_noise "
     "sliding_window_pattern _sliding_window_pattern torch_dtype "
-    "transformers.js_config transformers_version unk_token_id use_cache".split()
+    "transformers.js_config transformers_version unk_token_id unsloth_fixed use_cache".split()
 )
 """Fields that change no number of a loaded model. Biases are where the file has them, and a quantized file has become
 plain numbers."""

@@ -15,7 +15,7 @@ from html import escape
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from starlette._utils import get_route_path
+from starlette._utils import get_route_path  # routes are matched with it: the check must see the same path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import HTMLResponse, RedirectResponse, Response

@@ -182,7 +182,7 @@ def test_what_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
         (lambda writer: writer.add_expert_count(1 << 30), "of 1073741824 experts"),
         (lambda writer: writer.add_expert_used_count(9), "9 of 4 experts"),
         (lambda writer: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID), "expert_gating_func=2"),
-        (lambda writer: writer.add_expert_weights_scale(2.5), "add up to another sum"),
+        (lambda writer: writer.add_expert_weights_scale(2.5), "weighs its experts in a way"),
     ],
 )
 def test_experts_that_are_chosen_otherwise_are_refused(tmp_path: Path, change: Any, message: str) -> None:

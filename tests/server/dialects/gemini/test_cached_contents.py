@@ -243,7 +243,7 @@ _TOO_SMALL = "Cached content is too small. total_token_count=8, min_total_token_
         ({"contents": [{"parts": [{"text": "x"}]}]}, None, _TOO_SMALL),
         ({"contents": None}, "contents", "nothing to cache"),
         ({"contents": []}, "contents", "at least 1 item"),
-        ({"contents": [{"parts": [{"inlineData": {"data": "AA==", "mimeType": "image/png"}}]}]}, None, "no pictures"),
+        ({"contents": [{"parts": [{"inlineData": {"data": "AA==", "mimeType": "image/png"}}]}]}, None, "no images"),
         ({"contents": [{"parts": [{"text": "x " * 3000}]}]}, None, "tokens"),
         ({"contents": [{"parts": [{"text": "x", "partMetadata": {"a": "\ud800"}}]}]}, None, "surrogate"),
         ({"model": None}, "model", "string"),

@@ -247,7 +247,8 @@ def _chosen(keys: Keys, number: str, softmax: int = 1) -> dict[str, Any]:
     count, chosen = keys.count("expert_count"), keys.count("expert_used_count")
     if not chosen <= count <= MOST_EXPERTS:
         raise UnsupportedModelError(
-            f"the GGUF file has {count} experts, {chosen} for each token; foreword reads at most {MOST_EXPERTS}"
+            f"the GGUF file says {chosen} of {count} experts for each token; foreword reads at most {MOST_EXPERTS} "
+            "experts, and no more for a token than there are"
         )
     return {number: count, "num_experts_per_tok": chosen}
 

@@ -162,8 +162,7 @@ class Extras:
 
 def certificate(service: Service, answer: AnswerStream) -> dict[str, Any]:
     """What a finished answer was computed from (`LLM.certificate`)."""
-    adapters = (job.prompt.extra_keys.adapter for job in answer.jobs)
-    return service.llm.certificate(answer.outputs, next(filter(None, adapters), None))
+    return service.llm.certificate(answer.outputs)
 
 
 def _of_drafts(answer: AnswerStream) -> dict[str, Any]:
