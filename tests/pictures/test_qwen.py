@@ -172,6 +172,11 @@ def test_an_encoder_of_another_width_is_refused_when_the_model_is_loaded(tmp_pat
         LLM(str(folder), **OPTIONS)
 
 
+def test_adapters_of_such_models_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="models with pictures take no adapters"):
+        LLM(str(folder), **OPTIONS, enable_lora=True)
+
+
 def test_drafts_continuations_and_a_longer_chat_keep_the_bits(folder: Path) -> None:
     chat = [
         {"role": "user", "content": [{"type": "text", "text": "First"}, {"type": "image", "image": WIDE}]},

@@ -146,6 +146,8 @@ class LoadedModel:
                 "enable_lora=True needs a model of a written family on a CPU, and this one runs in transformers' "
                 "modules; leave it out, and merge the adapter into the weights"
             )
+        if self.pictures is not None or self.lacks_pillow:
+            raise ConfigError("enable_lora=True, and models with pictures take no adapters yet; leave it out")
         return LoadedAdapters(self.network.spec, options.max_loras, options.max_lora_rank)
 
     def activation_widths(self) -> list[int]:

@@ -1,7 +1,8 @@
 """The adapters of one model that are in memory: read when they are asked for, the least recently used dropped first.
 
 A folder whose files have changed is read again. Requests that run or wait hold adapters, too, so all that are alive
-share one limit in bytes.
+share one limit in bytes. Nothing in a folder is unpickled, nothing outside its two files is read, and a tensor is read
+only when its shape fits the model.
 """
 
 from __future__ import annotations
