@@ -54,9 +54,9 @@ def test_tokens_are_those_of_transformers(folder: Path, kind: str) -> None:
         llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(folder: Path, dtype: str) -> None:
-    options = {**OPTIONS, "dtype": dtype}
+@pytest.mark.parametrize(("dtype", "kv"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
+def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(folder: Path, dtype: str, kv: str) -> None:
+    options = {**OPTIONS, "dtype": dtype, "kv_cache_dtype": kv}
     prompts = [asks(QUESTION, WIDE), asks("A text alone, as long as it may be?"), asks(QUESTION, HIGH, WIDE)]
     with LLM(str(folder), **options) as llm:
         cold = [bits(llm.chat(prompt, LOGPROBS)[0]) for prompt in prompts]

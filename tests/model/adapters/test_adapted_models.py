@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from foreword.model.runner import ModelRunner
 from foreword.request import Links, RequestOutput
 from gguf_writer import write_gguf
 from peft_folders import ATTENTION, save_adapter
-from tiny_models import TinyModels, build_engine, drain, greedy, random_tokens
+from tiny_models import TinyModels, build_engine, drain, greedy, in_codes, random_tokens
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "phi3", "granite", "qwen3_moe"]
 """With biases, norms of heads, windows, joined products, scaled branches, and experts that no adapter changes."""
@@ -127,12 +128,16 @@ def test_logits_are_those_of_peft(family: str, tiny_models: TinyModels, tmp_path
 # ------------------------------------------------------------------------------------------- bits
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "is_coded"),
+    [(*each, False) for each in product(("llama", "gemma3_text", "phi3", "qwen3_moe"), ("float32", "bfloat16"))]
+    + [("llama", "float32", True), ("llama", "bfloat16", True)],
+)
 def test_bits_depend_neither_on_cuts_nor_on_hits_nor_on_neighbours(
-    family: str, dtype: Any, tiny_models: TinyModels, tmp_path: Path, prompt: list[int]
+    family: str, dtype: Any, is_coded: bool, tiny_models: TinyModels, tmp_path: Path, prompt: list[int]
 ) -> None:
     model = tiny_models.loaded(family, dtype)
+    model = in_codes(model) if is_coded else model
     adapters = [adapter_for(family, tiny_models, tmp_path / str(n), seed=n, rank=3 + n) for n in range(3)]
     cold = Adapted(model)
     first = cold.run("a", prompt, adapters[0])

@@ -44,12 +44,14 @@ class ScoreTemplate:
     def __post_init__(self) -> None:
         for name in ("user", "system", "instruction"):
             if not isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name}={getattr(self, name)!r} of the score template is no text")
+                raise ConfigError(f"{name}={getattr(self, name)!r} of a template is no text")
         labels = self.labels if isinstance(self.labels, list | tuple) else ()
         if not all(isinstance(label, str) for label in labels) or not 1 < len(labels) == len(set(labels)):
-            raise ConfigError(f"labels={self.labels!r} of the score template must be two or more different texts")
+            raise ConfigError(f"labels={self.labels!r} of a template must be two or more different texts")
+        if _PLACE.search(self.system):
+            raise ConfigError(f"system={self.system!r} of a template has a place; places stand in user alone")
         if not isinstance(self.template_inputs, Mapping):
-            raise ConfigError(f"template_inputs={self.template_inputs!r} of the score template must be a table")
+            raise ConfigError(f"template_inputs={self.template_inputs!r} of a template must be a table")
 
     @classmethod
     def named(cls, option: str, name: str, places: tuple[str, ...]) -> ScoreTemplate:
@@ -87,7 +89,12 @@ class ScoreTemplate:
         return cls(**found)
 
     def messages(self, given: Mapping[str, str], instruction: str | None = None) -> list[dict[str, str]]:
-        """The conversation about what is `given` for each place."""
+        """The conversation about what is `given` for each place. Raises InvalidRequestError."""
+        if instruction is not None and "{instruction}" not in self.user:
+            raise InvalidRequestError(
+                "the server's template has no place for an instruction; leave it out, or start the server with "
+                "{instruction} in the template's user message"
+            )
         given = {"instruction": instruction or self.instruction, **given}
         user = _PLACE.sub(lambda place: given[place[1]], self.user)
         first = [{"role": "system", "content": self.system}] if self.system else []
@@ -102,7 +109,7 @@ class ScoreTemplate:
         found = [tokenizer.encode_part(label) for label in self.labels]
         long = next((label for label, ids in zip(self.labels, found, strict=True) if len(ids) != 1), None)
         if long is not None:
-            raise ConfigError(f"the label {long!r} of the score template is not one token; use another word")
+            raise ConfigError(f"the label {long!r} of a template is not one token; use another word")
         ids = [own[0] for own in found]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"two labels of {self.labels!r} are the same token; use other words")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, InvalidRequestError
 from foreword.llm import LLM
 from foreword.server.api_errors import APIError, LongPromptError
 from foreword.server.chats.score_template import CLASSIFYING, KNOWN, RANKING, Judge, ScoreTemplate
@@ -237,6 +237,7 @@ def test_without_a_template_nothing_is_ranked_or_classified(server: ServerThread
         ('user = "{query}{document}"\nlabels = [["a"], ["b"]]', "must be two or more different texts"),
         ('user = "{query}{document}"\nlabels = {a = 1, b = 2}', "must be two or more different texts"),
         ('user = "{query}{document}"\nlabels = ["a", "b"]\ntemplate_inputs = "x"', "template_inputs='x'"),
+        ('user = "{query}{document}"\nsystem = "{instruction}"\nlabels = ["a", "b"]', "places stand in user alone"),
         ("user = ", "neither a TOML file nor one of qwen3-reranker"),
     ],
 )
@@ -245,6 +246,13 @@ def test_a_template_that_cannot_work_is_refused_at_the_start(tmp_path: Path, tex
     file.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
         ScoreTemplate.named("score_template", str(file), RANKING)
+
+
+def test_an_instruction_that_a_template_has_no_place_for_is_refused() -> None:
+    template = ScoreTemplate(user="{input}", labels=("a", "b"))
+    assert template.messages({"input": "x"})[-1]["content"] == "x"
+    with pytest.raises(InvalidRequestError, match="no place for an instruction"):
+        template.messages({"input": "x"}, "Which kind")
 
 
 def test_a_template_is_tried_on_the_model(server: ServerThread, tmp_path: Path) -> None:
