@@ -131,7 +131,8 @@ class PayloadCache(Generic[Payload]):
         """The payload for the longest beginning of these tokens; None if there is none. Counts a use of it.
 
         Leave out a prompt's last token: it is computed for its logits. `token_ids[:n]` asks for the nearest checkpoint
-        at or before n. A payload that cannot be read from disk is logged, forgotten, and the next best is found.
+        at or before n; no span of `extra_keys` may end after them. A payload that cannot be read from disk is logged,
+        forgotten, and the next best is found.
         """
         sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
         try:
