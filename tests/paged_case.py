@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -96,6 +97,15 @@ class Case:
             options = replace(options, slopes=options.slopes.to(device))
         return kernel.attend(torch.cat((query, padding)).to(device), self.blocks(device), plan, options).cpu()
 
+    def see_ahead(self, rng: np.random.Generator) -> None:
+        """Let runs of each request's queries see each other, as tokens of a picture do."""
+        seen_to = self.batch.positions + np.int32(1)
+        for first, last in pairwise(self.batch.query_starts.tolist()):
+            cuts = np.sort(rng.integers(first, last + 1, 4)).tolist()
+            for begin, end in ((cuts[0], cuts[1]), (cuts[2], cuts[3])):
+                seen_to[begin:end] = seen_to[begin:end].max(initial=0)
+        self.batch = replace(self.batch, seen_to=seen_to)
+
     def blocks(self, device: torch.device = CPU) -> KVBlocks:
         """The pool on a device."""
         return KVBlocks.plain(self.key_blocks.to(device), self.value_blocks.to(device))
@@ -120,13 +130,14 @@ class Case:
     def expected(self, options: AttentionOptions) -> Tensor:
         """One query at a time, one head at a time, in float64."""
         rows = []
+        seen_to = self.batch.positions + 1 if self.batch.seen_to is None else self.batch.seen_to
         for (start, end), queries, keys, values in zip(self.spans, self.queries, self.keys, self.values, strict=True):
             for position in range(start, end):
-                first = first_seen(position, options)
+                seen = first_seen(position, options), int(seen_to[len(rows)])
                 rows.append(
                     torch.stack(
                         [
-                            self._head(queries[position - start], keys, values, head, (first, position + 1), options)
+                            self._head(queries[position - start], keys, values, head, seen, options)
                             for head in range(self.shape.num_heads)
                         ]
                     )

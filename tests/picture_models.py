@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -27,11 +35,14 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tiny_models import BASE, save_tokenizer
+from tiny_models import BASE, SLIDING_SLIDING_FULL, save_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{% for part in m.content %}{% if part.type == 'image' %}<image>"
@@ -105,7 +116,6 @@ def save_seeing_model(folder: Path, kind: str = "idefics3", *, seed: int = 0) ->
 
 
 QWEN_SIGN = "<|image_pad|>"
-QWEN_TEMPLATE = TEMPLATE.replace("<image>", f"<|vision_start|>{QWEN_SIGN}<|vision_end|>")
 _QWEN_VISION = {
     "depth": 2,
     "hidden_size": 32,
@@ -115,100 +125,200 @@ _QWEN_VISION = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-QWENS: Mapping[str, tuple[Any, Any, Mapping[str, Any], Mapping[str, Any]]] = {
-    "qwen2_vl": (
-        Qwen2VLConfig,
-        Qwen2VLForConditionalGeneration,
-        {"hidden_size": 64, "embed_dim": 32, "mlp_ratio": 2},
-        {},
+_TILE_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": TILE,
+    "patch_size": 8,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models that see, made small."""
+
+    config: Any
+    model: Any
+    vision: Mapping[str, Any]
+    text: Mapping[str, Any]
+    processor: Any
+    sign: str
+    """The sign of a picture in its chat template."""
+    others: tuple[str, ...]
+    """Control tokens beside that sign."""
+    expand: Callable[[Mapping[str, Any], int], str]
+    """The text for the sign of a picture, of what the image processor gave for all pictures, and its number."""
+    top: Mapping[str, Any] = field(default_factory=dict)
+    """Fields beside those of the halves."""
+    token: str | None = None
+    """What rows replace, if it is not the sign."""
+    call: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the image processor that transformers' processor gives."""
+
+    @property
+    def template(self) -> str:
+        """Its chat template."""
+        beside = ("<|vision_start|>", "<|vision_end|>") if self.sign == QWEN_SIGN else ("", "")
+        return TEMPLATE.replace("<image>", self.sign.join(beside))
+
+
+def _qwen(config: Any, model: Any, vision: Mapping[str, Any], **text: Any) -> Family:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    rope |= {"mrope_interleaved": True} if model is Qwen3VLForConditionalGeneration else {}
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    return Family(
+        config,
+        model,
+        {**_QWEN_VISION, **vision},
+        {"rope_parameters": rope, "rms_norm_eps": 1e-6, **text},
+        lambda: Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2, temporal_patch_size=2),
+        QWEN_SIGN,
+        ("<|vision_start|>", "<|vision_end|>"),
+        lambda seen, number: QWEN_SIGN * (int(seen["image_grid_thw"][number].prod()) // 4),
+    )
+
+
+def _rows_of_pixtral(seen: Mapping[str, Any], number: int) -> str:
+    rows, columns = (int(side) // 16 for side in seen["image_sizes"][number])
+    return ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"
+
+
+_SQUARE = {"height": TILE, "width": TILE}
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": _qwen(
+        Qwen2VLConfig, Qwen2VLForConditionalGeneration, {"hidden_size": 64, "embed_dim": 32, "mlp_ratio": 2}
     ),
-    "qwen2_5_vl": (
+    "qwen2_5_vl": _qwen(
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
         {"out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]},
-        {},
     ),
-    "qwen3_vl": (
+    "qwen3_vl": _qwen(
         Qwen3VLConfig,
         Qwen3VLForConditionalGeneration,
         {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        {"head_dim": 16, "num_hidden_layers": 4},
+        head_dim=16,
+        num_hidden_layers=4,
+    ),
+    "gemma3": Family(
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        {**_TILE_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING_SLIDING_FULL, "query_pre_attn_scalar": 16},
+        lambda: Gemma3ImageProcessorPil(size=_SQUARE),
+        "<start_of_image>",
+        ("<image_soft_token>", "<end_of_image>"),
+        lambda seen, number: "\n\n<start_of_image>" + "<image_soft_token>" * 16 + "<end_of_image>\n\n",
+        {"mm_tokens_per_image": 16},
+        "<image_soft_token>",
+    ),
+    "mistral3": Family(
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {**_TILE_VISION, "model_type": "pixtral", "head_dim": 16},
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        lambda: PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 8, "width": 8}),
+        "[IMG]",
+        ("[IMG_BREAK]", "[IMG_END]"),
+        _rows_of_pixtral,
+        call={"patch_size": 16},
+    ),
+    "internvl": Family(
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        {**_TILE_VISION, "model_type": "internvl_vision"},
+        {"model_type": "qwen2"},
+        lambda: GotOcr2ImageProcessorPil(size=_SQUARE, max_patches=6),
+        "<IMG_CONTEXT>",
+        ("<img>", "</img>"),
+        lambda seen, number: f"<img>{'<IMG_CONTEXT>' * (4 * int(seen['num_patches'][number]))}</img>",
+        {"image_seq_length": 4},
+        call={"crop_to_patches": True},
     ),
 }
-"""`model_type` -> its config, its model, and what its halves have of their own."""
+"""`model_type` -> the family."""
 
 
-def save_qwen_model(folder: Path, kind: str, *, is_old: bool = False) -> Path:
+def save_family(folder: Path, kind: str, *, is_old: bool = False) -> Path:
     """Write a checkpoint of random weights. `is_old`: in the form in which the first of them were published."""
-    save_tokenizer(folder, chat_template=QWEN_TEMPLATE)
+    own = FAMILIES[kind]
+    save_tokenizer(folder, chat_template=own.template)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    signs = ["<|vision_start|>", QWEN_SIGN, "<|vision_end|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": signs})
+    tokenizer.add_special_tokens({"additional_special_tokens": [own.sign, *own.others]})
     tokenizer.save_pretrained(folder)
-    config_class, model_class, vision, text = QWENS[kind]
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    rope |= {"mrope_interleaved": True} if kind == "qwen3_vl" else {}
-    config = config_class(
-        text_config={**BASE, **text, "vocab_size": len(tokenizer), "rope_parameters": rope, "rms_norm_eps": 1e-6},
-        vision_config={**_QWEN_VISION, **vision},
-        image_token_id=tokenizer.convert_tokens_to_ids(QWEN_SIGN),
+    ids = tokenizer.convert_tokens_to_ids
+    signs = {"image_token_id": ids(own.token or own.sign)}
+    signs |= {"boi_token_index": ids(own.sign), "eoi_token_index": ids("<end_of_image>")} if own.token else {}
+    config = own.config(
+        text_config={**BASE, "vocab_size": len(tokenizer), **own.text}, vision_config=own.vision, **own.top, **signs
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = model_class(config).to(torch.float32)
+        model = own.model(config).to(torch.float32)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.15)
             else:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        model.get_output_embeddings().weight[signs["image_token_id"]] = 0  # transformers cannot go on after a sign
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     if is_old:
         _write_as_published_first(folder)
-    size = {"shortest_edge": 64, "longest_edge": 4096}
-    Qwen2VLImageProcessorPil(size=size, patch_size=4, merge_size=2, temporal_patch_size=2).save_pretrained(folder)
+    own.processor().save_pretrained(folder)
     return folder
 
 
 def _write_as_published_first(folder: Path) -> None:
-    """Fields of the language half beside the others, rope_scaling, and names without "language_model"."""
+    """The names that weights had first; in Qwen's files, fields of the language half beside the others too."""
     path = folder / "config.json"
     values = json.loads(path.read_text())
-    text = values.pop("text_config")
-    rope = text.pop("rope_parameters")
-    values = {**text, **values, "rope_theta": rope["rope_theta"]}
-    values["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    path.write_text(json.dumps(values))
+    names = [("model.language_model.", "model."), ("model.visual.", "visual.")]
+    if "qwen" in values["model_type"]:
+        text = values.pop("text_config")
+        rope = text.pop("rope_parameters")
+        values = {**text, **values, "rope_theta": rope["rope_theta"]}
+        values["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        path.write_text(json.dumps(values))
+    else:
+        names = [("language_model.model.", "model.language_model."), ("vision_tower.", "model.vision_tower.")]
+        names += [("multi_modal_projector.", "model.multi_modal_projector.")]
+        if values["model_type"] == "gemma3":
+            names += [("vision_tower.", "vision_tower.vision_model.")]
     tensors = load_file(folder / "model.safetensors")
-    for old, new in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+    for old, new in names:
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-class QwenOracle:
+class FamilyOracle:
     """The same checkpoint run by transformers alone: eager attention, and each token computed from nothing."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self._model = QWENS[kind][1].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self._own = FAMILIES[kind]
+        self._model = self._own.model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self._tokenizer, self._processor = AutoTokenizer.from_pretrained(folder), self._own.processor()
 
     def answer(self, messages: Sequence[Mapping[str, Any]], num_tokens: int) -> tuple[list[int], list[int]]:
         """Token ids of the prompt, and the likeliest continuation."""
+        own = self._own
         images = [part["image"] for one in messages for part in one["content"] if part["type"] == "image"]
-        seen = self._processor(images, return_tensors="pt") if images else {}
-        counts = [int(grid.prod()) // 4 for grid in seen["image_grid_thw"]] if images else []
+        seen = self._processor(images, return_tensors="pt", **own.call) if images else {}
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        first, *rest = text.split(QWEN_SIGN)
-        text = first + "".join(QWEN_SIGN * count + part for count, part in zip(counts, rest, strict=True))
+        first, *rest = text.split(own.sign)
+        text = first + "".join(own.expand(seen, number) + part for number, part in enumerate(rest))
         prompt: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        ids, sign = torch.tensor([prompt]), self._tokenizer.convert_tokens_to_ids(QWEN_SIGN)
+        ids, sign = torch.tensor([prompt]), self._tokenizer.convert_tokens_to_ids(own.token or own.sign)
+        kinds = {"gemma3": "token_type_ids"}.get(self._model.config.model_type, "mm_token_type_ids")
+        takes_kinds = kinds in inspect.signature(self._model.forward).parameters
+        seen = {name: value for name, value in seen.items() if name not in ("num_patches", "num_crops")}
         for _ in range(num_tokens):
             self._model.model.rope_deltas = None
+            marks = {kinds: (ids == sign).int()} if takes_kinds else {}
             with torch.inference_mode():
-                logits = self._model(
-                    input_ids=ids, mm_token_type_ids=(ids == sign).int(), use_cache=False, **seen
-                ).logits
+                logits = self._model(input_ids=ids, use_cache=False, **marks, **seen).logits
             ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
         return prompt, ids[0, len(prompt) :].tolist()
 

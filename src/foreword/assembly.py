@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from foreword.model.loader import LoadedModel
     from foreword.model.runner import ModelRunner
     from foreword.model.storage import KVStorage
-    from foreword.model.vision import EncodedPictures
+    from foreword.model.vision.encoded import EncodedPictures
 
 logger = logging.getLogger(__name__)
 
@@ -382,6 +382,12 @@ def build_engine(
     from foreword.model.storage import KVStorage
 
     layout = plan_layout(config, model)
+    most_whole = 0 if model.pictures is None else model.pictures.vision.most_whole
+    if most_whole > config.scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} is less than the {most_whole} tokens of "
+            "a picture, which this model sees at once; raise it"
+        )
     longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
     steps = RunnerLimits.of(config, longest)
     num_blocks = config.cache.num_gpu_blocks_override

@@ -200,6 +200,8 @@ class Batch:
     """The tokens that adapters change; None: none."""
     shown: tuple[Shown, ...] = ()
     """The tokens that rows of pictures replace."""
+    seen_to: IntArray | None = None
+    """[num_tokens]: the position after the last that each token sees, in a request ascending. None: its own."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: the number of a token, ascending, and the entry of the batch before that samples it."""
 
@@ -277,6 +279,7 @@ def build_batch(
         rotary=_rotary(entries, positions, query_starts),
         adapted=_adapted(entries, positions, query_starts),
         shown=_shown(entries, query_starts),
+        seen_to=_seen_to(entries, positions, query_starts),
         expected=_expected(entries, query_starts),
     )
 
@@ -339,6 +342,21 @@ def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
             own = Shown(placed.picture, rows, places, request.sequence.extra_keys.salt).within(start, end)
             found.append(own._replace(tokens=own.tokens + int(query_starts[number])))
     return tuple(own for own in found if len(own.tokens))
+
+
+def _seen_to(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
+    """The position after the last that each token sees; None if none sees a later one."""
+    numbers = entries.facts["sees_ahead"].nonzero()[0]
+    seen_to, changes = positions + np.int32(1), False
+    for number in numbers.tolist():
+        request, start, end, _ = entries[number]
+        own = seen_to[query_starts[number] : query_starts[number + 1]]
+        for placed in request.pictures:
+            first, after = max(start, placed.offset), placed.offset + placed.num_tokens
+            if placed.sees_ahead and first < min(end, after):
+                assert after <= end, "a step ends inside a picture"
+                own[first - start : after - start], changes = after, True
+    return seen_to if changes else None
 
 
 def _expected(entries: Entries, query_starts: IntArray) -> IntArray:

@@ -245,7 +245,10 @@ class Vision(Protocol):
 
     token_id: int
     digest: str
+    sees_ahead: bool
 
+    @property
+    def sign_id(self) -> int: ...
     def shape(self, height: int, width: int) -> Any: ...
     def num_rows(self, shape: Any) -> int: ...
     def text(self, shape: Any) -> str: ...
@@ -338,7 +341,7 @@ class Pictures:
     def shown(self, prompt: Prompt, pictures: Sequence[ReadPicture]) -> Prompt:
         """The prompt with each sign of a picture replaced by its tokens. Raises InvalidRequestError."""
         token_ids = prompt.token_ids
-        signs = np.flatnonzero(token_ids == self._vision.token_id)
+        signs = np.flatnonzero(token_ids == self._vision.sign_id)
         if len(signs) != len(pictures):
             raise InvalidRequestError(
                 f"the prompt has {len(pictures)} pictures, but {len(signs)} signs of pictures; the chat template must "
@@ -350,8 +353,8 @@ class Pictures:
         pieces, placed, at, length = list[npt.NDArray[np.int32]](), list[PlacedPicture](), 0, 0
         for sign, picture, tokens in zip(signs.tolist(), pictures, own, strict=True):
             pieces += [token_ids[at:sign], tokens.token_ids]
-            grid = self._vision.grid(picture.shape)
-            placed.append(PlacedPicture(picture, tokens.places + np.int32(length + sign - at), grid))
+            places = tokens.places + np.int32(length + sign - at)
+            placed.append(PlacedPicture(picture, places, self._vision.grid(picture.shape), self._vision.sees_ahead))
             length += sign - at + len(tokens.token_ids)
             at = sign + 1
         pieces.append(token_ids[at:])

@@ -60,6 +60,34 @@ def test_random_ragged_batches_agree_with_naive_attention(kernel: AttentionKerne
     torch.testing.assert_close(result.double(), case.expected(options), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 12))])
+def test_queries_may_see_each_other_and_keep_their_bits_beside_others(kernel: AttentionKernel, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = random_shape(rng)
+    spans = random_spans(rng, longest=30 if seed % 2 else 600)
+    case = Case(shape, [*spans, (200, 200 + int(rng.integers(1, 300)))], rng)
+    case.see_ahead(rng)
+    assert case.batch.seen_to is not None
+    options = random_options(rng, shape)
+    result = case.run(kernel, options)
+    torch.testing.assert_close(result.double(), case.expected(options), rtol=1e-4, atol=1e-5)
+    for row, (start, end) in enumerate(case.spans):  # from any query on to where a run ends
+        begin = int(case.batch.query_starts[row])
+        ends = np.flatnonzero(case.batch.seen_to[begin : begin + end - start] == np.arange(start, end) + 1) + 1
+        last = int(rng.choice(ends))
+        own = slice(begin + int(rng.integers(0, last)), begin + last)
+        part = Batch.bare(
+            case.batch.token_ids[own],
+            case.batch.positions[own],
+            np.array([0, own.stop - own.start], np.int32),
+            (case.batch.block_tables[row : row + 1],),
+        )
+        part = replace(part, seen_to=case.batch.seen_to[own])
+        plan = kernel.plan(part, len(case.key_blocks) - 1, shape.block_size, torch.device("cpu"))
+        alone = kernel.attend(torch.cat(case.queries)[own], case.blocks(), plan, options)
+        assert torch.equal(alone, result[own])
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_codes_are_attended_as_the_numbers_that_are_read_of_them(kernel: AttentionKernel, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -153,8 +153,8 @@ class ModelConfig:
     max_pictures: int = 16
     """Most pictures of one prompt (docs/guides/pictures.md)."""
     max_picture_tokens: int = 1280
-    """Most tokens of one picture of a Qwen model; larger pictures are made smaller. The time that a new picture takes
-    grows with the square of it, and other requests wait."""
+    """Most tokens of one picture of a Qwen or Mistral model; larger ones are made smaller. The time that a new
+    picture takes grows with the square of it, and other requests wait."""
     picture_cache_bytes: int = 256 * 2**20
     """Memory for the encodings of the pictures that were shown last."""
     self_check: bool = True

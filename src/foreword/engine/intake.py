@@ -302,6 +302,7 @@ class Intake:
             "embeddings": bool(prompt.extra_keys.embeddings_hash),
             "adapter": prompt.adapter is not None,
             "pictures that turn by row and column": any(one.grid is not None for one in prompt.pictures),
+            "pictures whose tokens see each other": any(one.sees_ahead for one in prompt.pictures),
             "adapter that begins inside it": bool(prompt.extra_keys.adapter and prompt.extra_keys.adapter_offset),
         }
         for what, is_given in unable.items():

@@ -1,7 +1,7 @@
 """Shares: which of its tokens each running request computes in a step.
 
 Linked tokens take nothing of the budget, and a share ends with a computed token. With recurrent layers it may end only
-where a state can be.
+where a state can be, and in no model among tokens that see each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foreword.cache import StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.linking import Linking
 from foreword.engine.running_rows import RunningRows
-from foreword.request import Request
+from foreword.request import Request, whole_end
 
 Spans = tuple[Int64Array, Int64Array, Int64Array]
 """Rows, and the start and end of the tokens that each computes."""
@@ -40,10 +40,12 @@ class Shares:
         """The spans that running requests compute next, if there are blocks for all of them."""
         rows = self._running.order
         starts = self._running.progress["num_computed"][rows]
+        wanted = self._running.progress["num_tokens"][rows] - starts
         if self._states is not None or self._linking.holds:
-            ends = self._one_by_one(rows, starts, budget)
+            ends = self._one_by_one(rows, starts, budget, budget)
+        elif self._running.facts["sees_ahead"][rows].any():
+            ends = self._one_by_one(rows, starts, budget, self._most_each(wanted, budget))
         else:
-            wanted = self._running.progress["num_tokens"][rows] - starts
             np.minimum(wanted, self._config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
             left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
             ends = starts + np.minimum(wanted, np.maximum(left, 0))
@@ -69,33 +71,36 @@ class Shares:
         others, half = total - longest, budget // 2
         return budget - min(half, others + self._wanted_by_waiting(half - others))
 
-    def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
-        """The end of each row's span with recurrent layers or linked prompts, at most `budget` tokens in all."""
+    def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int, most: int) -> Int64Array:
+        """The end of each row's span, where not every place will do: at most `budget` tokens in all.
+
+        A row gets at most `most`, unless no place comes before.
+        """
         ends = starts.copy()
         lengths = self._running.progress["num_tokens"][rows].tolist()
         for at, row in enumerate(rows.tolist()):
             if not budget:
                 break
             request, start = self._running[row], int(starts[at])
-            end = self.end(request, start, budget, lengths[at])
+            end = self.end(request, start, budget, lengths[at], most)
             if end > start:
                 request.num_scheduled_tokens = end
                 ends[at] = end
                 budget -= num_computed(request, start, end)
         return ends
 
-    def end(self, request: Request, start: int, budget: int, length: int | None = None) -> int:
+    def end(self, request: Request, start: int, budget: int, length: int | None = None, most: int | None = None) -> int:
         """The end of a request's span in this step; `start` if it should wait.
 
-        `length`: the number of its tokens; None: those that are known.
+        `length`: the number of its tokens; None: those that are known. `most`: its share, if others want theirs.
         """
-        budget_of_one = min(budget, self._config.long_prefill_token_threshold or budget)
+        budget_of_one = min(budget, self._config.long_prefill_token_threshold or most or budget)
         length = len(request) if length is None else length
         if request.links is not None:
             return request.links.end_after(start, length, budget_of_one)
         end = min(length, start + budget_of_one)
         if self._states is None:
-            return end
+            return whole_end(request.pictures, start, end, start + budget)
         return self._states.cut(start, end, request.num_prompt_tokens, budget, request.state_positions)
 
 

@@ -98,13 +98,15 @@ class Tile:
     """[requests, queries]: rows of the flattened batch."""
     positions: Tensor
     """[requests, queries], ascending."""
+    seen_to: Tensor
+    """[requests, queries]: the position after the last that each query sees, ascending."""
     block_tables: Tensor
     """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
     first_position: int
     last_position: int
-    """With `first_position`, the range of positions in the tile: they bound the chunks to visit."""
+    """The last that a query sees: with `first_position`, it bounds the chunks to visit."""
     shortest: int
-    """Least last position of the tile's requests; KV after it may be unwritten."""
+    """Least last position that the tile's requests see; KV after it may be unwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Tiles before they are on a device: query index, positions and block tables, tile after tile."""
+    """Tiles before they are on a device: query index, positions, `seen_to` and block tables, tile after tile."""
 
     shapes: tuple[TileShape, ...]
     data: IntArray
@@ -136,13 +138,14 @@ class TilePlan:
         tiles, start = [], 0
         for shape in self.shapes:
             size = shape.num_requests * shape.num_queries
-            sizes = (size, size, shape.num_requests * shape.num_blocks)
-            index, positions, tables = metadata[start : start + sum(sizes)].split_with_sizes(sizes)
+            sizes = (size, size, size, shape.num_requests * shape.num_blocks)
+            index, positions, seen_to, tables = metadata[start : start + sum(sizes)].split_with_sizes(sizes)
             start += sum(sizes)
             tiles.append(
                 Tile(
                     index.view(shape.num_requests, -1).long(),
                     positions.view(shape.num_requests, -1),
+                    seen_to.view(shape.num_requests, -1),
                     tables.view(shape.num_requests, -1).long(),
                     shape.first_position,
                     shape.last_position,
@@ -165,13 +168,15 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
 
     def add(rows: npt.NDArray[np.intp], query_index: IntArray) -> None:
         positions = batch.positions[query_index]
-        last = int(positions.max())
+        seen_to = positions + 1 if batch.seen_to is None else batch.seen_to[query_index]
+        ends = seen_to[:, -1]
+        last = int(ends.max()) - 1
         num_blocks = last // block_size + 1
-        tables = _tables(batch, rows, positions[:, -1] // block_size + 1, num_blocks, scrap_block)
+        tables = _tables(batch, rows, -(-ends // block_size), num_blocks, scrap_block)
         num_requests, num_queries = query_index.shape
-        first, shortest = int(positions.min()), int(positions[:, -1].min())
+        first, shortest = int(positions.min()), int(ends.min()) - 1
         shapes.append(TileShape(num_requests, num_queries, num_blocks, first, last, shortest))
-        parts.extend((query_index, positions, tables))
+        parts.extend((query_index, positions, seen_to, tables))
 
     single = np.flatnonzero(lengths == 1)
     if single.size:
@@ -191,7 +196,8 @@ def plan_decoding_tile(batch: Batch, scrap_block: int, block_size: int, *, num_r
     tables = np.full((num_rows, num_blocks), scrap_block, np.int32)
     tables[:num_own] = _tables(batch, np.arange(num_own), batch.positions // block_size + 1, num_blocks, scrap_block)
     shape = TileShape(num_rows, 1, num_blocks, 0, max_tokens - 1, 0)
-    return TilePlan((shape,), np.concatenate((np.arange(num_rows, dtype=np.int32), positions, tables.ravel())))
+    queries = np.arange(num_rows, dtype=np.int32), positions, positions + np.int32(1)
+    return TilePlan((shape,), np.concatenate((*queries, tables.ravel())))
 
 
 def _tables(batch: Batch, rows: npt.NDArray[np.intp], owned: IntArray, num_blocks: int, scrap_block: int) -> IntArray:
@@ -316,7 +322,7 @@ def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Te
         return None
     kv = torch.arange(start, start + chunk, device=tile.positions.device)
     queries = tile.positions[..., None]
-    hidden = kv > queries
+    hidden = kv >= tile.seen_to[..., None]
     if options.sliding_window is not None or options.local_chunk is not None:
         hidden |= kv < _first_seen(queries, options)
     return hidden
@@ -325,5 +331,5 @@ def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Te
 def _zero_unseen(values: Tensor, tile: Tile, start: int, options: AttentionOptions) -> None:
     """Zero values that none of a request's queries sees: their weight is 0, but 0 * NaN would not be."""
     kv = torch.arange(start, start + values.shape[1], device=values.device)
-    unseen = (kv > tile.positions[:, -1:]) | (kv < _first_seen(tile.positions[:, :1], options))
+    unseen = (kv >= tile.seen_to[:, -1:]) | (kv < _first_seen(tile.positions[:, :1], options))
     values.masked_fill_(unseen.repeat_interleave(len(values) // len(unseen), 0)[..., None], 0.0)

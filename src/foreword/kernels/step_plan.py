@@ -81,6 +81,8 @@ class StepPlan:
     """Chunks that members see, counted for each member; there are at most as many SHARED items."""
     groups: tuple[int, ...]
     """For each group of requests that share their first chunk, their number."""
+    seen_to: Int64Array | None = None
+    """As `Batch.seen_to`."""
 
 
 def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPlan:
@@ -122,6 +124,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPl
         most_queries=most,
         num_chunks=int(num_chunks[members].sum()),
         groups=tuple(group_sizes[group_sizes > 1].tolist()),
+        seen_to=None if batch.seen_to is None else batch.seen_to.astype(np.int64),
     )
 
 

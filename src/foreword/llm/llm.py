@@ -99,7 +99,10 @@ class LLM:
             return None
         room = parts.engine.limits.max_model_len - 1
         most = self.config.model.max_pictures
-        return Pictures(parts.pictures.vision, parts.tokenizer.encode_part, max_pictures=most, max_tokens=room)
+        vision = parts.pictures.vision
+        if vision.written_sign is not None:
+            parts.tokenizer.write_signs(vision.written_sign)
+        return Pictures(vision, parts.tokenizer.encode_part, max_pictures=most, max_tokens=room)
 
     @property
     def dtype(self) -> str:

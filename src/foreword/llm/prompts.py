@@ -110,8 +110,10 @@ class Prompts:
         if self._pictures is None:
             raise InvalidRequestError(f"model {self._model!r} {self._refusal}; leave multi_modal_data out")
         images = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
-        plain = self.read({name: value for name, value in prompt.items() if name != "multi_modal_data"})
-        return self._pictures.shown(plain, self._pictures.read([picture_file(one) for one in images]))
+        plain = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
+        if isinstance(plain.get("prompt"), str):
+            plain["prompt"] = self.tokenizer_for("pictures").with_written_signs(plain["prompt"])
+        return self._pictures.shown(self.read(plain), self._pictures.read([picture_file(one) for one in images]))
 
 
 def priority_of(value: Any) -> int:

@@ -32,7 +32,8 @@ from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.spec import DecoderSpec
 from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
-from foreword.model.vision import EncodedPictures, load_vision
+from foreword.model.vision.encoded import EncodedPictures
+from foreword.model.vision.load import load_vision
 
 if TYPE_CHECKING:
     from foreword.model.checkpoint.read import Checkpoint

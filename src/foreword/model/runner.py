@@ -142,6 +142,7 @@ class ModelRunner:
             positions=batch.positions + shift,
             rotary=None if batch.rotary is None else batch.rotary + shift,
             write_from=batch.write_from + shift,
+            seen_to=None if batch.seen_to is None else batch.seen_to + shift,
             group_tables=(np.concatenate((sinks, tables), axis=1),),
         )
 

@@ -23,6 +23,7 @@ from foreword.request.request import (
     TokenLogprobs as TokenLogprobs,
     named_record as named_record,
     turned_positions as turned_positions,
+    whole_end as whole_end,
 )
 from foreword.request.sampling_params import (
     SamplingParams as SamplingParams,

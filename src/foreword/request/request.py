@@ -44,6 +44,7 @@ FACTS = np.dtype(
         ("may_run_dry", np.bool_),
         ("is_adapted", np.bool_),  # whether an adapter computes some of its tokens
         ("has_pictures", np.bool_),  # whether rows of pictures replace some of its tokens
+        ("sees_ahead", np.bool_),  # whether some of its tokens see later ones
         ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
         ("has_labels", np.bool_),  # whether its only token is one of some labels
@@ -106,6 +107,8 @@ class PlacedPicture:
     """[rows]: the index of the token that each row of its encoding replaces, ascending."""
     grid: tuple[int, int] | None = None
     """Rows and columns in which its tokens turn (`turned_positions`); None: they turn as text does."""
+    sees_ahead: bool = False
+    """Whether its tokens see each other, also the later ones: then no step ends among them (`whole_end`)."""
 
     @property
     def offset(self) -> int:
@@ -116,6 +119,20 @@ class PlacedPicture:
     def num_tokens(self) -> int:
         """The number of tokens from the first of them to the last."""
         return int(self.places[-1]) + 1 - self.offset
+
+
+def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, most: int) -> int:
+    """The end of a step from `start` that would end at `end`, moved out of a picture whose tokens see each other.
+
+    It may grow up to `most`; `start` if the rest of the picture does not fit.
+    """
+    for placed in pictures:
+        after = placed.offset + placed.num_tokens
+        if placed.sees_ahead and placed.offset < end < after:
+            if placed.offset > start:
+                return placed.offset
+            return after if after <= most else start
+    return end
 
 
 def turned_positions(pictures: Sequence[PlacedPicture], start: int, end: int) -> npt.NDArray[np.int32]:
@@ -352,6 +369,7 @@ class Request:
             may_run_dry=self.may_run_dry,
             is_adapted=False,
             has_pictures=False,
+            sees_ahead=False,
             has_gaps=False,
             reports=params.reports_answer,
             has_labels=bool(params.label_token_ids),
@@ -507,6 +525,7 @@ class Request:
         """Have rows of pictures replace tokens of the prompt; call it before the request is queued."""
         self.pictures = pictures
         self._set_fact("has_pictures", True)
+        self._set_fact("sees_ahead", any(placed.sees_ahead for placed in pictures))
         if any(placed.grid is not None for placed in pictures):
             self._set_fact("has_gaps", True)
 

@@ -105,6 +105,15 @@ class Renderer:
         special = (str(token) for token in hf_tokenizer.added_tokens_decoder.values() if token.special)
         self._control = ControlTokens({*special, *hf_tokenizer.all_special_tokens})
         self._takes_control_tokens = False
+        self._written_sign: tuple[str, str] | None = None
+
+    def write_signs(self, written_sign: tuple[str, str]) -> None:
+        """From now on, let texts have something else in place of a picture's sign: (sign, what is written)."""
+        self._written_sign = written_sign
+
+    def with_written_signs(self, text: str) -> str:
+        """The text of a prompt with pictures, as the model's own processor writes it around their signs."""
+        return text if self._written_sign is None else text.replace(*self._written_sign)
 
     @property
     def chat_template(self) -> str | None:
@@ -215,9 +224,10 @@ class Renderer:
         refuse_lost(report, one.messages, one.inputs)
         one, mark = self._hidden(one)
         messages, inputs = report.form.write(one.messages, one.inputs)
-        if pictures_of(one.messages):
-            messages = in_parts(messages)
-        return _Marked(self._apply(Conversation(messages, inputs, one.is_open), continues, source), mark)
+        if not pictures_of(one.messages):
+            return _Marked(self._apply(Conversation(messages, inputs, one.is_open), continues, source), mark)
+        text = self._apply(Conversation(in_parts(messages), inputs, one.is_open), continues, source)
+        return _Marked(self.with_written_signs(text), mark)
 
     def _source_for(self, one: Conversation) -> str | None:
         has_tools = bool(one.inputs.get("tools")) or any(message.get("tool_calls") for message in one.messages)

@@ -25,7 +25,7 @@ from foreword.kernels.step_plan import FOLD_QUERIES, StepPlan
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
 """The calling thread computes up to this many items times KV heads, or partial results, alone: about 20 us."""
 
-PLAN_ARGUMENTS = "tables table_width block_size requests items num_items members merges num_merges".split()
+PLAN_ARGUMENTS = "tables table_width block_size requests seen_to items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
 """Arguments that change in every step: the plan, and memory."""
 
@@ -139,6 +139,7 @@ class CpuAttention:
             step.tables.shape[1],
             step.block_size,
             step.requests.ctypes.data,
+            0 if step.seen_to is None else step.seen_to.ctypes.data,
             joined.items.ctypes.data,
             len(joined.items),
             step.members.ctypes.data,

@@ -46,6 +46,7 @@ ATTENTION = record(
     "table_width",
     "block_size",
     "requests",  # address of an array of REQUEST
+    "seen_to",  # address of the position after the last that each row of the batch sees, int64; 0: its own
     "items",  # address of an array of ITEM
     "num_items",
     "members",  # address of request numbers (int64), in the order that SHARED items refer to

@@ -6,7 +6,7 @@ from typing import Any
 
 from foreword.kernels.cpu.layout import KV_PANEL, found_at, request_at
 from foreword.kernels.kv_format import SCALE_BYTES
-from foreword.kernels.llvm.simd import load_int32, prefetch, store_int
+from foreword.kernels.llvm.simd import load_int, load_int32, prefetch, store_int
 from foreword.kernels.runtime.compiled import compiled
 from foreword.kernels.step_plan import CHUNK
 
@@ -19,6 +19,14 @@ def first_seen(a: Any, position: int) -> Any:
     if a.local_chunk > 0:
         return position // a.local_chunk * a.local_chunk
     return 0
+
+
+@compiled
+def seen_to(a: Any, about: Any, query: int) -> Any:
+    """The position after the last that a request's query sees."""
+    if a.seen_to == 0:
+        return about.first_position + query + 1
+    return load_int(a.seen_to + 8 * (about.first_row + query))
 
 
 @compiled

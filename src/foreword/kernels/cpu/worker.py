@@ -41,7 +41,7 @@ from foreword.kernels.cpu.layout import (
     scratch_at,
 )
 from foreword.kernels.cpu.row_weights import see_nothing
-from foreword.kernels.cpu.tokens import find_tokens, first_seen, look_ahead
+from foreword.kernels.cpu.tokens import find_tokens, first_seen, look_ahead, seen_to
 from foreword.kernels.llvm.emit import LOG2_E, LOWEST
 from foreword.kernels.llvm.simd import call_chunk, clear_bytes, copy_bytes, fetch_add, load_float, load_int, widen
 from foreword.kernels.llvm.softmax import finish, merge
@@ -112,7 +112,7 @@ def _add_rows(
     for query in range(queries[0], queries[1]):
         position = about.first_position + query
         row_low = max(0, first_seen(a, position) - chunk * CHUNK)
-        row_high = min(CHUNK, position + 1 - chunk * CHUNK)
+        row_high = min(CHUNK, seen_to(a, about, query) - chunk * CHUNK)
         if row_low < row_high:
             low, high = min(low, row_low), max(high, row_high)
         for group in range(num_groups):
@@ -149,7 +149,7 @@ def _fold(a: Any, s: Any, item: Any, kv_head: int) -> Any:
     first_row = request_at(a.requests, request).first_row
     position = request_at(a.requests, request).first_position + first
     _take_queries(a, s, (request, kv_head, 0), (first, first + count))
-    last_chunk, following = (position + count - 1) // CHUNK, 0
+    last_chunk, following = (seen_to(a, request_at(a.requests, request), first + count - 1) - 1) // CHUNK, 0
     for chunk in range(first_seen(a, position) // CHUNK, last_chunk + 1):
         low, high = _add_rows(a, s, (request, kv_head, 0), (first, first + count), chunk, FOLD)
         find_tokens(a, s, request, chunk, low, high)
@@ -261,7 +261,7 @@ def _merge_query(a: Any, s: Any, item: Any) -> None:
             copy_bytes(mixed, a.partial_mixed + 4 * width * partial, 4 * width)
         else:
             _begin_rows(a, s, 1)
-        for chunk in range(first_chunk, position // CHUNK + 1):
+        for chunk in range(first_chunk, (seen_to(a, about, query) - 1) // CHUNK + 1):
             partial = (slot + chunk) * num_heads + head
             merge(stats, mixed, a.partial_stats + STATS_BYTES * partial, a.partial_mixed + 4 * width * partial, width)
         _finish_row(a, s, stats, mixed, about.first_row + query, head)

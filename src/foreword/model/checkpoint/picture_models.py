@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.tensors import StoredPlace, UnreadableError
 
-_HEAD = "lm_head.weight"
+_HEADS = "lm_head.weight", "language_model.lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,35 @@ class _Family:
     vision: Mapping[str, str]
     """How names of other weights begin -> their part."""
     is_qwen: bool = False
+    is_tied: bool = False
+    """Whether the embedding is the head too, if the file does not say."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the language half that files leave out."""
 
 
 _TILES = _Family(
     "llama", ("model.text_model.",), {"model.vision_model.": "vision_model.", "model.connector.": "connector."}
 )
 _VISUAL = {"model.visual.": "visual.", "visual.": "visual."}
+_BEFORE = "model.language_model.", "language_model.model."
+_TOWER = {
+    f"{model}{name}": part
+    for model in ("model.", "")
+    for name, part in (
+        ("vision_tower.vision_model.", "vision_tower."),
+        ("vision_tower.", "vision_tower."),
+        ("multi_modal_projector.", "multi_modal_projector."),
+    )
+}
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+}
 _QWEN2 = _Family("qwen2", ("model.language_model.", "model."), _VISUAL, is_qwen=True)
 PICTURE_MODELS = {
     "idefics3": _TILES,
@@ -38,6 +61,9 @@ PICTURE_MODELS = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": replace(_QWEN2, language="qwen3"),
+    "gemma3": _Family("gemma3_text", _BEFORE, _TOWER, is_tied=True, defaults=_GEMMA3),
+    "mistral3": _Family("mistral", _BEFORE, _TOWER, is_tied=True),
+    "internvl": _Family("qwen2", _BEFORE, _TOWER, is_tied=True),
 }
 """`model_type` of the models whose pictures are served."""
 _OF_OTHERS = frozenset(
@@ -76,9 +102,9 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = raw.get("text_config")
     if text is None and family.is_qwen:  # older files have it beside the rest
         text = raw
-    if not isinstance(text, Mapping) or "rms_norm_eps" not in text:
+    if not isinstance(text, Mapping) or "rms_norm_eps" not in {**family.defaults, **text}:
         raise UnreadableError("a text_config that is left out, or has no rms_norm_eps")
-    own = {name: value for name, value in text.items() if name not in _OF_OTHERS}
+    own = {**family.defaults, **{name: value for name, value in text.items() if name not in _OF_OTHERS}}
     dtype = raw.get("dtype") or raw.get("torch_dtype") or own.get("dtype") or own.get("torch_dtype")
     own.pop("torch_dtype", None)
     kind = {"model_type": family.language}
@@ -86,7 +112,7 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         own = {name: value for name, value in own.items() if name not in _OF_VISION}
         own |= {**kind, **_three_positions(own)}
         own["rope_parameters"]["mrope_interleaved"] = family.language == "qwen3"  # whatever the file says
-    tied = raw.get("tie_word_embeddings", False) or (family.is_qwen and own.get("tie_word_embeddings", False))
+    tied = raw.get("tie_word_embeddings", family.is_tied) or (family.is_qwen and own.get("tie_word_embeddings", False))
     return {**kind, **own, "dtype": dtype, "tie_word_embeddings": tied}
 
 
@@ -129,8 +155,8 @@ def parted(
             vision[family.vision[part] + name.removeprefix(part)] = place
         elif own is not None:
             text["model." + name.removeprefix(own)] = place
-        elif name == _HEAD:
-            text[name] = place
+        elif name in _HEADS:
+            text[_HEADS[0]] = place
         else:
             raise UnreadableError(f"weight {name!r}")
     return text, VisionFiles(folder, raw, vision)

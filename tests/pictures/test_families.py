@@ -1,4 +1,4 @@
-"""Pictures whose tokens turn by row and column: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, against transformers."""
+"""Pictures of all families but SmolVLM and Idefics3, against transformers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Gemma3Config
 
 from foreword import LLM, SamplingParams
+from foreword.cache.account.ledger import EvictionCause
 from foreword.errors import ConfigError, ModelLoadError
+from foreword.model.checkpoint.config_json import complete
+from foreword.model.checkpoint.picture_models import text_values
 from foreword.request import PlacedPicture, turned_positions
-from picture_models import QWENS, QwenOracle, asks, noise, save_qwen_model
+from picture_models import FAMILIES, FamilyOracle, asks, noise, save_family
 from tiny_models import greedy
 
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 20, "self_check": False, "dtype": "float32"}
@@ -21,14 +25,14 @@ LOGPROBS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs
 WIDE, HIGH = noise(96, 40), noise(40, 96, 1)
 
 
-@pytest.fixture(scope="module", params=sorted(QWENS))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen_model(tmp_path_factory.mktemp("pictures") / kind, kind)
+    return save_family(tmp_path_factory.mktemp("pictures") / kind, kind)
 
 
 def bits(output: Any) -> Any:
@@ -41,9 +45,9 @@ def bits_of(answer: Any) -> Any:
 
 
 def test_tokens_are_those_of_transformers(folder: Path, kind: str) -> None:
-    oracle = QwenOracle(folder, kind)
+    oracle = FamilyOracle(folder, kind)
     with LLM(str(folder), **OPTIONS) as llm:
-        for images in ([], [WIDE], [HIGH], [noise(8, 8)], [WIDE, HIGH], [noise(200, 3)]):
+        for images in ([], [WIDE], [HIGH], [noise(20, 8)], [WIDE, HIGH], [noise(200, 3)]):
             messages = asks(QUESTION, *images)
             prompt, answer = oracle.answer(messages, 8)
             for expected_hit in (False, True):
@@ -55,16 +59,21 @@ def test_tokens_are_those_of_transformers(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kv"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
-def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(folder: Path, dtype: str, kv: str) -> None:
+def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(
+    folder: Path, kind: str, dtype: str, kv: str
+) -> None:
     options = {**OPTIONS, "dtype": dtype, "kv_cache_dtype": kv}
     prompts = [asks(QUESTION, WIDE), asks("A text alone, as long as it may be?"), asks(QUESTION, HIGH, WIDE)]
     with LLM(str(folder), **options) as llm:
         cold = [bits(llm.chat(prompt, LOGPROBS)[0]) for prompt in prompts]
         assert [bits(output) for output in llm.chat(prompts, LOGPROBS)] == cold
         assert len({str(one) for one in cold}) == 3
-    with LLM(str(folder), **options, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
+    steps = {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 6}
+    with LLM(str(folder), **options, **steps, enable_prefix_caching=False) as llm:
         assert [bits(output) for output in llm.chat(prompts, LOGPROBS)] == cold
-    small = {**options, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
+    few = 19 if kind == "gemma3" else 18  # of two groups of layers
+    small = {**options, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": few, "max_num_batched_tokens": 64}
+    small["draft_tokens"] = 0  # they come and go with the time that steps take
     with LLM(str(folder), **small) as llm:
         long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=3)
         for output, expected in zip(llm.chat(prompts, long), cold, strict=True):
@@ -73,28 +82,45 @@ def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(folder: Path
         assert llm.engine.snapshot().num_preemptions > 0
 
 
-def test_a_picture_on_its_side_has_as_many_tokens_and_other_keys(folder: Path) -> None:
+def test_a_picture_on_its_side_has_as_many_tokens_and_other_keys(folder: Path, kind: str) -> None:
     with LLM(str(folder), **OPTIONS) as llm:
         outputs = [llm.chat(asks(QUESTION, image), LOGPROBS)[0] for image in (WIDE, WIDE.transpose(2), WIDE)]
-        assert len({len(one.prompt_token_ids) for one in outputs}) == 1
+        num_lengths = 2 if kind == "mistral3" else 1  # each row of its tokens ends with a mark
+        assert len({len(one.prompt_token_ids) for one in outputs}) == num_lengths
         assert [one.num_cached_tokens > 16 for one in outputs] == [False, False, True]
         assert bits(outputs[0]) == bits(outputs[2]) != bits(outputs[1])
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"], indirect=False)
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "gemma3", "internvl"], indirect=False)
 def test_checkpoints_as_they_were_published_first_are_the_same_models(tmp_path: Path, kind: str) -> None:
     answers = []
     for is_old in (False, True):
-        with LLM(str(save_qwen_model(tmp_path / str(is_old), kind, is_old=is_old)), **OPTIONS) as llm:
+        with LLM(str(save_family(tmp_path / str(is_old), kind, is_old=is_old)), **OPTIONS) as llm:
             answers.append(bits(llm.chat(asks(QUESTION, WIDE), LOGPROBS)[0]))
     assert answers[0] == answers[1]
 
 
-def test_a_processor_that_does_not_fit_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
-    folder = save_qwen_model(tmp_path / "model", "qwen2_5_vl")
-    path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": 8}))
-    with pytest.raises(ModelLoadError, match=r"half of model .* that sees"):
+@pytest.mark.parametrize(
+    ("kind", "name", "fields", "words"),
+    [
+        ("qwen2_5_vl", "preprocessor_config", {"patch_size": 8}, "denies"),
+        ("gemma3", "preprocessor_config", {"do_pan_and_scan": True}, "do_pan_and_scan=True"),
+        ("gemma3", "preprocessor_config", {"size": {"height": 24, "width": 24}}, "another size than 32 pixels"),
+        ("gemma3", "config", {"mm_tokens_per_image": 9}, "mm_tokens_per_image=9"),
+        ("mistral3", "config", {"vision_feature_layer": -2}, "vision_feature_layer=-2"),
+        ("mistral3", "preprocessor_config", {"size": {"longest_edge": 8}}, "longest_edge=8"),
+        ("internvl", "config", {"image_seq_length": 5}, "image_seq_length=5"),
+        ("internvl", "config", {"vision_feature_select_strategy": "full"}, "full"),
+    ],
+    indirect=False,
+)
+def test_files_that_do_not_fit_are_refused_when_the_model_is_loaded(
+    tmp_path: Path, kind: str, name: str, fields: dict[str, Any], words: str
+) -> None:
+    folder = save_family(tmp_path / "model", kind)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ModelLoadError, match=rf"half of model .* that sees .*{words}"):
         LLM(str(folder), **OPTIONS)
 
 
@@ -116,7 +142,7 @@ def test_positions_of_a_part_are_a_part_of_all_positions(start: int, end: int) -
 
 
 def test_pictures_are_made_smaller_down_to_the_limit(tmp_path: Path) -> None:
-    folder = save_qwen_model(tmp_path / "model", "qwen2_5_vl")
+    folder = save_family(tmp_path / "model", "qwen2_5_vl")
     with LLM(str(folder), **OPTIONS, max_picture_tokens=8) as llm:
         assert llm.encoded_pictures is not None
         vision = llm.encoded_pictures.vision
@@ -129,7 +155,7 @@ def test_pictures_are_made_smaller_down_to_the_limit(tmp_path: Path) -> None:
         assert llm.encoded_pictures is not None
         assert llm.encoded_pictures.vision.digest != small
         assert llm.encoded_pictures.vision.num_rows(llm.encoded_pictures.vision.shape(300, 400)) > 8
-    other = save_qwen_model(tmp_path / "other", "qwen2_vl")
+    other = save_family(tmp_path / "other", "qwen2_vl")
     path = other / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"size": {"shortest_edge": 640, "longest_edge": 4096}}))
     with pytest.raises(ConfigError, match="max_picture_tokens=8 is less than the model's least, 10"):
@@ -148,7 +174,7 @@ def _without_interleaving(text: dict[str, Any]) -> None:
     ("kind", "change"), [("qwen2_5_vl", _as_transformers_4_saves), ("qwen3_vl", _without_interleaving)], indirect=False
 )
 def test_a_config_that_says_the_same_in_another_form_is_the_same_model(tmp_path: Path, kind: str, change: Any) -> None:
-    folder = save_qwen_model(tmp_path / "model", kind)
+    folder = save_family(tmp_path / "model", kind)
     path, answers = folder / "config.json", []
     values = json.loads(path.read_text())
     for _ in range(2):
@@ -161,7 +187,7 @@ def test_a_config_that_says_the_same_in_another_form_is_the_same_model(tmp_path:
 
 
 def test_an_encoder_of_another_width_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
-    folder = save_qwen_model(tmp_path / "model", "qwen3_vl")
+    folder = save_family(tmp_path / "model", "qwen3_vl")
     path = folder / "config.json"
     values = json.loads(path.read_text())
     values["vision_config"]["deepstack_visual_indexes"] = [0, 5]
@@ -193,3 +219,33 @@ def test_drafts_continuations_and_a_longer_chat_keep_the_bits(folder: Path) -> N
     cold = all_bits(enable_prefix_caching=False, draft_tokens=0)
     assert all_bits(draft_tokens=0) == cold
     assert all_bits(draft_tokens=4, block_size=4) == cold
+
+
+def test_a_hit_that_ends_inside_a_picture_whose_tokens_see_each_other_keeps_the_bits(tmp_path: Path) -> None:
+    with LLM(str(save_family(tmp_path / "model", "gemma3")), **OPTIONS, block_size=4) as llm:
+        token = llm.get_tokenizer().convert_tokens_to_ids("<image_soft_token>")
+        [cold] = llm.chat(asks(QUESTION, WIDE), LOGPROBS)
+        first, *_, last = np.flatnonzero(np.array(cold.prompt_token_ids) == token).tolist()
+        prompt, coordinator = llm._chat_prompt(asks(QUESTION, WIDE), {}), llm.engine.manager._coordinator
+        for end in range(first // 4 * 4 + 4, last, 4):
+            for block_ids in coordinator.cached_blocks(llm.engine._intake.sequence("", prompt)):
+                coordinator.forget(block_ids[end // 4 :], EvictionCause.REUSED)
+            [warm] = llm.chat(asks(QUESTION, WIDE), LOGPROBS)
+            assert (warm.num_cached_tokens, bits(warm)) == (end, bits(cold))
+        llm.engine.check_integrity()
+
+
+def test_a_step_that_is_smaller_than_a_picture_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "model", "gemma3")
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=15 is less than the 16 tokens of a picture"):
+        LLM(str(folder), **OPTIONS, max_num_batched_tokens=15)
+
+
+def test_what_files_of_gemma3_leave_out_is_what_transformers_adds() -> None:
+    own = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    own |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    found = complete(text_values({"model_type": "gemma3", "text_config": own, "torch_dtype": "bfloat16"}))
+    expected = Gemma3Config(text_config=own).get_text_config().to_dict()
+    same = {name for name in expected if name in found and name not in ("dtype", "eos_token_id")}
+    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+    assert {"vocab_size", "num_attention_heads", "rope_parameters", "layer_types", "tie_word_embeddings"} <= same
