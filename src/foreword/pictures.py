@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FILE_BYTES = 32 * 2**20
+MAX_URL = 4096
+"""Characters of an address."""
 MAX_PIXELS = 2**25
 """Of one picture: a file of a few kilobytes may hold billions."""
 MAX_RATIO = 100
@@ -58,10 +60,19 @@ class PictureFile:
     """A picture as a caller gives it: a file's bytes, or an image of Pillow that is decoded already."""
 
     data: Any = field(repr=False)
+    url: str | None = None
+    """Where its bytes are, if they must be fetched: until then there are no data."""
+
+    def fill(self, data: bytes) -> None:
+        """Take the bytes that were fetched, once: all who hold the file have them."""
+        assert self.data is None
+        object.__setattr__(self, "data", data)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a file; of an image, of its pixels."""
+        if self.data is None:
+            return 0
         return len(self.data) if isinstance(self.data, bytes) else 3 * self.data.width * self.data.height
 
 
@@ -80,15 +91,14 @@ class _FewReads(io.BytesIO):
 
 
 def file_of_url(url: object) -> PictureFile:
-    """The picture in a data URL. Raises InvalidRequestError, also for places that would have to be fetched."""
+    """The picture in a data URL, or at an address that is still to be fetched. Raises InvalidRequestError."""
     if not isinstance(url, str):
         raise InvalidRequestError(f"the URL of a picture is a {type(url).__name__}, not a text")
     scheme = url[:8].lower().partition(":")[0]
+    if scheme in ("http", "https") and len(url) <= MAX_URL:
+        return PictureFile(None, url)
     if scheme != "data":
-        raise InvalidRequestError(
-            f"the picture at {url!r:.80} is not fetched, because a server must not be sent to addresses by its "
-            "clients; send its bytes as data:image/png;base64,..."
-        )
+        raise _not_fetched(url)
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequestError(f"the data URL {url!r:.60} has no base64 data; send data:image/png;base64,...")
@@ -106,6 +116,13 @@ def file_of_base64(text: str) -> PictureFile:
         raise InvalidRequestError(
             f"a picture's data is not base64 ({error}); send the file's bytes in the standard alphabet, with + and /"
         ) from error
+
+
+def _not_fetched(url: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the picture at {url!r:.80} is not fetched: only a server that was started with --allow-media-domain fetches "
+        "pictures, by http or https; send its bytes as data:image/png;base64,..."
+    )
 
 
 def upright_copy(image: Image) -> PictureFile:
@@ -146,6 +163,8 @@ def _opened(file: PictureFile) -> Image:
         from PIL import Image
     except ModuleNotFoundError as error:
         raise InvalidRequestError("pictures need Pillow; run `pip install foreword[vision]`") from error
+    if file.data is None:
+        raise _not_fetched(file.url or "")
     if not isinstance(file.data, bytes):
         _check_size(file.data.width, file.data.height)
         found: Image.Image = file.data

@@ -84,6 +84,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "operator_key": "SECRET",
             "server_secret": "SECRET",
             "allowed_origins": "https://chat.example.com",
+            "allow_media_domain": "images.example.com",
             "root_path": "/llm",
         },
         "observability": {

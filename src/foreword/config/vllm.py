@@ -171,6 +171,7 @@ ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "mm_processor_kwargs": _only({}, remedy=f"{_MEDIA}; leave it out"),
     "disable_mm_preprocessor_cache": _switch(),
     "allowed_local_media_path": _only("", remedy=_MEDIA),
+    "allowed_media_domains": _only([], (), remedy="use allow_media_domain of foreword serve"),
     "max_logprobs": _any(),
     "disable_log_stats": _switch(),
     "worker_cls": _only("auto", remedy=_LATER),

@@ -160,6 +160,8 @@ class Crews:
     """Files of adapters to look at and read, which may be slow or far away."""
     pictures: Crew = field(default_factory=lambda: Crew("pictures", 2, 64))
     """Pictures to check and decode; each thread has one decoded picture at a time."""
+    fetches: Crew = field(default_factory=lambda: Crew("fetches", 8, 64))
+    """Pictures to fetch from other servers."""
 
     @classmethod
     def of(cls, most_choices: int) -> Crews:
@@ -170,4 +172,4 @@ class Crews:
         return cls(text=text, grammars=grammars, modules=modules, adapters=adapters, pictures=pictures)
 
     def __iter__(self) -> Iterator[Crew]:
-        yield from (self.text, self.grammars, self.schemas, self.modules, self.adapters, self.pictures)
+        yield from (self.text, self.grammars, self.schemas, self.modules, self.adapters, self.pictures, self.fetches)

@@ -49,6 +49,9 @@ class ServerConfig:
     """Secret behind the tenants' cache namespaces, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
     share_prefix: tuple[Path, ...] = ()
     """Text files; prompts that begin with one of them share its tokens in the cache across all tenants."""
+    allow_media_domain: tuple[str, ...] = ()
+    """Domains from which the server fetches pictures that clients name by URL, such as images.example.com or
+    host:port; each must lead to public addresses. None: it fetches nothing."""
     ignore_unknown_fields: bool = False
     """Ignore unknown fields of requests, with one warning per name, instead of refusing them."""
     max_queued: int = 256

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,9 @@ from foreword.server.template_check import check_template, log_template
 from foreword.text import Tokenizer
 from foreword.text.conversation import Place, pictures_of
 from foreword.text.template_probe import TemplateReport
+
+if TYPE_CHECKING:
+    from foreword.server.media import MediaDomains
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +156,8 @@ class Service:
         )
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self.crews, self.http_requests = Crews.of(self._max_choices), HttpRequests(logs_refusals=config.log_requests)
+        self.media = self._media(config)
+        """What fetches pictures; None: the operator allows no domain."""
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
         self.quotas = Quotas(self.tenants)
         has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
@@ -194,6 +199,13 @@ class Service:
             lambda: self.clock(), config.max_cached_contents, open_folder(llm.config.tiers, llm.cache_identity.model_id)
         )
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
+
+    def _media(self, config: ServerConfig) -> MediaDomains | None:
+        if not config.allow_media_domain:
+            return None
+        from foreword.server.media import MediaDomains
+
+        return MediaDomains(config.allow_media_domain, config.max_body_bytes, self.crews.fetches)
 
     def _open_listeners(self, config: ServerConfig) -> None:
         """What else hears of requests, as the options say."""
@@ -392,6 +404,8 @@ class Service:
         pictures = self.llm.pictures
         if pictures is None or not pictures_of(messages):
             return prompt
+        if self.media is not None:
+            await self.media.fill(pictures_of(messages))
         read = await self.crews.pictures.run(lambda: pictures.read(self.tokenizer.pictures(messages, inputs)))
         return pictures.shown(prompt, read)
 

@@ -1,0 +1,140 @@
+"""Pictures at addresses: fetched from the domains that the operator allows, and from no other machine.
+
+A client's address is a way into the server's network. So a name is resolved once, each of its addresses must be public,
+and the connection goes to the address that was checked: a name that resolves to something else a moment later (DNS
+rebinding) changes nothing. Redirects are not followed and no proxy is asked. Bytes and time are bounded before anything
+is decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
+
+import httpx
+
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.pictures import MAX_FILE_BYTES, PictureFile
+from foreword.server.crews import Crew
+
+FETCH_S = 10.0
+"""Most seconds from the connection to a picture's last byte."""
+_PORTS = {"http": 80, "https": 443}
+_EMBEDDING = ipaddress.IPv6Network("64:ff9b::/96")
+"""Addresses that stand for an IPv4 address (RFC 6052)."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address belongs to a machine of the internet, not to this machine or a network beside it."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.sixtofour or ip.teredo:
+            return False
+        if ip.ipv4_mapped or ip in _EMBEDDING:
+            ip = ip.ipv4_mapped or ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip.is_global and not ip.is_multicast
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The IP addresses of a name. Raises OSError or UnicodeError."""
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+class MediaDomains:
+    """Fetches pictures from some domains. Any thread may call it."""
+
+    def __init__(
+        self,
+        domains: Sequence[str],
+        max_bytes: int,
+        crew: Crew,
+        *,
+        seconds: float = FETCH_S,
+        resolve: Callable[[str, int], list[str]] = resolve,
+        is_allowed: Callable[[str], bool] = is_public,
+    ) -> None:
+        """`domains`: names that clients may give, each perhaps with a port (host:port).
+
+        `max_bytes`: of one prompt's pictures together; `crew`: threads that fetch. `seconds`, `resolve` and
+        `is_allowed` are other than the defaults in tests alone. Raises ConfigError.
+        """
+        self._places = {place for domain in domains for place in _places(domain)}
+        self._max_bytes, self._crew = max_bytes, crew
+        self._seconds, self._resolve, self._is_allowed = seconds, resolve, is_allowed
+
+    async def fill(self, files: Sequence[PictureFile]) -> None:
+        """Fetch the pictures that have an address and no bytes yet. Raises InvalidRequestError, or APIError 429."""
+        left = self._max_bytes
+        for file in files:
+            url = file.url
+            if url is None or file.data is not None:
+                continue
+            data = await self._crew.run(partial(self._fetch, url, min(left, MAX_FILE_BYTES)))
+            left -= len(data)
+            file.fill(data)
+
+    def _fetch(self, text: str, most: int) -> bytes:
+        """The bytes of a file, at most `most`."""
+        try:
+            url = httpx.URL(text)
+            place = url.raw_host.decode().lower(), url.port or _PORTS[url.scheme]
+            if url.userinfo or place not in self._places:
+                raise KeyError
+        except (httpx.InvalidURL, KeyError, ValueError):
+            _refuse(text, "its domain is not one that the server fetches from (--allow-media-domain)")
+        try:
+            addresses = self._resolve(*place)
+        except (OSError, UnicodeError):
+            _refuse(text, "its domain has no address")
+        if not addresses or not all(map(self._is_allowed, addresses)):
+            _refuse(text, "its domain leads to an address that is not public")
+        try:
+            return asyncio.run(self._bounded(url, addresses[0], most))
+        except TimeoutError:
+            _refuse(text, f"it took more than {self._seconds:g} s")
+        except httpx.HTTPError as error:
+            _refuse(text, f"the connection failed ({type(error).__name__})")
+
+    async def _bounded(self, url: httpx.URL, address: str, most: int) -> bytes:
+        async with asyncio.timeout(self._seconds):
+            return await self._read(url, address, most)
+
+    async def _read(self, url: httpx.URL, address: str, most: int) -> bytes:
+        """Ask the machine at `address`, by the URL's name, also in TLS."""
+        headers = {"Host": url.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
+        request = httpx.Request(
+            "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": url.raw_host.decode()}
+        )
+        data = bytearray()
+        async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=self._seconds) as client:
+            answer = await client.send(request, stream=True)
+            if answer.status_code != 200:
+                _refuse(str(url), f"its server answers {answer.status_code}, and redirects are not followed")
+            if answer.headers.get("content-encoding", "identity") != "identity":
+                _refuse(str(url), "its server compresses it, though it was asked not to")
+            async for piece in answer.aiter_raw():
+                data += piece
+                if len(data) > most:
+                    _refuse(str(url), f"it has more than the {most} bytes that are left for it")
+        return bytes(data)
+
+
+def _places(domain: str) -> list[tuple[str, int]]:
+    """The host and the ports of an allowed domain. Raises ConfigError."""
+    found = re.fullmatch(r"([a-z0-9.-]+)(?::(\d{1,5}))?", domain.lower())
+    if found is None:
+        raise ConfigError(
+            f"allow_media_domain={domain!r} is not a domain; use a whole name such as images.example.com, or host:port"
+        )
+    return [(found[1], int(found[2]))] if found[2] else [(found[1], port) for port in _PORTS.values()]
+
+
+def _refuse(url: str, reason: str) -> NoReturn:
+    raise InvalidRequestError(
+        f"the picture at {url!r:.80} is not fetched: {reason}; send its bytes as data:image/png;base64,..."
+    )
