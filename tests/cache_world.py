@@ -52,6 +52,7 @@ Numbers = npt.NDArray[np.int64]
 MAX_TOKENS = 40
 """Requests end when they are this long."""
 MAX_RUNNING = 6
+SESSIONS = (None, "a", "b", "c")
 PLACEHOLDER = 2
 """Token of a media item; texts consist of 0 and 1."""
 
@@ -134,6 +135,7 @@ class Happened:
     resets: int = 0
     refused_resets: int = 0
     broken_pins: int = 0
+    given_up: int = 0
 
     def add(self, other: Happened) -> None:
         for name, count in vars(other).items():
@@ -150,6 +152,7 @@ class World:
     block_size: int = 2
     with_pins: bool = False
     with_ledger: bool = False
+    with_sessions: bool = False
     deduplicate: bool = False
     """Has no effect on kinds that cannot."""
     change: Callable[[KVCacheManager], None] = lambda manager: None
@@ -258,9 +261,26 @@ class World:
             tokens[item.offset : item.offset + item.num_tokens] = [PLACEHOLDER] * item.num_tokens
         self._num_admitted += 1
         hash_fn = COLLIDING if self.kind == "verified" else sha256
-        return TokenSequence(
+        sequence = TokenSequence(
             f"r{self._num_admitted}", tokens, block_size=self.manager.block_size, extra_keys=keys, hash_fn=hash_fn
         )
+        sequence.session = SESSIONS[(bits >> 8) % len(SESSIONS)] if self.with_sessions else None
+        return sequence
+
+    def close_session(self, which: int) -> None:
+        """Close a session: blocks that it left alone go first after those that hold nothing."""
+        manager, session = self.manager, SESSIONS[which % len(SESSIONS)]
+        before, pinned = self.snapshot(), [] if self._pins is None else self._pins.pinned_block_ids().tolist()
+        num_early = manager._pool.num_empty + manager._pool.num_given_up
+        given_up = manager.close_session(session)
+        if not given_up:
+            assert self.snapshot() == before, "closing a session that has nothing changed something"
+            return
+        free = manager.free_block_ids().tolist()
+        chosen = free[num_early : num_early + given_up]
+        assert not set(chosen) & set(pinned), "a pinned block was given up"
+        assert manager.close_session(session) is None, "a session was closed twice"
+        self.happened.given_up += given_up
 
     def _find(self, sequence: TokenSequence, marks: list[int], *, skip_reading: bool, resumed: bool) -> PrefixHit:
         """A lookup: changes nothing, and finds only what the memory holds or this step will write."""
@@ -581,6 +601,7 @@ def random_world(rng: random.Random, change: Callable[[KVCacheManager], None] = 
         block_size=rng.choice([1, 2, 3, 4]),
         with_pins=rng.random() < 0.4,
         with_ledger=rng.random() < 0.4,
+        with_sessions=rng.random() < 0.4,
         deduplicate=rng.random() < 0.4,
         change=change,
     )
@@ -602,6 +623,7 @@ def drive(world: World, rng: random.Random, num_steps: int) -> None:
         (3, lambda: world.evict(draw(6), draw(2))),
         (1, lambda: world.reset()),
         (8, lambda: world.pin(draw(6), draw(2), draw(3))),
+        (3, lambda: world.close_session(draw(2))),
     ]
     chosen = rng.choices([operation for _, operation in operations], [weight for weight, _ in operations], k=num_steps)
     world.check()

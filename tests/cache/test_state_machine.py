@@ -35,6 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         with_pins=st.booleans(),
         with_ledger=st.booleans(),
+        with_sessions=st.booleans(),
         deduplicate=st.booleans(),
     )
     def begin(self, kind, **options):
@@ -107,6 +108,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(first=small, count=small, duration=st.integers(0, 7))
     def pin(self, first, count, duration):
         self.world.pin(first, count, duration)
+
+    @rule(which=small)
+    def close_session(self, which):
+        self.world.close_session(which)
 
     @invariant()
     def nothing_contradicts(self):

@@ -113,6 +113,7 @@ class EntryKeeper:
         if known is None and not self._takes_another(wish.owner):
             return nothing
         block_ids, ends = self._found(sequence)
+        self._pool.take_back(block_ids)
         is_tail = self._pool.is_tail(block_ids)
 
         def pin(chosen: BlockIds) -> BlockIds:

@@ -9,6 +9,7 @@ One request's life, as in vLLM v1:
     allocate_running_slots(rows, num_tokens)       the same for all running requests at once
     take_copies()                                  blocks that the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
+    close_session(session)                         what only this session's requests used is evicted first
 
 `allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. entries.py has pins. Blocks can
 also be filled from elsewhere, or copied to there, while no request holds them:
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
@@ -39,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.account.ledger import CacheLedger, EvictionCause
+from foreword.cache.account.sessions import SessionBlocks
 from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids
 from foreword.cache.blocks.block_pool import KVCacheBlock, KVCacheBlocks
@@ -138,6 +140,10 @@ class KVCacheManager(EntryKeeper):
         self._copied: dict[int, tuple[int, int]] = {}
         """Row that began with a copy -> tokens in shared blocks, and tokens in these and the copied blocks."""
         self._copies: list[tuple[int, int]] = []
+        self._session_blocks: SessionBlocks | None = None
+        """None until a request of a session is admitted."""
+        self._session_numbers: dict[int, int] = {}
+        """Row -> the number of its session, of the rows that have one."""
 
     # -------------------------------------------------------------------- step
 
@@ -246,6 +252,7 @@ class KVCacheManager(EntryKeeper):
             )
         explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
         num_tail_tokens = self._num_tail_tokens(hit)
+        sessions = self._sessions() if sequence.session is not None else None  # it sees which blocks are taken
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
             return None
@@ -259,6 +266,8 @@ class KVCacheManager(EntryKeeper):
         if explanation is not None:
             self._explanations[row] = explanation
         self._sequences[row] = sequence
+        if sessions is not None and sequence.session is not None:
+            self._session_numbers[row] = sessions.number_of(sequence.session)
         if row >= len(self._num_slots):
             self._num_slots, self._quiet_until = np.tile(self._num_slots, 2), np.tile(self._quiet_until, 2)
         self._num_slots[row] = num_tokens
@@ -430,7 +439,44 @@ class KVCacheManager(EntryKeeper):
         num_computed = min(num_computed, self._uncomputed_from.pop(row, num_computed))
         with suppress(InvalidRequestError):  # freeing never fails
             self._coordinator.keep_tail(row, sequence, num_computed)
+        if self._session_blocks is None:
+            self._coordinator.close(row)
+        else:
+            self._close_row_of_session(row, sequence, self._session_blocks)
+
+    # ---------------------------------------------------------------- sessions
+
+    def close_session(self, session: Hashable) -> int | None:
+        """Let blocks that only this session's requests used go before all other cached ones, until they are hit again.
+
+        `session` is the `session` of its sequences. Its running requests go on, and the same holds for what they leave;
+        later ones begin a new session. Pinned blocks, and those that others used, stay as they are. Returns the number
+        of blocks that can go now; None if nothing is known of this session.
+        """
+        blocks = self._session_blocks
+        number = None if blocks is None else blocks.close(session)
+        return None if blocks is None or number is None else self._give_up(blocks.of(number))
+
+    def _give_up(self, chosen: npt.NDArray[np.bool_]) -> int:
+        if self._pins is not None:
+            chosen[self._pins.pinned_block_ids()] = False
+        return self._pool.give_up(chosen)
+
+    def _sessions(self) -> SessionBlocks | None:
+        if self._session_blocks is None and self.enable_prefix_caching:
+            self._session_blocks = SessionBlocks(self.num_blocks)
+            self._pool.on_take = self._session_blocks.forget
+        return self._session_blocks
+
+    def _close_row_of_session(self, row: int, sequence: TokenSequence, blocks: SessionBlocks) -> None:
+        """Close a row, and note whose blocks it held."""
+        number = self._session_numbers.pop(row, None)
+        for tables in self._coordinator.tables.groups:
+            held = tables.row(row)
+            blocks.note_use(held[held != NULL_BLOCK], number)
         self._coordinator.close(row)
+        if number is not None and sequence.session is not None and not blocks.is_open(sequence.session, number):
+            self._give_up(blocks.of(number))
 
     # ---------------------------------------------------------------- eviction
 
@@ -630,6 +676,9 @@ class KVCacheManager(EntryKeeper):
     def check_integrity(self) -> None:
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
         rows = list(self._row_of.values())
+        if self._session_blocks is not None:
+            self._session_blocks.check_integrity()
+            assert set(self._session_numbers) <= set(rows), "a row that was closed still has a session"
         assert self._row_of == {s.request_id: row for row, s in self._sequences.items()}, "rows and requests differ"
         self._coordinator.check_integrity(rows, self._sequences.__getitem__)
         for manager in self._coordinator.managers:

@@ -36,6 +36,8 @@ class BlockPool:
     tails too. Tails go after blocks that hold nothing and before all other cached blocks, the least recently used
     first. The policy does not know tails; it counts them as held.
 
+    Before tails go blocks that were given up, until somebody holds them again. The policy counts those as held, too.
+
     Without `on_reuse` the pool has an index of its own, which `cache_full_blocks` fills.
     """
 
@@ -58,12 +60,21 @@ class BlockPool:
         self._tails = FreeKVCacheBlockQueue.empty(num_blocks)
         self._held_tails: set[int] = set()
         """Blocks that will be tails when they are free."""
+        self._given_up: FreeKVCacheBlockQueue | None = None
+        """Free cached blocks that go before tails; None: no block was ever given up."""
+        self.on_take: Callable[[BlockIds], None] | None = None
+        """Called with blocks that get new content."""
         self._keyed: KeyedPolicy | None = (
             self._free if isinstance(self._free, KeyedPolicy) and self._free.wants_keys else None
         )
 
     def get_num_free_blocks(self) -> int:
-        return len(self._free) + len(self._tails)
+        return len(self._free) + len(self._tails) + self.num_given_up
+
+    @property
+    def num_given_up(self) -> int:
+        """The number of free blocks that were given up."""
+        return 0 if self._given_up is None else len(self._given_up)
 
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
@@ -92,12 +103,15 @@ class BlockPool:
                 f"{count} new blocks are more than the {self.get_num_free_blocks()} free ones; free some, or ask "
                 "get_num_free_blocks() first"
             )
-        block_ids = self._take_with_tails(count) if len(self._tails) else self._free.popleft(count)
+        goes_early = len(self._tails) or self.num_given_up
+        block_ids = self._take_early(count) if goes_early else self._free.popleft(count)
         if count:
             forgotten = self._on_reuse(block_ids)
             if forgotten is not None and len(forgotten) > count:  # the policy knows the blocks that it gave away itself
                 self.note_forgotten(forgotten)
             self._ref_counts[block_ids] = 1
+            if self.on_take is not None:
+                self.on_take(block_ids)
         return block_ids
 
     def next_empty(self, count: int) -> BlockIds:
@@ -105,10 +119,37 @@ class BlockPool:
         count = min(count, self.num_empty)
         return self.free_block_ids()[:count] if count else NO_BLOCKS
 
-    def _take_with_tails(self, count: int) -> BlockIds:
-        empty = self._free.popleft(min(count, self._free.num_empty))
-        tails = self._tails.popleft(min(count - len(empty), len(self._tails)))
-        return np.concatenate((empty, tails, self._free.popleft(count - len(empty) - len(tails))))
+    def _take_early(self, count: int) -> BlockIds:
+        """Take blocks where some go before those of the policy."""
+        taken = [self._free.popleft(min(count, self._free.num_empty))]
+        count -= len(taken[0])
+        if self._given_up is not None:
+            taken.append(self._given_up.popleft(min(count, len(self._given_up))))
+            self._free.note_forgotten(taken[-1])
+            count -= len(taken[-1])
+        taken.append(self._tails.popleft(min(count, len(self._tails))))
+        return np.concatenate((*taken, self._free.popleft(count - len(taken[-1]))))
+
+    def give_up(self, chosen: npt.NDArray[np.bool_]) -> int:
+        """Let the free cached blocks among the chosen [num_blocks] go before tails; returns their number.
+
+        They go in the policy's order, after those that were given up before. Tails stay what they are.
+        """
+        block_ids = self._free.in_order()[self._free.num_empty :]
+        block_ids = block_ids.compress(chosen[block_ids])
+        if len(block_ids):
+            if self._given_up is None:
+                self._given_up = FreeKVCacheBlockQueue.empty(self.num_blocks)
+            self._free.remove(block_ids)
+            self._given_up.append(block_ids)
+        return len(block_ids)
+
+    def take_back(self, block_ids: BlockIds) -> None:
+        """Let the policy order these blocks again, as freed just now, as far as they were given up."""
+        if self._given_up is not None:
+            block_ids = block_ids.compress(self._given_up.holds(block_ids))
+            self._given_up.remove(block_ids)
+            self._free.append(block_ids)
 
     def touch(self, block_ids: BlockIds) -> None:
         """Add a holder to these (distinct) blocks, which a lookup found. Free ones leave the free queue."""
@@ -130,6 +171,10 @@ class BlockPool:
             self._tails.remove(free[is_tail])
             self._held_tails.update(free[is_tail].tolist())
             free = free[~is_tail]
+        if self._given_up is not None:
+            given_up = self._given_up.holds(free)
+            self._given_up.remove(free[given_up])
+            free = free[~given_up]
         self._free.remove(free)
         self._ref_counts[block_ids] = counts + 1
 
@@ -202,6 +247,7 @@ class BlockPool:
             self._free.append(freed)
         if self._held_tails:
             self._held_tails.difference_update(block_ids.tolist())
+        self.take_back(block_ids)  # they hold nothing now, so they go first
 
     # ------------------------------------------------------------- found by key
 
@@ -281,10 +327,15 @@ class BlockPool:
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they would be given away (a copy)."""
         others = self._free.in_order()
-        if not len(self._tails):
+        if not len(self._tails) and not self.num_given_up:
             return others
         num_empty = self._free.num_empty
-        return np.concatenate((others[:num_empty], self._tails.in_order(), others[num_empty:]))
+        return np.concatenate((others[:num_empty], self._early(), others[num_empty:]))
+
+    def _early(self) -> BlockIds:
+        """Free cached blocks that go before those of the policy."""
+        given_up = NO_BLOCKS if self._given_up is None else self._given_up.in_order()
+        return np.concatenate((given_up, self._tails.in_order()))
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
         """Raise AssertionError unless counts equal `expected_ref_counts` and the free blocks are their zeros."""
@@ -294,7 +345,9 @@ class BlockPool:
         )
         self._free.check_integrity()
         self._tails.check_integrity()
-        queued = np.concatenate((self._free.in_order(), self._tails.in_order()))
+        if self._given_up is not None:
+            self._given_up.check_integrity()
+        queued = np.concatenate((self._free.in_order(), self._early()))
         assert len(queued) == self.get_num_free_blocks(), "the free queue miscounts itself"
         assert len(np.unique(queued)) == len(queued), "a block is queued twice"
         assert np.array_equal(np.sort(queued), np.flatnonzero(self._ref_counts == 0)), (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ class TokenSequence:
         "most_hit_tokens",
         "request_id",
         "root",
+        "session",
         "shown",
     )
 
@@ -63,6 +64,8 @@ class TokenSequence:
         self.linked_from = linked_from
         self.most_hit_tokens: int | None = None
         """Leading tokens that a hit may have at most, because the others are computed for their logits; None: all."""
+        self.session: Hashable | None = None
+        """Whose blocks it holds, for `close_session`; None: nobody's."""
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.root = root
