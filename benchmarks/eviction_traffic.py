@@ -32,6 +32,10 @@ class Context:
 
     def __init__(self, ends: tuple[int, ...] = (), owners: tuple[int, ...] = ()) -> None:
         self.ends, self.owners = ends, owners
+        self.at = 0.0
+        """Seconds at which it is sent, once a `Timeline` has yielded it."""
+        self.agent = self.root = 0
+        """The number of the agent that sends it, and of the agent whose sub-agents' sub-agent that is."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,22 +79,33 @@ class Timeline:
         self.owners = numbers(1)
         self._heap: list[tuple[float, int, Context, Iterator[tuple[float, Context]]]] = []
         self._ticket = numbers()
+        self._agents: dict[int, tuple[int, int]] = {}
+        """The numbers of an agent and its root, by the identity of its generator."""
+        self._root: int | None = None
+        """The root of the agent that is asked now; None: none is, so what starts is a root."""
 
     def start(self, at: float, session: Iterator[tuple[float, Context]]) -> None:
         wait = next(session, None)
-        if wait is not None:
-            heapq.heappush(self._heap, (at + wait[0], next(self._ticket), wait[1], session))
+        if wait is None:
+            self._agents.pop(id(session), None)
+            return
+        ticket = next(self._ticket)
+        self._agents.setdefault(id(session), (ticket, ticket if self._root is None else self._root))
+        heapq.heappush(self._heap, (at + wait[0], ticket, wait[1], session))
 
     def run(self, arrivals: Callable[[], tuple[float, Iterator[tuple[float, Context]]]]) -> Requests:
         """`arrivals` gives seconds until the next session, and the session."""
         at, session = arrivals()
         while True:
+            self._root = None
             while not self._heap or at <= self._heap[0][0]:
                 self.start(at, session)
                 wait, session = arrivals()
                 at += wait
             self.now, _, context, current = heapq.heappop(self._heap)
+            context.at, (context.agent, context.root) = self.now, self._agents[id(current)]
             yield context
+            self._root = context.root
             self.start(self.now, current)
 
 

@@ -78,7 +78,8 @@ def test_a_hit_takes_back_what_was_given_up():
     chat.ask("carol", [*ALICE, 9])
     assert chat.manager._pool.num_given_up == 0
     chat.ask(None, [4] * 2 * (NUM_BLOCKS - 4 + 1))
-    assert num_cached(chat.manager, ALICE) == 4 and num_cached(chat.manager, BOB) < 4
+    assert num_cached(chat.manager, ALICE) == 4
+    assert num_cached(chat.manager, BOB) < 4
 
 
 def test_a_request_without_a_session_shares_what_it_uses():
@@ -99,7 +100,8 @@ def test_what_a_running_request_of_a_closed_session_holds_goes_when_it_ends():
     chat = Chat(make_manager())
     mine, _ = chat.start("alice", ALICE)
     other, found = chat.start("bob", [*ALICE, *BOB])
-    assert found == 4 and chat.manager.close_session("alice") == 0
+    assert found == 4
+    assert chat.manager.close_session("alice") == 0
     chat.manager.free(mine)
     assert chat.manager._pool.num_given_up == 0, "another request holds it"
     chat.manager.free(other)
@@ -118,7 +120,8 @@ def test_pins_win_over_closing_and_closing_over_nothing_else():
     manager.keep_prefix(TokenSequence("pin", ALICE, block_size=SIZE), EntryWish(10.0, name="kept"), 0.0)
     assert manager.close_session("alice") == 2
     entry = manager.keep_prefix(TokenSequence("pin", [*ALICE, *BOB], block_size=SIZE), EntryWish(10.0, name="all"), 0.0)
-    assert entry.num_kept_tokens == 8 and manager._pool.num_given_up == 0, "a pin takes back what was given up"
+    assert entry.num_kept_tokens == 8
+    assert manager._pool.num_given_up == 0, "a pin takes back what was given up"
     manager.check_integrity()
 
 
@@ -138,7 +141,9 @@ def test_a_million_sessions_take_bounded_memory(monkeypatch):
     blocks = SessionBlocks(8)
     for number in range(1000):
         blocks.note_use(np.array([number % 8], np.int32), blocks.number_of(number))
-    assert len(blocks._numbers) == 100 and 899 not in blocks and 900 in blocks
+    assert len(blocks._numbers) == 100
+    assert 899 not in blocks
+    assert 900 in blocks
     blocks.check_integrity()
 
 

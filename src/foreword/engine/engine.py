@@ -448,6 +448,10 @@ class Engine:
         if ledger is not None and excess > 0:
             self.manager.evict_blocks(ledger.blocks_under_salt(salt, self.manager.free_block_ids())[:excess])
 
+    def close_session(self, owner: str | None, session: str) -> int | None:
+        """Let what only this session's requests left in memory be evicted first; see `KVCacheManager.close_session`."""
+        return self.manager.close_session((owner, session))
+
     def take_cache_events(self) -> list[NumberedEvent]:
         """Events of blocks stored and removed since the last call. Raises ConfigError if no events are recorded."""
         ledger = self.manager.ledger

@@ -121,6 +121,8 @@ class Prompt:
     """Pictures whose rows replace tokens, in their order; each is a span of `extra_keys` too."""
     owner: str | None = None
     """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""
+    session: str | None = None
+    """The owner's session that the request belongs to; None: to none."""
 
     def begun(self) -> Prompt:
         """This prompt with keys that say where its adapter begins, however it is cut afterwards."""

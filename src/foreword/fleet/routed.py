@@ -362,7 +362,7 @@ class RoutedEngines:
             sequence, linked = self._front.engine.check(job.record.request_id, job.prompt, job.params)
             copied = [CopiedRun(run.begin, run.end, _keys_to(run.source_end, source)) for run, source in linked]
             stable = max((mark.end for mark in job.prompt.marks), default=None)
-            routing = RoutingRequest.of_sequence(sequence, stable, job.record.prompt_cache_key, copied)
+            routing = RoutingRequest.of_sequence(sequence, stable, job.record.session_id, copied)
             if not _reads_cache(job.params):
                 routing = replace(routing, keys=[])
             answering = Answering(stream, job, first_choice, self._front.engine.clock)

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, adapters_api, cache_api, cluster_api, schemas_api
+from foreword.server import about, adapters_api, cache_api, cluster_api, schemas_api, sessions_api
 from foreword.server.adapters_api import LoadRequest, UnloadRequest
 from foreword.server.api_errors import APIError
 from foreword.server.arrival import Arrival
@@ -90,6 +90,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     app.include_router(cache_api.router)
     app.include_router(cluster_api.router)
     app.include_router(schemas_api.router)
+    app.include_router(sessions_api.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     app.add_middleware(TimeLimit, limit_s=config.request_timeout_s)

@@ -82,7 +82,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
     body: dict[str, Any] = {
         "object": "cache",
         "statistics": statistics(look, service),
-        "tenants": {name: _tenant_stats(stats) for name, stats in service.records.tenants().items()},
+        "tenants": {name: stats.report() for name, stats in service.records.tenants().items()},
         "template": [str(change) for change in service.template_changes],
     }
     if found is not None:
@@ -206,7 +206,7 @@ def node_report(node: PrefixNode, tokenizer: Tokenizer | None, tenant: str | Non
 async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, Any]:
     """The part of the cache that a tenant may see: its requests, and the prefixes under its salts."""
     stats = service.records.tenants().get(tenant.name, TenantStats())
-    body: dict[str, Any] = {"object": "cache", "statistics": _tenant_stats(stats)}
+    body: dict[str, Any] = {"object": "cache", "statistics": stats.report()}
     if service.config.keys_file is None:
         return body  # all clients are one tenant here, and a tree would show each of them the prompts of all others
     namespace = service.tenants.namespace_of_all(tenant)
@@ -220,16 +220,6 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
             for node in found
         ]
     return body
-
-
-def _tenant_stats(stats: TenantStats) -> dict[str, Any]:
-    return {
-        "requests": stats.requests,
-        "queried_tokens": stats.queried_tokens,
-        "hit_tokens": stats.hit_tokens,
-        "output_tokens": stats.output_tokens,
-        "hit_rate": stats.hit_rate,
-    }
 
 
 async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:

@@ -12,16 +12,20 @@ from foreword.request import SamplingParams, StructuredOutputsParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.service import Caller, Service
+from foreword.server.session_ids import session_of
 
 
-def caller_of(body: Any, request: Request, tenant: Tenant, endpoint: str, *, cache_key: str | None = None) -> Caller:
-    """The caller of an endpoint that generates, and its wishes for caching."""
+def caller_of(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Caller:
+    """The caller of an endpoint that generates, and its wishes for caching.
+
+    Raises APIError 400 for a session id that cannot be.
+    """
     trace_parent = request.headers.get("traceparent")
     return Caller(
         tenant,
         endpoint,
         body.cache_salt,
-        cache_key,
+        session_of(body, request.headers),
         trace_parent,
         priority=body.priority or 0,
         model=getattr(body, "model", None),

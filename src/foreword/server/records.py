@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from threading import Lock
@@ -24,7 +24,10 @@ from foreword.request import LinkReport
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LOGS = 60.0
 T = TypeVar("T")
+FIRST, LATER, NO_SESSION = "first", "later", "none"
 MAX_RECORDS = 1000
+MAX_SESSIONS = 10_000
+"""Sessions that have totals: those whose requests ended last. About 10 MB."""
 PACE_S = 60.0
 """Requests that ended longer ago say nothing of the pace at which the server answers now."""
 MAX_RECORD_BYTES = 128 * 2**20
@@ -108,7 +111,7 @@ class RequestRecord:
     prompt_token_ids: npt.NDArray[np.int32]
     salt: str | None = None
     """Cache namespace; never shown."""
-    prompt_cache_key: str | None = None
+    session_id: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call, if it has one."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
@@ -215,6 +218,25 @@ class TenantStats:
         """Share of the prompt tokens that were found in the cache."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
+    def report(self) -> dict[str, float]:
+        """The totals, for JSON."""
+        return {
+            "requests": self.requests,
+            "queried_tokens": self.queried_tokens,
+            "hit_tokens": self.hit_tokens,
+            "output_tokens": self.output_tokens,
+            "hit_rate": self.hit_rate,
+        }
+
+
+@dataclass(slots=True)
+class SessionStats(TenantStats):
+    """Totals of one session. Moments are seconds since 1970."""
+
+    first_time: float = field(default_factory=time.time)
+    last_time: float = 0.0
+    """When its last request ended."""
+
 
 class Records:
     """Running requests, the most recent finished ones, and totals by tenant. Safe to use from any thread."""
@@ -229,6 +251,9 @@ class Records:
         self.num_finished_bytes = 0
         """Memory of the finished records, roughly."""
         self._tenants: dict[str, TenantStats] = {}
+        self._sessions: OrderedDict[tuple[str, str], SessionStats] = OrderedDict()
+        """By tenant and id, the one that was used last at the end."""
+        self._turns: dict[str, TenantStats] = {turn: TenantStats() for turn in (FIRST, LATER, NO_SESSION)}
         self._listeners: list[Listener[RequestRecord]] = []
 
     def on_finished(self, listener: Listener[RequestRecord]) -> None:
@@ -255,8 +280,22 @@ class Records:
             stats = self._tenants.setdefault(record.tenant, TenantStats())
             stats.outcomes[outcome] += 1
             stats.count(record)
+            self._turns[self._count_session(record)].count(record)
         for listener in self._listeners:
             listener(record)
+
+    def _count_session(self, record: RequestRecord) -> str:
+        """Count a record for its session; returns which of the session's requests it is."""
+        if record.session_id is None:
+            return NO_SESSION
+        stats = self._sessions.setdefault((record.tenant, record.session_id), SessionStats())
+        turn = LATER if stats.requests else FIRST
+        stats.count(record)
+        stats.last_time = time.time()
+        self._sessions.move_to_end((record.tenant, record.session_id))
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return turn
 
     def _keep(self, record: RequestRecord) -> None:
         """Add a finished record, and drop the oldest beyond the limits."""
@@ -313,3 +352,24 @@ class Records:
         """Totals by tenant."""
         with self._lock:
             return dict(self._tenants)
+
+    def sessions(self, limit: int | None, tenant: str | None = None) -> list[tuple[str, str, SessionStats]]:
+        """Tenant, id and totals of sessions, the one that was used last first; only those of `tenant`, if given."""
+        with self._lock:
+            newest_first = list(reversed(self._sessions.items()))
+        return [(owner, one, stats) for (owner, one), stats in newest_first if tenant in (None, owner)][:limit]
+
+    def session(self, tenant: str, session_id: str) -> SessionStats | None:
+        """The totals of a session; None if none of its requests has ended, or if they are forgotten."""
+        with self._lock:
+            return self._sessions.get((tenant, session_id))
+
+    def drop_session(self, tenant: str, session_id: str) -> None:
+        """Forget the totals of a session."""
+        with self._lock:
+            self._sessions.pop((tenant, session_id), None)
+
+    def turns(self) -> dict[str, TenantStats]:
+        """Totals of FIRST and LATER requests of sessions, and of those with NO_SESSION."""
+        with self._lock:
+            return dict(self._turns)

@@ -81,7 +81,7 @@ class Caller:
     tenant: Tenant
     endpoint: str
     cache_salt: str | None = None
-    prompt_cache_key: str | None = None
+    session_id: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
@@ -458,6 +458,7 @@ class Service:
                 self.placed(prompt, salt, adapter),
                 priority=caller.priority,
                 owner=self.tenants.owner(caller.tenant),
+                session=caller.session_id,
             ).begun()
             for prompt in prompts
         ]
@@ -470,7 +471,7 @@ class Service:
                     caller.endpoint,
                     prompt.token_ids,
                     salt,
-                    caller.prompt_cache_key,
+                    caller.session_id,
                     caller.trace_parent,
                     caller.template_digests,
                     params.n,

@@ -13,6 +13,8 @@ MAX_TOKEN_ID = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Identifier = Annotated[str, Field(max_length=64)]
 """A string of at most 64 characters, as OpenAI allows."""
+SessionId = Annotated[str, Field(min_length=1, max_length=256)]
+"""The name of a session."""
 Word = Annotated[str, Field(max_length=64)]
 """A name of one of a few choices."""
 Metadata = Annotated[

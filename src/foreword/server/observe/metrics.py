@@ -244,7 +244,7 @@ class _EngineCollector(Collector):
         yield from self._prefix_cache(look)
         yield from self._pool(look)
         yield from self._tiers(look.tiers)
-        yield from self._tenants(self._records)
+        yield from self._tenants_and_sessions(self._records)
         yield from self._of_listeners()
         family = CounterMetricFamily(
             "foreword_http_requests", "Calls that were answered.", labels=("model_name", "endpoint", "status")
@@ -347,7 +347,7 @@ class _EngineCollector(Collector):
         yield self._counter("tier_refused_blocks", "Blocks refused by cache_admission.", report.stores.num_not_admitted)
         yield self._gauge("tier_written_bytes_today", "Bytes stored since the day began.", report.bytes_today)
 
-    def _tenants(self, records: Records) -> Iterator[Metric]:
+    def _tenants_and_sessions(self, records: Records) -> Iterator[Metric]:
         tenants = records.tenants()
         for name, documentation, counts in (
             ("tenant_requests", "Requests that ran.", {t: stats.requests for t, stats in tenants.items()}),
@@ -355,6 +355,13 @@ class _EngineCollector(Collector):
             ("tenant_hit_tokens", "Prompt tokens found.", {t: stats.hit_tokens for t, stats in tenants.items()}),
         ):
             yield self._counters(name, documentation, "tenant", counts)
+        for name, documentation in (
+            ("requests", "Requests that ran, by their place in their session."),
+            ("queried_tokens", "Prompt tokens of these."),
+            ("hit_tokens", "Prompt tokens found of these."),
+        ):
+            of_turns = {turn: getattr(stats, name) for turn, stats in records.turns().items()}
+            yield self._counters(f"session_{name}", documentation, "turn", of_turns)
 
     def _of_listeners(self) -> Iterator[Metric]:
         """Health of the listeners to requests (records, traces, these metrics)."""

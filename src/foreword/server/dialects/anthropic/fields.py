@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from foreword.pictures import PictureFile, file_of_base64, file_of_url
-from foreword.server.bodies.fields import Body, Count, Word
+from foreword.server.bodies.fields import Body, Count, SessionId, Word
 from foreword.text.conversation import MARK
 
 MIN_THINKING_TOKENS = 1024
@@ -215,7 +215,7 @@ class OutputConfig(_Block):
 
 
 class RequestMetadata(_Block):
-    """`metadata`."""
+    """`metadata`, in which Claude Code names its session."""
 
     user_id: Opaque | None = None
 
@@ -269,12 +269,13 @@ class CreateMessageRequest(_Conversation):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    metadata: RequestMetadata | None = None
     # Ours.
+    session_id: SessionId | None = None
     seed: int | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     # Accepted, without effect here.
-    metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: Opaque | None = None
     # Other features of Anthropic's servers.

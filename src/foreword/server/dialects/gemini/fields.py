@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from foreword.errors import InvalidRequestError
 from foreword.pictures import PictureFile, file_of_base64
-from foreword.server.bodies.fields import Body, Identifier, Penalty, Positive, Probability, Word
+from foreword.server.bodies.fields import Body, Identifier, Penalty, Positive, Probability, SessionId, Word
 
 
 def _listed(value: Any) -> Any:
@@ -259,6 +259,7 @@ class GenerateContentRequest(GoogleBody):
     labels: dict[str, str] | None = None
     service_tier: Word | None = None
     # Ours.
+    session_id: SessionId | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from foreword.server.bodies.fields import Body, Part, Penalty, Probability, TokenIds
+from foreword.server.bodies.fields import Body, Part, Penalty, Probability, SessionId, TokenIds
 
 
 def _whole(value: Any) -> Any:
@@ -115,6 +115,7 @@ class _Generation(Body):
     truncate: bool | None = None
     """Whether the earliest messages may be left out if the conversation is too long. False unless it is asked for."""
     # Ours.
+    session_id: SessionId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     # Accepted, without effect here.

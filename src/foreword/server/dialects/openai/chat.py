@@ -43,7 +43,7 @@ async def chat_completions(
     params = await sampling_params(service, body, _limits(body), structured_outputs(body, body.response_format))
     if body.prediction is not None:
         params = replace(params, prediction_token_ids=await service.encode_part(body.prediction.text))
-    caller = caller_of(body, request, tenant, "chat.completions", cache_key=body.prompt_cache_key)
+    caller = caller_of(body, request, tenant, "chat.completions")
     caller = replace(caller, is_uncached=caching.is_off)
     answer = await start_chat(service, caller, new_id("chatcmpl-"), chat, params, stream=bool(body.stream))
     return await respond(request, _ChatCompletion(service, answer, body, extras))

@@ -52,7 +52,7 @@ async def complete(body: TextCall, find: FindPrompts, request: Request, tenant: 
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
     caching = Caching(body)
-    caller = caller_of(body, request, tenant, endpoint, cache_key=body.prompt_cache_key)
+    caller = caller_of(body, request, tenant, endpoint)
     caller = replace(caller, is_uncached=caching.is_off)
     extras = Extras(service, tenant, request, body, caching)
     limits = _completion_limits(body)

@@ -21,6 +21,7 @@ from foreword.server.bodies.fields import (
     Penalty,
     Positive,
     Probability,
+    SessionId,
     SomeTokenIds,
     TemplateInputs,
     TokenId,
@@ -130,6 +131,7 @@ class AnyCall(Body):
     service_tier: Word | None = None
     # Ours, and vLLM's.
     foreword: ForewordOptions | None = None
+    session_id: SessionId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     skip_reading_prefix_cache: bool | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

@@ -80,7 +80,7 @@ async def create_response(
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
     extras = Extras(service, tenant, request, body, caching)
-    caller = caller_of(body, request, tenant, "responses", cache_key=body.prompt_cache_key)
+    caller = caller_of(body, request, tenant, "responses")
     caller = replace(caller, is_uncached=caching.is_off)
     answer = await start_chat(service, caller, new_id("resp_"), chat, params, stream=bool(body.stream))
     return await respond(request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))

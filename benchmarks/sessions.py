@@ -1,0 +1,242 @@
+"""What a cache gains if it is told of sessions: hits, churn, and the time that whole sessions wait for answers.
+
+    PYTHONPATH=src python benchmarks/sessions.py [--quick] [--traces FOLDER] [--only TEXT]
+
+`none`: the policy alone. `superseded`: when a request ends, blocks that its session alone used and that its prompt does
+not have are given up. `of root`: the same where sub-agents have the session of the agent that started them, as in Claude
+Code. `close`: blocks that its session alone used are given up when the last request of a session ends; an ideal client
+that never comes back. `both`: `superseded` and `close`.
+
+Requests of the made traffic name their agents (`eviction_traffic.py`); half of it was held out when `value` was tuned.
+The recorded conversations (Mooncake) have no sessions: a prompt belongs to the session whose newest prompt it begins
+with. Whole blocks only: the engine already gives up the partly filled last block that a longer prompt continues. Pools
+hold what LRU needs for 30%, 70% and 95% of the possible hits.
+
+`wait_s` is the mean time that a session waits for its answers, in a simulation of the engine's scheduler with a model
+of 8B at 4e14 FLOP/s; requests come as recorded. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eviction import BLOCK_TOKENS, pools
+from eviction_traffic import HELD_OUT, TUNED_ON
+from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache.account.sessions import SessionBlocks
+from foreword.cache.block_ids import without_null
+from foreword.config import SchedulerConfig
+from foreword.engine import SimulatedScheduler
+from foreword.replay.caches import PIECES, as_sequence
+from foreword.replay.keys import as_content_ids, chain
+from foreword.replay.policies import make_policy
+from foreword.replay.timing import Replica, SimulatedRunner, StepCost, make_request
+from foreword.replay.trace import RecordedRequest
+from scheduling import MODEL
+
+KINDS = ("coding agents", "forking agents", "patient agents", "chat", "slow chat")
+VARIANTS = ("none", "superseded", "of root", "close", "both")
+POLICIES = ("lru", "value")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request and who sends it."""
+
+    request: RecordedRequest
+    agent: int
+    root: int
+    is_last: bool
+    """Whether its agent sends no more."""
+
+
+class Superseding(KVCacheManager):
+    """Gives up what the newest prompt of a session no longer has, if `supersedes`."""
+
+    supersedes = False
+
+    def _close_row_of_session(self, row: int, sequence: TokenSequence, blocks: SessionBlocks) -> None:
+        number = self._session_numbers.get(row)
+        held = np.concatenate([without_null(tables.row(row)) for tables in self._coordinator.tables.groups])
+        super()._close_row_of_session(row, sequence, blocks)
+        if self.supersedes and number is not None:
+            old = blocks.of(number)
+            old[held] = False
+            if old.any():
+                self._give_up(old)
+
+
+def manager_of(num_blocks: int, block_tokens: int, policy: str, variant: str) -> Superseding:
+    manager = Superseding(
+        num_blocks,
+        block_size=block_tokens,
+        index=RadixIndex(num_blocks, block_tokens),
+        eviction_policy=make_policy(policy, num_blocks),
+    )
+    manager.supersedes = variant in ("superseded", "of root", "both")
+    return manager
+
+
+def replay(sent: Iterable[Sent], num_blocks: int, policy: str, variant: str) -> tuple[int, int]:
+    """Blocks found and evicted, one request after the other."""
+    manager, num_found = manager_of(num_blocks, PIECES, policy, variant), 0
+    for one in sent:
+        sequence = as_sequence(one.request)
+        if sequence.num_full_blocks > num_blocks:
+            continue
+        sequence.session = one.root if variant == "of root" else one.agent
+        manager.begin_step()
+        hit = manager.get_computed_blocks(sequence)
+        assert manager.allocate_slots(sequence, PIECES * sequence.num_full_blocks, hit) is not None
+        manager.take_copies()
+        manager.free(sequence)
+        num_found += hit.num_shared_tokens // PIECES
+        if one.is_last and variant in ("close", "both"):
+            manager.close_session(one.agent)
+    manager.check_integrity()
+    return num_found, manager.stats.evictions
+
+
+def seconds_waited(sent: list[Sent], num_blocks: int, policy: str, variant: str, cost: StepCost) -> float:
+    """The mean over sessions of the seconds from each arrival to the end of its answer, summed."""
+    replica = Replica(num_blocks, sent[0].request.block_tokens, policy, SchedulerConfig(), cost)
+    replica.manager = manager_of(num_blocks, sent[0].request.block_tokens, policy, variant)
+    replica.runner = SimulatedRunner(cost)
+    replica.scheduler = SimulatedScheduler(replica.manager, SchedulerConfig(), clock=lambda: replica.runner.now)
+    running: dict[int, tuple[float, Sent, Any]] = {}
+    waited: defaultdict[int, float] = defaultdict(float)
+
+    def settle() -> None:
+        for number, (at, one, request) in list(running.items()):
+            if request.finish_reason is not None:
+                waited[one.root] += replica.runner.now - at
+                del running[number]
+                if one.is_last and variant in ("close", "both"):
+                    replica.manager.close_session(one.agent)
+
+    for number, one in enumerate(sent):
+        at = (one.request.timestamp_ms or 0.0) / 1000
+        while running and replica.runner.now < at and replica.step():
+            settle()
+        request = make_request(one.request, number, 64)
+        length = request.num_prompt_tokens + request.max_tokens
+        if not replica.manager.can_ever_hold(length, SchedulerConfig().max_num_batched_tokens):
+            continue
+        request.sequence.session = one.root if variant == "of root" else one.agent
+        replica.add(request, at)
+        running[number] = at, one, request
+    while running and replica.step():
+        settle()
+    return sum(waited.values()) / len(waited)
+
+
+# ------------------------------------------------------------------------------------------ traffic
+
+
+def made(kind: str, seed: int, num_blocks: int) -> list[Sent]:
+    """Seeded traffic, until its prompts have that number of blocks together."""
+    size, found, total = BLOCK_TOKENS[kind], [], 0
+    for context in {**TUNED_ON, **HELD_OUT}[kind](np.random.default_rng(seed)):
+        keys = context.keys(size)[: context.num_tokens // size]
+        if len(keys):
+            request = RecordedRequest(1000 * context.at, keys, len(keys) * size, 64, size)
+            found.append((request, context.agent, context.root))
+            total += len(keys)
+        if total >= num_blocks:
+            break
+    return with_ends(found)
+
+
+def recorded(file: Path, most: int | None) -> list[Sent]:
+    """A recording in Mooncake's format, whose sessions are found by what prompts begin with."""
+    found, newest, size = [], dict[int, int](), 512
+    for number, line in enumerate(file.read_text().splitlines()[:most]):
+        record = json.loads(line)
+        ids = record["hash_ids"][: record["input_length"] // size]
+        if not ids:
+            continue
+        session = next((newest.pop(one) for one in reversed(ids[1:]) if one in newest), number)
+        newest[ids[-1]] = session
+        keys = chain(as_content_ids(ids))
+        output = record["output_length"]
+        request = RecordedRequest(float(record["timestamp"]), keys, len(ids) * size, output, size)
+        found.append((request, session, session))
+    return with_ends(found)
+
+
+def with_ends(found: list[tuple[RecordedRequest, int, int]]) -> list[Sent]:
+    left = Counter(agent for _, agent, _ in found)
+    sent = []
+    for request, agent, root in found:
+        left[agent] -= 1
+        sent.append(Sent(request, agent, root, not left[agent]))
+    return sent
+
+
+# ------------------------------------------------------------------------------------------ report
+
+
+def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int) -> list[dict[str, Any]]:
+    """A row for each pool, policy and variant."""
+    rows: list[dict[str, Any]] = []
+    num_blocks = sum(len(one.request.keys) for one in sent)
+    capacities, most = pools([one.request for one in sent])
+    num_sessions = len({one.root for one in sent})
+    print(f"\n{name}: {len(sent):,} requests of {num_sessions:,} sessions, {num_blocks:,} blocks, at most {most:.4f}")
+    for pool, capacity in capacities.items():
+        for policy in POLICIES:
+            for variant in VARIANTS:
+                if variant == "of root" and all(one.root == one.agent for one in sent):
+                    continue
+                began = time.process_time()
+                hits, evicted = replay(sent, capacity, policy, variant)
+                row = {
+                    "traffic": name,
+                    "pool": pool,
+                    "capacity": capacity,
+                    "policy": policy,
+                    "variant": variant,
+                    "hits": round(hits / num_blocks, 5),
+                    "churn": round(1000 * evicted / len(sent), 1),
+                    "us_per_request": round(1e6 * (time.process_time() - began) / len(sent)),
+                    "wait_s": round(seconds_waited(sent[:most_timed], capacity, policy, variant, cost), 3),
+                }
+                rows.append(row)
+                print(
+                    f"{pool:6s} {capacity:8,} {policy:5s} {variant:10s} hits {row['hits']:.5f} churn {row['churn']:9,} "
+                    f"wait {row['wait_s']:8.3f} s  {row['us_per_request']:6} us",
+                    flush=True,
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the traffic")
+    parser.add_argument("--traces", type=Path, help="a folder with mooncake_conversation_trace.jsonl")
+    parser.add_argument("--only", default="", help="traffic whose name contains this text")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    cost = StepCost.of_model(MODEL, flops_per_s=4e14, bytes_per_s=2.5e12)
+    num_blocks, most_timed = (40_000, 200) if args.quick else (200_000, 500)
+    rows: list[dict[str, Any]] = []
+    for kind in KINDS:
+        if args.only in kind:
+            rows += measure(kind, made(kind, args.seed, num_blocks), cost, most_timed)
+    if args.traces is not None and args.only in "conversation":
+        file = args.traces / "mooncake_conversation_trace.jsonl"
+        rows += measure("conversation", recorded(file, 1_200 if args.quick else None), cost, most_timed)
+    print(json.dumps({"benchmark": "sessions", "seed": args.seed, "quick": args.quick, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
