@@ -3,14 +3,14 @@
     PYTHONPATH=src python benchmarks/sessions.py [--quick] [--traces FOLDER] [--only TEXT]
 
 `none`: the policy alone. `superseded`: when a request ends, blocks that its session alone used and that its prompt does
-not have are given up. `of root`: the same where sub-agents have the session of the agent that started them, as in Claude
-Code. `close`: blocks that its session alone used are given up when the last request of a session ends; an ideal client
-that never comes back. `both`: `superseded` and `close`.
+not have are given up. `of root`: the same where sub-agents have the session of the agent that started them, as in
+Claude Code. `close`: blocks that its session alone used are given up when the last request of a session ends; an ideal
+client that never comes back. `both`: `superseded` and `close`.
 
-Requests of the made traffic name their agents (`eviction_traffic.py`); half of it was held out when `value` was tuned.
-The recorded conversations (Mooncake) have no sessions: a prompt belongs to the session whose newest prompt it begins
-with. Whole blocks only: the engine already gives up the partly filled last block that a longer prompt continues. Pools
-hold what LRU needs for 30%, 70% and 95% of the possible hits.
+Requests of the made traffic (`eviction_traffic.py`) name their agents. The recorded conversations (Mooncake) have no
+sessions: a prompt belongs to the session whose newest prompt it begins with. Whole blocks only: the engine already
+gives up the partly filled last block that a longer prompt continues. Pools hold what LRU needs for 30%, 70% and 95% of
+the possible hits.
 
 `wait_s` is the mean time that a session waits for its answers, in a simulation of the engine's scheduler with a model
 of 8B at 4e14 FLOP/s; requests come as recorded. The last line is JSON.
@@ -22,15 +22,16 @@ import argparse
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eviction import BLOCK_TOKENS, pools
-from eviction_traffic import HELD_OUT, TUNED_ON
+from eviction import pools
+from eviction_traffic import Requests, coding_agents, forking_agents, patient_agents, slow_chat
 from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
 from foreword.cache.account.sessions import SessionBlocks
 from foreword.cache.block_ids import without_null
@@ -43,9 +44,17 @@ from foreword.replay.timing import Replica, SimulatedRunner, StepCost, make_requ
 from foreword.replay.trace import RecordedRequest
 from scheduling import MODEL
 
-KINDS = ("coding agents", "forking agents", "patient agents", "chat", "slow chat")
+KINDS: dict[str, tuple[Callable[[np.random.Generator], Requests], int]] = {
+    "coding agents": (coding_agents, 64),
+    "compacting agents": (partial(coding_agents, turns=200, limit=32_000), 64),
+    "forking agents": (forking_agents, 16),
+    "patient agents": (patient_agents, 64),
+    "slow chat": (slow_chat, 64),
+}
+"""Traffic, and the tokens of a block. Agents that compact go on with a summary after 32,000 tokens."""
 VARIANTS = ("none", "superseded", "of root", "close", "both")
 POLICIES = ("lru", "value")
+MOST_OUTPUT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ def seconds_waited(sent: list[Sent], num_blocks: int, policy: str, variant: str,
         at = (one.request.timestamp_ms or 0.0) / 1000
         while running and replica.runner.now < at and replica.step():
             settle()
-        request = make_request(one.request, number, 64)
+        request = make_request(one.request, number, MOST_OUTPUT_TOKENS)
         length = request.num_prompt_tokens + request.max_tokens
         if not replica.manager.can_ever_hold(length, SchedulerConfig().max_num_batched_tokens):
             continue
@@ -144,8 +153,8 @@ def seconds_waited(sent: list[Sent], num_blocks: int, policy: str, variant: str,
 
 def made(kind: str, seed: int, num_blocks: int) -> list[Sent]:
     """Seeded traffic, until its prompts have that number of blocks together."""
-    size, found, total = BLOCK_TOKENS[kind], [], 0
-    for context in {**TUNED_ON, **HELD_OUT}[kind](np.random.default_rng(seed)):
+    (traffic, size), found, total = KINDS[kind], [], 0
+    for context in traffic(np.random.default_rng(seed)):
         keys = context.keys(size)[: context.num_tokens // size]
         if len(keys):
             request = RecordedRequest(1000 * context.at, keys, len(keys) * size, 64, size)
@@ -192,7 +201,8 @@ def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int) -> lis
     capacities, most = pools([one.request for one in sent])
     num_sessions = len({one.root for one in sent})
     print(f"\n{name}: {len(sent):,} requests of {num_sessions:,} sessions, {num_blocks:,} blocks, at most {most:.4f}")
-    for pool, capacity in capacities.items():
+    for capacity in sorted(set(capacities.values())):
+        pool = max(name for name, one in capacities.items() if one == capacity)
         for policy in POLICIES:
             for variant in VARIANTS:
                 if variant == "of root" and all(one.root == one.agent for one in sent):

@@ -68,6 +68,7 @@ class Counters:
     refused_resets: int = 0
     failures: int = 0
     refused_requests: int = 0
+    given_up: int = 0
 
 
 COUNTERS = Counters()
@@ -85,6 +86,8 @@ class Driver:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.times = np.random.default_rng(self.seed)
+        self.sessions = np.random.default_rng(self.seed)
+        self.with_sessions = self.sessions.random() < 0.5
         self.now = 0.0
         self.fails = self.rng.random() < 0.5
         self.next_step_fails = False
@@ -138,6 +141,8 @@ class Driver:
             busy = number // 50 % 2 == 0
             weights = np.array([0.4, 0.5, 0.06, 0.02, 0.02] if busy else [0.06, 0.86, 0.03, 0.04, 0.01])
             operations[int(self.rng.choice(5, p=weights))]()
+            if self.with_sessions and self.sessions.random() < 0.1:
+                self._close_a_session()
             self.parts.engine.check_integrity()
             self._check_mirror()
             COUNTERS.operations += 1
@@ -174,6 +179,8 @@ class Driver:
                     ExtraKeys(salt=salt),
                     int(self.rng.integers(3)),
                     owner=str(self.rng.choice(["ada", "bob"])) if self.rng.random() < 0.5 else None,
+                    session=self._session(),
+                    ends_session=self.sessions.random() < 0.1,
                 ),
                 params,
             )
@@ -182,6 +189,16 @@ class Driver:
             return None
         self.live[request_id] = Submitted(prompt, params, salt, output)
         return None
+
+    def _session(self) -> str | None:
+        return (
+            str(self.sessions.choice(["one", "two"])) if self.with_sessions and self.sessions.random() < 0.8 else None
+        )
+
+    def _close_a_session(self) -> None:
+        owner = self.sessions.choice([None, "ada", "bob"])
+        given_up = self.parts.engine.close_session(None if owner is None else str(owner), self._session() or "one")
+        COUNTERS.given_up += given_up or 0
 
     def _prompt(self) -> list[int]:
         """New, the same as before, or one that parts from an earlier text (answer included) somewhere."""

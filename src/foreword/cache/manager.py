@@ -475,7 +475,11 @@ class KVCacheManager(EntryKeeper):
             held = tables.row(row)
             blocks.note_use(held[held != NULL_BLOCK], number)
         self._coordinator.close(row)
-        if number is not None and sequence.session is not None and not blocks.is_open(sequence.session, number):
+        if number is None or sequence.session is None:
+            return
+        if sequence.ends_session:
+            blocks.close(sequence.session)
+        if not blocks.is_open(sequence.session, number):
             self._give_up(blocks.of(number))
 
     # ---------------------------------------------------------------- eviction

@@ -132,12 +132,13 @@ class LLM:
         """Continue prompts; results in their order.
 
         A prompt is a text, a prompt of a schema (`pml`) or `{"prompt_token_ids": [...]}` (or `{"prompt": ...}`),
-        optionally with "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
-        prompts; a list has one for each prompt. Raises InvalidRequestError, and runs nothing, if a prompt is invalid.
-        With `show_progress=None` a progress bar appears if there are several prompts and standard error is a
-        terminal; `use_tqdm` is vLLM's name for this option. `link` names the method by which documents, or modules of a
-        schema, are reused at any position: approximate, and only with `allow_links=True`. `lora_request` names the
-        adapter of all prompts, or a list has one for each, None among them; it needs `enable_lora=True`.
+        optionally with "cache_salt", "priority" and "session_id" (`close_session`); `priority` has one for each prompt.
+        One SamplingParams serves all prompts; a list has one for each prompt. Raises InvalidRequestError, and runs
+        nothing, if a prompt is invalid. With `show_progress=None` a progress bar appears if there are several prompts
+        and standard error is a terminal; `use_tqdm` is vLLM's name for this option. `link` names the method by which
+        documents, or modules of a schema, are reused at any position: approximate, and only with `allow_links=True`.
+        `lora_request` names the adapter of all prompts, or a list has one for each, None among them; it needs
+        `enable_lora=True`.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
@@ -434,6 +435,13 @@ class LLM:
         to_the_token = self.config.cache.prefix_index == "radix" and self.layout.is_one_full_group
         granularity = 1 if to_the_token else self.layout.hit_granularity
         return CacheReport.of(engine.snapshot(), hit_granularity=granularity, state_interval=engine.state_interval)
+
+    def close_session(self, session_id: str) -> int | None:
+        """Let what only prompts with this `session_id` left in memory be evicted first; it is found until then.
+
+        Returns the number of blocks that can go; None if nothing is known of the session.
+        """
+        return self.engine.close_session(None, session_id)
 
     def explain_attention(self) -> str:
         """A text for people: the KV that attention read once for several requests, and the estimated saving."""

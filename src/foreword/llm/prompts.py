@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,22 @@ class Prompts:
         unknown = (
             set(prompt)
             - given
-            - {"cache_salt", "priority", "multi_modal_data"}
+            - {"cache_salt", "priority", "session_id", "multi_modal_data"}
             - (FIELDS if "documents" in given else set())
         )
         if unknown or len(given) != 1:
             raise InvalidRequestError(
                 f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
-                "'question', and optionally 'cache_salt' and 'priority'"
+                "'question', and optionally 'cache_salt', 'priority' and 'session_id'"
             )
+        session = prompt.get("session_id")
+        if session is not None and (not isinstance(session, str) or not session):
+            raise InvalidRequestError(f"session_id={session!r:.60} is not a text with at least one character")
+        parsed, composition = self._of_keys(prompt)
+        return replace(parsed, session=session), composition
+
+    def _of_keys(self, prompt: Mapping[str, Any]) -> tuple[Prompt, Composition | None]:
+        """A prompt whose keys were checked."""
         keys, priority = _extra_keys(prompt.get("cache_salt")), priority_of(prompt.get("priority", 0))
         composition = self.composition(prompt)
         if composition is not None:

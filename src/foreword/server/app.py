@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, adapters_api, cache_api, cluster_api, schemas_api, sessions_api
+from foreword.server import about, adapters_api, cache_api, cluster_api, hints_api, schemas_api, sessions_api
 from foreword.server.adapters_api import LoadRequest, UnloadRequest
 from foreword.server.api_errors import APIError
 from foreword.server.arrival import Arrival
@@ -33,6 +33,7 @@ from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainReq
 from foreword.server.dialects.registry import DIALECTS, choose
 from foreword.server.engine_thread import in_a_thread
 from foreword.server.full_passes import FullPasses
+from foreword.server.hints import HintsRequest
 from foreword.server.http import TimeLimit, error_response
 from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
@@ -46,6 +47,7 @@ OWN_BODIES: tuple[type[Body], ...] = (
     DetokenizeRequest,
     ExplainRequest,
     PinRequest,
+    HintsRequest,
     EntryChange,
     SchemaRequest,
     LoadRequest,
@@ -89,6 +91,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     app.include_router(adapters_api.router)
     app.include_router(cache_api.router)
     app.include_router(cluster_api.router)
+    app.include_router(hints_api.router)
     app.include_router(schemas_api.router)
     app.include_router(sessions_api.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])

@@ -11,6 +11,7 @@ from fastapi import Request
 from foreword.request import SamplingParams, StructuredOutputsParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
+from foreword.server.hints import Hints
 from foreword.server.service import Caller, Service
 from foreword.server.session_ids import session_of
 
@@ -20,7 +21,7 @@ def caller_of(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Cal
 
     Raises APIError 400 for a session id that cannot be.
     """
-    trace_parent = request.headers.get("traceparent")
+    trace_parent, envelope = request.headers.get("traceparent"), getattr(body, "kv_hints", None)
     return Caller(
         tenant,
         endpoint,
@@ -29,6 +30,7 @@ def caller_of(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Cal
         trace_parent,
         priority=body.priority or 0,
         model=getattr(body, "model", None),
+        hints=None if envelope is None else Hints(envelope),
     )
 
 

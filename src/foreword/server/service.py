@@ -36,6 +36,7 @@ from foreword.server.chats.tools import ToldPatterns
 from foreword.server.crews import Crews
 from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
+from foreword.server.hints import Hints
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.observe.http_requests import HttpRequests
 from foreword.server.observe.insight import Insight
@@ -92,6 +93,8 @@ class Caller:
     """Priority under the "priority" policy; lower goes first."""
     model: str | None = None
     """The model's name, or an adapter's; None: the model's."""
+    hints: Hints | None = None
+    """What an orchestrator asks of the cache; the answer gets the outcomes."""
 
 
 MOST_PICTURE_BYTES = 2**30
@@ -459,6 +462,8 @@ class Service:
                 priority=caller.priority,
                 owner=self.tenants.owner(caller.tenant),
                 session=caller.session_id,
+                ends_session=caller.hints is not None and caller.hints.demotes,
+                marks=prompt.marks if caller.hints is None else caller.hints.on(prompt),
             ).begun()
             for prompt in prompts
         ]

@@ -39,12 +39,12 @@ async def chat_completions(
     service = service_of(request)
     check_call(service, body)
     chat, caching = await with_body(request, lambda: _chat(body, request.state.num_body_bytes))
-    extras = Extras(service, tenant, request, body, caching)
     params = await sampling_params(service, body, _limits(body), structured_outputs(body, body.response_format))
     if body.prediction is not None:
         params = replace(params, prediction_token_ids=await service.encode_part(body.prediction.text))
     caller = caller_of(body, request, tenant, "chat.completions")
     caller = replace(caller, is_uncached=caching.is_off)
+    extras = Extras(service, caller, request, body, caching)
     answer = await start_chat(service, caller, new_id("chatcmpl-"), chat, params, stream=bool(body.stream))
     return await respond(request, _ChatCompletion(service, answer, body, extras))
 

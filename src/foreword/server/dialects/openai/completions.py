@@ -54,7 +54,7 @@ async def complete(body: TextCall, find: FindPrompts, request: Request, tenant: 
     caching = Caching(body)
     caller = caller_of(body, request, tenant, endpoint)
     caller = replace(caller, is_uncached=caching.is_off)
-    extras = Extras(service, tenant, request, body, caching)
+    extras = Extras(service, caller, request, body, caching)
     limits = _completion_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
     prompts = [

@@ -9,14 +9,13 @@ from fastapi import Request
 
 from foreword.cache import LookupExplanation, MissReason, common_length
 from foreword.request import StructuredOutputsParams
-from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import bad_request
 from foreword.server.dialects.openai.caching import Caching
 from foreword.server.dialects.openai.fields import AnyCall, ResponseFormat, StructuredOutputs
 from foreword.server.observe.explanations import cache_report, told_to_client
 from foreword.server.records import RequestRecord
-from foreword.server.service import Service
+from foreword.server.service import Caller, Service
 
 GUIDED = ("json", "regex", "choice", "grammar")
 _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}
@@ -121,10 +120,11 @@ def _miss(reason: str, num_missed: int, num_reusable: int) -> dict[str, Any]:
 class Extras:
     """The extras that one call asked for."""
 
-    def __init__(self, service: Service, tenant: Tenant, request: Request, body: AnyCall, caching: Caching) -> None:
+    def __init__(self, service: Service, caller: Caller, request: Request, body: AnyCall, caching: Caching) -> None:
         self.caching = caching
+        self._hints = caller.hints
         self._service = service
-        self._tenant = tenant
+        self._tenant = caller.tenant
         in_body = body.foreword is not None and body.foreword.cache
         self._wants_certificate = body.foreword is not None and body.foreword.certificate
         self._wants_cache = in_body or request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
@@ -133,7 +133,8 @@ class Extras:
         """Fields to add to the body of a finished answer; none if the call asked for none.
 
         `foreword.cache` is one report, or a list of reports if the call had several prompts. `foreword.drafts` is there
-        if tokens were drafted; `foreword.certificate` has a digest of logits for each choice.
+        if tokens were drafted; `foreword.certificate` has a digest of logits for each choice; `foreword.kv_hints` has
+        the outcomes of hints.
         """
         fields: dict[str, Any] = {}
         records = [job.record for job in answer.jobs]
@@ -142,6 +143,9 @@ class Extras:
             fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports, **_of_drafts(answer)}
         if self._wants_certificate:
             fields["foreword"] = fields.get("foreword", {}) | {"certificate": certificate(self._service, answer)}
+        if self._hints is not None:
+            self._hints.note_request(records[0].session_id, answer.outputs[0].kept)
+            fields["foreword"] = fields.get("foreword", {}) | {"kv_hints": self._hints.report()}
         if self.caching.compare_with is not None:
             earlier = self._service.records.of_response(self.caching.compare_with, self._tenant.name)
             block_size = self._service.llm.layout.block_size

@@ -28,6 +28,7 @@ from foreword.server.bodies.fields import (
     TokenIds,
     Word,
 )
+from foreword.server.hints import KvHints
 from foreword.text.conversation import MARK, PICTURES
 
 
@@ -132,6 +133,7 @@ class AnyCall(Body):
     # Ours, and vLLM's.
     foreword: ForewordOptions | None = None
     session_id: SessionId | None = None
+    kv_hints: KvHints | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     skip_reading_prefix_cache: bool | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

@@ -79,9 +79,9 @@ async def create_response(
     params = await sampling_params(service, body, limits, structured_outputs(body, _response_format(body.text)))
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
-    extras = Extras(service, tenant, request, body, caching)
     caller = caller_of(body, request, tenant, "responses")
     caller = replace(caller, is_uncached=caching.is_off)
+    extras = Extras(service, caller, request, body, caching)
     answer = await start_chat(service, caller, new_id("resp_"), chat, params, stream=bool(body.stream))
     return await respond(request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
 

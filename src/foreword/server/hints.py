@@ -1,0 +1,198 @@
+"""Hints: what an orchestrator asks of the cache, in vLLM's envelope of versioned actions (`kv_hints`).
+
+An envelope comes with a request, and is about its prompt and session, or alone, and is about the newest prompt of a
+session. The envelope's rule: actions that a component does not implement are ignored, and it checks the payloads of
+those that it does. A hint never fails a request; the answer has the outcome of each action.
+
+    kv.retain    an entry of the cache that each use refreshes      {"ttl_seconds"} or vLLM's {"directives": [...]}
+    kv.pin       an entry that ends at its time                     {"ttl_seconds", "end"}
+    kv.demote    the session is closed, once the request has ended  {}
+    kv.prefetch  the prompt is brought into the pool, computed if no tier has it   {}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from foreword.cache import PIN, CacheEntry
+from foreword.engine import Keep, Mark, Prompt
+from foreword.server.bodies.fields import Body, Part
+
+RETAIN = "retain"
+"""Source of entries that a hint asks to retain."""
+ACTIONS = (RETAIN, PIN, "demote", "prefetch")
+DEFAULT_TTL_S, MAX_TTL_S = 300.0, 366 * 86_400.0
+PROTOCOLS, VERSION = ("0", "1"), "1"
+"""Major versions of envelopes and of actions that are known."""
+MOST_ACTIONS, MOST_DIRECTIVES = 16, 256
+Name = Annotated[str, Field(max_length=256)]
+
+
+class KvHintAction(Part):
+    """An action of an envelope."""
+
+    action_id: Name
+    action_type: Name
+    action_version: Name
+    payload: dict[str, Any] = Field(default_factory=dict)
+
+
+class KvHints(Part):
+    """vLLM's envelope, `KvHintsEnvelope`."""
+
+    protocol_version: Name
+    message_id: Name
+    actions: Annotated[list[KvHintAction], Field(max_length=MOST_ACTIONS)] = Field(default_factory=list)
+
+
+class HintsRequest(Body):
+    """POST /v1/cache/hints: an envelope without a request."""
+
+    HOLDS = "tokens"
+
+    kv_hints: KvHints
+
+
+Outcome = Literal["accepted", "clipped", "rejected", "missing", "ignored"]
+"""clipped: less than was asked; rejected: its payload, or this server's settings; missing: nothing to act on."""
+
+
+class UnusableHintError(Exception):
+    """An action that has no effect: its outcome, and why."""
+
+    def __init__(self, outcome: Outcome, why: str) -> None:
+        super().__init__(why)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """An action that can be carried out."""
+
+    action: KvHintAction
+    name: str
+    """One of ACTIONS."""
+    keep: Keep | None = None
+    """How `retain` and `pin` keep it."""
+    end: int | None = None
+    """The number of the prompt's tokens to keep; None: all."""
+
+    def mark(self, num_tokens: int) -> Mark | None:
+        """The mark that it puts into a prompt of this length."""
+        end = num_tokens if self.end is None else min(self.end, num_tokens)
+        return None if self.keep is None else Mark(end, self.keep)
+
+
+class Hints:
+    """The actions of one envelope."""
+
+    def __init__(self, envelope: KvHints) -> None:
+        self._outcomes: dict[int, dict[str, Any]] = {}
+        self._actions = envelope.actions
+        self.usable: dict[int, Hint] = {}
+        """By their number in the envelope."""
+        protocol = envelope.protocol_version
+        for number, action in enumerate(envelope.actions):
+            try:
+                if protocol.partition(".")[0] not in PROTOCOLS:
+                    raise UnusableHintError("ignored", f"protocol_version {protocol!r:.40} is unknown here")
+                self.usable[number] = _read(action)
+            except UnusableHintError as error:
+                self.note(number, error.outcome, detail=str(error))
+
+    def on(self, prompt: Prompt) -> tuple[Mark, ...]:
+        """The marks of a prompt, and those that are asked for."""
+        marks = (hint.mark(len(prompt.token_ids)) for hint in self.usable.values())
+        return (*prompt.marks, *(mark for mark in marks if mark is not None))
+
+    @property
+    def demotes(self) -> bool:
+        """Whether the session is to be closed."""
+        return any(hint.name == "demote" for hint in self.usable.values())
+
+    def note(self, number: int, outcome: Outcome, **more: Any) -> None:
+        """Note the outcome of an action."""
+        action = self._actions[number]
+        self._outcomes[number] = {
+            "action_id": action.action_id,
+            "action_type": action.action_type,
+            "outcome": outcome,
+            **more,
+        }
+
+    def note_kept(self, number: int, entry: CacheEntry | None) -> None:
+        """Note what became of an action that keeps something. None: this server keeps nothing."""
+        if entry is None:
+            self.note(number, "rejected", detail="this server keeps no prefixes (max_pinned_share)")
+            return
+        outcome: Outcome = "accepted" if entry.is_whole else "clipped" if entry.num_kept_tokens else "missing"
+        self.note(number, outcome, entry=entry.name, kept_tokens=entry.num_kept_tokens)
+
+    def note_request(self, session_id: str | None, kept: Sequence[CacheEntry]) -> None:
+        """Note what a request that has ended made of the actions."""
+        for number, hint in self.usable.items():
+            if hint.keep is not None:
+                source = hint.keep.source
+                self.note_kept(number, next((entry for entry in kept if entry.source == source), None))
+            elif hint.name == "demote" and session_id is None:
+                self.note(number, "missing", detail="the request names no session; send X-Session-ID")
+            else:
+                self.note(number, "accepted")
+
+    def report(self) -> list[dict[str, Any]]:
+        """The outcomes, for JSON, in the order of the actions."""
+        return [self._outcomes[number] for number in sorted(self._outcomes)]
+
+
+def _read(action: KvHintAction) -> Hint:
+    """An action with its payload. Raises UnusableHintError."""
+    name = action.action_type.removeprefix("kv.")
+    if name not in ACTIONS:
+        raise UnusableHintError("ignored", f"action_type {action.action_type!r:.40} is unknown here")
+    if action.action_version.partition(".")[0] != VERSION:
+        raise UnusableHintError("ignored", f"action_version {action.action_version!r:.40} is unknown here; use 1.0")
+    payload = action.payload
+    if name == RETAIN and "directives" in payload:
+        ttl_s, end = _of_directives(payload["directives"])
+        return Hint(action, name, Keep(ttl_s, RETAIN), end)
+    if name in (RETAIN, PIN):
+        ttl_s = _seconds(payload, "ttl_seconds")
+        return Hint(action, name, Keep(ttl_s, name, is_refreshed=name == RETAIN), _place(payload, "end"))
+    return Hint(action, name)
+
+
+def _of_directives(directives: Any) -> tuple[float, int | None]:
+    """The seconds and the end of vLLM's directives, of which entries here know no ranks: the longest of each counts."""
+    if not isinstance(directives, list) or len(directives) > MOST_DIRECTIVES:
+        raise UnusableHintError("rejected", f"directives must be a list of at most {MOST_DIRECTIVES}")
+    ttl_s, ends = 0.0, list[int | None]()
+    for one in directives:
+        if not isinstance(one, dict) or type(one.get("priority")) is not int or not 0 <= one["priority"] <= 100:
+            raise UnusableHintError("rejected", "a directive needs a priority of 0 to 100")
+        if one["priority"] > 0:  # 0 asks for nothing
+            ttl_s = max(ttl_s, _seconds(one, "duration"))
+            ends.append(None if one.get("covers_output") else _place(one, "end"))
+    if not ends:
+        raise UnusableHintError("missing", "no directive asks to keep anything")
+    return ttl_s, None if None in ends else max(end for end in ends if end is not None)
+
+
+def _seconds(payload: Mapping[str, Any], name: str) -> float:
+    value = payload.get(name)
+    if value is None:
+        return DEFAULT_TTL_S
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_TTL_S:
+        raise UnusableHintError("rejected", f"{name}={value!r:.40} is no time; use up to {MAX_TTL_S:.0f} seconds")
+    return float(value)
+
+
+def _place(payload: Mapping[str, Any], name: str) -> int | None:
+    value = payload.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise UnusableHintError("rejected", f"{name}={value!r:.40} is no number of tokens; use 1 or more, or null")
+    return value

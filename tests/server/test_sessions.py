@@ -1,0 +1,355 @@
+"""Sessions over HTTP: every dialect names them, each tenant sees and closes its own, and hints act on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+from google import genai
+
+from foreword.server import records
+from foreword.server.options import ServerConfig
+from foreword.server.records import Records, RequestRecord
+from live_server import MODEL, ServerThread, embedded_llm
+
+OPERATOR, NUM_BLOCKS = "operator", 96
+
+
+class World(ServerThread):
+    """A server for two tenants and an operator."""
+
+    def call(self, method: str, path: str, body: Any = None, key: str = "alice", **headers: str) -> httpx.Response:
+        sent = {"authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        return httpx.request(method, f"{self.url}{path}", json=body, headers=sent, timeout=120)
+
+    def complete(
+        self, prompt: str | list[int], key: str = "alice", headers: dict[str, str] | None = None, **fields: Any
+    ) -> Any:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
+        answer = self.call("POST", "/v1/completions", body, key, **(headers or {}))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def sessions(self, key: str = "alice") -> dict[str, Any]:
+        return {one["id"]: one for one in self.call("GET", "/v1/cache/sessions", key=key).json()["data"]}
+
+    def end(self, session_id: str, key: str = "alice") -> httpx.Response:
+        return self.call("DELETE", f"/v1/cache/sessions/{quote(session_id, safe='')}", key=key)
+
+    def cached(self, prompt: str, key: str = "alice") -> int:
+        return int(self.call("POST", "/v1/cache/explain", {"prompt": prompt}, key).json()["hit_tokens"])
+
+
+def document(name: str, lines: int = 8) -> str:
+    return "".join(f"{name}, line {number}: the code of the falcon is 4821.\n" for number in range(lines))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys.write_text('[alice]\nkeys = ["alice"]\n\n[bob]\nkeys = ["bob"]\n')
+    config = ServerConfig(keys_file=keys, operator_key=OPERATOR)
+    with embedded_llm(num_gpu_blocks_override=NUM_BLOCKS, eviction_policy="lru") as llm, World(llm, config) as server:
+        yield server
+        server.ask(lambda engine: engine.check_integrity())
+
+
+def ask_openai(url: str, headers: dict[str, str], **fields: Any) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="alice", default_headers=headers, max_retries=0)
+    client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=1, extra_body=fields
+    )
+    client.responses.create(model=MODEL, input="a", max_output_tokens=1, extra_body=fields)
+    client.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_body=fields)
+
+
+def ask_anthropic(url: str, headers: dict[str, str], **fields: Any) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="alice", default_headers=headers, max_retries=0)
+    metadata = {"metadata": fields.pop("metadata")} if "metadata" in fields else {}
+    messages = [{"role": "user", "content": "a"}]
+    client.messages.create(model=MODEL, max_tokens=1, messages=messages, extra_body=fields, **metadata)
+
+
+def ask_gemini(url: str, headers: dict[str, str], **fields: Any) -> None:
+    options = genai.types.HttpOptions(base_url=url, headers=headers, extra_body=fields or None)
+    client = genai.Client(api_key="alice", http_options=options)
+    client.models.generate_content(model=MODEL, contents="a", config={"max_output_tokens": 1})
+
+
+def ask_ollama(url: str, headers: dict[str, str]) -> None:
+    client = ollama.Client(host=url, headers={"authorization": "Bearer alice", **headers})
+    client.chat(model=MODEL, messages=[{"role": "user", "content": "a"}], options={"num_predict": 1})
+
+
+def test_official_clients_of_all_dialects_name_their_session_in_a_header(world):
+    headers = {"X-Session-ID": "in a header"}
+    for ask, num_requests in ((ask_openai, 3), (ask_anthropic, 4), (ask_gemini, 5), (ask_ollama, 6)):
+        ask(world.url, headers)
+        assert world.sessions()["in a header"]["requests"] == num_requests, ask.__name__
+
+
+def test_a_field_goes_before_a_header_and_a_header_before_what_else_names_a_session(world):
+    header = {"X-Session-ID": "the header"}
+    ask_openai(world.url, header, session_id="the field", prompt_cache_key="the key")
+    ask_anthropic(world.url, header, session_id="the field")
+    ask_gemini(world.url, header, sessionId="the field")
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "session_id": "the field", "stream": False}
+    assert world.call("POST", "/api/chat", body | {"options": {"num_predict": 1}}).status_code == 200
+    assert world.sessions()["the field"]["requests"] == 6
+    assert not {"the header", "the key"} & set(world.sessions())
+    ask_openai(world.url, {}, prompt_cache_key="the key")
+    assert world.sessions()["the key"]["requests"] == 3
+
+
+@pytest.mark.parametrize(
+    ("user_id", "session"),
+    [
+        ("user_0a1b_account_6c7d_session_57a121ec-f78c-48c3-a745-e3036a3ecc33", "57a121ec-f78c-48c3-a745-e3036a3ecc33"),
+        ("user_0a1b_account__session_57a121ec", "57a121ec"),
+        (json.dumps({"device_id": "d", "account_uuid": "", "session_id": "54c1eb09"}), "54c1eb09"),
+        ("somebody", None),
+        ("{", None),
+        ('{"session_id": 7}', None),
+        ('{"session_id": "a\\nb"}', None),
+        ('{"session_id": "%s"}' % ("x" * 257), None),
+    ],
+)
+def test_claude_codes_user_id_and_its_header_name_the_session(world, user_id, session):
+    before = world.sessions()
+    ask_anthropic(world.url, {}, metadata={"user_id": user_id})
+    new = [one for one, found in world.sessions().items() if found != before.get(one)]
+    assert new == ([] if session is None else [session])
+    ask_anthropic(world.url, {"X-Claude-Code-Session-Id": "by header"}, metadata={"user_id": user_id})
+    assert "by header" in world.sessions()
+
+
+def test_hits_are_counted_by_session_and_by_the_turns_of_all(world):
+    text = document("counted")
+    world.complete(text, session_id="counted")
+    world.complete(text + "more", session_id="counted")
+    told = world.call("GET", "/v1/cache/sessions/counted").json()
+    assert (told["requests"], told["output_tokens"], told["tenant"]) == (2, 4, "alice")
+    assert told["hit_tokens"] > 100
+    assert told["hit_rate"] == pytest.approx(told["hit_tokens"] / told["queried_tokens"])
+    metrics = world.call("GET", "/metrics", key=OPERATOR).text
+    found = [line for line in metrics.splitlines() if "session_hit_tokens_total{" in line]
+    assert {line.split('turn="')[1].split('"')[0] for line in found} == {"first", "later", "none"}
+    later = next(float(line.split()[-1]) for line in found if 'turn="later"' in line)
+    assert later >= told["hit_tokens"]
+    assert "counted" not in metrics
+
+
+def test_a_closed_session_leaves_first_what_only_it_used(world):
+    world.ask(lambda engine: engine.reset_prefix_cache())
+    shared, own, old = document("shared"), document("alone"), document("older")
+    world.complete(old, session_id="older")
+    world.complete(shared, session_id="other")
+    world.complete(shared + own, session_id="closing")
+    answer = world.end("closing").json()
+    assert answer["closed"]
+    assert answer["blocks_given_up"] > 5
+    assert "closing" not in world.sessions()
+    before = world.cached(shared + own)
+    assert before > world.cached(shared) + 50, "what was given up is found until it is evicted"
+    size, num_empty = world.ask(lambda engine: (engine.manager.block_size, engine.manager._pool.num_empty))
+    flood = [5 + number % 7 for number in range(size * (num_empty + 5) - 3)]
+    for at in range(0, len(flood), 20 * size):
+        world.complete([4, *flood[at : at + 20 * size - 3]], session_id=f"flood {at}")
+    assert world.cached(old) > 100
+    assert world.cached(shared) > 100
+    assert world.cached(shared + own) < before
+
+
+def test_a_tenant_neither_sees_nor_closes_the_sessions_of_another_and_operators_do(world):
+    world.complete(document("private"), session_id="private")
+    assert "private" not in world.sessions("bob")
+    for answer in (world.end("private", "bob"), world.call("GET", "/v1/cache/sessions/private", key="bob")):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == "There is no session 'private' (any more)."
+    assert world.sessions(OPERATOR)["private"]["tenant"] == "alice"
+    assert world.end("private", OPERATOR).json()["blocks_given_up"] > 0
+    assert world.end("private", OPERATOR).status_code == 404
+
+
+@pytest.mark.parametrize("session_id", ["a/b", "é ü", "a?b#c", "%2F", '"', "x" * 256])
+def test_an_id_may_be_any_printable_text(world, session_id):
+    world.complete("a", session_id=session_id)
+    assert world.end(session_id).json()["id"] == session_id
+
+
+def test_hostile_ids_get_errors_of_one_line(world):
+    for session_id, told in (("x" * 257, "256"), ("", "1 character"), (7, "string"), (["a"], "string")):
+        answer = world.call("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "session_id": session_id})
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert told in message
+        assert "\n" not in message
+    assert (
+        "control characters"
+        in world.call("POST", "/v1/completions", {"model": MODEL, "prompt": "a", "session_id": "a\x00b"}).json()[
+            "error"
+        ]["message"]
+    )
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    answer = world.call("POST", "/v1/completions", body, x_session_id="x" * 1_000)
+    assert answer.json()["error"]["message"] == "session_id has 1000 characters; use at most 256"
+    with pytest.raises(httpx.HTTPError):  # the HTTP parser ends the connection, or refuses
+        world.call("POST", "/v1/completions", body, x_session_id="x" * 2**20).raise_for_status()
+    assert world.call("POST", "/v1/completions", body, x_session_id="").status_code == 200
+    assert world.call("GET", "/v1/cache/sessions?limit=0").status_code == 400
+    assert world.end("x" * 257).status_code == 400
+
+
+def test_a_million_sessions_cost_bounded_memory(monkeypatch):
+    monkeypatch.setattr(records, "MAX_SESSIONS", 50)
+    kept = Records(max_finished=10)
+    for number in range(500):
+        record = RequestRecord(f"r{number}", f"r{number}", "alice", "x", [], session_id=f"s{number}")
+        record.prompt_token_ids = __import__("numpy").zeros(1, "int32")
+        kept.open(record)
+        kept.close(record, "stop")
+    assert [one for _, one, _ in kept.sessions(3)] == ["s499", "s498", "s497"]
+    assert len(kept.sessions(None)) == 50
+    assert kept.session("alice", "s449") is None
+
+
+# ------------------------------------------------------------------------------------------ hints
+
+
+def envelope(*actions: dict[str, Any], protocol: str = "0.1") -> dict[str, Any]:
+    filled = [
+        {"action_id": f"a{number}", "action_version": "1.0", "payload": {}, **action}
+        for number, action in enumerate(actions)
+    ]
+    return {"protocol_version": protocol, "message_id": "m", "actions": filled}
+
+
+def action(name: str, version: str = "1.0", **payload: Any) -> dict[str, Any]:
+    return {"action_type": f"kv.{name}", "action_version": version, "payload": payload}
+
+
+def entries(world: World, source: str) -> list[dict[str, Any]]:
+    return [one for one in world.call("GET", "/v1/cache/entries").json()["data"] if one["source"] == source]
+
+
+def test_hints_of_a_request_keep_its_prompt_and_the_answer_has_their_outcomes(world):
+    text = document("hinted")
+    directives = [
+        {"start": 0, "end": 64, "priority": 80, "duration": 60.0},
+        {"start": 64, "end": 128, "priority": 20, "duration": 30.0},
+        {"start": 128, "end": None, "priority": 0},
+    ]
+    asked = envelope(
+        action("retain", directives=directives),
+        action("pin", ttl_seconds=50, end=32),
+        action("fetch", block_hashes=["1"]),
+        action("pin", version="2.0"),
+        action("pin", ttl_seconds=float(10**12)),
+        action("demote"),
+    )
+    told = world.complete(text, kv_hints=asked)["foreword"]["kv_hints"]
+    assert [one["outcome"] for one in told] == [
+        *("accepted", "accepted", "ignored", "ignored", "rejected", "missing"),
+    ]
+    assert told[0]["kept_tokens"] == 128
+    [retained], [pinned] = entries(world, "retain"), entries(world, "pin")
+    assert (retained["id"], retained["tokens"], retained["refresh_s"]) == (told[0]["entry"], 128, 60.0)
+    assert (pinned["tokens"], pinned["refresh_s"]) == (32, None)
+    for one in (retained, pinned):
+        assert world.call("DELETE", f"/v1/cache/entries/{one['id']}").status_code == 200
+
+
+def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world):
+    world.complete(document("to demote"), session_id="demoted")
+    before = world.ask(lambda engine: engine.manager._pool.num_given_up)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": document("to demote")}], "max_tokens": 2}
+    body |= {"session_id": "demoted", "kv_hints": envelope(action("demote")), "stream": True}
+    with httpx.stream(
+        "POST", f"{world.url}/v1/chat/completions", json=body, headers={"authorization": "Bearer alice"}
+    ) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    assert json.loads(lines[-1][6:])["foreword"]["kv_hints"][0]["outcome"] == "accepted"
+    assert world.ask(lambda engine: engine.manager._pool.num_given_up) > before + 5
+
+
+def test_an_envelope_without_a_request_is_about_the_newest_prompt_of_a_session(world):
+    def hint(*actions: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+        answer = world.call("POST", "/v1/cache/hints", {"kv_hints": envelope(*actions, **more)})
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["actions"])
+
+    world.ask(lambda engine: engine.reset_prefix_cache())
+    text = document("tool gap")
+    world.complete(text, session_id="gap")
+    world.ask(lambda engine: engine.reset_prefix_cache())
+    [fetched] = hint(action("prefetch", session_id="gap"))
+    assert (fetched["outcome"], fetched["cached_tokens"]) == ("accepted", 0)
+    assert fetched["computed_tokens"] > 100
+    assert world.cached(text) > 100
+    retained, pinned = hint(action("retain", session_id="gap", ttl_seconds=9), action("pin", session_id="gap"))
+    assert retained["outcome"] == pinned["outcome"] == "accepted"
+    assert retained["kept_tokens"] > 100
+    for one in (retained, pinned):
+        world.call("DELETE", f"/v1/cache/entries/{one['entry']}")
+    assert hint(action("demote", session_id="gap"))[0]["blocks_given_up"] > 5
+    world.complete(text, session_id="salted", cache_salt="s")
+    outcomes = hint(
+        action("demote", session_id="nobody"),
+        action("retain", session_id="nobody"),
+        action("retain"),
+        action("prefetch", session_id="salted"),
+        action("teleport", session_id="gap"),
+    )
+    assert [one["outcome"] for one in outcomes] == ["missing", "missing", "rejected", "missing", "ignored"]
+    assert all(one["detail"] and "\n" not in one["detail"] for one in outcomes)
+    assert [one["outcome"] for one in hint(action("demote", session_id="gap"), protocol="7.0")] == ["ignored"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"message_id": "m", "actions": []}, "protocol_version"),
+        ({"protocol_version": 1, "message_id": "m"}, "protocol_version"),
+        (envelope(*[{"action_type": "kv.pin"}] * 17), "at most 16"),
+        (envelope({"action_type": "kv.pin", "payload": []}), "payload"),
+        (envelope({"action_type": "x" * 257}), "256"),
+        ([], "kv_hints"),
+    ],
+)
+def test_a_malformed_envelope_is_refused(world, wrong, told):
+    for path, body in (
+        ("/v1/cache/hints", {"kv_hints": wrong}),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "kv_hints": wrong}),
+    ):
+        answer = world.call("POST", path, body)
+        assert answer.status_code == 400
+        assert told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"directives": {}},
+        {"directives": [7]},
+        {"directives": [{"priority": True}]},
+        {"directives": [{"priority": 101}]},
+        {"directives": [{"priority": 1}] * 257},
+        {"directives": [{"priority": 1, "end": 0}]},
+        {"directives": [{"priority": 1, "duration": "x"}]},
+        {"ttl_seconds": 0},
+        {"ttl_seconds": True},
+        {"ttl_seconds": 10**400},
+        {"end": "7"},
+    ],
+)
+def test_a_payload_that_cannot_be_is_rejected_and_the_request_answered(world, payload):
+    told = world.complete("a", kv_hints=envelope({"action_type": "kv.retain", "payload": payload}))
+    assert [one["outcome"] for one in told["foreword"]["kv_hints"]] == ["rejected"]
+    assert told["choices"][0]["text"]
