@@ -1,6 +1,6 @@
-"""What a cache gains if it is told of sessions: hits, churn, and the time that whole sessions wait for answers.
+"""What a cache gains if it knows the sessions of requests: hits, churn, and the time that whole sessions wait for answers.
 
-    PYTHONPATH=src python benchmarks/sessions.py [--quick] [--traces FOLDER] [--only TEXT]
+    PYTHONPATH=src python benchmarks/sessions.py [--quick] [--traces FOLDER] [--only TEXT] [--pool NAME]
 
 `none`: the policy alone. `superseded`: when a request ends, blocks that its session alone used and that its prompt does
 not have are given up. `of root`: the same where sub-agents have the session of the agent that started them, as in
@@ -194,7 +194,7 @@ def with_ends(found: list[tuple[RecordedRequest, int, int]]) -> list[Sent]:
 # ------------------------------------------------------------------------------------------ report
 
 
-def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int) -> list[dict[str, Any]]:
+def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int, only_pool: str) -> list[dict[str, Any]]:
     """A row for each pool, policy and variant."""
     rows: list[dict[str, Any]] = []
     num_blocks = sum(len(one.request.keys) for one in sent)
@@ -202,7 +202,9 @@ def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int) -> lis
     num_sessions = len({one.root for one in sent})
     print(f"\n{name}: {len(sent):,} requests of {num_sessions:,} sessions, {num_blocks:,} blocks, at most {most:.4f}")
     for capacity in sorted(set(capacities.values())):
-        pool = max(name for name, one in capacities.items() if one == capacity)
+        pool = " and ".join(name for name, one in capacities.items() if one == capacity)
+        if only_pool not in pool:
+            continue
         for policy in POLICIES:
             for variant in VARIANTS:
                 if variant == "of root" and all(one.root == one.agent for one in sent):
@@ -222,7 +224,7 @@ def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int) -> lis
                 }
                 rows.append(row)
                 print(
-                    f"{pool:6s} {capacity:8,} {policy:5s} {variant:10s} hits {row['hits']:.5f} churn {row['churn']:9,} "
+                    f"{pool:16s} {capacity:8,} {policy:5s} {variant:10s} hits {row['hits']:.5f} churn {row['churn']:9,} "
                     f"wait {row['wait_s']:8.3f} s  {row['us_per_request']:6} us",
                     flush=True,
                 )
@@ -234,6 +236,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a fifth of the traffic")
     parser.add_argument("--traces", type=Path, help="a folder with mooncake_conversation_trace.jsonl")
     parser.add_argument("--only", default="", help="traffic whose name contains this text")
+    parser.add_argument("--pool", default="", help="pools whose name contains this text")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     cost = StepCost.of_model(MODEL, flops_per_s=4e14, bytes_per_s=2.5e12)
@@ -241,10 +244,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for kind in KINDS:
         if args.only in kind:
-            rows += measure(kind, made(kind, args.seed, num_blocks), cost, most_timed)
+            rows += measure(kind, made(kind, args.seed, num_blocks), cost, most_timed, args.pool)
     if args.traces is not None and args.only in "conversation":
         file = args.traces / "mooncake_conversation_trace.jsonl"
-        rows += measure("conversation", recorded(file, 1_200 if args.quick else None), cost, most_timed)
+        rows += measure("conversation", recorded(file, 1_200 if args.quick else None), cost, most_timed, args.pool)
     print(json.dumps({"benchmark": "sessions", "seed": args.seed, "quick": args.quick, "rows": rows}))
 
 

@@ -60,7 +60,7 @@ class SessionBlocks:
         self._user[block_ids] = np.where((user == NOBODY) | (user == number), number, SEVERAL)
 
     def close(self, session: Hashable) -> int | None:
-        """Forget a session; returns the number that its blocks have, None if nothing is known of it."""
+        """Forget a session; returns the number that its blocks have, None if nothing is known here."""
         return self._numbers.pop(session, None)
 
     def of(self, number: int) -> npt.NDArray[np.bool_]:
