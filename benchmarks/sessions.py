@@ -1,4 +1,4 @@
-"""What a cache gains if it knows the sessions of requests: hits, churn, and the time that whole sessions wait for answers.
+"""What a cache gains if it knows the sessions of requests: hits, churn, and the time that sessions wait for answers.
 
     PYTHONPATH=src python benchmarks/sessions.py [--quick] [--traces FOLDER] [--only TEXT] [--pool NAME]
 
@@ -224,7 +224,7 @@ def measure(name: str, sent: list[Sent], cost: StepCost, most_timed: int, only_p
                 }
                 rows.append(row)
                 print(
-                    f"{pool:16s} {capacity:8,} {policy:5s} {variant:10s} hits {row['hits']:.5f} churn {row['churn']:9,} "
+                    f"{pool:16s} {capacity:6,} {policy:5s} {variant:10s} {row['hits']:.5f} churn {row['churn']:9,} "
                     f"wait {row['wait_s']:8.3f} s  {row['us_per_request']:6} us",
                     flush=True,
                 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import anthropic
 import httpx
+import numpy as np
 import ollama
 import openai
 import pytest
@@ -212,12 +215,19 @@ def test_a_million_sessions_cost_bounded_memory(monkeypatch):
     kept = Records(max_finished=10)
     for number in range(500):
         record = RequestRecord(f"r{number}", f"r{number}", "alice", "x", [], session_id=f"s{number}")
-        record.prompt_token_ids = __import__("numpy").zeros(1, "int32")
+        record.prompt_token_ids = np.zeros(1, np.int32)
         kept.open(record)
         kept.close(record, "stop")
     assert [one for _, one, _ in kept.sessions(3)] == ["s499", "s498", "s497"]
     assert len(kept.sessions(None)) == 50
     assert kept.session("alice", "s449") is None
+
+
+def test_the_code_of_the_guide_prints_what_it_says(server, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "sessions.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    exec(compile(code.replace("http://127.0.0.1:8000", server.url), "<sessions.md>", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
 
 
 # ------------------------------------------------------------------------------------------ hints
