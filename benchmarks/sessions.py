@@ -79,9 +79,7 @@ class Superseding(KVCacheManager):
         super()._close_row_of_session(row, sequence, blocks)
         if self.supersedes and number is not None:
             old = blocks.of(number)
-            old[held] = False
-            if old.any():
-                self._give_up(old)
+            self._give_up(old[~np.isin(old, held)])
 
 
 def manager_of(num_blocks: int, block_tokens: int, policy: str, variant: str) -> Superseding:

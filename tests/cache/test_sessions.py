@@ -140,11 +140,11 @@ def test_a_million_sessions_take_bounded_memory(monkeypatch):
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 100)
     blocks = SessionBlocks(8)
     for number in range(1000):
-        blocks.note_use(np.array([number % 8], np.int32), blocks.number_of(number))
+        blocks.note_use(np.array([number % 8], np.int32), SIZE, blocks.number_of(number))
     assert len(blocks._numbers) == 100
     assert 899 not in blocks
     assert 900 in blocks
-    blocks.check_integrity()
+    blocks.check_integrity(np.arange(8))
 
 
 @pytest.mark.parametrize("groups", [None, "full and window", "full and recurrent"])

@@ -457,23 +457,22 @@ class KVCacheManager(EntryKeeper):
         number = None if blocks is None else blocks.close(session)
         return None if blocks is None or number is None else self._give_up(blocks.of(number))
 
-    def _give_up(self, chosen: npt.NDArray[np.bool_]) -> int:
+    def _give_up(self, block_ids: BlockIds) -> int:
         if self._pins is not None:
-            chosen[self._pins.pinned_block_ids()] = False
-        return self._pool.give_up(chosen)
+            block_ids = block_ids[~np.isin(block_ids, self._pins.pinned_block_ids())]
+        return self._pool.give_up(block_ids)
 
     def _sessions(self) -> SessionBlocks | None:
         if self._session_blocks is None and self.enable_prefix_caching:
             self._session_blocks = SessionBlocks(self.num_blocks)
-            self._pool.on_take = self._session_blocks.forget
+            self._pool.users = self._session_blocks
         return self._session_blocks
 
     def _close_row_of_session(self, row: int, sequence: TokenSequence, blocks: SessionBlocks) -> None:
         """Close a row, and note whose blocks it held."""
         number = self._session_numbers.pop(row, None)
-        for tables in self._coordinator.tables.groups:
-            held = tables.row(row)
-            blocks.note_use(held[held != NULL_BLOCK], number)
+        for tables, size in zip(self._coordinator.tables.groups, self._coordinator.block_sizes, strict=True):
+            blocks.note_use(tables.row(row), size, number)
         self._coordinator.close(row)
         if number is None or sequence.session is None:
             return
@@ -681,7 +680,7 @@ class KVCacheManager(EntryKeeper):
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
         rows = list(self._row_of.values())
         if self._session_blocks is not None:
-            self._session_blocks.check_integrity()
+            self._session_blocks.check_integrity(self._coordinator.indexed_block_ids())
             assert set(self._session_numbers) <= set(rows), "a row that was closed still has a session"
         assert self._row_of == {s.request_id: row for row, s in self._sequences.items()}, "rows and requests differ"
         self._coordinator.check_integrity(rows, self._sequences.__getitem__)

@@ -8,24 +8,28 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_ids import BlockIds
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds
 
-NOBODY, SEVERAL = 0, -1
-"""In place of a session's number: no request that used the block has ended; more than one session, or a request without
-one, used it."""
+Int32Array = npt.NDArray[np.int32]
+
+NOTHING, NOBODY, SEVERAL = 0, -1, -2
+"""In place of a session's number. NOTHING: the block is not cached; NOBODY: no request that used it has ended; SEVERAL:
+more than one session, or a request without one, used it."""
 MAX_SESSIONS = 65_536
 """Sessions whose blocks are known; of more, the ones that were used last."""
 
 
 class SessionBlocks:
-    """The user of each block: a session's number, NOBODY or SEVERAL. 4 bytes a block, and an entry a session.
+    """The user of each block, and its place in its prompt. 8 bytes a block, and an entry a session.
 
     A block belongs to a session if all requests that held its content and have ended were that session's. A session
     that is forgotten leaves its blocks to nobody: they are evicted like others.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._user: npt.NDArray[np.int32] = np.full(num_blocks, SEVERAL, np.int32)  # used before anyone counted
+        self._user: Int32Array = np.full(num_blocks, SEVERAL, np.int32)  # used before anyone counted
+        self._end: Int32Array = np.zeros(num_blocks, np.int32)
+        """The number of tokens up to the block's end."""
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
         self._last = 0
 
@@ -47,28 +51,34 @@ class SessionBlocks:
         """Whether requests that began under this number still belong to the session."""
         return self._numbers.get(session) == number
 
-    def forget(self, block_ids: BlockIds) -> None:
-        """Note that these blocks get new content."""
+    def note_cached(self, block_ids: BlockIds) -> None:
+        """Note that lookups find these blocks from now on."""
         self._user[block_ids] = NOBODY
 
-    def note_use(self, block_ids: BlockIds, number: int | None) -> None:
-        """Note that a request that held these blocks ended; `number`: its session's, None if it has none."""
-        if number is None:
-            self._user[block_ids] = SEVERAL
-            return
+    def note_forgotten(self, block_ids: BlockIds) -> None:
+        """Note that no lookup finds the content of these blocks any more."""
+        self._user[block_ids] = NOTHING
+
+    def note_use(self, table: BlockIds, block_size: int, number: int | None) -> None:
+        """Note that a request with this block table ended; `number`: its session's, None if it has none."""
+        place = np.flatnonzero(table != NULL_BLOCK)
+        block_ids = table[place]
         user = self._user[block_ids]
-        self._user[block_ids] = np.where((user == NOBODY) | (user == number), number, SEVERAL)
+        ours = (user == NOBODY) | (user == number) if number is not None else np.zeros(len(user), np.bool_)
+        self._user[block_ids] = np.where(user == NOTHING, NOTHING, np.where(ours, number or 0, SEVERAL))
+        self._end[block_ids] = (place + 1) * block_size
 
     def close(self, session: Hashable) -> int | None:
         """Forget a session; returns the number that its blocks have, None if nothing is known here."""
         return self._numbers.pop(session, None)
 
-    def of(self, number: int) -> npt.NDArray[np.bool_]:
-        """Whether each block belongs to this number alone, [num_blocks]."""
-        alone: npt.NDArray[np.bool_] = self._user == number
-        return alone
+    def of(self, number: int) -> BlockIds:
+        """The cached blocks that belong to this number alone, tails before heads."""
+        block_ids = np.flatnonzero(self._user == number).astype(np.int32)
+        return block_ids[np.argsort(-self._end[block_ids], kind="stable")]
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if numbers contradict each other."""
+    def check_integrity(self, cached: BlockIds) -> None:
+        """Raise AssertionError if numbers contradict each other, or if a block that is not cached belongs to one."""
         assert len(set(self._numbers.values())) == len(self._numbers), "two sessions have one number"
-        assert self._user.max(initial=SEVERAL) <= self._last, "a block belongs to a number that was never given"
+        owned = np.flatnonzero((self._user > 0) | (self._user == NOBODY))
+        assert np.isin(owned, cached).all(), "a block that is not cached has a user"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache.account.sessions import SessionBlocks
 from foreword.cache.block_ids import NO_BLOCKS, BlockIds, as_block_ids
 from foreword.cache.blocks.group_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
@@ -62,8 +63,8 @@ class BlockPool:
         """Blocks that will be tails when they are free."""
         self._given_up: FreeKVCacheBlockQueue | None = None
         """Free cached blocks that go before tails; None: no block was ever given up."""
-        self.on_take: Callable[[BlockIds], None] | None = None
-        """Called with blocks that get new content."""
+        self.users: SessionBlocks | None = None
+        """What notes whose blocks these are; None: nothing does."""
         self._keyed: KeyedPolicy | None = (
             self._free if isinstance(self._free, KeyedPolicy) and self._free.wants_keys else None
         )
@@ -110,8 +111,8 @@ class BlockPool:
             if forgotten is not None and len(forgotten) > count:  # the policy knows the blocks that it gave away itself
                 self.note_forgotten(forgotten)
             self._ref_counts[block_ids] = 1
-            if self.on_take is not None:
-                self.on_take(block_ids)
+            if self.users is not None:
+                self.users.note_forgotten(block_ids)
         return block_ids
 
     def next_empty(self, count: int) -> BlockIds:
@@ -130,18 +131,17 @@ class BlockPool:
         taken.append(self._tails.popleft(min(count, len(self._tails))))
         return np.concatenate((*taken, self._free.popleft(count - len(taken[-1]))))
 
-    def give_up(self, chosen: npt.NDArray[np.bool_]) -> int:
-        """Let the free cached blocks among the chosen [num_blocks] go before tails; returns their number.
+    def give_up(self, block_ids: BlockIds) -> int:
+        """Let the free ones of these (distinct) cached blocks go before tails, in this order; returns their number.
 
-        They go in the policy's order, after those that were given up before. Tails stay what they are.
+        They go after those that were given up before. Tails stay what they are.
         """
-        block_ids = self._free.in_order()[self._free.num_empty :]
-        block_ids = block_ids.compress(chosen[block_ids])
-        if len(block_ids):
-            if self._given_up is None:
-                self._given_up = FreeKVCacheBlockQueue.empty(self.num_blocks)
-            self._free.remove(block_ids)
-            self._given_up.append(block_ids)
+        if self._given_up is None:
+            self._given_up = FreeKVCacheBlockQueue.empty(self.num_blocks)
+        goes_early = self._tails.holds(block_ids) | self._given_up.holds(block_ids)
+        block_ids = block_ids.compress((self._ref_counts.take(block_ids) == 0) & ~goes_early)
+        self._free.remove(block_ids)
+        self._given_up.append(block_ids)
         return len(block_ids)
 
     def take_back(self, block_ids: BlockIds) -> None:
@@ -227,6 +227,8 @@ class BlockPool:
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """Note that these held blocks were indexed, as blocks number `depths` of their prefixes."""
         self._free.note_cached(block_ids, depths)
+        if self.users is not None:
+            self.users.note_cached(block_ids)
 
     @property
     def wants_keys(self) -> bool:
@@ -241,6 +243,8 @@ class BlockPool:
     def note_forgotten(self, block_ids: BlockIds) -> None:
         """Note that the contents of these (distinct) blocks can no longer be found. Their holders keep them."""
         self._free.note_forgotten(block_ids)
+        if self.users is not None:
+            self.users.note_forgotten(block_ids)
         if len(self._tails):
             freed = block_ids.compress(self._tails.holds(block_ids))
             self._tails.remove(freed)
