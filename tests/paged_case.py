@@ -178,6 +178,17 @@ class CodedCase(Case):
         return blocks
 
 
+class LatentCase(Case):
+    """The same with values that are the first elements of keys."""
+
+    def __init__(self, shape: Shape, spans: Sequence[tuple[int, int]], rng: np.random.Generator) -> None:
+        super().__init__(shape, spans, rng)
+        self.values = [keys[..., : shape.value_dim] for keys in self.keys]
+
+    def blocks(self, device: torch.device = CPU) -> KVBlocks:
+        return KVBlocks.of_latents(self.key_blocks.to(device), self.shape.value_dim)
+
+
 def random_shape(rng: np.random.Generator, dtype: torch.dtype = torch.float32) -> Shape:
     num_kv_heads = int(rng.choice([1, 2, 3]))
     return Shape(

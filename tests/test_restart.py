@@ -61,6 +61,7 @@ def bits(output: RequestOutput) -> list[Any]:
         *(pytest.param(name, "float32", "auto", marks=SLOW) for name in ("gemma3_text", "qwen3_next")),
         pytest.param("qwen2", "bfloat16", "auto", marks=SLOW),
         ("qwen2", "bfloat16", "int8"),
+        ("deepseek_v3", "bfloat16", "auto"),
         ("gemma3_text", "float32", "int8"),
         *(pytest.param(name, "float32", "int8", marks=SLOW) for name in ("qwen2", "qwen3_next", "falcon_h1")),
     ],

@@ -47,6 +47,17 @@ BASE: Mapping[str, Any] = {
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": 0,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
+"""Keys of another size than values, as sizes of latent KV."""
+GROUPS = {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 48}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.9, "original_max_position_embeddings": 256}
 SLIDING_SLIDING_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
@@ -221,22 +232,41 @@ RECIPES: Mapping[str, Recipe] = {
             "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.2},
         },
     ),
-    # Keys of another size than values, and experts that are chosen in groups.
+    # Latent KV, and experts that are chosen in groups.
     "deepseek_v3": Recipe(
         "deepseek_v3",
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 24,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 48,
+            **LATENT,
+            **GROUPS,
+            "n_shared_experts": 2,
             "first_k_dense_replace": 1,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **MSCALE},
+        },
+    ),
+    "deepseek_v2": Recipe(
+        "deepseek_v2",
+        {
+            **LATENT,
+            **GROUPS,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm4_moe_lite": Recipe("glm4_moe_lite", {**LATENT, **GROUPS, "n_group": 1, "topk_group": 1}),
+    "minicpm3": Recipe("minicpm3", {**LATENT, "scale_emb": 3.0, "scale_depth": 1.2, "dim_model_base": 48}),
+    # Heads of whole panels: their products are one operation where the processor has instructions for it.
+    "wide_deepseek": Recipe(
+        "deepseek_v2",
+        {
+            **LATENT,
+            **GROUPS,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "topk_method": "greedy",
         },
     ),
     # One KV head: a lone request leaves attention a single matrix to multiply.
@@ -265,6 +295,9 @@ def save_model(folder: Path, recipe: Recipe, *, seed: int = 0) -> Path:
                 parameter.normal_(0.0, 1.0)
             else:  # biases around 0, norms around what they were
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 1.0)
     model.save_pretrained(folder)
     return folder
 

@@ -26,7 +26,7 @@ from foreword.kernels.runtime import threads as team
 from foreword.kernels.select import AttentionKernel, ReferenceAttention, choose_kernel, make_kernel
 from foreword.kernels.step_plan import FOLD, LEADING, SHARED, SharingRule, plan_step
 from lanes import SLOW, slow
-from paged_case import Case, CodedCase, Shape, random_options, random_shape, random_spans, share_blocks
+from paged_case import Case, CodedCase, LatentCase, Shape, random_options, random_shape, random_spans, share_blocks
 
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {
     "reference": ReferenceAttention,
@@ -118,12 +118,26 @@ def test_codes_are_rounded_once_where_bfloat16_is_multiplied(seed: int, mode: in
     assert ((result - expected).abs() <= 2**-8 * (expected.abs() + rounding * case.expected(options)) + 1e-4).all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_values_that_are_parts_of_keys_are_found_there(kernel: AttentionKernel, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    groups, value_dim, more, block_size = (int(rng.choice(own)) for own in ([1, 3, 40], [8, 24, 64], [8, 32], [3, 16]))
+    shape = Shape(groups, 1, value_dim + more, value_dim, block_size)
+    case = LatentCase(shape, random_spans(rng, longest=30 if seed % 2 else 600), rng)
+    options = random_options(rng, shape)
+    assert kernel.why_not(case.blocks().format, options) is None
+    result = case.run(kernel, options)
+    torch.testing.assert_close(result.double(), case.expected(options), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_over_codes_depend_on_no_neighbour_and_no_cut(kernel: AttentionKernel, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "shape"), [(CodedCase, (6, 2, 64, 64, 16)), (LatentCase, (6, 1, 96, 64, 16))])
+def test_bits_over_codes_and_latents_depend_on_no_neighbour_and_no_cut(
+    kernel: AttentionKernel, dtype: torch.dtype, kind: type[Case], shape: tuple[int, int, int, int, int]
+) -> None:
     """Each query alone, in chunks, and beside requests that share its blocks."""
-    shape = Shape(6, 2, 64, 64, 16, dtype)
     options = AttentionOptions(0.125)
-    case = CodedCase(shape, [(260, 300), (299, 300), (250, 290)], np.random.default_rng(3))
+    case = kind(Shape(*shape, dtype), [(260, 300), (299, 300), (250, 290)], np.random.default_rng(3))
     share_blocks(case, [((0, 1, 2), 256)])
     together = case.run(kernel, options)
     whole = together.split([end - start for start, end in case.spans])
@@ -135,7 +149,7 @@ def test_bits_over_codes_depend_on_no_neighbour_and_no_cut(kernel: AttentionKern
                 np.array([0, last - first], np.int32),
                 (case.batch.block_tables[row : row + 1],),
             )
-            plan = kernel.plan(part, len(case.key_blocks) - 1, shape.block_size, torch.device("cpu"))
+            plan = kernel.plan(part, len(case.key_blocks) - 1, 16, torch.device("cpu"))
             own = kernel.attend(case.queries[row][first - start : last - start], case.blocks(), plan, options)
             assert torch.equal(own, whole[row][first - start : last - start])
 

@@ -41,7 +41,8 @@ from tiny_models import (
 )
 
 FAMILIES = ["llama", "qwen2", "qwen3_moe", "gpt_oss", "gemma2", "llama4_text", "phi3", "odd_llama", "mqa_llama"]
-"""With tied embeddings, experts, sinks, softcap, chunks, heads of 16 and 20, and an intermediate size of 100."""
+FAMILIES += ["deepseek_v3", "wide_deepseek"]
+"""With tied embeddings, experts, sinks, softcap, chunks, heads of 16 and 20, an intermediate size of 100, latent KV."""
 RECURRENT = ["mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "lfm2"]
 NUM_TOKENS = 4
 BLOCK_SIZE = 4

@@ -13,6 +13,9 @@ KV has the same bits whatever it was computed with, and a hit reads what a miss 
     a block's page of numbers    token 0: head 0, head 1, ..; token 1: ..
     a block's page of codes      the codes in this order, and then the scales in this order
 
+A latent format stores one row a token for all heads and no values: a value is the first elements of its key
+(`model/decoder/latent.py`).
+
     written by    `KVBlocks.write`; `model/cpu/rotary.py`; of numbers, `triton/blocks.py` and `model/rotation.py`
     read by       `KVBlocks.read` and `read_blocks`, and by the compiled kernels whose `why_not` accepts the format
 
@@ -37,11 +40,13 @@ class KVFormat:
 
     dtype: torch.dtype
     """The type of an element in its block; int8: codes with a scale for each row."""
+    latent: bool = False
+    """Whether values are the first elements of keys, of which each token has one for all heads."""
 
     @property
     def name(self) -> str:
-        """As `dtype` is written in configurations: "bfloat16"."""
-        return str(self.dtype).removeprefix("torch.")
+        """As `dtype` is written in configurations: "bfloat16"; or "latent bfloat16"."""
+        return ("latent " if self.latent else "") + str(self.dtype).removeprefix("torch.")
 
     @property
     def is_coded(self) -> bool:
@@ -50,11 +55,19 @@ class KVFormat:
 
     def key(self, computed: torch.dtype) -> str:
         """The part of blocks' keys that names the format, and the type in which layers compute."""
-        return str(computed) if computed == self.dtype else f"{computed} as {self.dtype}"
+        return (
+            str(computed)
+            if self == KVFormat(computed)
+            else f"{computed} as {'latent ' if self.latent else ''}{self.dtype}"
+        )
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` elements, with all that belongs to it."""
         return dim * self.dtype.itemsize + (SCALE_BYTES if self.is_coded else 0)
+
+    def token_row_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
+        """Bytes of a token's key, and of its value, of one head."""
+        return self.row_bytes(key_dim), 0 if self.latent else self.row_bytes(value_dim)
 
     def can_take(self, computed: torch.dtype) -> bool:
         """Whether compiled kernels write rows of this type, and read them again."""
@@ -63,8 +76,11 @@ class KVFormat:
     def view(self, pages: tuple[Tensor, Tensor], block_size: int, num_heads: int, dims: tuple[int, int]) -> KVBlocks:
         """Blocks in pages of keys and of values, bytes [blocks, bytes] each; `dims`: elements of a key and of a value.
 
-        They are contiguous if they fill their pages.
+        They are contiguous if they fill their pages. A latent format uses no pages of values.
         """
+        if self.latent:
+            own = pages[0][:, : block_size * dims[0] * self.dtype.itemsize].view(self.dtype)
+            return KVBlocks.of_latents(torch.unflatten(own, 1, (block_size, 1, dims[0])), dims[1])
         num_rows, elements, scales = block_size * num_heads, [], []
         for own, dim in zip(pages, dims, strict=True):
             end = num_rows * dim * self.dtype.itemsize
@@ -101,7 +117,7 @@ class KVBlocks:
     keys: Tensor
     """[blocks, block_size, kv_heads, key_dim] elements"""
     values: Tensor
-    """[blocks, block_size, kv_heads, value_dim] elements"""
+    """[blocks, block_size, kv_heads, value_dim] elements; of a latent format, a part of `keys`."""
     scales: tuple[Tensor, Tensor] | None = None
     """Of keys and of values, [blocks, block_size, kv_heads] bfloat16 each, if the elements are codes."""
 
@@ -109,6 +125,11 @@ class KVBlocks:
     def plain(cls, keys: Tensor, values: Tensor) -> KVBlocks:
         """Blocks whose elements are numbers of the tensors' type."""
         return cls(KVFormat(keys.dtype), keys, values)
+
+    @classmethod
+    def of_latents(cls, keys: Tensor, value_dim: int) -> KVBlocks:
+        """Blocks of keys [blocks, block_size, 1, key_dim] whose first `value_dim` elements are the values."""
+        return cls(KVFormat(keys.dtype, latent=True), keys, keys[..., :value_dim])
 
     @property
     def block_size(self) -> int:
@@ -127,21 +148,27 @@ class KVBlocks:
         return self.values.shape[3]
 
     @property
+    def value_row(self) -> int:
+        """Elements from one value to the next."""
+        return self.key_dim if self.format.latent else self.value_dim
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        return self.num_kv_heads * (self.format.row_bytes(self.key_dim) + self.format.row_bytes(self.value_dim))
+        return self.num_kv_heads * sum(self.format.token_row_bytes(self.key_dim, self.value_dim))
 
     @property
     def is_contiguous(self) -> bool:
         """Whether there are no gaps between blocks."""
         if not self.format.is_coded:
-            return self.keys.is_contiguous() and self.values.is_contiguous()
+            return self.keys.is_contiguous() and (self.format.latent or self.values.is_contiguous())
         num_rows = self.block_size * self.num_kv_heads
         return all(own.stride(0) == num_rows * self.format.row_bytes(own.shape[3]) for own in (self.keys, self.values))
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows [tokens, kv_heads, dim] of any type at slots [tokens]."""
-        for at, (blocks, rows) in enumerate(((self.keys, keys), (self.values, values))):
+        """Store rows [tokens, kv_heads, dim] of any type at slots [tokens]; those of latent values are in the keys."""
+        both = (self.keys, keys), (self.values, values)
+        for at, (blocks, rows) in enumerate(both[:1] if self.format.latent else both):
             if self.scales is None:
                 _put(blocks, slots, rows.to(blocks.dtype))
                 continue

@@ -99,7 +99,8 @@ def _path(model: LoadedModel) -> dict[str, Any]:
         return {**facts, "exact": model.exact}
     threads, parts = torch.get_num_threads(), model.parts()
     is_ours = parts["in one program"] > 0 and isinstance(model.kernel, CpuAttention)
-    if threads >= MANY_THREADS and not is_ours and (model.dtype == torch.float32 or not model.is_packed):
+    in_float32 = model.dtype == torch.float32 or model.routes_in_float32
+    if threads >= MANY_THREADS and not is_ours and (in_float32 or not model.is_packed):
         facts["threads"] = threads
     return facts
 

@@ -61,9 +61,8 @@ class LayerLayout:
 
     def token_bytes(self, kv_format: KVFormat) -> tuple[int, int]:
         """Bytes of one token's keys, and of its values."""
-        return self.num_kv_heads * kv_format.row_bytes(self.key_dim), self.num_kv_heads * kv_format.row_bytes(
-            self.value_dim
-        )
+        key, value = kv_format.token_row_bytes(self.key_dim, self.value_dim)
+        return self.num_kv_heads * key, self.num_kv_heads * value
 
 
 @dataclass(frozen=True, slots=True)

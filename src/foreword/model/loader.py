@@ -20,7 +20,7 @@ from foreword.model.adapters.loaded import LoadedAdapters
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.picture_models import refuse_other_form
 from foreword.model.checkpoint.stored import StoredModel, check_shapes, quantized_as, read_stored
-from foreword.model.checkpoint.tensors import UnreadableError
+from foreword.model.checkpoint.tensors import IN_FLOAT32, UnreadableError
 from foreword.model.cpu.coded_product import INTEGERS, CodedRows, Weight
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
@@ -111,6 +111,12 @@ class LoadedModel:
         """Whether a row of every product has the same bits however many rows there are."""
         return self.network.is_packed
 
+    @property
+    def routes_in_float32(self) -> bool:
+        """Whether experts are chosen by products in float32, whatever the model's type."""
+        experts = self.network.spec.experts if isinstance(self.network, Decoder) else None
+        return experts is not None and experts.routes_in_float32
+
     def parts(self) -> Counter[str]:
         """The number of products in each format of weights."""
         return self.network.parts()
@@ -147,6 +153,8 @@ class LoadedModel:
                 "enable_lora=True needs a model of a written family on a CPU, and this one runs in transformers' "
                 "modules; leave it out, and merge the adapter into the weights"
             )
+        if self.network.spec.latent is not None:
+            raise ConfigError("enable_lora=True, and models with latent KV take no adapters yet; leave it out")
         if self.pictures is not None or self.lacks_pillow:
             raise ConfigError("enable_lora=True, and models with pictures take no adapters yet; leave it out")
         return LoadedAdapters(self.network.spec, options.max_loras, options.max_lora_rank)
@@ -241,7 +249,7 @@ def load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     module, device = checkpoint.module, checkpoint.device
     flat = FlatModel(module, cache_argument(module), device)
     use_slopes(module)
-    found = probe_layers(flat, checkpoint.config)
+    found, kv_format = probe_layers(flat, checkpoint.config), _kv_format_of(checkpoint, options)
     for layer, part in found.recurrent.items():
         part.forward = RecurrentForward(part, layer, found.states[layer])
     return LoadedModel(
@@ -249,9 +257,8 @@ def load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
         config=checkpoint.config.to_dict(),
         layers=found.layers,
         states=found.states,
-        kernel=choose_kernel(
-            options.attention_kernel, device, _kv_format_of(checkpoint, options), found.options.values()
-        ),
+        kernel=choose_kernel(options.attention_kernel, device, kv_format, found.options.values()),
+        kv_format=kv_format,
         rotation=None,
         vocab_size=module.get_output_embeddings().weight.shape[0],
         **_facts_of(checkpoint, options),
@@ -272,7 +279,7 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     module = checkpoint.module
     named = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
     tensors = experts_apart(named, checkpoint.config.model_type)
-    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+    if len({tensor.dtype for name, tensor in tensors.items() if not name.endswith(IN_FLOAT32)}) > 1:
         raise UnwrittenError("weights of several types")
     values = checkpoint.config.to_dict()
     if type(module).__module__.startswith("transformers."):
@@ -301,6 +308,7 @@ def _written(
 
     `quantized`: what the config says of quantized weights; the model's KV depends on it.
     """
+    kv_format = _kv_format_of(read, options, latent=spec.latent is not None)
     try:
         if spec.tied and "lm_head.weight" in weights:
             spec = replace(spec, tied=_has_tied_head(weights))
@@ -320,7 +328,8 @@ def _written(
         config={**asdict(spec), **facts},
         layers=decoder.layouts,
         states={},
-        kernel=choose_kernel(options.attention_kernel, read.device, _kv_format_of(read, options), decoder.options),
+        kernel=choose_kernel(options.attention_kernel, read.device, kv_format, decoder.options),
+        kv_format=kv_format,
         rotation=KeyRotation.of(spec, decoder.rotaries) if options.allow_links else None,
         vocab_size=spec.vocab_size,
         **_facts_of(read, options),
@@ -346,13 +355,22 @@ def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
     )
 
 
-def _kv_format_of(read: StoredModel | Checkpoint, options: ModelConfig) -> KVFormat:
-    """How keys and values are stored: in the type that layers compute in, unless another was asked for."""
-    return KVFormat(torch.int8 if options.kv_cache_dtype == "int8" else read.dtype)
+def _kv_format_of(read: StoredModel | Checkpoint, options: ModelConfig, *, latent: bool = False) -> KVFormat:
+    """How keys and values are stored: in the type that layers compute in, unless another was asked for.
+
+    Raises ConfigError for codes of latent vectors.
+    """
+    if options.kv_cache_dtype != "int8":
+        return KVFormat(read.dtype, latent)
+    if latent:
+        raise ConfigError(
+            f"kv_cache_dtype='int8' has one scale for a row, and the KV of model {options.model!r} is latent: parts of "
+            "a row differ in size; leave it out, as latent KV is small already"
+        )
+    return KVFormat(torch.int8)
 
 
 def _facts_of(read: StoredModel | Checkpoint, options: ModelConfig) -> dict[str, Any]:
     """The facts of a checkpoint that do not hang on who computes, as a loaded model's fields."""
     names = ("device", "dtype", "max_positions", "eos_token_ids")
-    kv_format = _kv_format_of(read, options)
-    return {"exact": options.exact, "kv_format": kv_format, **{name: getattr(read, name) for name in names}}
+    return {"exact": options.exact, **{name: getattr(read, name) for name in names}}

@@ -106,6 +106,8 @@ def refuse_links(reason: str) -> NoReturn:
 
 def check_linkable(layout: CacheLayout) -> None:
     """Raise UnsupportedModelError if tokens cannot be moved between blocks of this layout."""
+    if layout.kv_format.latent:
+        refuse_links("its KV is latent, and a stored vector turns at its end")
     for layer, own in layout.attention.items():
         reach = own.sliding_window or own.local_chunk
         if reach is not None and not layout.is_one_full_group:

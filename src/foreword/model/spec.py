@@ -6,9 +6,19 @@ None or 1 in its place:
     x = x + residual_scale * after_attention(output(attention(turn(head_norm(project(before_attention(x)))))))
     x = x + residual_scale * after_network(down(gate(before_network(x)) * up(before_network(x))))
 
+A family with latent KV stores one vector of a token for all heads (arXiv 2405.04434). A head's keys and values are
+products with it, which are taken apart, so that nothing but the vector is stored and read:
+
+    query     = up_query(norm(down_query(x)))                        or one product of x
+    latent    = norm(down(x)[: latent]), turn(down(x)[latent :])
+    score     = query . (up_key(latent), turned)                     = (up_key^T query, turned query) . latent
+    attention = sum of weight * up_value(latent)                     = up_value(sum of weight * latent)
+
 In a layer with experts the network is the sum of the experts that a router chooses, each times its weight:
 
     network(x) = sum of weight(expert) * down(gate(x) * up(x)) + sigmoid(shared_gate(x)) * shared(x)
+
+Experts may be in groups: then those of the groups with the best scores can be chosen alone.
 """
 
 from __future__ import annotations
@@ -96,10 +106,22 @@ class ExpertSpec:
     """The number of experts of a row."""
     width: int
     """The intermediate size of one."""
-    softmax: Literal["over all", "over chosen"] = "over all"
-    """Over which experts' scores the weights add up to 1."""
+    weights: Literal["softmax of all", "softmax of chosen", "sigmoid"] = "softmax of all"
+    """What makes weights of the router's scores."""
     normalised: bool = False
     """Whether the weights of chosen experts are then divided by their sum."""
+    scale: float = 1.0
+    """Weights are multiplied by this number last."""
+    groups: int = 1
+    """Experts are in groups of equal size, one after the other."""
+    chosen_groups: int = 1
+    """Experts of as many groups may be chosen."""
+    group_best: int = 1
+    """A group's score is the sum of as many best weights in it."""
+    correction: str | None = None
+    """Where numbers are, one for each expert, that are added to weights for the choice alone (arXiv 2408.15664)."""
+    routes_in_float32: bool = False
+    """Whether the router multiplies in float32."""
     shared_width: int | None = None
     """The intermediate size of one more network that every row passes; None: there is none."""
     router: str = "mlp.gate"
@@ -108,7 +130,8 @@ class ExpertSpec:
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
     shared: NetworkNames | None = None
-    shared_gate: str = "mlp.shared_expert_gate"
+    shared_gate: str | None = None
+    """None: that network's result is added as it is."""
     stack: str | None = None
     """Where the file has all experts in tensors [experts, in, out], outputs of gate and up in turn; None: nowhere."""
 
@@ -119,7 +142,55 @@ class ExpertSpec:
     @property
     def common(self) -> tuple[str, ...]:
         """Names of products that every row passes."""
-        return (self.router,) if self.shared is None else (self.router, *self.shared.products, self.shared_gate)
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return (self.router,) if self.shared is None else (self.router, *self.shared.products, *gate)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """One vector of a token in place of all heads' keys and values; see the top of this module."""
+
+    size: int
+    """Elements of the vector that are normalised, and of which keys and values are products."""
+    turned: int
+    """Elements that follow, and turn with the position: the end of every head's key."""
+    plain: int
+    """Elements of a head's query and key that do not turn."""
+    value: int
+    """Elements of a head's value."""
+    query_rank: int | None = None
+    """Elements between the two products that make queries; None: one product makes them."""
+    epsilon: float = 1e-6
+    """Of its norms, whatever that of the model's others is."""
+    norm: str = "self_attn.kv_a_layernorm"
+    up: str = "self_attn.kv_b_proj"
+    """Where the product is: of each head first the key's outputs, then the value's."""
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+
+    @property
+    def width(self) -> int:
+        """Elements of the stored vector."""
+        return self.size + self.turned
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Names of products that may have a bias; `up` has none."""
+        return () if self.query_rank is None else (self.query_up,)
+
+    @property
+    def norms(self) -> dict[str, int]:
+        """Names of norms, and their sizes."""
+        return {self.norm: self.size} if self.query_rank is None else {
+            self.norm: self.size, self.query_norm: self.query_rank
+        }  # fmt: skip
+
+    def shapes(self, num_heads: int) -> dict[str, tuple[int, int]]:
+        """The shapes of products that are not of the layer's rows."""
+        found = {self.up: (num_heads * (self.plain + self.value), self.size)}
+        if self.query_rank is not None:
+            found[self.query_up] = num_heads * (self.plain + self.turned), self.query_rank
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +229,9 @@ class DecoderSpec:
     vocab_size: int
     num_heads: int
     num_kv_heads: int
+    """With latent KV: 1."""
     head_dim: int
+    """With latent KV: elements of a stored vector."""
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
     rotaries: tuple[RotarySpec, ...]
@@ -167,6 +240,8 @@ class DecoderSpec:
     names: WeightNames = WeightNames()
     head_norm: Literal["each head", "all heads"] = "each head"
     """What the norms of queries and keys normalise, if the family has such norms."""
+    latent: LatentSpec | None = None
+    """How keys and values are joined; None: each head has its own."""
     activation: ActivationName = "silu"
     clamp: GateClamp | None = None
     """In place of the activation: gate and up are clamped."""
@@ -183,7 +258,15 @@ class DecoderSpec:
     logit_cap: float | None = None
 
     @property
-    def widths(self) -> tuple[int, int, int]:
-        """Widths of queries, keys and values, each of all heads."""
+    def widths(self) -> tuple[int, ...]:
+        """Widths of queries, keys and values, each of all heads; with latent KV, of queries' part and the vector."""
+        own = self.latent
+        if own is not None:
+            return own.query_rank or self.num_heads * (own.plain + own.turned), own.width
         keys = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, keys, keys
+
+    @property
+    def mixed_width(self) -> int:
+        """Width of what attention gives the output product."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value)

@@ -20,7 +20,7 @@ from tiny_models import RECIPES, VOCAB_SIZE, TinyModels, add, build_engine, drai
 
 RECURRENT = {"mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"}
 FAMILIES = sorted(set(RECIPES) - RECURRENT)
-BFLOAT16 = ["llama", "gpt_oss", "gemma2", "llama4_text", "odd_llama", "mqa_llama"]
+BFLOAT16 = ["llama", "gpt_oss", "gemma2", "llama4_text", "odd_llama", "mqa_llama", "wide_deepseek"]
 FEW = [("llama", "float32"), ("gemma2", "bfloat16"), ("llama4_text", "float32"), ("qwen2", "bfloat16", "int8")]
 """Full attention, windows, and chunks with experts; KV in codes."""
 CASES = [(family, "bfloat16" if family in BFLOAT16 else "float32") for family in FAMILIES]

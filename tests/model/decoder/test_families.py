@@ -106,6 +106,11 @@ def experts(**facts: Any) -> Change:
     return lambda spec: replace(spec, experts=replace(spec.experts, **facts))  # type: ignore[type-var]
 
 
+def latent(**facts: Any) -> Change:
+    return lambda spec: replace(spec, latent=replace(spec.latent, **facts))  # type: ignore[type-var]
+
+
+YARN = RECIPES["deepseek_v3"].options["rope_parameters"]
 MUTANTS: list[tuple[str, str, Change]] = [
     ("llama", "epsilon", lambda spec: replace(spec, norm=replace(spec.norm, epsilon=1e-2))),
     ("llama", "scale of scores", lambda spec: replace(spec, score_scale=1.1 * spec.score_scale)),
@@ -143,14 +148,35 @@ MUTANTS: list[tuple[str, str, Change]] = [
     ("mixtral", "sum of weights", experts(normalised=False)),
     ("mixtral", "gate and up", experts(gate="block_sparse_moe.experts.{}.w3", up="block_sparse_moe.experts.{}.w1")),
     ("qwen2_moe", "sum of weights", experts(normalised=True)),
-    ("qwen2_moe", "choice before the softmax", experts(softmax="over chosen")),
+    ("qwen2_moe", "choice before the softmax", experts(weights="softmax of chosen")),
     ("qwen2_moe", "number of a row's experts", experts(chosen=2)),
     ("qwen3_moe", "sum of weights", experts(normalised=True)),
     ("qwen3_moe", "norms of heads", swapped("query_norm", "key_norm")),
-    ("gpt_oss", "softmax before the choice", experts(softmax="over all")),
+    ("gpt_oss", "softmax before the choice", experts(weights="softmax of all")),
     ("gpt_oss", "gate", lambda spec: replace(spec, clamp=None)),
     ("gpt_oss", "limit of the gate", lambda spec: replace(spec, clamp=replace(spec.clamp, limit=0.05))),  # type: ignore[type-var]
     ("gpt_oss", "slope of the gate", lambda spec: replace(spec, clamp=replace(spec.clamp, slope=1.0))),  # type: ignore[type-var]
+    ("deepseek_v2", "weights by sigmoid", experts(weights="sigmoid")),
+    ("deepseek_v2", "choice among all groups", experts(groups=1)),
+    ("deepseek_v2", "number of groups", experts(chosen_groups=1)),
+    ("deepseek_v2", "a group's score", experts(group_best=2)),
+    ("deepseek_v2", "scale of weights", experts(scale=1.0)),
+    ("deepseek_v2", "pairs", turned(interleaved=False)),
+    ("deepseek_v2", "epsilon of the latent norm", latent(epsilon=1e-2)),
+    ("deepseek_v3", "weights by softmax", experts(weights="softmax of all")),
+    ("deepseek_v3", "sum of weights", experts(normalised=False)),
+    ("deepseek_v3", "choice among all groups", experts(groups=1)),
+    ("deepseek_v3", "a group's score", experts(group_best=1)),
+    ("deepseek_v3", "scale of weights", experts(scale=1.0)),
+    ("deepseek_v3", "pairs", turned(interleaved=False)),
+    ("deepseek_v3", "scale of scores without its stretch", lambda spec: replace(spec, score_scale=24**-0.5)),
+    ("deepseek_v3", "scale of tables", turned(parameters={**YARN, "mscale": 1.0})),
+    ("glm4_moe_lite", "epsilon of the latent norm", latent(epsilon=1e-2)),
+    ("glm4_moe_lite", "pairs", turned(interleaved=False)),
+    ("minicpm3", "pairs", turned(interleaved=True)),
+    ("minicpm3", "multiplier of embeddings", lambda spec: replace(spec, embedding_scale=1.0)),
+    ("minicpm3", "multiplier of sums", lambda spec: replace(spec, residual_scale=1.0)),
+    ("minicpm3", "multiplier of logits", lambda spec: replace(spec, logit_scale=1.0)),
     ("gpt_oss", "parity of windows", layers(lambda n, own: replace(own, window=8 if own.window is None else None))),
 ]
 
@@ -175,7 +201,9 @@ def test_a_wrong_fact_fails_the_oracle(
             layers(lambda n, own: replace(own, has_experts=n != 1)),
             r"no weight 'model.layers.1.mlp.down_proj",
         ),
-        ("qwen2_moe", experts(shared=None), r"weight 'model.layers.0.mlp.shared_expert"),
+        ("qwen2_moe", experts(shared=None, shared_gate=None), r"weight 'model.layers.0.mlp.shared_expert"),
+        ("deepseek_v3", experts(correction=None), r"weight 'model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("minicpm3", latent(query_rank=None), r"weight 'model.layers.0.self_attn.q_a_layernorm.weight"),
         (
             "qwen2_moe",
             layers(lambda n, own: replace(own, has_experts=True)),
@@ -209,21 +237,24 @@ def flip(product: Linear) -> None:
     [
         ("gpt_oss", lambda layer: setattr(layer, "attention", replace(layer.attention, sinks=None))),
         ("qwen2_moe", lambda layer: flip(layer._network._shared_gate)),
+        ("deepseek_v3", lambda layer: layer._network._correction.zero_()),
+        ("deepseek_v3", lambda layer: layer._network._correction.neg_()),
     ],
 )
-def test_sinks_and_the_gate_of_a_shared_expert_count(
-    tiny_models: TinyModels, name: str, spoil: Callable[[Any], None]
-) -> None:
+def test_what_no_fact_says_counts(tiny_models: TinyModels, name: str, spoil: Callable[[Any], None]) -> None:
     model = load_model(ModelConfig(str(tiny_models.folder(name)), dtype="float32"))
-    spoil(model.decoder.layers[0])
+    spoil(model.decoder.layers[-1])
     assert error(tiny_models, name, model) > 2e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_experts_rows_have_the_same_bits_however_many_they_are(tiny_models: TinyModels, dtype: Dtype) -> None:
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_an_experts_rows_have_the_same_bits_however_many_they_are(
+    tiny_models: TinyModels, name: str, dtype: Dtype
+) -> None:
     """Alone, with rows that chose others, and with more of its own; rows of padding get nothing."""
-    model = load_model(ModelConfig(str(tiny_models.folder("qwen2_moe")), dtype=dtype))
-    network, generator = model.decoder.layers[0]._network, torch.Generator().manual_seed(0)
+    model = load_model(ModelConfig(str(tiny_models.folder(name)), dtype=dtype))
+    network, generator = model.decoder.layers[-1]._network, torch.Generator().manual_seed(0)
     padded = RowPadding.for_model(
         model.activation_widths(), model.dtype, torch.get_num_threads(), packed=model.is_packed
     )

@@ -23,6 +23,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_fac
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 GPT_OSS = {**YARN, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+DEEPSEEK = {**YARN, "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -37,10 +38,11 @@ BEYOND: list[tuple[str, dict[str, Any]]] = [
     ("llama", LINEAR),
     ("gemma3_text", GEMMA3),
     ("gpt_oss", GPT_OSS),
+    ("deepseek_v3", DEEPSEEK),
 ]
 MORE: list[tuple[str, dict[str, Any]]] = [
     *((name, YARN) for name in ("mistral", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "cohere2")),
-    *((name, YARN) for name in ("mixtral", "qwen2_moe", "qwen3_moe")),
+    *((name, YARN) for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "glm4_moe_lite", "minicpm3")),
     *((name, LLAMA3) for name in ("smollm3", "qwen3")),
 ]
 """The same tables in other families."""

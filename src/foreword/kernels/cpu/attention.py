@@ -94,6 +94,7 @@ class AttentionOperations:
         for a in (self.items.arguments, self.merges.arguments):
             a["keys"], a["values"] = keys.data_ptr(), values.data_ptr()
             a["mode"], a["num_groups"], a["num_kv_heads"], a["key_dim"], a["value_dim"] = self.shape
+            a["value_row"] = blocks.value_row
             a["item_bytes"], a["stored_bytes"] = dtype.itemsize, keys.element_size()
             a["key_words"] = layout.key_words(mode, key_dim)
             a["value_width"] = layout.padded(value_dim, 32)

@@ -35,6 +35,7 @@ ATTENTION = record(
     "num_kv_heads",
     "key_dim",
     "value_dim",
+    "value_row",  # elements from one value to the next
     "item_bytes",  # bytes of one element of queries and of the output
     "stored_bytes",  # bytes of one element of keys and values; 1: codes, whose scales follow in each block
     "key_words",  # words of a packed key

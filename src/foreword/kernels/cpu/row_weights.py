@@ -28,7 +28,9 @@ def ask_for_keys(a: Any, s: Any, first: int, last: int) -> None:
 
 @inlined
 def ask_for_values(a: Any, s: Any, first: int, last: int) -> None:
-    """Prefetch values alone."""
+    """Prefetch values alone, unless they are parts of keys."""
+    if a.value_row != a.value_dim:
+        return
     for token in range(first, min(last, s.next_length)):
         prefetch(load_int(s.next_value_rows + 8 * token), a.value_dim * a.stored_bytes)
 

@@ -68,8 +68,8 @@ def _block_bytes(a: Any, dim: int) -> Any:
 @compiled
 def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int, high: int) -> None:
     """Write the addresses of keys and values to `rows`; `place`: request, chunk, KV head."""
-    key_bytes, value_bytes = a.key_dim * a.stored_bytes, a.value_dim * a.stored_bytes
-    key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)
+    key_bytes, value_bytes = a.key_dim * a.stored_bytes, a.value_row * a.stored_bytes
+    key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_row)
     (request, chunk, kv_head), (key_rows, value_rows) = place, rows
     keys, values = a.keys, a.values
     table = a.tables + 4 * request * a.table_width

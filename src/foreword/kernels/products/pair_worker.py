@@ -42,7 +42,16 @@ from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.llvm.tiles import PRODUCT_PANEL, STEP, TILE_BYTES
 from foreword.kernels.products import weights12 as compact
-from foreword.kernels.products.units import PRODUCT, SUMS_BYTES, ProductWorker, end_rows, exceptions_of, weights_of
+from foreword.kernels.products.units import (
+    PRODUCT,
+    SUMS_BYTES,
+    ProductWorker,
+    end_rows,
+    exceptions_of,
+    rows_of,
+    set_group,
+    weights_of,
+)
 from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
 from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
@@ -182,7 +191,7 @@ assert (
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows, num_steps = int(a["num_rows"]), int(a["num_steps"])
     most, row_units = 1 if num_rows <= MOST_PACKED_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
-    a["group"] = min(most, max(1, int(a["num_panels"]) * row_units // (4 * num_threads)))
+    set_group(a, min(most, max(1, int(a["num_panels"]) * row_units // (4 * num_threads))))
     if num_rows <= MOST_FIRST_ROWS:
         a["first"] = next(count for count in FIRST_ROWS if count >= num_rows)
         a["unit_rows"], a["part_steps"] = a["first"], num_steps
@@ -202,28 +211,30 @@ def _packed_bytes(num_rows: int) -> int:
 
 
 @inlined
-def _pack(a: Any, scratch: int, rows: tuple[int, int], count: int, steps: tuple[int, int], target: int) -> None:
-    """Pack `count` rows for some steps; the last row stands in for missing ones.
+def _pack(
+    a: Any, scratch: int, base: int, rows: tuple[int, int], count: int, steps: tuple[int, int], target: int
+) -> None:
+    """Pack `count` of the rows at `base` for some steps; the last row stands in for missing ones.
 
     Words after them are written too; the next pair's words overwrite them.
     """
     addresses = scratch + _ADDRESSES
     for number in range(LANES):
-        simd.store_int(addresses + 8 * number, a.rows + min(rows[0] + number, rows[1] - 1) * a.row_bytes)
+        simd.store_int(addresses + 8 * number, base + min(rows[0] + number, rows[1] - 1) * a.row_bytes)
     for step in range(steps[0], steps[1]):
         simd.transpose_words(addresses, 64 * step, target, 4 * count)
         target += _packed_bytes(count)
 
 
 @inlined
-def _pack_few(a: Any, scratch: int) -> None:
-    """Pack few rows for all steps: the first rows, unless that is a single one, and then the others."""
+def _pack_few(a: Any, scratch: int, base: int) -> None:
+    """Pack the few rows at `base` for all steps: the first rows, unless that is a single one, and then the others."""
     target, everything, num_rows = scratch + _PACKED, (0, a.num_steps), a.num_rows
     if a.first > 1:
-        _pack(a, scratch, (0, num_rows), a.first, everything, target)
+        _pack(a, scratch, base, (0, num_rows), a.first, everything, target)
     if num_rows > a.first:
         target += a.num_steps * _packed_bytes(a.first)
-        _pack(a, scratch, (a.first, num_rows), num_rows - a.first, everything, target)
+        _pack(a, scratch, base, (a.first, num_rows), num_rows - a.first, everything, target)
 
 
 @inlined
@@ -247,11 +258,11 @@ def _multiply_first(
     """Multiply the unit's first rows by some panels, and expand these; the weights at `ahead` follow."""
     num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
     if a.first == 1:
-        packed = a.rows
+        packed = rows_of(a, panels[0])
     elif a.num_rows <= MOST_PACKED_ROWS:
         packed += part[0] * _packed_bytes(a.first)
     else:
-        _pack(a, scratch, rows, a.first, part, packed)
+        _pack(a, scratch, rows_of(a, panels[0]), rows, a.first, part, packed)
     for panel in range(panels[0], panels[1]):
         source, end = weights_of(a, panel, part[0]), weights_of(a, panel, part[1])
         following = weights_of(a, panel + 1, part[0]) if panel + 1 < panels[1] else ahead
@@ -281,7 +292,7 @@ def _multiply_others(
         if a.num_rows <= MOST_PACKED_ROWS:
             packed += a.num_steps * _packed_bytes(a.first) + part[0] * _packed_bytes(count)
         else:
-            _pack(a, scratch, (rows[0] + row, rows[0] + end), count, part, packed)
+            _pack(a, scratch, rows_of(a, panels[0]), (rows[0] + row, rows[0] + end), count, part, packed)
         for panel in range(panels[0], panels[1]):
             number = panel - panels[0]
             weights = scratch + _EXPANDED + number * num_steps * EXPANDED_BYTES
@@ -313,11 +324,13 @@ def _compile() -> Worker:
         num_groups = (a.num_panels + a.group - 1) // a.group
         num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
         unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= MOST_PACKED_ROWS
-        if unit < num_units and few:
-            _pack_few(a, scratch)
+        head = -1
         while unit < num_units:
             following = simd.fetch_add(a.counters, 1) if few else unit + 1  # `unit + 1` is a guess
             first_panel, first_row = unit % num_groups * a.group, unit // num_groups * a.unit_rows
+            if few and head != first_panel // a.head_panels:
+                head = first_panel // a.head_panels
+                _pack_few(a, scratch, rows_of(a, first_panel))
             panels = first_panel, min(first_panel + a.group, a.num_panels)
             rows = first_row, min(first_row + a.unit_rows, a.num_rows)
             _multiply_unit(a, scratch, panels, rows, following % num_groups * a.group)

@@ -26,6 +26,8 @@ from foreword.kernels.products.units import (
     end_rows,
     exceptions_of,
     is_whole,
+    rows_of,
+    set_group,
     target_of,
     weights_of,
 )
@@ -57,7 +59,7 @@ _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows = int(a["num_rows"])
     most = MOST_STREAMED_PANELS if num_rows <= MOST_STREAMED_ROWS else MOST_PANELS
-    a["group"] = min(most, max(1, int(a["num_panels"]) // (4 * num_threads)))
+    set_group(a, min(most, max(1, int(a["num_panels"]) // (4 * num_threads))))
     unit = -(-num_rows // -(-num_rows // MOST_UNIT_ROWS))
     a["unit_rows"] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
     num_steps = int(a["num_steps"])
@@ -102,7 +104,7 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
     Near the end of the panel, prefetch the first weights of the panel `following`.
     """
     num_rows, num_steps = min(BLOCK_ROWS, a.num_rows - row), a.num_steps
-    sums, ready = scratch + _SUMS, scratch + _EXPANDED
+    sums, ready, rows = scratch + _SUMS, scratch + _EXPANDED, rows_of(a, panel)
     source, entry = weights_of(a, panel, 0), exceptions_of(a, panel)
     beyond = weights_of(a, following - 1, 0)
     if num_rows > TILE_ROWS:
@@ -119,7 +121,7 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
             source += STEP_BYTES
             beyond += STEP_BYTES
         if step > 0:
-            x, weights = a.rows + row * a.row_bytes + (step - 1) * 64, ready + (~step & 1) * _WEIGHTS_BYTES
+            x, weights = rows + row * a.row_bytes + (step - 1) * 64, ready + (~step & 1) * _WEIGHTS_BYTES
             if num_rows > TILE_ROWS:
                 _multiply_32(x, a.row_bytes, weights)
             else:
@@ -161,7 +163,7 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
     prefetched, which is safe at any address.
     """
     stride, num_steps, waiting = a.row_bytes, part[1] - part[0], 0
-    x = a.rows + row * stride + part[0] * 64
+    x = rows_of(a, panels[0]) + row * stride + part[0] * 64
     for panel in range(panels[0], panels[1]):
         number = panel - panels[0]
         weights = scratch + _EXPANDED + number * num_steps * _WEIGHTS_BYTES

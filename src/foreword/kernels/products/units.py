@@ -1,10 +1,12 @@
 """The common parts of all workers of linear layers: their arguments, panels of compact weights, and the ends of rows.
 
-A unit of work is some rows x some panels; threads take units from a counter.
+A unit of work is some rows x some panels; threads take units from a counter. Some products are those of heads, side by
+side: each head has panels of its own, and rows of its own, which lie behind each other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +31,10 @@ PRODUCT = record(
     "num_steps",
     "part_steps",  # steps of each part but the last
     "num_panels",
-    "group",  # panels of a unit
+    "head_panels",  # panels of one head
+    "head_bytes",  # bytes from a row of one head to that of the next
+    "head_gap",  # elements between the results of two heads
+    "group",  # panels of a unit, all of one head
     "unit_rows",  # rows of a unit
     "gated",
     "counters",
@@ -51,6 +56,11 @@ class ProductWorker(NamedTuple):
     """Bytes of scratch memory for each thread, from the number of steps of the weights."""
     set_units: Callable[[Record, int], None]
     """Sets the sizes of units in a record with `num_rows`, for a number of threads."""
+
+
+def set_group(a: Record, group: int) -> None:
+    """Set the panels of a unit to a number near `group`, or less."""
+    a["group"] = group if a["head_panels"] == a["num_panels"] else math.gcd(group, int(a["head_panels"]))
 
 
 def _bfloat16(builder: Any, vector: Any) -> Any:
@@ -78,9 +88,16 @@ _write, _write_gate = emit.instructions("aaa")(emit_end), emit.instructions("aaa
 
 
 @inlined
+def rows_of(a: Any, panel: int) -> Any:
+    """Address of the rows that a panel multiplies."""
+    return a.rows + panel // a.head_panels * a.head_bytes
+
+
+@inlined
 def target_of(a: Any, row: int, panel: int) -> Any:
     """Address of a row's first element of a panel."""
-    return a.target + 2 * (row * a.width + panel * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL))
+    place = row * a.width + panel // a.head_panels * a.head_gap
+    return a.target + 2 * (place + panel * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL))
 
 
 @inlined

@@ -76,6 +76,8 @@ class TritonAttention:
 
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
         """It takes every option, over elements that are numbers."""
+        if kv_format.latent:
+            return "takes no latent KV"
         return "takes no KV in codes" if kv_format.is_coded else None
 
     def explain(self) -> str:

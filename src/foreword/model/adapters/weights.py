@@ -39,10 +39,9 @@ def places(spec: DecoderSpec) -> dict[str, Place]:
 
 def _in(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, Place]]:
     names, hidden, inner = spec.names, spec.hidden_size, spec.intermediate_size
-    mixed = spec.num_heads * spec.head_dim
     products: list[tuple[int, Sequence[str], Sequence[int], int]] = [
         (PROJECT, names.project, spec.widths, hidden),
-        (OUTPUT, (names.output,), (hidden,), mixed),
+        (OUTPUT, (names.output,), (hidden,), spec.mixed_width),
     ]
     if not spec.layers[layer].has_experts:
         products += [

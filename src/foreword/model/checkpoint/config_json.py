@@ -99,7 +99,80 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """`model_type` -> what a field is if the file leaves it out."""
-_MAY_BE_NULL = frozenset("eos_token_id sliding_window final_logit_softcapping attn_logit_softcapping".split())
+_LATENT = {
+    **_PLAIN,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK = {
+    **_LATENT,
+    "num_key_value_heads": 128,
+    "eos_token_id": 1,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "rope_interleave": True,
+}
+_LATENT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {
+        **_LATENT,
+        "eos_token_id": 2,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.0,
+        "n_group": None,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "glm4_moe_lite": {
+        **{name: value for name, value in _DEEPSEEK.items() if name != "first_k_dense_replace"},
+        "num_key_value_heads": 20,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "minicpm3": {
+        **_LATENT,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        "num_key_value_heads": 40,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": None,
+        "scale_emb": 12.0,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    },
+}
+_MAY_BE_NULL = frozenset(
+    "eos_token_id sliding_window final_logit_softcapping attn_logit_softcapping "
+    "q_lora_rank scale_depth dim_model_base".split()
+)
 _NEVER_NULL = (
     "use_cache attention_bias mlp_bias initializer_range attention_dropout resid_pdrop embd_pdrop output_router_logits "
     "router_aux_loss_coef router_jitter_noise".split()
@@ -140,7 +213,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config, as transformers' config of the family has them. Raises UnreadableError."""
     family = raw.get("model_type")
-    defaults = _DEFAULTS.get(str(family))
+    defaults = {**_DEFAULTS, **_LATENT_DEFAULTS}.get(str(family))
     if defaults is None:
         raise UnreadableError(f"model_type={family!r}")
     values = {**defaults, **raw}
@@ -154,12 +227,15 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise UnreadableError(f"config field {name}={values.get(name)!r}")
     for name, default in defaults.items():
         _check(name, values[name], default)
-    number = [name for name in ("num_experts", "num_local_experts") if name in values]  # two names of one number
+    number = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in values]
     if len(number) > 1 or any(type(values[name]) is not int for name in number):
         raise UnreadableError(f"numbers of experts {[values[name] for name in number]}")
-    if number and not 1 <= values["num_experts_per_tok"] <= values[number[0]] <= MOST_EXPERTS:
-        raise UnreadableError(f"{values['num_experts_per_tok']} of {values[number[0]]} experts")
-    if values["hidden_size"] % values["num_attention_heads"]:
+    chosen = values.get("num_experts_per_tok") or 0
+    if number and not 1 <= chosen <= values[number[0]] <= MOST_EXPERTS:
+        raise UnreadableError(f"{chosen} of {values[number[0]]} experts")
+    if family in _LATENT_DEFAULTS:
+        values["head_dim"] = values["qk_rope_head_dim"]
+    elif values["hidden_size"] % values["num_attention_heads"]:
         raise UnreadableError("heads that do not divide hidden_size")
     if values.get("num_key_value_heads") and values["num_attention_heads"] % values["num_key_value_heads"]:
         raise UnreadableError("heads of keys and values that do not divide those of queries")

@@ -7,6 +7,7 @@ transformers reads the model, or says what is wrong with it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +92,18 @@ def read_stored(options: ModelConfig) -> StoredModel:
         if "embed_tokens.weight" in plain:  # a model without a head, as embedding models are stored
             places = {f"model.{name}": place for name, place in plain.items()}
             values = {**values, "tie_word_embeddings": True}
-    weights = StoredTensors(str(folder), places, dtype, in_integers=in_integers)
+    weights = StoredTensors(str(folder), _of_layers(places, values), dtype, in_integers=in_integers)
     most = max_positions(SimpleNamespace(**values))
     return StoredModel(values, weights, dtype, device, most, _ends(folder, values), vision)
+
+
+def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mapping[str, Place]:
+    """All places but those of layers that guess tokens ahead: they follow the others, if the config counts them."""
+    if not values.get("num_nextn_predict_layers"):
+        return places
+    numbers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in places}
+    count = values["num_hidden_layers"]
+    return {name: own for name, own in places.items() if (at := numbers[name]) is None or int(at[1]) < count}
 
 
 def quantized_as(folder: Path) -> str | None:
@@ -121,8 +131,9 @@ def _grouped(folder: Path, said: Any, keeps_codes: bool) -> dict[str, Place]:
 def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
     """Raise UnreadableError for a weight that does not fit the spec."""
     names, hidden = spec.names, spec.hidden_size
-    widths, head = spec.widths, spec.head_dim
-    products = {names.output: (hidden, widths[0])}
+    widths, head, latent = spec.widths, spec.head_dim, spec.latent
+    products = {names.output: (hidden, spec.mixed_width)}
+    products |= {} if latent is None else latent.shapes(spec.num_heads)
     sizes = widths if len(names.project) > 1 else (sum(widths),)
     products |= {name: (size, hidden) for name, size in zip(names.project, sizes, strict=True)}
     products |= _of_network(names.network, hidden, spec.intermediate_size)
@@ -133,7 +144,9 @@ def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
         for number in range(experts.count):
             products |= _of_network(experts.network(number), hidden, experts.width)
         if experts.shared is not None and experts.shared_width is not None:
-            products |= {**_of_network(experts.shared, hidden, experts.shared_width), experts.shared_gate: (1, hidden)}
+            products |= _of_network(experts.shared, hidden, experts.shared_width)
+        products |= {} if experts.shared_gate is None else {experts.shared_gate: (1, hidden)}
+        own |= {} if experts.correction is None else {experts.correction: (experts.count,)}
         if experts.stack is not None:
             shape = experts.count, hidden, experts.width
             own |= {
@@ -144,7 +157,7 @@ def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
             }
     own |= {f"{name}.weight": shape for name, shape in products.items()}
     own |= {f"{name}.bias": shape[:1] for name, shape in products.items()}
-    norms = dict.fromkeys(names.norms, hidden)
+    norms = {**dict.fromkeys(names.norms, hidden), **({} if latent is None else latent.norms)}
     of_heads = (head, head) if spec.head_norm == "each head" else widths[:2]
     norms |= {name: size for name, size in zip((names.query_norm, names.key_norm), of_heads, strict=True) if name}
     own |= {f"{name}.weight": (size,) for name, size in norms.items()}

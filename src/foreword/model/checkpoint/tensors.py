@@ -28,6 +28,8 @@ from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 5.0
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+IN_FLOAT32 = ".e_score_correction_bias"
+"""How names of tensors end that stay in float32, as in transformers: 16 bits would change which experts are chosen."""
 PLAIN_TYPES = frozenset(_TYPES.values())
 _KEPT = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 """Types of numbers that products read as they are, and multiply by rows of float32."""
@@ -114,10 +116,14 @@ class StoredPlace:
     shape: tuple[int, ...]
     is_weight: bool = False
     """Whether it may be the weight of a product."""
+    keeps_float32: bool = False
+    """Whether it is read in float32, whatever the type of others."""
 
     def read(self, dtype: torch.dtype) -> Weight:
         """The tensor in memory of its own; numbers of 16 bits that rows of float32 multiply stay so. Raises OSError."""
         kind = _KEPT.get(self.dtype) if dtype == torch.float32 and self.is_weight else None
+        if self.keeps_float32:
+            return self.stored().float()
         if kind is not None:
             coded = CodedRows(kind, (self.shape[0], self.shape[1]), self._codes)
             if CodedProduct.can_take(coded):
@@ -234,7 +240,8 @@ def _places(path: Path, types: Mapping[str, torch.dtype]) -> dict[str, StoredPla
         if said["dtype"] not in types:
             raise ValueError(f"{name} is of type {said['dtype']}")
         start, shape = 8 + length + said["data_offsets"][0], tuple(said["shape"])
-        place = StoredPlace(path, start, types[said["dtype"]], shape, name.endswith(".weight") and len(shape) == 2)
+        is_weight = name.endswith(".weight") and len(shape) == 2
+        place = StoredPlace(path, start, types[said["dtype"]], shape, is_weight, name.endswith(IN_FLOAT32))
         if place.start + math.prod(place.shape) * place.dtype.itemsize > num_bytes:
             raise ValueError(f"{path.name} is truncated")
         found[name] = place

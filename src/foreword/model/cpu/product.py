@@ -49,10 +49,13 @@ class CompactProduct:
     dtype = torch.bfloat16
     row_scratch = 0
 
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False, num_heads: int = 1
+    ) -> None:
         """`weights` [any, in_features] bfloat16 with consecutive outputs, and the bias of all outputs.
 
-        `gated`: the first half of the outputs is the gate, the second up.
+        `gated`: the first half of the outputs is the gate, the second up. `num_heads`: each head has an equal part of
+        the outputs, in whole panels, and rows of its own (`of_heads`).
         """
         self._worker = fastest_worker()
         self._gated = gated
@@ -81,6 +84,7 @@ class CompactProduct:
         a["exceptions"], a["starts"] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
         a["row_bytes"], a["bias"], a["width"] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a["num_steps"], a["num_panels"], a["gated"] = num_steps, self._num_panels, gated
+        a["head_panels"] = self._num_panels // num_heads
         a["thread_scratch"] = self._worker.thread_scratch(num_steps)
         self._operation = functools.partial(ProductOperation, self._worker, a, (self._panels, self._bias))
         self._of_thread = OfThread(self._operation)
@@ -148,7 +152,7 @@ class CompactProduct:
         constants["weight"] = self._panels.steps[panel].ctypes.data
         constants["starts"] = self._panels.starts[panel:].ctypes.data
         constants["bias"] = self._bias[panel * PRODUCT_PANEL :].data_ptr()
-        constants["num_panels"], constants["width"] = 1, PRODUCT_PANEL
+        constants["num_panels"], constants["head_panels"], constants["width"] = 1, 1, PRODUCT_PANEL
         return ProductOperation(self._worker, constants, (self._panels, self._bias))
 
     def before_gate(self, rows: Tensor) -> Tensor:
@@ -161,6 +165,17 @@ class CompactProduct:
     def __call__(self, rows: Tensor) -> Tensor:
         """The product of bfloat16 rows, with the bias. Raises RuntimeError, as torch does."""
         return self._run(self._of_thread.operation, rows, self.width)
+
+    def of_heads(self, rows: Tensor, target: Tensor) -> None:
+        """Rows [rows, heads, in_features] to `target` [rows, heads, out_features / heads]; both may have gaps."""
+        rows = rows if rows.stride(2) == 1 else rows.contiguous()
+        own = self._of_thread.operation
+        scratch = thread_memory(self.thread_scratch * torch.get_num_threads())
+        a = own.arguments
+        a["row_bytes"], a["head_bytes"] = 2 * rows.stride(0), 2 * rows.stride(1)
+        a["width"], a["head_gap"] = target.stride(0), target.stride(1) - target.shape[2]
+        own.bind(rows.data_ptr(), len(rows), target.data_ptr(), scratch)
+        own.run(alone=len(rows) * self.in_features * self.out_features < ALONE_OPERATIONS)
 
     def _run(self, own: ProductOperation, rows: Tensor, width: int) -> Tensor:
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:

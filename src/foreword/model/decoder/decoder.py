@@ -9,8 +9,10 @@ In the last layer, rows whose logits nobody wants are computed up to their keys 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +24,8 @@ from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations, LayerParts
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import Norm, RowKernels
-from foreword.model.decoder.linear import Embedding, GatedLinear, Linear
+from foreword.model.decoder.latent import LatentHeads
+from foreword.model.decoder.linear import Embedding, GatedLinear, HeadLinear, Linear, plain_weights
 from foreword.model.decoder.network import Experts, Network, unstack
 from foreword.model.decoder.rotary import Rotary, Turns
 from foreword.model.layout import LayerLayout
@@ -164,8 +167,9 @@ class Decoder:
     def layouts(self) -> dict[int, LayerLayout]:
         """What each layer remembers."""
         spec = self.spec
+        value_dim = spec.head_dim if spec.latent is None else spec.latent.size
         return {
-            number: LayerLayout(spec.num_kv_heads, spec.head_dim, spec.head_dim, layer.window)
+            number: LayerLayout(spec.num_kv_heads, spec.head_dim, value_dim, layer.window)
             for number, layer in enumerate(spec.layers)
         }
 
@@ -182,6 +186,8 @@ class Decoder:
         widths |= {own.turned for own in spec.rotaries}
         if spec.experts is not None and spec.experts.shared_width is not None:
             widths.add(spec.experts.shared_width)
+        if spec.experts is not None and spec.experts.weights == "sigmoid":
+            widths.add(spec.experts.count)
         return sorted(widths if spec.logit_cap is None else widths | {spec.vocab_size})
 
     @property
@@ -217,6 +223,9 @@ class DecoderLayer:
         def norm(name: str | None) -> RowNorm | None:
             return None if name is None else RowNorm(plain(f"{name}.weight"), spec.norm, kernels)
 
+        def own_norm(name: str, epsilon: float) -> RowNorm:
+            return RowNorm(plain(f"{name}.weight"), replace(spec.norm, epsilon=epsilon), kernels)
+
         def plain(name: str) -> Tensor:
             taken = weights.pop(f"{place}{name}")
             assert isinstance(taken, Tensor), "only products have codes"
@@ -237,22 +246,28 @@ class DecoderLayer:
         self._network: Network | Experts
         if self._own.has_experts:
             unstack(spec, weights, place)
-            self._network = Experts(spec, take, kernels)
+            self._network = Experts(spec, take, kernels, plain, like.dtype)
         else:
             self._network = Network(names.network, spec, take, kernels)
+        self._latent = None
+        if spec.latent is not None:
+            up = plain_weights([weights.pop(f"{place}{spec.latent.up}.weight")])[0].to(like.dtype)
+            self._latent = LatentHeads(spec, up, take, own_norm)
         sinks = None if names.sinks is None else plain(names.sinks)
         self.attention = AttentionOptions(spec.score_scale, self._own.window, spec.score_cap, sinks)
         self._rotary = None if self._own.rotary is None else rotaries[self._own.rotary]
         self._heads = self._rotary_kernel(like.dtype) if like.device.type == "cpu" else None
 
     @property
-    def products(self) -> tuple[Linear | GatedLinear, ...]:
-        return self._project, self._output, *self._network.products
+    def products(self) -> tuple[Linear | GatedLinear | HeadLinear, ...]:
+        latent = () if self._latent is None else self._latent.products
+        return self._project, self._output, *self._network.products, *latent
 
     def attend(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
-        """Write keys and values, and attend: rows [rows, width] to mixed values [rows, heads * head_dim]."""
+        """Write keys and values, and attend: rows [rows, width] to mixed values [rows, spec.mixed_width]."""
         queries, group = self.write(normed, turns, step), step.group(self.number)
-        return group.kernel.attend(queries, step.storage.blocks[self.number], group.plan, self.attention).flatten(1)
+        mixed = group.kernel.attend(queries, step.storage.blocks[self.number], group.plan, self.attention)
+        return (mixed if self._latent is None else self._latent.values(mixed)).flatten(1)
 
     def write(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
         """Write keys and values of rows [rows, width]; return queries [rows, heads, head_dim]."""
@@ -270,7 +285,13 @@ class DecoderLayer:
         return queries
 
     def _split(self, projected: Tensor, turns: list[Turns]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [rows, heads, head_dim], normalised and turned."""
+        """Queries, keys and values [rows, heads, head_dim], normalised and turned; vectors twice if KV is latent."""
+        if self._latent is not None:
+            assert self._rotary is not None
+            assert self._own.rotary is not None
+            turn = functools.partial(self._rotary.turn, turns=turns[self._own.rotary])
+            queries, vectors = self._latent.split(projected, turn)
+            return queries, vectors, vectors
         parts = torch.split(projected, list(self._spec.widths), -1)
         query, key, value = (part.reshape(len(part), -1, self._spec.head_dim) for part in parts)
         if self._spec.head_norm == "each head":
@@ -306,6 +327,8 @@ class DecoderLayer:
     def _rotary_kernel(self, dtype: torch.dtype) -> RotaryKernel | None:
         """One pass over the heads, if there is one that computes what this layer does."""
         spec, rotary = self._spec, self._rotary
+        if spec.latent is not None:
+            return None
         turned = 0 if rotary is None else rotary.spec.turned
         if rotary is not None and (rotary.spec.interleaved or (rotary.spec.in_float32 and dtype != torch.float32)):
             return None
@@ -330,7 +353,7 @@ class DecoderLayer:
         if norms[0] is None or norms[2] is None or any(norm is not None and norm.norm is None for norm in norms):
             return None
         own = [norm and norm.norm for norm in norms]
-        products = [part.in_program for part in self.products]
+        products = [part.in_program for part in (self._project, self._output, *network.products)]
         if any(product is None or product.dtype != norms[0].weight.dtype for product in products):
             return None
         last = network.gate, spec.residual_scale, heads, self._own.rotary or 0

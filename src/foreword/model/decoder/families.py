@@ -6,6 +6,7 @@ model runs in transformers' own modules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from foreword.model.spec import (
     DecoderSpec,
     ExpertSpec,
     GateClamp,
+    LatentSpec,
     LayerSpec,
     NetworkNames,
     NormSpec,
@@ -22,12 +24,13 @@ from foreword.model.spec import (
 )
 
 _NO_MATTER = frozenset(
-    "_name_or_path _model_name_or_path architectures attention_bias attention_dropout bos_token_id "
-    "cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id id2label initializer_range "
+    "_name_or_path _model_name_or_path architectures attention_bias attention_dropout aux_loss_alpha bos_token_id "
+    "cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id ep_size id2label initializer_range "
     "is_encoder_decoder is_llama_config label2id max_window_layers mlp_bias model_type no_rope_layer_interval "
+    "num_mtp_layers num_nextn_predict_layers "
     "original_max_position_embeddings output_attentions output_hidden_states output_router_logits pad_token_id "
     "problem_type qkv_bias quantization_config resid_pdrop return_dict router_aux_loss_coef router_jitter_noise "
-    "sliding_window_pattern _sliding_window_pattern torch_dtype "
+    "seq_aux sliding_window_pattern _sliding_window_pattern torch_dtype "
     "transformers.js_config transformers_version unk_token_id unsloth_fixed use_cache".split()
 )
 """Fields that change no number of a loaded model. Biases are where the file has them, and a quantized file has become
@@ -106,6 +109,10 @@ def _places(spec: DecoderSpec) -> set[str]:
     for number, layer in enumerate(spec.layers):
         own = {f"{name}.weight" for name in (*_products(spec, layer), *spec.names.norms)}
         own |= set() if spec.names.sinks is None else {spec.names.sinks}
+        if spec.latent is not None:
+            own |= {f"{name}.weight" for name in (spec.latent.up, *spec.latent.norms)}
+        if layer.has_experts and spec.experts is not None and spec.experts.correction is not None:
+            own.add(spec.experts.correction)
         if layer.has_experts and spec.experts is not None and spec.experts.stack is not None:
             own |= {
                 f"{spec.experts.stack}.{name}{end}" for name in ("gate_up_proj", "down_proj") for end in ("", "_bias")
@@ -122,8 +129,10 @@ def _optional_places(spec: DecoderSpec) -> set[str]:
 
 
 def _products(spec: DecoderSpec, layer: LayerSpec) -> Iterator[str]:
-    """Names of a layer's weights that multiply rows, without experts that are in one tensor."""
+    """Names of a layer's weights that may have a bias, without experts that are in one tensor."""
     yield from spec.names.products
+    if spec.latent is not None:
+        yield from spec.latent.products
     if not layer.has_experts or spec.experts is None:
         yield from spec.names.network.products
         return
@@ -166,7 +175,9 @@ def _plain(c: Fields, **facts: Any) -> DecoderSpec:
     return DecoderSpec(**{**plain, **facts})
 
 
-def _rotary(c: Fields, said: Mapping[str, Any], *, partial: bool = False, **facts: Any) -> RotarySpec:
+def _rotary(
+    c: Fields, said: Mapping[str, Any], *, partial: bool = False, head_dim: int | None = None, **facts: Any
+) -> RotarySpec:
     """Rotary embeddings as a config describes them. `partial`: whether the family turns a part of each head."""
     kind = said.get("rope_type", "default")
     known = _ROPE_KEYS.get(kind)
@@ -179,7 +190,7 @@ def _rotary(c: Fields, said: Mapping[str, Any], *, partial: bool = False, **fact
     share = said.get("partial_rotary_factor", c("partial_rotary_factor", 1.0))
     if share != 1.0 and not partial:
         raise UnwrittenError(f"partial_rotary_factor={share!r}")
-    head_dim = c("head_dim", c("hidden_size") // c("num_attention_heads"))
+    head_dim = head_dim or c("head_dim", c("hidden_size") // c("num_attention_heads"))
     longest = c("max_position_embeddings")
     if said.get("mrope_section") is not None:
         facts["axes"] = _axes(said["mrope_section"], int(head_dim * share) // 2, said.get("mrope_interleaved", False))
@@ -384,7 +395,7 @@ def qwen2_moe(c: Fields) -> DecoderSpec:
     parts = ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (f"mlp.shared_expert.{part}" for part in parts)
     shared = {"shared": NetworkNames((gate, up), down), "shared_width": c("shared_expert_intermediate_size")}
-    return _plain(c, **_qwen_experts(c, _layers(c), **shared))
+    return _plain(c, **_qwen_experts(c, _layers(c), shared_gate="mlp.shared_expert_gate", **shared))
 
 
 def qwen3_moe(c: Fields) -> DecoderSpec:
@@ -402,7 +413,7 @@ def gpt_oss(c: Fields) -> DecoderSpec:
         c("num_local_experts"),
         c("num_experts_per_tok"),
         c("intermediate_size"),
-        "over chosen",
+        "softmax of chosen",
         router="mlp.router",
         stack="mlp.experts",
     )
@@ -413,6 +424,111 @@ def gpt_oss(c: Fields) -> DecoderSpec:
         norm=NormSpec(c("rms_norm_eps"), "in float32"),
         clamp=GateClamp(c("swiglu_limit", 7.0), c("swiglu_alpha", 1.702)),
         experts=experts,
+    )
+
+
+def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -> DecoderSpec:
+    """A decoder with latent KV (arXiv 2405.04434). `value`: elements of a head's value."""
+    plain, turned, rank, said = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("q_lora_rank"), c("rope_parameters")
+    c.expect("num_key_value_heads", c("num_attention_heads"))
+    c.expect("qk_head_dim", plain + turned)
+    c.expect("head_dim", turned)
+    latent = LatentSpec(c("kv_lora_rank"), turned, plain, value, rank)
+    first = "self_attn.q_proj" if rank is None else "self_attn.q_a_proj"
+    stretched = 1.0  # arXiv 2309.00071: longer contexts want sharper scores
+    if said.get("rope_type", "default") != "default" and said.get("mscale_all_dim"):
+        stretched = 1.0 + 0.1 * said["mscale_all_dim"] * math.log(max(said["factor"], 1.0))
+    return _plain(
+        c,
+        latent=latent,
+        num_kv_heads=1,
+        head_dim=latent.width,
+        score_scale=(plain + turned) ** -0.5 * stretched**2,
+        names=WeightNames(project=(first, "self_attn.kv_a_proj_with_mqa")),
+        rotaries=(_rotary(c, said, head_dim=turned, **rotary),),
+        **facts,
+    )
+
+
+def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[str, Any]:
+    """Experts in all layers but the dense ones, beside some that all rows pass, which are one network."""
+    c.expect("moe_layer_freq", 1)
+    width, groups, chosen = c("moe_intermediate_size"), facts.get("groups", 1), c("num_experts_per_tok")
+    count = c("n_routed_experts")
+    can_choose = count // groups * facts.get("chosen_groups", 1)
+    if count % groups or chosen > can_choose or facts.get("group_best", 1) > count // groups:
+        raise UnwrittenError(f"{chosen} of {count} experts in {groups} groups")
+    gate, up, down = (f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
+    experts = ExpertSpec(
+        count,
+        chosen,
+        width,
+        shared_width=width * c("n_shared_experts"),
+        shared=NetworkNames((gate, up), down),
+        scale=c("routed_scaling_factor"),
+        routes_in_float32=True,
+        **facts,
+    )
+    return {"layers": tuple(LayerSpec(has_experts=not one) for one in dense), "experts": experts}
+
+
+def deepseek_v2(c: Fields) -> DecoderSpec:
+    """arXiv 2405.04434: latent KV, and experts by softmax, perhaps of the groups with the best ones."""
+    c.expect("scoring_func", "softmax")
+    c.expect("topk_method", "greedy", "group_limited_greedy")
+    c.expect("norm_topk_prob", False)
+    groups = c("n_group", 1), c("topk_group", 1)
+    grouped = {"groups": groups[0], "chosen_groups": groups[1]} if c("topk_method") == "group_limited_greedy" else {}
+    dense = [number < c("first_k_dense_replace") for number in range(c("num_hidden_layers"))]
+    rotary = {"interleaved": True, "in_float32": True}
+    return _latent(c, c("v_head_dim"), rotary=rotary, **_deepseek_experts(c, dense, **grouped))
+
+
+def deepseek_v3(c: Fields) -> DecoderSpec:
+    """arXiv 2412.19437: as deepseek_v2, with sigmoids in place of the softmax and corrected choices."""
+    dense = [number < c("first_k_dense_replace") for number in range(c("num_hidden_layers"))]
+    return _latent(c, c("v_head_dim"), rotary=_pairs(c), **_corrected_experts(c, dense))
+
+
+def glm4_moe_lite(c: Fields) -> DecoderSpec:
+    """arXiv 2508.06471: as deepseek_v3; a list says which layers have experts."""
+    kinds = c("mlp_layer_types", ["dense"] + ["sparse"] * (c("num_hidden_layers") - 1))
+    c.expect("first_k_dense_replace", 1)  # which the list replaces
+    unknown = sorted(set(kinds) - {"dense", "sparse"})
+    if unknown or len(kinds) != c("num_hidden_layers"):
+        raise UnwrittenError(f"mlp_layer_types={kinds!r}")
+    return _latent(c, c("v_head_dim"), rotary=_pairs(c), **_corrected_experts(c, [kind == "dense" for kind in kinds]))
+
+
+def _pairs(c: Fields) -> dict[str, Any]:
+    return {"interleaved": c("rope_interleave", True)}
+
+
+def _corrected_experts(c: Fields, dense: Sequence[bool]) -> dict[str, Any]:
+    c.expect("scoring_func", "sigmoid")
+    c.expect("topk_method", "noaux_tc")
+    return _deepseek_experts(
+        c,
+        dense,
+        weights="sigmoid",
+        normalised=c("norm_topk_prob"),
+        groups=c("n_group"),
+        chosen_groups=c("topk_group"),
+        group_best=2,
+        correction="mlp.gate.e_score_correction_bias",
+    )
+
+
+def minicpm3(c: Fields) -> DecoderSpec:
+    """arXiv 2404.06395 with latent KV: multipliers in three places."""
+    hidden, count = c("hidden_size"), c("num_hidden_layers")
+    return _latent(
+        c,
+        c("v_head_dim", hidden // c("num_attention_heads")),
+        rotary={},
+        embedding_scale=c("scale_emb"),
+        residual_scale=c("scale_depth", count**0.5) / count**0.5,
+        logit_scale=c("dim_model_base", hidden) / hidden,
     )
 
 
@@ -432,5 +548,10 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "gpt_oss": gpt_oss,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
+    "glm4_moe_lite": glm4_moe_lite,
+    "minicpm3": minicpm3,
 }
 """`model_type` of configs -> its facts."""

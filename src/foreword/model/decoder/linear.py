@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foreword.config import keep_onednn_to_vectors
+from foreword.kernels.llvm.tiles import PRODUCT_PANEL
 from foreword.model.adapters.rows import Deltas
 from foreword.model.cpu.coded_product import CodedLinear, CodedProduct, CodedRows, Weight
 from foreword.model.cpu.layer_program import RowProduct
@@ -139,6 +140,31 @@ class PackedProduct:
     def __call__(self, rows: Tensor) -> Tensor:
         output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
         return output
+
+
+class HeadLinear:
+    """A product for each head: rows [rows, heads, in_features] to [rows, heads, out_features]."""
+
+    def __init__(self, weights: Tensor) -> None:
+        """`weights` [heads, out_features, in_features]."""
+        num_heads, size, _ = weights.shape
+        self._together: CompactProduct | None = None
+        self._apart: list[Linear] = []
+        if CompactProduct.can_take(weights[0]) and size % PRODUCT_PANEL == 0:
+            self._together = CompactProduct([weights.flatten(0, 1)], None, num_heads=num_heads)
+        else:
+            self._apart = [Linear([own.contiguous()], None) for own in weights]
+
+    @property
+    def format(self) -> str:
+        return self._apart[0].format if self._together is None else self._together.format
+
+    def __call__(self, rows: Tensor, target: Tensor) -> None:
+        """Write the result to `target` [rows, heads, out_features], which may have gaps between heads and rows."""
+        if self._together is not None:
+            self._together.of_heads(rows, target)
+        for head, own in enumerate(self._apart):
+            target[:, head] = own(rows[:, head].contiguous())
 
 
 class GatedLinear:

@@ -15,7 +15,7 @@ from torch import Tensor
 from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.row_functions import Gate, RowKernels
-from foreword.model.decoder.linear import GatedLinear, Linear
+from foreword.model.decoder.linear import GatedLinear, Linear, plain_weights
 from foreword.model.passes import RowPadding
 from foreword.model.spec import DecoderSpec, NetworkNames
 
@@ -47,16 +47,22 @@ class Network:
 class Experts:
     """The sum of the networks that a router chooses for a row, and perhaps of one that all rows pass."""
 
-    def __init__(self, spec: DecoderSpec, take: Take, kernels: RowKernels) -> None:
+    def __init__(
+        self, spec: DecoderSpec, take: Take, kernels: RowKernels, plain: Callable[[str], Tensor], dtype: torch.dtype
+    ) -> None:
+        """`plain`: takes a tensor that is no product's; `dtype`: of rows."""
         assert spec.experts is not None
         self._spec, own = spec.experts, spec.experts
-        self._router = Linear(*take(own.router))
+        router, bias = take(own.router)
+        if own.routes_in_float32:
+            router = [weight.float() for weight in plain_weights(router)]
+        self._router = Linear(router, bias)
+        self._correction = None if own.correction is None else plain(own.correction)
         self._experts = [Network(own.network(number), spec, take, kernels) for number in range(own.count)]
         self._shared = None if own.shared is None else Network(own.shared, spec, take, kernels)
-        self._shared_gate = None if own.shared is None else Linear(*take(own.shared_gate))
-        dtype, threads = self._router.weight.dtype, torch.get_num_threads()
+        self._shared_gate = None if own.shared_gate is None else Linear(*take(own.shared_gate))
         is_packed = all(part.format != "plain" for part in self.products)
-        self._padded = RowPadding.for_model([own.width], dtype, threads, packed=is_packed)
+        self._padded = RowPadding.for_model([own.width], dtype, torch.get_num_threads(), packed=is_packed)
 
     @property
     def products(self) -> tuple[Linear | GatedLinear, ...]:
@@ -82,21 +88,34 @@ class Experts:
         mixed[:count] = _sum_in_order(weighted.float()).to(rows.dtype)
         if self._shared is None:
             return mixed
-        assert self._shared_gate is not None
+        if self._shared_gate is None:
+            return mixed + self._shared(rows, count)
         # As wide as rows, because a column would not fill vectors: see `passes.py`.
         gate = self._shared_gate(rows).expand(rows.shape).contiguous()
         return mixed + torch.sigmoid(gate) * self._shared(rows, count)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of each row's experts and their numbers, both [rows, chosen], the best first."""
-        own, scores = self._spec, self._router(rows).float()
-        if own.softmax == "over chosen":
+        own = self._spec
+        scores = self._router(rows.float() if own.routes_in_float32 else rows).float()
+        if own.weights == "softmax of chosen":
             best = scores.topk(own.chosen)
             return best.values.softmax(-1), best.indices
-        best = scores.softmax(-1).topk(own.chosen)
+        weights = scores.sigmoid() if own.weights == "sigmoid" else scores.softmax(-1)
+        ranks = weights if self._correction is None else weights + self._correction
+        chosen = (ranks if own.groups == 1 else self._of_best_groups(ranks)).topk(own.chosen).indices
+        found = weights.gather(1, chosen)
         if own.normalised:
-            return best.values / _sum_in_order(best.values)[:, None], best.indices
-        return best.values, best.indices
+            found = found / (_sum_in_order(found)[:, None] + 1e-20)
+        return found if own.scale == 1.0 else found * own.scale, chosen
+
+    def _of_best_groups(self, ranks: Tensor) -> Tensor:
+        """Ranks [rows, experts], with the least number for experts of groups that may not be chosen."""
+        own, groups = self._spec, ranks.view(len(ranks), self._spec.groups, -1)
+        of_groups = _sum_in_order(groups.topk(own.group_best).values.transpose(1, 2))
+        chosen = of_groups.topk(own.chosen_groups).indices
+        hidden = torch.ones_like(of_groups, dtype=torch.bool).scatter(1, chosen, value=False)
+        return groups.masked_fill(hidden[..., None], -torch.inf).flatten(1)
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""What latent KV holds and costs, beside the same model with expanded KV in transformers' modules.
+
+    PYTHONPATH=src python benchmarks/latent_kv.py                    layers of DeepSeek-V2-Lite (about 4 minutes)
+    ... --layers 4 --experts 16                                      how much of it; weights are random
+    ... --context 8192 --prompt 1024 --requests 1,4 --rounds 5       what is timed
+    ... --dtype float32
+
+1. Bytes of KV a token, of each path.
+2. Seconds of a decoding step after `--context` tokens and after 16, and of a prompt of `--prompt` tokens, whole model,
+   in alternating rounds on the same weights. The contexts' KV is random numbers, on which times do not depend.
+
+V2-Lite has 27 layers and 64 experts in 26 of them, of which a token takes 6, as here; fewer are stored, so that the
+models fit. Wall time is the median round. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from foreword.config import Dtype, ModelConfig
+from foreword.model.kv_quality import FormatPool
+from foreword.model.loader import LoadedModel, load_foreign_model, load_model
+from kv_formats import fill
+
+V2_LITE = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 32_768,
+}
+
+
+def save_model(folder: Path, layers: int, experts: int) -> None:
+    """Write a checkpoint with random weights."""
+    config = AutoConfig.for_model("deepseek_v2", **V2_LITE, num_hidden_layers=layers, n_routed_experts=experts)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def alternate(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    """Seconds of each in alternating rounds after one that warms up, and how much faster the latent path is."""
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            before = time.perf_counter()
+            run()
+            if number:
+                wall[name].append(time.perf_counter() - before)
+    medians = {name: statistics.median(times) for name, times in wall.items()}
+    return {"wall_s": medians, "speedup": medians["expanded"] / medians["latent"]}
+
+
+def times(models: dict[str, LoadedModel], args: argparse.Namespace) -> dict[str, Any]:
+    """Decoding steps and prompts."""
+    found, rng = {}, np.random.default_rng(0)
+    vocab = models["latent"].vocab_size
+
+    def pools(num_tokens: int) -> dict[str, FormatPool]:
+        return {name: FormatPool(model, num_tokens) for name, model in models.items()}
+
+    def compare(rivals: dict[str, FormatPool], starts: list[int], tokens: list[list[int]]) -> dict[str, Any]:
+        rows = np.cumsum([len(own) for own in tokens]) - 1
+        runs = {name: functools.partial(own.logits, own.batch(starts, tokens), rows) for name, own in rivals.items()}
+        return alternate(runs, args.rounds)
+
+    for count in (int(number) for number in args.requests.split(",")):
+        for context in (16, args.context):
+            rivals = pools(count * context)
+            for rival in rivals.values():
+                fill(rival)
+            tokens = [[int(rng.integers(vocab))] for _ in range(count)]
+            found[f"decoding {count} at {context}"] = compare(rivals, [context - 1] * count, tokens)
+    prompt = rng.integers(0, vocab, args.prompt).tolist()
+    found[f"prefill of {args.prompt}"] = compare(pools(args.prompt), [0], [prompt])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--requests", default="1,4")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    dtype: Dtype = args.dtype
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), args.layers, args.experts)
+        options = ModelConfig(folder, dtype=dtype)
+        models = {"latent": load_model(options), "expanded": load_foreign_model(options)}
+    sizes = {
+        name: sum(sum(layer.token_bytes(model.kv_format)) for layer in model.layers.values())
+        for name, model in models.items()
+    }
+    result: dict[str, Any] = {
+        "layers": args.layers,
+        "experts": args.experts,
+        "dtype": str(models["latent"].dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "bytes_a_token": sizes,
+        "more_tokens": sizes["expanded"] / sizes["latent"],
+        "times": times(models, args),
+    }
+    print(f"latent KV beside expanded KV, {args.layers} layers of DeepSeek-V2-Lite, {result['dtype']}")
+    print(f"  bytes of KV a token: {sizes['latent']:,} and {sizes['expanded']:,}, {result['more_tokens']:.2f} times")
+    for name, own in result["times"].items():
+        print(f"  {name:28} {own['speedup']:12.2f} times as fast ({own['wall_s']['latent'] * 1e3:.1f} ms)")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
