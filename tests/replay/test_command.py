@@ -196,10 +196,13 @@ def test_capacities_and_kv_sizes_are_worked_out():
     with pytest.raises(ConfigError, match="99,999,999,999 blocks"):
         parse_capacity("99999999999", 16, None)
     assert kv_bytes_per_token(CONFIG) == BYTES_PER_TOKEN
-    latent = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    latent = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "deepseek_v3"}
     assert kv_bytes_per_token(latent) == 2 * 576 * 2
     with pytest.raises(ConfigError, match="kv_cache_dtype='int8' stores keys and values of heads"):
         kv_bytes_per_token(latent, "int8")
+    expanded = {**latent, "model_type": "kimi_linear", "num_attention_heads": 3, "qk_nope_head_dim": 8, "v_head_dim": 5}
+    assert kv_bytes_per_token(expanded) == 2 * 3 * (8 + 64 + 5) * 2
+    assert kv_bytes_per_token(expanded, "int8") == 2 * 3 * (8 + 64 + 2 + 5 + 2)
     eight_bits = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 64, "num_attention_heads": 4}
     assert kv_bytes_per_token(eight_bits, "int8") == 2 * 3 * 2 * (64 + 2)
     with pytest.raises(ModelLoadError, match="num_hidden_layers"):

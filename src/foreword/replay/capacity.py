@@ -17,6 +17,8 @@ from foreword.errors import ConfigError, ModelLoadError
 MAX_BLOCKS = 2**31 - 1
 """Block numbers have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3")
+"""`model_type` of the models whose KV is latent on a CPU; that of others is expanded, though it could be."""
 SCALE_BYTES = 2
 """Of a token's keys, or values, of one head in codes of eight bits."""
 
@@ -79,18 +81,22 @@ def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> 
     `kv_cache_dtype`: how `serve` stores them; "auto" is the type of the configuration.
     Raises ModelLoadError if the configuration does not say, and ConfigError for latent vectors in int8.
     """
-    if kv_cache_dtype == "int8" and "kv_lora_rank" in config:
+    is_latent = config.get("model_type") in LATENT_FAMILIES
+    if kv_cache_dtype == "int8" and is_latent:
         raise ConfigError(
-            "kv_cache_dtype='int8' stores keys and values of heads, and this model is counted by its latent vectors; "
-            "give --kv-bytes-per-token"
+            "kv_cache_dtype='int8' stores keys and values of heads, and this model's KV is latent; leave it out"
         )
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     size = DTYPE_BYTES.get(dtype, 2)
     try:
         layers = int(config["num_hidden_layers"])
-        if "kv_lora_rank" in config:  # latent attention keeps one compressed vector for keys and values
+        if is_latent:  # one vector for the keys and values of all heads
             return layers * size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        if "kv_lora_rank" in config:
+            widths = [int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+            scales = 2 * SCALE_BYTES if kv_cache_dtype == "int8" else 0
+            return layers * heads * (sum(widths) * (1 if scales else size) + scales)
         width = int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelLoadError(

@@ -20,7 +20,7 @@ from foreword.config import SchedulerConfig
 from foreword.engine import Prompt, SimulatedScheduler, depth_first
 from foreword.errors import ConfigError
 from foreword.replay.caches import PIECES, as_token_ids
-from foreword.replay.capacity import kv_bytes_per_token
+from foreword.replay.capacity import LATENT_FAMILIES, kv_bytes_per_token
 from foreword.replay.policies import make_policy
 from foreword.replay.trace import RecordedRequest, arrivals
 from foreword.request import Request, SamplingParams
@@ -63,16 +63,14 @@ class StepCost:
                 raise ConfigError(f"{name}={value} is no rate; use a number above 0")
         kv_bytes = kv_bytes_per_token(config, kv_cache_dtype)  # raises ModelLoadError if the configuration does not say
         width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-        heads = int(config["num_attention_heads"])
-        head = int(config.get("head_dim") or width // heads)
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        per_layer = 2 * width * head * (heads + kv_heads) + 3 * width * int(config.get("intermediate_size", 4 * width))
+        attention, per_pair = _attention_of(config)
+        per_layer = attention + 3 * width * int(config.get("intermediate_size", 4 * width))
         weights = layers * per_layer + width * int(config.get("vocab_size", 32_000))
         return cls(
             flops_per_s=flops_per_s,
             bytes_per_s=bytes_per_s,
             flops_per_token=2.0 * weights,
-            flops_per_pair=4.0 * heads * head * layers,
+            flops_per_pair=2.0 * per_pair * layers,
             weight_bytes=2.0 * weights,
             kv_bytes_per_token=float(kv_bytes),
             overhead_s=overhead_s,
@@ -94,6 +92,21 @@ class StepCost:
         num_bytes = self.weight_bytes + num_seen * self.kv_bytes_per_token
         seconds: Seconds = np.maximum(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
         return seconds
+
+
+def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
+    """Weights of one layer's attention, and multiplications for each pair of a query and a position that it sees."""
+    width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    if config.get("model_type") not in LATENT_FAMILIES:
+        head = int(config.get("head_dim") or width // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        return 2 * width * head * (heads + kv_heads), 2 * heads * head
+    latent, turned, plain = (int(config[name]) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
+    value, rank = int(config.get("v_head_dim") or width // heads), config.get("q_lora_rank")
+    queries = heads * (plain + turned)
+    queries = width * queries if rank is None else int(rank) * (width + queries)
+    own = width * (latent + turned) + latent * heads * (plain + value) + heads * value * width
+    return queries + own, heads * (2 * latent + turned)
 
 
 class SimulatedRunner:
