@@ -373,6 +373,19 @@ def test_the_cache_api_asks_all_replicas(three: Fleet) -> None:
     assert httpx.get(f"{three.url}/v1/cache/entries").json()["data"] == []
 
 
+def test_sessions_are_closed_and_hints_are_carried_out_where_their_blocks_are(three: Fleet) -> None:
+    for topic in (61, 62):
+        complete(three.url, long_prompt(topic), session_id="over replicas")
+    action = {"action_id": "a", "action_version": "1.0", "payload": {"session_id": "over replicas", "ttl_seconds": 9}}
+    envelope = {"protocol_version": "0.1", "message_id": "m", "actions": [{**action, "action_type": "kv.retain"}]}
+    [told] = post(three.url, "/v1/cache/hints", {"kv_hints": envelope}).json()["actions"]
+    assert (told["outcome"], told["kept_tokens"] >= 160) == ("accepted", True)
+    assert httpx.delete(f"{three.url}/v1/cache/entries/{told['entry']}").status_code == 200
+    closed = httpx.delete(f"{three.url}/v1/cache/sessions/over%20replicas").json()
+    assert closed["blocks_given_up"] >= 2 * 10, "both prompts' blocks"
+    assert httpx.delete(f"{three.url}/v1/cache/sessions/over%20replicas").status_code == 404
+
+
 def test_without_replicas_requests_are_refused_and_health_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreword.fleet.routed.READY_S", 0.2)
     with fleet(2) as two:
