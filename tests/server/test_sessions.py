@@ -17,7 +17,10 @@ import openai
 import pytest
 from google import genai
 
+from foreword.engine import Prompt
+from foreword.request import Links
 from foreword.server import records
+from foreword.server.hints import Hints, KvHints
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
 from live_server import MODEL, ServerThread, embedded_llm
@@ -263,17 +266,40 @@ def test_hints_of_a_request_keep_its_prompt_and_the_answer_has_their_outcomes(wo
         action("pin", version="2.0"),
         action("pin", ttl_seconds=float(10**12)),
         action("demote"),
+        action("retain", end=16),
     )
     told = world.complete(text, kv_hints=asked)["foreword"]["kv_hints"]
-    assert [one["outcome"] for one in told] == [
-        *("accepted", "accepted", "ignored", "ignored", "rejected", "missing"),
-    ]
+    outcomes = [one["outcome"] for one in told]
+    assert outcomes == ["accepted", "accepted", "ignored", "ignored", "rejected", "missing", "accepted"]
+    assert told[6]["entry"] != told[0]["entry"]
     assert told[0]["kept_tokens"] == 128
-    [retained], [pinned] = entries(world, "retain"), entries(world, "pin")
+    [retained, short], [pinned] = entries(world, "retain"), entries(world, "pin")
+    assert short["kept_tokens"] == 16
     assert (retained["id"], retained["tokens"], retained["refresh_s"]) == (told[0]["entry"], 128, 60.0)
     assert (pinned["tokens"], pinned["refresh_s"]) == (32, None)
-    for one in (retained, pinned):
+    for one in (retained, short, pinned):
         assert world.call("DELETE", f"/v1/cache/entries/{one['id']}").status_code == 200
+
+
+def test_a_prompt_with_links_takes_no_hint_to_keep_it():
+    hints = Hints(KvHints.model_validate(envelope(action("retain"), action("prefetch"))))
+    prompt = Prompt(np.arange(4, dtype=np.int32), links=Links("none", (), np.arange(4, dtype=np.int32)))
+    assert hints.on(prompt) == ()
+    hints.note_request(None, 4, ())
+    assert [one["outcome"] for one in hints.report()] == ["rejected", "accepted"]
+
+
+def test_hints_of_responses_have_outcomes_too_and_budgets_clip_them(world):
+    body = {"model": MODEL, "input": document("clipped", 60), "max_output_tokens": 1, "stream": True}
+    body |= {"kv_hints": envelope(action("pin"))}
+    with httpx.stream(
+        "POST", f"{world.url}/v1/responses", json=body, headers={"authorization": "Bearer alice"}
+    ) as answer:
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+    [told] = json.loads(lines[-1])["response"]["foreword"]["kv_hints"]
+    assert told["outcome"] == "clipped"
+    assert 0 < told["kept_tokens"] < 60 * 20
+    assert world.call("DELETE", f"/v1/cache/entries/{told['entry']}").status_code == 200
 
 
 def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world):

@@ -105,9 +105,15 @@ class Hints:
                 self.note(number, error.outcome, detail=str(error))
 
     def on(self, prompt: Prompt) -> tuple[Mark, ...]:
-        """The marks of a prompt, and those that are asked for."""
-        marks = (hint.mark(len(prompt.token_ids)) for hint in self.usable.values())
-        return (*prompt.marks, *(mark for mark in marks if mark is not None))
+        """The marks of a prompt, and those that are asked for. A prompt with links takes none."""
+        asked = {number: hint.mark(len(prompt.token_ids)) for number, hint in self.usable.items()}
+        marks = {number: mark for number, mark in asked.items() if mark is not None}
+        if prompt.links is None:
+            return (*prompt.marks, *marks.values())
+        for number in marks:
+            del self.usable[number]
+            self.note(number, "rejected", detail="a prompt with links is not kept")
+        return prompt.marks
 
     @property
     def demotes(self) -> bool:
@@ -132,12 +138,13 @@ class Hints:
         outcome: Outcome = "accepted" if entry.is_whole else "clipped" if entry.num_kept_tokens else "missing"
         self.note(number, outcome, entry=entry.name, kept_tokens=entry.num_kept_tokens)
 
-    def note_request(self, session_id: str | None, kept: Sequence[CacheEntry]) -> None:
+    def note_request(self, session_id: str | None, num_prompt_tokens: int, kept: Sequence[CacheEntry]) -> None:
         """Note what a request that has ended made of the actions."""
         for number, hint in self.usable.items():
-            if hint.keep is not None:
-                source = hint.keep.source
-                self.note_kept(number, next((entry for entry in kept if entry.source == source), None))
+            mark = hint.mark(num_prompt_tokens)
+            if mark is not None:
+                ours = (one for one in kept if one.source == mark.keep.source and one.num_tokens == mark.end)
+                self.note_kept(number, next(ours, None))
             elif hint.name == "demote" and session_id is None:
                 self.note(number, "missing", detail="the request names no session; send X-Session-ID")
             else:
