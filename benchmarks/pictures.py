@@ -49,11 +49,14 @@ def main() -> None:
         if options.model is None:
             make_model(Path(folder), options.vision_layers, options.text_layers, options.width)
         found = measure(folder, options)
+        waits = {most: longest_wait(folder, options, most) for most in (1 << 20, 512, 64)}
     print(f"{found['picture_tokens']} tokens of a picture; first token after")
     print(f"  {found['first_s']:.3f} s, a new picture, of which {found['encoder_s']:.3f} s are the encoder's")
     print(f"  {found['second_s']:.3f} s, a second question about it: {found['ratio']:.1f} times as fast")
     print(f"a picture that is known adds {found['known_ms']:.2f} ms, of which its rows take {found['rows_ms']:.3f} ms")
-    print(json.dumps({**vars(options), **found}))
+    for most, waited in waits.items():
+        print(f"an answer beside it waits {waited:.3f} s at most with max_num_encoder_input_tokens={most}")
+    print(json.dumps({**vars(options), **found, "longest_wait_s": waits}))
 
 
 def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
             second.append(ask(llm, data, "And who painted it?")[0])
             read: list[Any] = []
             known.append(timed(lambda data=data, read=read: read.extend(pictures.read([PictureFile(data)]))))
-            rows.append(timed(lambda read=read: encoded.rows(read[0])))
+            rows.append(timed(lambda every=range(num_tokens), read=read: encoded.rows(read[0], every)))
             known[-1] += rows[-1]
         encoder_s = encoded.seconds / options.repeats
     first_s, second_s = statistics.median(first), statistics.median(second)
@@ -85,6 +88,36 @@ def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         "known_ms": 1e3 * statistics.median(known),
         "rows_ms": 1e3 * statistics.median(rows),
     }
+
+
+def longest_wait(folder: str, options: argparse.Namespace, most: int) -> float:
+    """The longest step, in seconds, of an answer that is written while a new picture is encoded."""
+    with LLM(
+        folder,
+        dtype="float32",
+        kv_cache_memory_bytes="1GB",
+        max_model_len=4096,
+        self_check=False,
+        max_num_encoder_input_tokens=most,
+    ) as llm:
+        parts = [
+            {"type": "image", "image": png(options.width, options.height, 0)},
+            {"type": "text", "text": "What is in this picture?"},
+        ]
+        params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+        llm.engine.add_request("text", llm._chat_prompt([{"role": "user", "content": "Tell me more."}], {}), params)
+        for _ in range(4):
+            llm.engine.step()
+        prompt = llm._chat_prompt([{"role": "user", "content": parts}], {})
+        llm.engine.add_request("picture", prompt, SamplingParams(max_tokens=1, temperature=0.0))
+        longest, is_answered = 0.0, False
+        while not is_answered:
+            started = time.monotonic()
+            outputs = llm.engine.step()
+            longest = max(longest, time.monotonic() - started)
+            is_answered = any(output.request_id == "picture" and output.finished for output in outputs)
+        llm.engine.abort_request("text")
+    return longest
 
 
 def ask(llm: LLM, data: bytes, text: str) -> tuple[float, int]:

@@ -138,6 +138,34 @@ def test_two_requests_with_one_new_picture_encode_it_once_and_a_hit_encodes_noth
         assert encoded.num_encoded == 3
 
 
+@pytest.mark.parametrize(("kind", "most", "piece"), [("idefics3", 8, 8), ("idefics3", 1, 4), ("gemma3", 1, 16)])
+def test_a_step_encodes_no_more_than_its_budget_and_others_go_on(
+    folder: Path, tmp_path: Path, kind: str, most: int, piece: int
+) -> None:
+    own = folder if kind == "idefics3" else save_family(tmp_path / "model", kind)
+    conversations = [asks("A text?"), *(asks(QUESTION, noise(70, 50, seed)) for seed in (1, 2, 2))]
+    answers, budget = [], {"max_num_encoder_input_tokens": most}
+    for options in ({}, budget, {**budget, "max_num_seqs": 2}, {**budget, "picture_cache_bytes": 0}):
+        with LLM(str(own), **OPTIONS, **options, enable_prefix_caching=False) as llm:
+            encoded, engine = llm.encoded_pictures, llm.engine
+            assert encoded is not None
+            for number, conversation in enumerate(conversations):
+                engine.add_request(str(number), llm._chat_prompt(conversation, {}), greedy(8 if number else 60))
+            rows, ends, texts = list[int](), {}, list[bool]()
+            while engine.has_unfinished_requests():
+                before = encoded.num_rows
+                outputs = {output.request_id: output for output in engine.step()}
+                rows.append(encoded.num_rows - before)
+                texts.append("0" in outputs)
+                ends |= {name: output.outputs[0].token_ids for name, output in outputs.items() if output.finished}
+            answers.append(ends)
+            engine.check_integrity()
+            if options:
+                assert max(rows) == piece
+            assert all(has_text for has_text, count in zip(texts, rows, strict=True) if count)  # it goes on meanwhile
+    assert answers == answers[:1] * 4
+
+
 def test_a_picture_that_is_shown_twice_is_part_of_estimated_keys() -> None:
     def keys(*digests: str) -> list[int]:
         spans = tuple(KeyedSpan("media", digest, 4 * number, 2) for number, digest in enumerate(digests))

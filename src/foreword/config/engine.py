@@ -327,6 +327,9 @@ class SchedulerConfig:
     of each step to requests that need only this one."""
     max_num_seqs: int = 128
     """Most requests running at a time."""
+    max_num_encoder_input_tokens: int = 512
+    """Most tokens of new pictures that one step encodes, while other requests wait; one picture in any case, or one
+    tile in families that cut pictures."""
     scheduling_policy: Policy = "fcfs"
     """Order of service. "fcfs": by arrival. "priority": tenants take turns; a tenant's lowest `priority` goes first,
     then the earliest. "prefix": the same, but then the longest cached prefix goes first, within `max_overtake_s`."""
@@ -342,6 +345,7 @@ class SchedulerConfig:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 1)
         _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         if not 0.0 <= self.max_overtake_s < 1e9:
             raise ConfigError(f"max_overtake_s={self.max_overtake_s} is out of range; use seconds, 0 or more")

@@ -110,6 +110,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "block_size": "32",
             "num_gpu_blocks_override": "4096",
             "long_prefill_token_threshold": "512",
+            "max_num_encoder_input_tokens": "256",
             "attention_kernel": "reference",
             "exact": "no",
             "cuda_graphs": "no",

@@ -102,6 +102,7 @@ class SchedulerKeywords(TypedDict, total=False):
     max_num_batched_tokens: int
     long_prefill_token_threshold: int | None
     max_num_seqs: int
+    max_num_encoder_input_tokens: int
     scheduling_policy: Policy
     max_overtake_s: float
     coalesce_in_flight: bool

@@ -43,7 +43,7 @@ from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.keeper import Keeper
 from foreword.engine.outputs import Outputs
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
-from foreword.engine.runner import Computed, LaunchingRunner, PendingStep, Runner
+from foreword.engine.runner import Computed, LaunchingRunner, PendingStep, Runner, SeeingRunner
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.snapshot import Snapshot
 from foreword.engine.tiering.director import TierDirector, TiersReport
@@ -74,7 +74,8 @@ class Engine:
         self._tiers = tiers or TierDirector.of_none(manager)
         self.clock: Callable[[], float] = time.monotonic
         """The time at which pins end, and by which steps are measured, in seconds."""
-        self.scheduler = Scheduler(manager, config, self._tiers, clock=lambda: self.clock())
+        encoder = runner.encoder if isinstance(runner, SeeingRunner) else None
+        self.scheduler = Scheduler(manager, config, self._tiers, encoder, clock=lambda: self.clock())
         self.limits = limits
         self._runner = runner
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from foreword.batch import Batch, BatchResult
+from foreword.request import Picture
 
 
 class Runner(Protocol):
@@ -35,6 +37,22 @@ class LaunchingRunner(Protocol):
     """
 
     def launch(self, batch: Batch) -> PendingStep: ...
+
+
+class Encoder(Protocol):
+    """What encodes the pictures of a runner's batches."""
+
+    def missing(self, picture: Picture, rows: range, salt: str | None) -> Sequence[range]:
+        """The pieces that a step with these rows of a picture would encode, as ranges of its rows, ascending."""
+        ...
+
+
+@runtime_checkable
+class SeeingRunner(Protocol):
+    """A `Runner` whose batches may show pictures."""
+
+    encoder: Encoder | None
+    """None: its model takes none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,10 @@ from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.drafts.drafting import Drafting
+from foreword.engine.encoding import EncoderBudget
 from foreword.engine.linking import SOURCE_KEYS, Linking
 from foreword.engine.recording import Recording
+from foreword.engine.runner import Encoder
 from foreword.engine.running_rows import RunningRows
 from foreword.engine.shares import Shares, Spans
 from foreword.engine.starter import Starter, WaitsFor
@@ -49,10 +51,14 @@ class Scheduler:
         manager: KVCacheManager,
         config: SchedulerConfig,
         tiers: TierDirector | None = None,
+        encoder: Encoder | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tiers`: what lies below the pool; None: nothing does. `clock`: seconds, to measure steps."""
+        """`tiers`: what lies below the pool; None: nothing does. `clock`: seconds, to measure steps.
+
+        `encoder`: None if the model takes no pictures.
+        """
         self.manager = manager
         self.config = config
         self._tiers = tiers or TierDirector.of_none(manager)
@@ -77,10 +83,11 @@ class Scheduler:
             enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
         )
         self._linking = Linking(manager, self._running, self._queue_source, self._move_source)
+        self._encoding = EncoderBudget(encoder, config.max_num_encoder_input_tokens)
         self._shares = Shares(
-            self._running, config, self.states, self._linking, lambda most: self._starter.wanted(most)
+            self._running, config, self.states, self._linking, self._encoding, lambda most: self._starter.wanted(most)
         )
-        waits = WaitsFor(self._coalescing, self._tiers, self._linking)
+        waits = WaitsFor(self._coalescing, self._tiers, self._linking, self._encoding)
         self._starter = Starter(manager, self._waiting, self._running, waits, self._shares.end)
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -160,6 +167,7 @@ class Scheduler:
         if self._tiers.wants_pause:
             return None
         self._tiers.go_on(is_busy=True)
+        self._encoding.begin_step()
         self._running.expect(before)
         rows, starts, ends = self._shares.of_running(self.config.max_num_batched_tokens)
         if not self.manager.has_blocks_for(rows, ends):
@@ -184,6 +192,7 @@ class Scheduler:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
         self._pace.begin_step()
+        self._encoding.begin_step()
         self._linking.hold_for(self._waiting)
         planned = self._shares.of_running(self.config.max_num_batched_tokens)
         drafts = {} if self.drafting is None else self._draft(self.drafting, planned)

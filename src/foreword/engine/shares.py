@@ -1,7 +1,7 @@
 """Shares: which of its tokens each running request computes in a step.
 
 Linked tokens take nothing of the budget, and a share ends with a computed token. With recurrent layers it may end only
-where a state can be, and in no model among tokens that see each other.
+where a state can be, and in no model among tokens that see each other, or after rows that the step does not encode.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from foreword.batch import Int64Array
 from foreword.cache import StateCheckpoints
 from foreword.config import SchedulerConfig
+from foreword.engine.encoding import EncoderBudget
 from foreword.engine.linking import Linking
 from foreword.engine.running_rows import RunningRows
 from foreword.request import Request, whole_end
@@ -30,10 +31,12 @@ class Shares:
         config: SchedulerConfig,
         states: StateCheckpoints | None,
         linking: Linking,
+        encoding: EncoderBudget,
         wanted_by_waiting: Callable[[int], int],
     ) -> None:
         """`wanted_by_waiting`: tokens, up to a number, that waiting requests need for the rest of their prompts."""
         self._running, self._config, self._states, self._linking = running, config, states, linking
+        self._encoding = encoding
         self._wanted_by_waiting = wanted_by_waiting
 
     def of_running(self, budget: int) -> Spans:
@@ -43,7 +46,7 @@ class Shares:
         wanted = self._running.progress["num_tokens"][rows] - starts
         if self._states is not None or self._linking.holds:
             ends = self._one_by_one(rows, starts, budget, budget)
-        elif self._running.facts["sees_ahead"][rows].any():
+        elif self._shows_pictures(rows, starts):
             ends = self._one_by_one(rows, starts, budget, self._most_each(wanted, budget))
         else:
             np.minimum(wanted, self._config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
@@ -51,6 +54,11 @@ class Shares:
             ends = starts + np.minimum(wanted, np.maximum(left, 0))
         computing = ends > starts
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
+
+    def _shows_pictures(self, rows: Int64Array, starts: Int64Array) -> bool:
+        """Whether prompts with pictures are being computed."""
+        facts = self._running.facts[rows]
+        return bool((facts["has_pictures"] & (starts < facts["num_prompt_tokens"])).any())
 
     @property
     def leaves_room(self) -> bool:
@@ -100,7 +108,8 @@ class Shares:
             return request.links.end_after(start, length, budget_of_one)
         end = min(length, start + budget_of_one)
         if self._states is None:
-            return whole_end(request.pictures, start, end, start + budget)
+            end = whole_end(request.pictures, start, end, start + budget)
+            return self._encoding.cut(request, start, end)
         return self._states.cut(start, end, request.num_prompt_tokens, budget, request.state_positions)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from foreword.batch import Int64Array
 from foreword.cache import KVCacheManager, PrefixHit
 from foreword.engine.coalescing import Coalescing
+from foreword.engine.encoding import EncoderBudget
 from foreword.engine.linking import Linking
 from foreword.engine.running_rows import RunningRows
 from foreword.engine.shares import num_computed
@@ -33,6 +34,8 @@ class WaitsFor(NamedTuple):
     """A prefix that a tier has."""
     linking: Linking
     """The sources of its links."""
+    encoding: EncoderBudget
+    """A step that encodes its picture."""
 
     def under_way(self, request: Request) -> bool:
         """Whether what it waits for is still to come."""
@@ -42,7 +45,7 @@ class WaitsFor(NamedTuple):
         """Whether it should wait, given its hit."""
         if self.coalescing.must_wait(request, hit) or self.tiers.must_wait(request, hit, may_begin=may_load):
             return True
-        return self.linking.must_wait(request, hit)
+        return self.linking.must_wait(request, hit) or self.encoding.must_wait(request, hit)
 
 
 class Starter:

@@ -93,6 +93,8 @@ class ModelRunner:
         self._model = model
         self._storage = storage
         self._device = model.device
+        self.encoder = model.pictures
+        """What encodes the pictures of batches; None: the model takes none."""
         self._mover = None if model.rotation is None else KeyMover(storage, model.rotation)
         self._plain_attention = ReferenceAttention()
         self._is_device_attention = isinstance(model.kernel, DeviceAttention)
@@ -217,7 +219,9 @@ class ModelRunner:
         """The rows of pictures; a picture that no earlier step has shown is encoded now."""
         encoded = self._model.pictures
         assert encoded is not None, "the model takes no pictures"
-        values = torch.cat([encoded.rows(shown.picture, shown.salt)[shown.rows] for shown in batch.shown])
+        values = torch.cat(
+            [encoded.rows(shown.picture, range(shown.rows.start, shown.rows.stop), shown.salt) for shown in batch.shown]
+        )
         places = torch.from_numpy(np.concatenate([shown.tokens for shown in batch.shown]))
         first, *added = torch.split(values, values.shape[-1] // (1 + encoded.vision.num_added), -1)
         return GivenRows(places, first, tuple(added))

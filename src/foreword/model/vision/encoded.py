@@ -3,13 +3,14 @@
 Encoders and image processors are transformers'. A picture's rows depend on no other picture: each is encoded alone, and
 its tiles, where a family has them, one after the other. Encoded pictures are kept by the digest of what they show and
 the salt of who shows them; the engine's thread alone may ask for them, so a new picture of several requests is encoded
-once.
+once. A tile is encoded when a step first needs one of its rows.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,8 +57,22 @@ class Vision(Protocol):
         """Rows and columns in which its tokens turn; None: they turn as text does."""
         return None
 
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """The rows of a picture [height, width, 3]: [rows, (1 + num_added) * width]."""
+    def tile_rows(self, shape: Any) -> int:
+        """The number of rows that are encoded at a time, apart from all others."""
+        return self.num_rows(shape)
+
+    def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
+        """The rows of a picture [height, width, 3], or of some of its tiles: [rows, (1 + num_added) * width]."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of one picture."""
+
+    rows: Tensor
+    """[rows, width]; those of tiles that are not encoded are meaningless."""
+    tiles: set[int]
+    """Numbers of the tiles that are encoded."""
 
 
 class EncodedPictures:
@@ -66,27 +81,48 @@ class EncodedPictures:
     def __init__(self, vision: Vision, max_bytes: int) -> None:
         """`max_bytes`: most memory of kept rows; the last picture stays in any case, for its next chunk."""
         self.vision, self.max_bytes = vision, max_bytes
-        self._kept: OrderedDict[tuple[str | None, str], Tensor] = OrderedDict()
-        self.num_bytes = self.num_encoded = self.num_found = 0
-        """Memory of kept rows; how often a picture was encoded, and how often its rows were there."""
+        self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()
+        """By salt and digest of a picture."""
+        self.num_bytes = self.num_encoded = self.num_found = self.num_rows = 0
+        """Memory of kept rows; how often a picture was begun to be encoded, how often its rows were there, and the rows
+        that were encoded."""
         self.seconds = 0.0
         """Time that encoding took."""
 
-    def rows(self, picture: Picture, salt: str | None = None) -> Tensor:
-        """The rows of a picture, [rows, width]; of those kept under `salt` alone, lest time tell who else showed it."""
-        key = salt, picture.digest
-        found = self._kept.get(key)
-        if found is not None:
-            self._kept.move_to_end(key)
+    def missing(self, picture: Picture, rows: range, salt: str | None = None) -> list[range]:
+        """The tiles that these rows of a picture need and that are not kept, as ranges of its rows."""
+        kept, size = self._kept.get((salt, picture.digest)), self.vision.tile_rows(picture.shape)
+        tiles = range(rows.start // size, -(-rows.stop // size))
+        return [range(size * one, size * (one + 1)) for one in tiles if kept is None or one not in kept.tiles]
+
+    def rows(self, picture: Picture, rows: range, salt: str | None = None) -> Tensor:
+        """Some rows of a picture, [len(rows), width]; its tiles that no step needed before are encoded now.
+
+        Rows are kept under `salt` alone, lest time tell who else showed the picture.
+        """
+        key, missing = (salt, picture.digest), self.missing(picture, rows, salt)
+        if missing:
+            self._encode(picture, key, missing)
+        else:
             self.num_found += 1
-            return found
-        started = time.monotonic()
-        made = self.vision.encode(picture.pixels())
-        assert len(made) == self.vision.num_rows(picture.shape), "the image processor cuts pictures otherwise"
-        self.seconds += time.monotonic() - started
-        self.num_encoded += 1
-        self._kept[key] = made
-        self.num_bytes += made.nbytes
+        self._kept.move_to_end(key)
         while self.num_bytes > self.max_bytes and len(self._kept) > 1:
-            self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
-        return made
+            self.num_bytes -= self._kept.popitem(last=False)[1].rows.nbytes
+        return self._kept[key].rows[rows.start : rows.stop]
+
+    def _encode(self, picture: Picture, key: tuple[str | None, str], missing: list[range]) -> None:
+        """Encode the tiles from the first missing one to the last; kept ones between them keep their bits."""
+        started, size = time.monotonic(), self.vision.tile_rows(picture.shape)
+        first, end = missing[0].start, missing[-1].stop
+        made = self.vision.encode(picture.pixels(), slice(first // size, end // size))
+        assert len(made) == end - first, "the image processor cuts pictures otherwise"
+        if key not in self._kept:
+            whole = made.new_empty(self.vision.num_rows(picture.shape), made.shape[1])
+            self._kept[key] = _Kept(whole, set())
+            self.num_bytes += whole.nbytes
+            self.num_encoded += 1
+        kept = self._kept[key]
+        kept.rows[first:end] = made
+        kept.tiles.update(range(first // size, end // size))
+        self.seconds += time.monotonic() - started
+        self.num_rows += len(made)

@@ -64,7 +64,7 @@ class Gemma3Vision(Vision):
         """What stands in a prompt for a picture."""
         return _SIGN + _TOKEN * self._num_rows + _END
 
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+    def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
         """The rows [rows, width] of a picture [height, width, 3]."""
         prepared = self._processor([pixels], return_tensors="pt", input_data_format="channels_last")
         seen = self._tower(pixel_values=prepared["pixel_values"].to(self._tower.dtype)).last_hidden_state

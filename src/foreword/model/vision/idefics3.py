@@ -64,10 +64,14 @@ class Idefics3Vision(Vision):
         found: Tensor = prepared["pixel_values"][0]
         return found
 
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """The rows [rows, width] of a picture [height, width, 3]."""
-        tiles = self._tiles(pixels).to(self._connector.modality_projection.proj.weight.dtype)
-        rows = [self._connector(self._tower(pixel_values=tile[None]).last_hidden_state)[0] for tile in tiles]
+    def tile_rows(self, shape: Tiles) -> int:
+        """The number of rows of a tile."""
+        return self._tile_rows
+
+    def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
+        """The rows [rows, width] of a picture [height, width, 3], or of some of its tiles."""
+        own = self._tiles(pixels)[tiles].to(self._connector.modality_projection.proj.weight.dtype)
+        rows = [self._connector(self._tower(pixel_values=tile[None]).last_hidden_state)[0] for tile in own]
         return torch.cat(rows)
 
 

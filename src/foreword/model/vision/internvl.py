@@ -59,12 +59,17 @@ class InternVLVision(Vision):
         """What stands in a prompt for a picture that is cut so."""
         return f"<img>{'<IMG_CONTEXT>' * self.num_rows(shape)}</img>"
 
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """The rows [rows, width] of a picture [height, width, 3]."""
+    def tile_rows(self, shape: Tiles) -> int:
+        """The number of rows of a tile."""
+        return self._tile_rows
+
+    def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
+        """The rows [rows, width] of a picture [height, width, 3], or of some of its tiles."""
         prepared = self._processor(
             [pixels], return_tensors="pt", input_data_format="channels_last", crop_to_patches=True
         )
-        return torch.cat([self._of_tile(tile[None]) for tile in prepared["pixel_values"].to(self._tower.dtype)])
+        own = prepared["pixel_values"][tiles].to(self._tower.dtype)
+        return torch.cat([self._of_tile(tile[None]) for tile in own])
 
     def _of_tile(self, tile: Tensor) -> Tensor:
         """The rows of one tile [1, 3, height, width]."""

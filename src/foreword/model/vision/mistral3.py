@@ -62,7 +62,7 @@ class Mistral3Vision(Vision):
         """What stands in a prompt for a picture that is cut so."""
         return "[IMG_BREAK]".join(["[IMG]" * shape[1]] * shape[0]) + "[IMG_END]"
 
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+    def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
         """The rows [rows, width] of a picture [height, width, 3]."""
         prepared = self._processor(
             [pixels], return_tensors="pt", input_data_format="channels_last", patch_size=self._side

@@ -82,7 +82,7 @@ class QwenVision(Vision):
         """Rows and columns in which its tokens turn."""
         return shape
 
-    def encode(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+    def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
         """The rows of a picture [height, width, 3]: [rows, (1 + num_added) * width]."""
         prepared = self._processor([pixels], return_tensors="pt", input_data_format="channels_last")
         seen = self._tower(prepared["pixel_values"].to(self._tower.dtype), grid_thw=prepared["image_grid_thw"])
