@@ -43,6 +43,10 @@ class PromptTooLongError(InvalidRequestError):
         self.max_tokens = max_tokens
 
 
+class TooManyPicturesError(InvalidRequestError):
+    """The prompt has more pictures than `max_pictures`."""
+
+
 class RequestTooLargeError(InvalidRequestError):
     """The request needs more KV blocks than the whole pool has."""
 

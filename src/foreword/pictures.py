@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from foreword.cache import KeyedSpan
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError, PicturesBusyError, PromptTooLongError
+from foreword.errors import InvalidRequestError, PicturesBusyError, PromptTooLongError, TooManyPicturesError
 from foreword.request import PlacedPicture
 from foreword.text.conversation import MARK, PICTURES
 
@@ -316,7 +316,7 @@ class Pictures:
     def read(self, files: Sequence[PictureFile]) -> list[ReadPicture]:
         """Check and name pictures: sizes and tokens of all before any is decoded. Raises InvalidRequestError."""
         if len(files) > self._max_pictures:
-            raise InvalidRequestError(
+            raise TooManyPicturesError(
                 f"the prompt has {len(files)} pictures; at most {self._max_pictures} are taken (max_pictures), "
                 "send fewer"
             )

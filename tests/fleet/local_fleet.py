@@ -10,6 +10,7 @@ import pickle
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from foreword.cluster import RoutingCore, RoutingOptions
@@ -140,12 +141,14 @@ class Fleet:
 
 
 @contextmanager
-def fleet(num_replicas: int, config: ServerConfig | None = None, **options: Any) -> Iterator[Fleet]:
-    """A server of the embedded model with replicas named a, b, c ..."""
+def fleet(
+    num_replicas: int, config: ServerConfig | None = None, model: Path | None = None, **options: Any
+) -> Iterator[Fleet]:
+    """A server of a model, by default the embedded one, with replicas named a, b, c ..."""
     options = {"num_gpu_blocks_override": 256, "self_check": False, **options}
     names: Sequence[str] = "abcdefgh"[:num_replicas]
     with ExitStack() as stack:
-        folder = str(stack.enter_context(embedded_model()))
+        folder = str(model or stack.enter_context(embedded_model()))
         llms = {name: stack.enter_context(LLM(folder, **options, **EVENTS)) for name in names}
         one = llms["a"]
         doors: list[RoutedEngines] = []
@@ -156,7 +159,7 @@ def fleet(num_replicas: int, config: ServerConfig | None = None, **options: Any)
             doors.append(RoutedEngines(llm, records, after_step, core, link, seed=7))
             return doors[0]
 
-        front = open_front(one.config, EngineFacts.of(one))
+        front = open_front(one.config, pickle.loads(pickle.dumps(EngineFacts.of(one))))
         server = stack.enter_context(ServerThread(front, config or ServerConfig(), open_door))
         yield Fleet(server, link, doors[0])
 

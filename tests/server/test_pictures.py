@@ -264,6 +264,22 @@ def test_a_conversation_is_shortened_whose_pictures_are_too_many_tokens(server: 
         llm.pictures._max_tokens = most
 
 
+def test_a_conversation_is_shortened_that_has_too_many_pictures(server: ServerThread) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "max_output_tokens": 2, "temperature": 0}
+    answers = []
+    for seed in range(4):  # one more than max_pictures
+        part = {"type": "input_image", "image_url": url_of(file_of(noise(20, 20, 50 + seed)))}
+        body = {**asked, "input": [{"role": "user", "content": [part]}]}
+        body |= {"previous_response_id": answers[-1]["id"]} if answers else {}
+        for kind in ("disabled", "auto") if seed == 3 else ("disabled",):
+            answers.append(
+                httpx.post(f"{server.url}/v1/responses", json={**body, "truncation": kind}, timeout=60).json()
+            )
+    *_, refused, shortened = answers
+    assert "the prompt has 4 pictures; at most 3" in refused["error"]["message"]
+    assert shortened["usage"]["input_tokens_details"]["image_tokens"] == 3 * 40
+
+
 def test_a_model_without_eyes_says_so(server: ServerThread, tiny_models: TinyModels) -> None:
     with (
         LLM(str(tiny_models.folder_with_tokenizer("llama")), **OPTIONS) as blind,

@@ -6,7 +6,7 @@ Knows how an engine is assembled; computes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from foreword.assembly import Assembled, block_keys, load_tokenizer, make_manager, text_tools
 from foreword.batch import Batch
@@ -32,12 +32,18 @@ class EngineFacts:
     """Blocks of one engine's pool."""
     inexactness: str | None
     """Why the machine breaks the promise of equal bits."""
+    pictures: Any = None
+    """What cuts and names pictures, without weights; None: the model takes none."""
+    lacks_pillow: bool = False
+    """Whether it would take pictures if Pillow were installed."""
 
     @classmethod
     def of(cls, llm: LLM) -> EngineFacts:
         """The facts of a loaded model."""
-        engine = llm.engine
-        return cls(llm.layout, llm.cache_identity, engine.limits, engine.snapshot().num_blocks, llm.inexactness)
+        engine, encoded = llm.engine, llm.encoded_pictures
+        pictures = None if encoded is None else encoded.without_weights()
+        about = llm.layout, llm.cache_identity, engine.limits, engine.snapshot().num_blocks, llm.inexactness
+        return cls(*about, pictures, llm.lacks_pillow)
 
 
 def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
@@ -64,6 +70,8 @@ def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
         lambda: "the replicas attend",
         recommended_sampling(files),
         pooling=Pooling.of(files),
+        pictures=facts.pictures,
+        lacks_pillow=facts.lacks_pillow,
     )
     return LLM.of(config, parts)
 

@@ -71,7 +71,8 @@ class LLM:
         lacks = "takes pictures, but Pillow is missing (pip install foreword[vision], and start again)"
         self.picture_refusal = lacks if parts.lacks_pillow else "takes no images"
         """What errors say of a model without `pictures`."""
-        self._lacks_pillow = parts.lacks_pillow
+        self.lacks_pillow = parts.lacks_pillow
+        """Whether the model would take pictures if Pillow were installed."""
         self._prompts = Prompts(
             config.model.model, parts.tokenizer, parts.deviations, self.pictures, refusal=self.picture_refusal
         )
@@ -375,7 +376,7 @@ class LLM:
     def _chat_prompt(self, messages: Sequence[Message], rendering: ChatKeywords) -> Prompt:
         tokenizer = self._prompts.tokenizer_for("chat()")
         template, inputs = rendering.get("chat_template"), template_inputs(rendering)
-        if self.pictures is not None or self._lacks_pillow:
+        if self.pictures is not None or self.lacks_pillow:
             messages = taken_apart(messages)
         if self.pictures is None and pictures_of(messages):
             raise InvalidRequestError(f"model {self.config.model.model!r} {self.picture_refusal}; send text alone")

@@ -8,13 +8,15 @@ once. A tile is encoded when a step first needs one of its rows.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from foreword.request import Picture
@@ -57,6 +59,14 @@ class Vision(Protocol):
         """Rows and columns in which its tokens turn; None: they turn as text does."""
         return None
 
+    def without_weights(self) -> Self:
+        """A copy that cuts and names pictures, and encodes none: it can be pickled."""
+        found = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.nn.Module):
+                setattr(found, name, None)
+        return found
+
     def tile_rows(self, shape: Any) -> int:
         """The number of rows that are encoded at a time, apart from all others."""
         return self.num_rows(shape)
@@ -88,6 +98,10 @@ class EncodedPictures:
         that were encoded."""
         self.seconds = 0.0
         """Time that encoding took."""
+
+    def without_weights(self) -> EncodedPictures:
+        """The same of another process, which encodes nothing."""
+        return EncodedPictures(self.vision.without_weights(), 0)
 
     def missing(self, picture: Picture, rows: range, salt: str | None = None) -> list[range]:
         """The tiles that these rows of a picture need and that are not kept, as ranges of its rows."""

@@ -98,7 +98,7 @@ class _SizesAlone:
     """An image processor that cuts pictures without pixels: its own code says how."""
 
     def __init__(self, processor: Any) -> None:
-        self._processor, self._module = copy.copy(processor), sys.modules[type(processor).__module__]
+        self._processor = copy.copy(processor)
         self._processor.resize = self._resized
 
     def tiles(self, height: int, width: int) -> Tiles:
@@ -114,5 +114,6 @@ class _SizesAlone:
 
     def _resized(self, image: npt.NDArray[np.uint8], size: Any, **_: object) -> npt.NDArray[np.uint8]:
         if size.longest_edge:
-            return without_pixels(*self._module.get_resize_output_image_size(image, size.longest_edge))
+            module = sys.modules[type(self._processor).__module__]
+            return without_pixels(*module.get_resize_output_image_size(image, size.longest_edge))
         return without_pixels(size.height, size.width)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError, PromptTooLongError
+from foreword.errors import InvalidRequestError, PromptTooLongError, TooManyPicturesError
 from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
@@ -184,7 +184,7 @@ async def start_chat(
         async def count(messages: Messages) -> int:
             try:
                 return len((await service.conversation(messages, inputs, chat.ending)).token_ids)
-            except PromptTooLongError:  # by its pictures alone
+            except (PromptTooLongError, TooManyPicturesError):  # by its pictures alone
                 return most + 1
 
         most = service.max_prompt_len(params.max_tokens)
