@@ -87,7 +87,13 @@ def formats(folder: Path, dtype: Dtype) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "size"),
-    [("llama", "bfloat16", 16), ("llama", "float32", 16), ("llama", "float32", 32), ("qwen3_moe", "bfloat16", 16)],
+    [
+        ("llama", "bfloat16", 16),
+        ("llama", "float32", 16),
+        ("llama", "float32", 32),
+        ("qwen3_moe", "bfloat16", 16),
+        ("deepseek_v3", "bfloat16", 16),
+    ],
 )
 def test_an_fp8_checkpoint_answers_as_the_numbers_that_it_stands_for(
     tmp_path: Path, name: str, dtype: Dtype, size: int

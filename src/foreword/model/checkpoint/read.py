@@ -43,7 +43,8 @@ REMEDY = (
     "machine in GPTQ, AWQ and compressed-tensors; choose a checkpoint of the model in one of these, or a .gguf file"
 )
 REFUSED_LAYER_TYPES: Mapping[str, str] = {
-    "indexed_attention": "it chooses positions with an indexer, whose keys have no place in the cache",
+    "indexed_attention": "it chooses positions with an indexer, whose keys have no place in the cache; choose a model "
+    "whose layers see every position, such as DeepSeek-V3.1 in place of V3.2, or GLM-4.7-Flash",
 }
 """Layer type that does not run -> the reason. Types in neither list are refused as unknown."""
 SUPPORTED_LAYER_TYPES = (
