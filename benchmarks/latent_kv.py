@@ -11,8 +11,10 @@
    in alternating rounds on the same weights. The contexts' KV is random numbers, on which times do not depend.
 
 V2-Lite has 27 layers and 64 experts in 26 of them, of which a token takes 6, as here; fewer are stored, so that the
-models fit. Experts are faster in written families than in transformers' modules, with any KV; MiniCPM3 has none. Wall time is the median round; processor time is the sum of all rounds, which other programs disturb less.
-The last line is JSON.
+models fit. Experts are faster in written families than in transformers' modules, with any KV; MiniCPM3 has none.
+
+Wall time is the median round; processor time is the sum of all rounds, which other programs disturb less. The last line
+is JSON.
 """
 
 from __future__ import annotations
