@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from foreword.model.adapters.loaded import LoadedAdapters
     from foreword.model.block_bytes import BlockBytes
     from foreword.model.deviation import LinkDeviations
+    from foreword.model.embeds import EmbedsReader
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
@@ -112,6 +113,8 @@ class Assembled:
     """What encodes pictures; None: the model takes none."""
     lacks_pillow: bool = False
     """Whether it would take pictures if Pillow were installed."""
+    embeds: EmbedsReader | None = None
+    """What reads prompt embeddings; None: prompts have none."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
@@ -206,6 +209,7 @@ def assemble(config: EngineConfig) -> Assembled:
         adapters,
         model.pictures,
         model.lacks_pillow,
+        model.embeds_reader(config.model, engine.limits.max_model_len - 1),
     )
 
 

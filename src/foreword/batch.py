@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK
 from foreword.cache.block_ids import Int64Array as Int64Array
-from foreword.request import FACTS, Adapter, FactRows, Picture, Request, TokenLogprobs, turned_positions
+from foreword.request import FACTS, Adapter, Embeds, FactRows, Picture, Request, TokenLogprobs, turned_positions
 from foreword.request.links import IntArray as IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -157,9 +157,9 @@ class Adapted(NamedTuple):
 class Shown(NamedTuple):
     """Tokens that rows of a picture replace."""
 
-    picture: Picture
+    picture: Picture | Embeds
     rows: slice
-    """The rows of the picture's encoding."""
+    """The rows of the picture's encoding, or of the embeddings."""
     tokens: Int64Array
     """[rows]: the number of the token that each replaces, ascending."""
     salt: str | None = None
@@ -335,8 +335,13 @@ def _adapted(entries: Entries, positions: IntArray, query_starts: IntArray) -> A
 def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
     """The rows of pictures that fall into the step."""
     found = []
-    for number in entries.facts["has_pictures"].nonzero()[0].tolist():
+    asks = entries.facts["has_pictures"] | entries.facts["has_embeds"]
+    for number in (asks & (entries.starts < entries.facts["num_prompt_tokens"])).nonzero()[0].tolist():
         request, start, end, _ = entries[number]
+        if request.embeds is not None and start < len(request.embeds):
+            rows = slice(start, min(end, len(request.embeds)))
+            tokens = np.arange(rows.stop - start, dtype=np.int64) + int(query_starts[number])
+            found.append(Shown(request.embeds, rows, tokens))
         for placed in request.pictures:
             rows, places = slice(0, len(placed.places)), placed.places.astype(np.int64)
             own = Shown(placed.picture, rows, places, request.sequence.extra_keys.salt).within(start, end)

@@ -1,4 +1,4 @@
-"""Pictures through replicas: the front cuts and names them without weights, and a replica encodes them."""
+"""Pictures and embeddings through replicas: the front reads and names them, and a replica computes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from fleet.local_fleet import assert_nothing_is_left, fleet
 from foreword.llm import LLM
 from live_server import MODEL, wait_until
 from picture_models import FAMILIES, asks, file_of, noise, save_family, save_seeing_model
-from tiny_models import greedy
+from tiny_models import TinyModels, greedy
 
 
 @pytest.mark.parametrize("kind", ["idefics3", *sorted(FAMILIES)])
@@ -43,4 +44,21 @@ def test_a_front_asks_of_replicas_what_one_engine_answers(tmp_path: Path, kind: 
         gc.collect()
         assert front.pictures is not None
         assert front.pictures.num_held_bytes == 0
+        assert_nothing_is_left(found)
+
+
+def test_embeddings_reach_replicas(tiny_models: TinyModels) -> None:
+    rows = np.random.default_rng(0).standard_normal((40, 64)).astype("<f4")
+    options: dict[str, Any] = {"self_check": False, "dtype": "float32", "enable_prompt_embeds": True}
+    folder = tiny_models.folder_with_tokenizer("llama")
+    with LLM(str(folder), **options, num_gpu_blocks_override=64) as llm:
+        expected = llm.generate([{"prompt_embeds": rows}], greedy(6))[0].outputs[0].text
+    with fleet(2, model=folder, **options) as found:
+        embeds = {"data": base64.b64encode(rows.tobytes()).decode(), "shape": [40, 64]}
+        body = {"model": MODEL, "prompt": "", "prompt_embeds": embeds, "max_tokens": 6, "temperature": 0}
+        for num_cached in (0, 39):
+            answer = httpx.post(f"{found.url}/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["text"] == expected
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == num_cached
+            wait_until(lambda: found.link.running == 0)
         assert_nothing_is_left(found)

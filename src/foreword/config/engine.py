@@ -155,6 +155,9 @@ class ModelConfig:
     max_picture_tokens: int = 1280
     """Most tokens of one picture of a Qwen or Mistral model; larger ones are made smaller. The time that a new
     picture takes grows with the square of it, and other requests wait."""
+    enable_prompt_embeds: bool = False
+    """Let prompts begin with embeddings in place of tokens (docs/guides/prompt-embeddings.md). On a CPU, for the
+    written families."""
     picture_cache_bytes: int = 256 * 2**20
     """Memory for the encodings of the pictures that were shown last."""
     self_check: bool = True

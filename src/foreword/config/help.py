@@ -33,6 +33,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "max_pictures": "4",
             "max_picture_tokens": "640",
             "picture_cache_bytes": "1GB",
+            "enable_prompt_embeds": "",
             "draft_tokens": "0",
             "trust_remote_code": "",
             "seed": "7",

@@ -55,6 +55,7 @@ class ModelKeywords(TypedDict, total=False):
     max_lora_rank: int
     max_pictures: int
     max_picture_tokens: int
+    enable_prompt_embeds: bool
     picture_cache_bytes: int | str
     """A number of bytes, or a text such as "1GB"."""
     self_check: bool

@@ -338,9 +338,9 @@ class Engine:
         Raises InvalidRequestError if no block is cached, ConfigError for a path that cannot be written.
         """
         self._outputs.collect(self._settle())
-        if with_text and prompt.pictures:
+        if with_text and (prompt.pictures or prompt.embeds is not None):
             raise InvalidRequestError(
-                "with_text=True writes token ids, and a prompt with pictures has more; export it without"
+                "with_text=True writes token ids, and a prompt with pictures or embeddings has more; export it without"
             )
         told: dict[str, Any] = {**facts, "keys": self._keys_digest}
         sequence = self._intake.sequence("", prompt)

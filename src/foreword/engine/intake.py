@@ -78,6 +78,8 @@ class Intake:
                 request.adapt(prompt.adapter)
             if prompt.pictures:
                 request.show(prompt.pictures)
+            if prompt.embeds is not None:
+                request.begin_with(prompt.embeds)
         return requests
 
     def _note_cut(self, prompt: Prompt, params: SamplingParams, room: int) -> None:
@@ -143,9 +145,10 @@ class Intake:
         num_dropped = max(0, len(prompt.token_ids) - most)
         if not num_dropped:
             return prompt
-        if prompt.pictures:
+        if prompt.pictures or prompt.embeds is not None:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens={params.truncate_prompt_tokens} would cut a prompt with pictures; leave it out"
+                f"truncate_prompt_tokens={params.truncate_prompt_tokens} would cut a prompt with pictures or "
+                "embeddings; leave it out"
             )
         ends = tuple(end - num_dropped for end in prompt.message_ends if end > num_dropped)
         marks = tuple(replace(mark, end=mark.end - num_dropped) for mark in prompt.marks if mark.end > num_dropped)
@@ -215,6 +218,9 @@ class Intake:
             )
         self._check_pictures(prompt)
         self._check_reports(params, length)
+        if prompt.embeds is not None and (params.prompt_logprobs is not None or prompt.adapter is not None):
+            what = "adapter" if params.prompt_logprobs is None else "prompt_logprobs"
+            raise InvalidRequestError(f"a prompt with embeddings takes no {what}, which needs all tokens; leave it out")
         for name in (
             *("logit_bias", "stop_token_ids", "logprob_token_ids", "label_token_ids", "allowed_token_ids"),
             "prediction_token_ids",
@@ -301,7 +307,7 @@ class Intake:
             "certificate": params.certify,
             "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
             "marks of what to keep": bool(prompt.marks),
-            "embeddings": bool(prompt.extra_keys.embeddings_hash),
+            "embeddings": bool(prompt.extra_keys.embeddings_hash) or prompt.embeds is not None,
             "adapter": prompt.adapter is not None,
             "pictures that turn by row and column": any(one.grid is not None for one in prompt.pictures),
             "pictures whose tokens see each other": any(one.sees_ahead for one in prompt.pictures),

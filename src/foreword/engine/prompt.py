@@ -13,7 +13,7 @@ import numpy.typing as npt
 from foreword.cache import NO_EXTRA_KEYS, PIN, BlockHash, ExtraKeys, HashFunction, chain_root, sha256
 from foreword.engine.outputs import OpenTextStream
 from foreword.errors import InvalidRequestError
-from foreword.request import Adapter, Links, PlacedPicture
+from foreword.request import Adapter, Embeds, Links, PlacedPicture
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,8 @@ class Prompt:
     """What computes its tokens, from a place that the adapter finds in the prompt; None: the model alone."""
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures whose rows replace tokens, in their order; each is a span of `extra_keys` too."""
+    embeds: Embeds | None = None
+    """Rows in place of its first tokens, which are 0, each a part of a span of `extra_keys`; None: it has none."""
     owner: str | None = None
     """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""
     session: str | None = None

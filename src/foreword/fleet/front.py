@@ -36,6 +36,8 @@ class EngineFacts:
     """What cuts and names pictures, without weights; None: the model takes none."""
     lacks_pillow: bool = False
     """Whether it would take pictures if Pillow were installed."""
+    embeds: Any = None
+    """What reads prompt embeddings; None: prompts have none."""
 
     @classmethod
     def of(cls, llm: LLM) -> EngineFacts:
@@ -43,7 +45,7 @@ class EngineFacts:
         engine, encoded = llm.engine, llm.encoded_pictures
         pictures = None if encoded is None else encoded.without_weights()
         about = llm.layout, llm.cache_identity, engine.limits, engine.snapshot().num_blocks, llm.inexactness
-        return cls(*about, pictures, llm.lacks_pillow)
+        return cls(*about, pictures, llm.lacks_pillow, llm.embeds)
 
 
 def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
@@ -72,6 +74,7 @@ def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
         pooling=Pooling.of(files),
         pictures=facts.pictures,
         lacks_pillow=facts.lacks_pillow,
+        embeds=facts.embeds,
     )
     return LLM.of(config, parts)
 

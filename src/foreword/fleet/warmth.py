@@ -70,7 +70,7 @@ class HotPrefixes:
     def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
         """A request found this part of its prompt. Prefixes of less than a block are not noted."""
         num_blocks = min(num_cached_tokens // self._block_tokens, len(keys))
-        if not num_blocks or prompt.pictures:  # a part of it would have their signs, and not them
+        if not num_blocks or prompt.pictures or prompt.embeds is not None:  # a part of it would lack them
             return
         self._num_notes += 1
         key = keys[num_blocks - 1]

@@ -74,8 +74,15 @@ class LLM:
         self.lacks_pillow = parts.lacks_pillow
         """Whether the model would take pictures if Pillow were installed."""
         self._prompts = Prompts(
-            config.model.model, parts.tokenizer, parts.deviations, self.pictures, refusal=self.picture_refusal
+            config.model.model,
+            parts.tokenizer,
+            parts.deviations,
+            self.pictures,
+            embeds=None if parts.embeds is None else self._of_embeds,
+            refusal=self.picture_refusal,
         )
+        self.embeds = parts.embeds
+        """What reads prompt embeddings; None without `enable_prompt_embeds`."""
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.cache_identity = parts.identity
@@ -395,6 +402,17 @@ class LLM:
             return self.pictures.shown(prompt, self.pictures.read(tokenizer.pictures(messages, inputs, template)))
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
+
+    def read_prompt(self, prompt: PromptInput) -> Prompt:
+        """An engine's prompt; any thread may call it. Raises InvalidRequestError."""
+        return self._prompts.read(prompt)
+
+    def _of_embeds(self, given: Any) -> Prompt:
+        """The prompt of embeddings alone. Raises InvalidRequestError."""
+        assert self.embeds is not None
+        read = self.embeds.read(given)
+        keys = ExtraKeys(spans=read.spans(self.engine.manager.block_size))
+        return Prompt(np.zeros(len(read), np.int32), extra_keys=keys, embeds=read)
 
     def _prompt(
         self, prompt: PromptInput, link: str | Method | None = None, lora_request: LoRARequest | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,13 +33,15 @@ class Prompts:
         deviations: Deviations | None = None,
         pictures: Pictures | None = None,
         *,
+        embeds: Callable[[Any], Prompt] | None = None,
         refusal: str = "takes no images",
     ) -> None:
         """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked.
 
-        `pictures`: what reads them; None: the model takes none, for which errors give the `refusal`.
+        `pictures`: what reads them; None: the model takes none, for which errors give the `refusal`. `embeds`: what
+        makes a prompt of embeddings; None: the option is off.
         """
-        self._refusal = refusal
+        self._refusal, self._embeds = refusal, embeds
         self._model, self._tokenizer, self._deviations, self._pictures = model, tokenizer, deviations, pictures
 
     def read(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
@@ -81,6 +83,8 @@ class Prompts:
             )
         if prompt.get("multi_modal_data"):
             return self._with_pictures(prompt), None
+        if prompt.get("prompt_embeds") is not None:
+            return self._with_embeds(prompt), None
         given = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
         unknown = (
             set(prompt)
@@ -109,6 +113,21 @@ class Prompts:
             text = prompt["prompt"]
             return Prompt(self.tokenizer_for("a text prompt").encode(text), text, keys, priority), None
         return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority), None
+
+    def _with_embeds(self, prompt: Mapping[str, Any]) -> Prompt:
+        """The prompt that begins with `prompt_embeds`, as vLLM has them; a text or token ids may follow."""
+        if self._embeds is None:
+            raise InvalidRequestError("prompt_embeds need an LLM with enable_prompt_embeds=True; open it with that")
+        rest = {name: value for name, value in prompt.items() if name != "prompt_embeds"}
+        if "prompt" in rest:
+            text = rest.pop("prompt")
+            rest["prompt_token_ids"] = self.tokenizer_for("a text prompt").encode_part(text) if text else ()
+        plain = self.read({"prompt_token_ids": (), **rest})
+        made = self._embeds(prompt["prompt_embeds"])
+        keys = replace(plain.extra_keys, spans=made.extra_keys.spans)
+        return replace(
+            plain, token_ids=np.concatenate((made.token_ids, plain.token_ids)), extra_keys=keys, embeds=made.embeds
+        )
 
     def _with_pictures(self, prompt: Mapping[str, Any]) -> Prompt:
         """The prompt with `multi_modal_data`, as vLLM has it: a picture for each of the model's signs for one."""

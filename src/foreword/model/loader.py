@@ -27,6 +27,7 @@ from foreword.model.decoder.families import UnwrittenError, find_spec
 from foreword.model.decoder.linear import plain_weights
 from foreword.model.decoder.network import experts_apart
 from foreword.model.deviation import Beginning, LinkDeviations
+from foreword.model.embeds import EmbedsReader
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.spec import DecoderSpec
@@ -158,6 +159,17 @@ class LoadedModel:
         if self.pictures is not None or self.lacks_pillow:
             raise ConfigError("enable_lora=True, and models with pictures take no adapters yet; leave it out")
         return LoadedAdapters(self.network.spec, options.max_loras, options.max_lora_rank)
+
+    def embeds_reader(self, options: ModelConfig, max_rows: int) -> EmbedsReader | None:
+        """What reads prompt embeddings; None if prompts have none. Raises ConfigError if the model takes none."""
+        if not options.enable_prompt_embeds:
+            return None
+        if self.hidden_size is None or self.pictures is not None or self.lacks_pillow:
+            raise ConfigError(
+                "enable_prompt_embeds=True needs a decoder of a written family on a CPU that takes no pictures; leave "
+                "it out"
+            )
+        return EmbedsReader(self.dtype, self.hidden_size, max_rows)
 
     def activation_widths(self) -> list[int]:
         """The last dimensions of the activations that pass through elementwise functions."""

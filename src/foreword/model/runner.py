@@ -18,6 +18,7 @@ from foreword.kernels.sampling.draw import compile_draws
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.adapters.rows import NONE, AdaptedRows
 from foreword.model.adapters.weights import AdapterWeights
+from foreword.model.embeds import PromptEmbeds
 from foreword.model.loader import LoadedModel
 from foreword.model.passes import RowPadding, split_batch
 from foreword.model.rotation import KeyMover
@@ -25,6 +26,7 @@ from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.state_runs import StateRun, plan_state_runs
 from foreword.model.step import GivenRows, GroupStep, Step
 from foreword.model.storage import KVStorage
+from foreword.request import Picture
 
 EXACT_ROWS = 256
 """Rows of every pass on a GPU that keeps equal bits: a GPU's libraries choose their method by the number of rows.
@@ -216,15 +218,17 @@ class ModelRunner:
         return ForwardPass(batch.num_tokens, *put, len(logit_rows), groups, runs, adapted, given, own)
 
     def _given(self, batch: Batch) -> GivenRows:
-        """The rows of pictures; a picture that no earlier step has shown is encoded now."""
-        encoded = self._model.pictures
-        assert encoded is not None, "the model takes no pictures"
-        values = torch.cat(
-            [encoded.rows(shown.picture, range(shown.rows.start, shown.rows.stop), shown.salt) for shown in batch.shown]
-        )
-        places = torch.from_numpy(np.concatenate([shown.tokens for shown in batch.shown]))
-        first, *added = torch.split(values, values.shape[-1] // (1 + encoded.vision.num_added), -1)
-        return GivenRows(places, first, tuple(added))
+        """The rows of pictures and embeddings; a picture that no earlier step has shown is encoded now."""
+        encoded, places = self._model.pictures, np.concatenate([shown.tokens for shown in batch.shown])
+        if encoded is None:  # models with pictures take no embeddings
+            values = [cast(PromptEmbeds, shown.picture).values[shown.rows] for shown in batch.shown]
+            return GivenRows(torch.from_numpy(places), torch.cat(values))
+        pieces = [
+            encoded.rows(cast(Picture, shown.picture), range(shown.rows.start, shown.rows.stop), shown.salt)
+            for shown in batch.shown
+        ]
+        first, *added = torch.split(torch.cat(pieces), pieces[0].shape[-1] // (1 + encoded.vision.num_added), -1)
+        return GivenRows(torch.from_numpy(places), first, tuple(added))
 
     def _plan_attention(self, batch: Batch, group_id: int) -> GroupPlan:
         scrap, size = self._storage.scrap_block, self._storage.block_sizes[group_id]

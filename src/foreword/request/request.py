@@ -44,6 +44,7 @@ FACTS = np.dtype(
         ("may_run_dry", np.bool_),
         ("is_adapted", np.bool_),  # whether an adapter computes some of its tokens
         ("has_pictures", np.bool_),  # whether rows of pictures replace some of its tokens
+        ("has_embeds", np.bool_),  # whether it begins with embeddings in place of tokens
         ("sees_ahead", np.bool_),  # whether some of its tokens see later ones
         ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
@@ -96,6 +97,13 @@ class Picture(Protocol):
 
     def pixels(self) -> npt.NDArray[np.uint8]:
         """Its pixels, [height, width, 3]: decoded anew at each call, so that waiting pictures take no room."""
+
+
+class Embeds(Protocol):
+    """Rows with which a prompt begins in place of tokens' embeddings. A request keeps them alive until it ends."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +325,8 @@ class Request:
     """What computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures whose rows replace tokens of the prompt, in their order."""
+    embeds: Embeds | None = None
+    """Rows in place of its first tokens, which are 0; None: it has none."""
     tenant: str | None = None
     """Who sent it, if that is known."""
     hidden_state: npt.NDArray[np.float32] | None = None
@@ -369,6 +379,7 @@ class Request:
             may_run_dry=self.may_run_dry,
             is_adapted=False,
             has_pictures=False,
+            has_embeds=False,
             sees_ahead=False,
             has_gaps=False,
             reports=params.reports_answer,
@@ -528,6 +539,11 @@ class Request:
         self._set_fact("sees_ahead", any(placed.sees_ahead for placed in pictures))
         if any(placed.grid is not None for placed in pictures):
             self._set_fact("has_gaps", True)
+
+    def begin_with(self, embeds: Embeds) -> None:
+        """Have rows replace the first tokens; call it before the request is queued."""
+        self.embeds = embeds
+        self._set_fact("has_embeds", True)
 
     def _set_fact(self, name: str, value: object) -> None:
         facts = dict(zip(FACTS.names or (), self.facts, strict=True))

@@ -30,7 +30,7 @@ IN_WORDS = {
     MissReason.PARTIAL_BLOCK: "what is left does not fill a block",
     MissReason.SALT_DIFFERS: "the same tokens are cached under another salt",
     MissReason.ADAPTER_DIFFERS: "the same tokens are cached for another adapter",
-    MissReason.MEDIA_DIFFERS: "the same tokens are cached with another picture",
+    MissReason.MEDIA_DIFFERS: "the same tokens are cached with another picture, or other embeddings",
     MissReason.STATE_NOT_SAVED: "no recurrent state was kept there",
     MissReason.LOOKUP_SKIPPED: "the request asked for its whole prompt to be computed",
     MissReason.IN_FLIGHT: "another request was computing it at that moment",

@@ -5,6 +5,7 @@ Knows OpenAI's fields and their meaning for texts and token ids; choices.py has 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Caching
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
 from foreword.server.dialects.openai.extras import Extras, structured_outputs
-from foreword.server.dialects.openai.fields import CompletionRequest, TextCall
+from foreword.server.dialects.openai.fields import CompletionRequest, PromptEmbeds, TextCall
 from foreword.server.dialects.openai.messages import check_call
 from foreword.server.http import Authorized, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
@@ -77,12 +78,48 @@ def _completion_limits(body: TextCall) -> Limits:
 
 async def _prompts(body: CompletionRequest, service: Service, request: Request) -> list[Prompt]:
     prompt: Any = body.prompt
+    if body.prompt_embeds is not None:
+        if body.echo:
+            raise bad_request("echo repeats a prompt's text, and embeddings have none; leave it out", param="echo")
+        return [await _begun_with(body.prompt_embeds, prompt, service)]
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
     if isinstance(prompt[0], str):
         is_cut = body.truncate_prompt_tokens is not None
         return [Prompt(one) for one in await service.encode_each(prompt, service.tokenizer.encode, is_cut=is_cut)]
     return await with_body(request, lambda: [Prompt(np.array(one, np.int32)) for one in prompt])
+
+
+async def _begun_with(given: PromptEmbeds, rest: Any, service: Service) -> Prompt:
+    """The prompt of embeddings, and of the text or the token ids after them. Raises APIError, InvalidRequestError."""
+    reader = service.llm.embeds
+    if reader is None:
+        raise bad_request(
+            "prompt_embeds need a server that was started with --enable-prompt-embeds", param="prompt_embeds"
+        )
+    if (given.safetensors is None) == (given.data is None or given.shape is None):
+        raise bad_request("prompt_embeds need data and shape, or safetensors", param="prompt_embeds")
+    if isinstance(rest, list) and not isinstance(rest[0], int):
+        raise bad_request("prompt_embeds take one prompt after them, and prompt is a list", param="prompt")
+
+    def read() -> Prompt:
+        if given.safetensors is not None:
+            embeds = reader.read_safetensors(_bytes_of(given.safetensors))
+        else:
+            assert given.data is not None
+            assert given.shape is not None
+            embeds = reader.read_raw(_bytes_of(given.data), given.shape, given.dtype)
+        after = {"prompt": rest} if isinstance(rest, str) else {"prompt_token_ids": rest}
+        return service.llm.read_prompt({**after, "prompt_embeds": embeds})
+
+    return await service.crews.text.run(read)
+
+
+def _bytes_of(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise bad_request(f"prompt_embeds are not base64 ({error})", param="prompt_embeds") from error
 
 
 class _Completion(ChoicesAnswer):

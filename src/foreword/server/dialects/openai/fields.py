@@ -343,10 +343,21 @@ class TextCall(_ChoicesCall):
     UNSUPPORTED = ("suffix",)
 
 
+class PromptEmbeds(Body):
+    """Embeddings in place of a prompt's first tokens: raw little-endian values, or a safetensors file, in base64."""
+
+    data: str | None = None
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=2**31 - 1)]], Field(min_length=2, max_length=2)] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    safetensors: str | None = None
+
+
 class CompletionRequest(TextCall):
     """POST /v1/completions."""
 
     HOLDS = "prompts"
+
+    prompt_embeds: PromptEmbeds | None = None
 
     prompt: (
         str

@@ -1,0 +1,99 @@
+"""Prompt embeddings: rows of callers that enter a decoder's first layer in place of tokens' embeddings.
+
+They come as arrays, as raw little-endian values with their shape, or as safetensors: never as pickles, which run code,
+nor by torch.load, whose sparse tensors write where they like (CVE-2025-62164).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from foreword.cache import KeyedSpan
+from foreword.errors import InvalidRequestError
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PromptEmbeds:
+    """The rows of one prompt's beginning, in the model's type."""
+
+    def __init__(self, values: Tensor) -> None:
+        """`values`: [rows, width], which nobody changes."""
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def spans(self, block_size: int) -> tuple[KeyedSpan, ...]:
+        """What block keys say of the rows: prompts that begin with equal rows share the blocks of these rows."""
+        found = []
+        for start in range(0, len(self), block_size):
+            rows = self.values[start : start + block_size]
+            about = f"prompt embeddings {rows.dtype} {list(rows.shape)}\n".encode()
+            digest = hashlib.sha256(about + rows.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            found.append(KeyedSpan("media", digest, start, len(rows)))
+        return tuple(found)
+
+
+class EmbedsReader:
+    """Reads prompt embeddings for one model. Any thread may call it."""
+
+    def __init__(self, dtype: torch.dtype, width: int, max_rows: int) -> None:
+        """`dtype`: the model's; `width`: its hidden size; `max_rows`: of one prompt."""
+        self._dtype, self._width, self._max_rows = dtype, width, max_rows
+
+    def read(self, given: Any) -> PromptEmbeds:
+        """The embeddings in an array or a tensor [rows, width], or that were read. Raises InvalidRequestError."""
+        if isinstance(given, PromptEmbeds):
+            return given
+        if not isinstance(given, Tensor):
+            try:
+                given = torch.from_numpy(np.array(given))
+            except (TypeError, ValueError) as error:
+                raise InvalidRequestError(
+                    f"prompt_embeds is a {type(given).__name__}; give an array or a tensor [tokens, {self._width}]"
+                ) from error
+        if given.layout != torch.strided or given.dtype not in _TYPES.values():
+            raise InvalidRequestError(f"prompt_embeds has the type {given.dtype}; give {', '.join(_TYPES)}")
+        self._check(tuple(given.shape))
+        values = given.detach().to("cpu", self._dtype, copy=True).contiguous()
+        if not values.isfinite().all():
+            raise InvalidRequestError(f"prompt_embeds has numbers that {self._dtype} cannot hold, or that are none")
+        return PromptEmbeds(values)
+
+    def read_raw(self, data: bytes, shape: Sequence[int], dtype: str) -> PromptEmbeds:
+        """The embeddings in little-endian values, row by row. Raises InvalidRequestError."""
+        self._check(tuple(shape))
+        kind = _TYPES[dtype]
+        if len(data) != shape[0] * shape[1] * kind.itemsize:
+            raise InvalidRequestError(
+                f"prompt_embeds has {len(data)} bytes; a shape of {list(shape)} in {dtype} has "
+                f"{shape[0] * shape[1] * kind.itemsize}, send them all"
+            )
+        return self.read(torch.frombuffer(bytearray(data), dtype=kind).view(*shape))
+
+    def read_safetensors(self, data: bytes) -> PromptEmbeds:
+        """The embeddings in a file of one tensor. Raises InvalidRequestError."""
+        try:
+            found = load(data)
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            line = str(error).partition("\n")[0][:100]
+            raise InvalidRequestError(f"prompt_embeds is no safetensors file ({line}); send a whole one") from error
+        if len(found) != 1:
+            raise InvalidRequestError(f"prompt_embeds has {len(found)} tensors; send a safetensors file of one")
+        return self.read(*found.values())
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if len(shape) != 2 or shape[1] != self._width or not 1 <= shape[0] <= self._max_rows:
+            raise InvalidRequestError(
+                f"prompt_embeds has the shape {list(shape)}; give [tokens, {self._width}], of 1 to {self._max_rows} "
+                "tokens"
+            )
