@@ -422,6 +422,14 @@ def test_weights_of_other_sizes_than_the_config_says_are_refused(tiny_models: Ti
         open_llm(folder)
 
 
+def test_a_field_of_another_type_is_named(tiny_models: TinyModels, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_models.folder("deepseek_v3"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "kv_lora_rank": "sixteen"}))
+    with pytest.raises(ModelLoadError, match=r"'kv_lora_rank'.* expected int, got str .*; correct config.json"):
+        open_llm(folder)
+
+
 def test_weights_that_lack_a_layer_are_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
     """transformers would fill the missing ones with random numbers."""
     folder = broken_copy(tiny_models, tmp_path)

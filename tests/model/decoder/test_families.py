@@ -311,6 +311,12 @@ def test_a_field_that_nobody_knows_sends_a_model_to_transformers_modules(
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}),
+        ("deepseek_v2", {"norm_topk_prob": True}),
+        ("deepseek_v2", {"num_key_value_heads": 2}),
+        ("deepseek_v3", {"scoring_func": "softmax"}),
+        ("deepseek_v3", {"topk_group": 5}),
+        ("deepseek_v3", {"topk_group": 1}),  # three experts, of which four are chosen
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}),
     ],
 )
 def test_values_that_are_not_written_are_named(tiny_models: TinyModels, family: str, facts: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class CpuPlan:
 def why_not(kv_format: KVFormat, options: AttentionOptions) -> str | None:
     """Why compiled attention cannot run with these options over blocks of this format; None if it can."""
     if kv_format.dtype not in (torch.bfloat16, torch.float32, torch.int8):
-        return f"takes no dtype={kv_format.name!r}; use 'float32', which is faster"
+        return f"takes no dtype={KVFormat(kv_format.dtype).name!r}; use 'float32', which is faster"
     if options.slopes is not None:
         return "takes no scores with linear biases"
     if options.scale <= 0:  # the search for a row's peak precedes scaling

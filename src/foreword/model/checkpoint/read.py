@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -188,6 +189,10 @@ def _load_config(options: ModelConfig) -> PretrainedConfig:
                 f"supported are {SUPPORTED}"
             ) from error
         raise ModelLoadError(f"the config of model {name!r} cannot be read: {first_line(error)}") from error
+    except (StrictDataclassError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ModelLoadError(
+            f"the config of model {name!r} cannot be read: {' '.join(str(error).split())}; correct config.json"
+        ) from error
     except OSError as error:
         raise ModelLoadError(
             f"model {name!r} is neither a local folder nor a hub id that can be reached: {first_line(error)}"
@@ -244,7 +249,7 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
             f"the weights of model {options.model!r} are damaged or truncated ({first_line(error)}); download them "
             "again"
         ) from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UnsupportedModelError(
             f"model {options.model!r} ({getattr(config, 'model_type', '?')}) cannot run with foreword's attention: "
             f"{first_line(error)}; supported are {SUPPORTED}"

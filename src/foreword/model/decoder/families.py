@@ -453,11 +453,11 @@ def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -
 def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[str, Any]:
     """Experts in all layers but the dense ones, beside some that all rows pass, which are one network."""
     c.expect("moe_layer_freq", 1)
-    width, groups, chosen = c("moe_intermediate_size"), facts.get("groups", 1), c("num_experts_per_tok")
-    count = c("n_routed_experts")
-    can_choose = count // groups * facts.get("chosen_groups", 1)
-    if count % groups or chosen > can_choose or facts.get("group_best", 1) > count // groups:
-        raise UnwrittenError(f"{chosen} of {count} experts in {groups} groups")
+    width, count, chosen = c("moe_intermediate_size"), c("n_routed_experts"), c("num_experts_per_tok")
+    groups, of_groups = facts.get("groups", 1), facts.get("chosen_groups", 1)
+    size = count // groups
+    if count % groups or of_groups > groups or chosen > of_groups * size or facts.get("group_best", 1) > size:
+        raise UnwrittenError(f"{chosen} of {count} experts, from {of_groups} of {groups} groups")
     gate, up, down = (f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
     experts = ExpertSpec(
         count,
