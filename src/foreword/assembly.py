@@ -209,7 +209,7 @@ def assemble(config: EngineConfig) -> Assembled:
         adapters,
         model.pictures,
         model.lacks_pillow,
-        model.embeds_reader(config.model, engine.limits.max_model_len - 1),
+        model.embeds_reader(config.model, engine.limits.max_model_len - 1, engine.manager.block_size),
     )
 
 

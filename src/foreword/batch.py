@@ -351,7 +351,9 @@ def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
 
 def _seen_to(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
     """The position after the last that each token sees; None if none sees a later one."""
-    numbers = entries.facts["sees_ahead"].nonzero()[0]
+    numbers = (entries.facts["sees_ahead"] & (entries.starts < entries.facts["num_prompt_tokens"])).nonzero()[0]
+    if not len(numbers):
+        return None
     seen_to, changes = positions + np.int32(1), False
     for number in numbers.tolist():
         request, start, end, _ = entries[number]

@@ -109,6 +109,7 @@ def test_checkpoints_as_they_were_published_first_are_the_same_models(tmp_path: 
         ("gemma3", "config", {"mm_tokens_per_image": 9}, "mm_tokens_per_image=9"),
         ("mistral3", "config", {"vision_feature_layer": -2}, "vision_feature_layer=-2"),
         ("mistral3", "preprocessor_config", {"size": {"longest_edge": 8}}, "longest_edge=8"),
+        ("internvl", "preprocessor_config", {"max_patches": 10**9}, "1000000000 tiles"),
         ("internvl", "config", {"image_seq_length": 5}, "image_seq_length=5"),
         ("internvl", "config", {"vision_feature_select_strategy": "full"}, "full"),
     ],

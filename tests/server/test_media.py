@@ -101,7 +101,7 @@ def test_a_picture_comes_from_the_address_that_was_checked(site: _Site, crew: Cr
 
     def resolve(host: str, port: int) -> list[str]:
         resolved.append((host, port))
-        return ["127.0.0.1"]
+        return ["::1", "127.0.0.1"]  # nobody listens at the first
 
     media = here(site, crew, resolve=resolve)
     [file] = fill(media, f"http://{NAME.upper()}:{site.port}/a.png?size=1")
@@ -201,6 +201,7 @@ def test_a_server_fetches_once_what_a_conversation_keeps(site: _Site, tmp_path: 
     asked = {"model": MODEL, "input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 4}
     options: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "self_check": False, "dtype": "float32"}
     with LLM(str(save_seeing_model(tmp_path / "model")), **options) as llm:
+        [expected] = llm.chat(asks("Who?", noise(70, 50)), greedy(4))
         config = ServerConfig(log_requests=False, allow_media_domain=(f"localhost:{site.port}",))
         with ServerThread(llm, config) as server:
 
@@ -219,5 +220,4 @@ def test_a_server_fetches_once_what_a_conversation_keeps(site: _Site, tmp_path: 
             second = ask(input="And?", previous_response_id=first["id"]).json()
             assert len(site.asked) == 1
             assert second["usage"]["input_tokens_details"]["image_tokens"] == 40
-            [expected] = llm.chat(asks("Who?", noise(70, 50)), greedy(4))
             assert first["output"][0]["content"][0]["text"] == expected.outputs[0].text

@@ -78,7 +78,7 @@ class LLM:
             parts.tokenizer,
             parts.deviations,
             self.pictures,
-            embeds=None if parts.embeds is None else self._of_embeds,
+            embeds=parts.embeds,
             refusal=self.picture_refusal,
         )
         self.embeds = parts.embeds
@@ -406,13 +406,6 @@ class LLM:
     def read_prompt(self, prompt: PromptInput) -> Prompt:
         """An engine's prompt; any thread may call it. Raises InvalidRequestError."""
         return self._prompts.read(prompt)
-
-    def _of_embeds(self, given: Any) -> Prompt:
-        """The prompt of embeddings alone. Raises InvalidRequestError."""
-        assert self.embeds is not None
-        read = self.embeds.read(given)
-        keys = ExtraKeys(spans=read.spans(self.engine.manager.block_size))
-        return Prompt(np.zeros(len(read), np.int32), extra_keys=keys, embeds=read)
 
     def _prompt(
         self, prompt: PromptInput, link: str | Method | None = None, lora_request: LoRARequest | None = None

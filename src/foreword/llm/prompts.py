@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from foreword.pml.library import SchemaPrompt
 from foreword.text import Tokenizer
 from foreword.text.schema_text import schema_text
 
+if TYPE_CHECKING:
+    from foreword.model.embeds import EmbedsReader
+
 PromptInput = str | SchemaPrompt | Mapping[str, Any]
 
 
@@ -33,13 +36,13 @@ class Prompts:
         deviations: Deviations | None = None,
         pictures: Pictures | None = None,
         *,
-        embeds: Callable[[Any], Prompt] | None = None,
+        embeds: EmbedsReader | None = None,
         refusal: str = "takes no images",
     ) -> None:
         """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked.
 
         `pictures`: what reads them; None: the model takes none, for which errors give the `refusal`. `embeds`: what
-        makes a prompt of embeddings; None: the option is off.
+        reads prompt embeddings; None: the option is off.
         """
         self._refusal, self._embeds = refusal, embeds
         self._model, self._tokenizer, self._deviations, self._pictures = model, tokenizer, deviations, pictures
@@ -123,11 +126,9 @@ class Prompts:
             text = rest.pop("prompt")
             rest["prompt_token_ids"] = self.tokenizer_for("a text prompt").encode_part(text) if text else ()
         plain = self.read({"prompt_token_ids": (), **rest})
-        made = self._embeds(prompt["prompt_embeds"])
-        keys = replace(plain.extra_keys, spans=made.extra_keys.spans)
-        return replace(
-            plain, token_ids=np.concatenate((made.token_ids, plain.token_ids)), extra_keys=keys, embeds=made.embeds
-        )
+        made = self._embeds.read(prompt["prompt_embeds"])
+        token_ids = np.concatenate((np.zeros(len(made), np.int32), plain.token_ids))
+        return replace(plain, token_ids=token_ids, extra_keys=replace(plain.extra_keys, spans=made.spans), embeds=made)
 
     def _with_pictures(self, prompt: Mapping[str, Any]) -> Prompt:
         """The prompt with `multi_modal_data`, as vLLM has it: a picture for each of the model's signs for one."""

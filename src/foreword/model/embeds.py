@@ -7,7 +7,7 @@ nor by torch.load, whose sparse tensors write where they like (CVE-2025-62164).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,30 +25,30 @@ _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class PromptEmbeds:
     """The rows of one prompt's beginning, in the model's type."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, block_size: int) -> None:
         """`values`: [rows, width], which nobody changes."""
         self.values = values
+        self.spans = tuple(_spans(values, block_size))
+        """What block keys say of the rows: prompts that begin with equal rows share the blocks of these rows."""
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def spans(self, block_size: int) -> tuple[KeyedSpan, ...]:
-        """What block keys say of the rows: prompts that begin with equal rows share the blocks of these rows."""
-        found = []
-        for start in range(0, len(self), block_size):
-            rows = self.values[start : start + block_size]
-            about = f"prompt embeddings {rows.dtype} {list(rows.shape)}\n".encode()
-            digest = hashlib.sha256(about + rows.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-            found.append(KeyedSpan("media", digest, start, len(rows)))
-        return tuple(found)
+
+def _spans(values: Tensor, block_size: int) -> Iterator[KeyedSpan]:
+    for start in range(0, len(values), block_size):
+        rows = values[start : start + block_size]
+        digest = hashlib.sha256(f"prompt embeddings {rows.dtype} {list(rows.shape)}\n".encode())
+        digest.update(rows.view(torch.uint8).numpy().tobytes())
+        yield KeyedSpan("media", digest.hexdigest(), start, len(rows))
 
 
 class EmbedsReader:
     """Reads prompt embeddings for one model. Any thread may call it."""
 
-    def __init__(self, dtype: torch.dtype, width: int, max_rows: int) -> None:
-        """`dtype`: the model's; `width`: its hidden size; `max_rows`: of one prompt."""
-        self._dtype, self._width, self._max_rows = dtype, width, max_rows
+    def __init__(self, dtype: torch.dtype, width: int, max_rows: int, block_size: int) -> None:
+        """`dtype`: the model's; `width`: its hidden size; `max_rows`: of one prompt; `block_size`: of its keys."""
+        self._dtype, self._width, self._max_rows, self._block_size = dtype, width, max_rows, block_size
 
     def read(self, given: Any) -> PromptEmbeds:
         """The embeddings in an array or a tensor [rows, width], or that were read. Raises InvalidRequestError."""
@@ -67,7 +67,7 @@ class EmbedsReader:
         values = given.detach().to("cpu", self._dtype, copy=True).contiguous()
         if not values.isfinite().all():
             raise InvalidRequestError(f"prompt_embeds has numbers that {self._dtype} cannot hold, or that are none")
-        return PromptEmbeds(values)
+        return PromptEmbeds(values, self._block_size)
 
     def read_raw(self, data: bytes, shape: Sequence[int], dtype: str) -> PromptEmbeds:
         """The embeddings in little-endian values, row by row. Raises InvalidRequestError."""

@@ -160,7 +160,7 @@ class LoadedModel:
             raise ConfigError("enable_lora=True, and models with pictures take no adapters yet; leave it out")
         return LoadedAdapters(self.network.spec, options.max_loras, options.max_lora_rank)
 
-    def embeds_reader(self, options: ModelConfig, max_rows: int) -> EmbedsReader | None:
+    def embeds_reader(self, options: ModelConfig, max_rows: int, block_size: int) -> EmbedsReader | None:
         """What reads prompt embeddings; None if prompts have none. Raises ConfigError if the model takes none."""
         if not options.enable_prompt_embeds:
             return None
@@ -169,7 +169,7 @@ class LoadedModel:
                 "enable_prompt_embeds=True needs a decoder of a written family on a CPU that takes no pictures; leave "
                 "it out"
             )
-        return EmbedsReader(self.dtype, self.hidden_size, max_rows)
+        return EmbedsReader(self.dtype, self.hidden_size, max_rows, block_size)
 
     def activation_widths(self) -> list[int]:
         """The last dimensions of the activations that pass through elementwise functions."""

@@ -13,6 +13,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
@@ -24,6 +25,8 @@ from foreword.server.crews import Crew
 
 FETCH_S = 10.0
 """Most seconds from the connection to a picture's last byte."""
+MOST_ADDRESSES = 3
+"""Addresses of a name that are tried, in the order of the resolver."""
 _PORTS = {"http": 80, "https": 443}
 _EMBEDDING = ipaddress.IPv6Network("64:ff9b::/96")
 """Addresses that stand for an IPv4 address (RFC 6052)."""
@@ -94,15 +97,18 @@ class MediaDomains:
         if not addresses or not all(map(self._is_allowed, addresses)):
             _refuse(text, "its domain leads to an address that is not public")
         try:
-            return asyncio.run(self._bounded(url, addresses[0], most))
+            return asyncio.run(self._bounded(url, addresses[:MOST_ADDRESSES], most))
         except TimeoutError:
             _refuse(text, f"it took more than {self._seconds:g} s")
         except httpx.HTTPError as error:
             _refuse(text, f"the connection failed ({type(error).__name__})")
 
-    async def _bounded(self, url: httpx.URL, address: str, most: int) -> bytes:
+    async def _bounded(self, url: httpx.URL, addresses: list[str], most: int) -> bytes:
         async with asyncio.timeout(self._seconds):
-            return await self._read(url, address, most)
+            for address in addresses[:-1]:
+                with suppress(httpx.ConnectError):
+                    return await self._read(url, address, most)
+            return await self._read(url, addresses[-1], most)
 
     async def _read(self, url: httpx.URL, address: str, most: int) -> bytes:
         """Ask the machine at `address`, by the URL's name, also in TLS."""

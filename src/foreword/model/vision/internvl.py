@@ -15,6 +15,7 @@ from foreword.model.spec import DecoderSpec
 from foreword.model.vision.encoded import Vision
 from foreword.model.vision.parts import check_last_layer, check_width, digest_of, load_weights, loading
 
+MOST_TILES = 64
 Tiles = tuple[int, int]
 """Rows and columns of tiles."""
 
@@ -32,6 +33,11 @@ class InternVLVision(Vision):
             size, own = self._processor.size, tuple(config.vision_config.image_size)
             if not self._processor.do_resize or (size.height, size.width) != own:
                 raise ValueError(f"preprocessor_config.json gives tiles another size than {own[0]} x {own[1]} pixels")
+            if not 1 <= self._processor.min_patches <= self._processor.max_patches <= MOST_TILES:
+                raise ValueError(
+                    f"preprocessor_config.json cuts pictures into {self._processor.min_patches} to "
+                    f"{self._processor.max_patches} tiles; at most {MOST_TILES} are served"
+                )
             self._scale: float = config.downsample_ratio
             self._tile_rows: int = config.image_seq_length
             made = self.encode(np.zeros((*own, 3), np.uint8))
