@@ -88,7 +88,7 @@ class Drafting:
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
         self._allowance = Allowance()
         self._seconds_of_guess = self._guessing_s = 0.0
-        """Of one guess lately, and of all guesses for the next step."""
+        """Of one guess lately, and of planning the drafts of the next step."""
         self._num_accepted = 0
         """Drafts of the step that is recorded."""
         self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)
@@ -105,8 +105,12 @@ class Drafting:
         `requests` decode, one row each, in a step of `num_rows` rows, to which at most `room` can be added.
         """
         self._drafted_from.clear()
-        if not self._may_pay(len(requests), num_rows, room):
-            return {}
+        started = time.perf_counter()
+        drafts = self._plan(requests, num_rows, room) if self._may_pay(len(requests), num_rows, room) else {}
+        self._guessing_s += time.perf_counter() - started
+        return drafts
+
+    def _plan(self, requests: Sequence[Request], num_rows: int, room: int) -> dict[int, IntArray]:
         guesses = self._guesses(requests, num_rows)
         longest = [0 if guess is None else len(guess[0].token_ids) for guess in guesses]
         if self._fixed is not None:
@@ -133,6 +137,8 @@ class Drafting:
         if self._fixed is not None:
             return True
         self._num_ahead += 1
+        if not self._allowance.is_open:
+            return False
         known = (self._known.get(request) for request in requests)
         is_lucky = any(one is not None and one.was_right and one.guesses for one in known)
         if not is_lucky and self._num_ahead < PAUSE_EVERY:
@@ -168,8 +174,7 @@ class Drafting:
         started = time.perf_counter()
         guesses = [self._guess(request) if ask else None for request, ask in zip(requests, asked, strict=True)]
         if asked.any():
-            self._guessing_s = time.perf_counter() - started
-            seconds = self._guessing_s / int(asked.sum())
+            seconds = (time.perf_counter() - started) / int(asked.sum())
             self._seconds_of_guess += (seconds - self._seconds_of_guess) / 16
         return guesses
 

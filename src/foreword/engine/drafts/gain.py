@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 SHARE = 0.01
 """Of the time of steps: what drafts may lose in the long run, with guessing."""
-MOST_S = 0.05
-"""Seconds that may be lost at once. With SHARE, at most 2% of any 5 s are lost, and what one step takes too long."""
+MOST_S = 0.03
+"""Seconds that may be lost at once. With SHARE, at most 1.6% of any 5 s are lost, and what one step takes too long."""
 NEWEST = 7
 """Steps without drafts of one number of rows, of which the fastest counts: others waited for something."""
 Floats = npt.NDArray[np.float64]
