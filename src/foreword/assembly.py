@@ -66,7 +66,7 @@ from foreword.tiers.tier import Tier
 if TYPE_CHECKING:
     from foreword.events.publisher import Publisher
     from foreword.grammar import Grammars
-    from foreword.model.adapters.loaded import LoadedAdapters
+    from foreword.model.adapters.loaded import AdapterNames, LoadedAdapters
     from foreword.model.block_bytes import BlockBytes
     from foreword.model.deviation import LinkDeviations
     from foreword.model.embeds import EmbedsReader
@@ -107,7 +107,7 @@ class Assembled:
     """What tells which linked tokens deviate; None if nothing may be linked."""
     kept_times: KeptTimes | None = None
     """Where the next process finds what steps take; None if this one times none."""
-    adapters: LoadedAdapters | None = None
+    adapters: LoadedAdapters | AdapterNames | None = None
     """What reads and keeps adapters; None if requests may name none."""
     pictures: EncodedPictures | None = None
     """What encodes pictures; None: the model takes none."""

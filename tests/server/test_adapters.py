@@ -16,6 +16,7 @@ from foreword.llm import LLM
 from foreword.model.adapters import loaded
 from foreword.model.adapters.weights import AdapterWeights
 from foreword.server.access.adapters import ServedAdapters
+from foreword.server.access.tenants import read_keys
 from foreword.server.options import ServerConfig
 from foreword.server.service import MANY_MESSAGES
 from live_server import MODEL, ServerThread, client, wait_until
@@ -232,3 +233,30 @@ def test_modules_are_names_and_paths_or_vllms_json(server: ServerThread, sql: Pa
     for wrong in ("a", "{", '{"name": 1, "path": "x"}', "a="):
         with pytest.raises(ConfigError, match="use name=path"):
             ServedAdapters(llm, [wrong], ())
+
+
+def test_a_tenant_uses_the_adapters_that_its_keys_file_names(base: Path, sql: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[a]\nkeys = ["ka"]\nadapters = ["sql"]\n[b]\nkeys = ["kb"]\nadapters = []\n[c]\nkeys = ["kc"]\n')
+    config = ServerConfig(lora_modules=(f"sql={sql}", f"new={sql}"), keys_file=keys)
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "self_check": False, "enable_lora": True}
+    with LLM(str(base), **options) as llm, ServerThread(llm, config) as server:
+        for key, allowed in (("ka", {"sql"}), ("kb", set()), ("kc", {"sql", "new"})):
+            own = {"Authorization": f"Bearer {key}"}
+            listed = httpx.get(f"{server.url}/v1/models", headers=own).json()["data"]
+            assert {one["id"] for one in listed} == {MODEL, *allowed}
+            tags = httpx.get(f"{server.url}/api/tags", headers=own).json()["models"]
+            assert {one["name"] for one in tags} == {MODEL, *allowed}
+            for name in (MODEL, "sql", "new"):
+                body = {"model": name, "prompt": TEXT, "max_tokens": 2}
+                for path in ("v1/completions", "v1/cache/explain"):
+                    asked = body if path == "v1/completions" else {"model": name, "prompt": TEXT}
+                    answer = httpx.post(f"{server.url}/{path}", json=asked, headers=own, timeout=60)
+                    assert answer.status_code == (200 if name in {MODEL, *allowed} else 404), answer.text
+
+
+def test_a_list_of_adapters_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[alice]\nkeys = ["a"]\nadapters = "sql"\n')
+    with pytest.raises(ConfigError, match=r"alice.*adapters='sql' must be a list of names"):
+        read_keys(path)

@@ -6,7 +6,7 @@ Knows how an engine is assembled; computes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from foreword.assembly import Assembled, block_keys, load_tokenizer, make_manager, text_tools
 from foreword.batch import Batch
@@ -18,7 +18,11 @@ from foreword.model.checkpoint.generation import recommended_sampling
 from foreword.model.checkpoint.gguf.unfold import unfolded
 from foreword.model.checkpoint.pooling import Pooling
 from foreword.model.layout import CacheLayout
+from foreword.model.spec import DecoderSpec
 from foreword.tiers.identity import CacheIdentity
+
+if TYPE_CHECKING:
+    from foreword.model.adapters.loaded import AdapterNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,17 @@ class EngineFacts:
     """Whether it would take pictures if Pillow were installed."""
     embeds: Any = None
     """What reads prompt embeddings; None: prompts have none."""
+    decoder: DecoderSpec | None = None
+    """What adapters must fit; None if requests may name none."""
 
     @classmethod
     def of(cls, llm: LLM) -> EngineFacts:
         """The facts of a loaded model."""
         engine, encoded = llm.engine, llm.encoded_pictures
         pictures = None if encoded is None else encoded.without_weights()
+        decoder = None if llm.adapters is None else llm.adapters.spec
         about = llm.layout, llm.cache_identity, engine.limits, engine.snapshot().num_blocks, llm.inexactness
-        return cls(*about, pictures, llm.lacks_pillow, llm.embeds)
+        return cls(*about, pictures, llm.lacks_pillow, llm.embeds, decoder)
 
 
 def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
@@ -75,8 +82,17 @@ def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
         pictures=facts.pictures,
         lacks_pillow=facts.lacks_pillow,
         embeds=facts.embeds,
+        adapters=_adapters(config, facts),
     )
     return LLM.of(config, parts)
+
+
+def _adapters(config: EngineConfig, facts: EngineFacts) -> AdapterNames | None:
+    if facts.decoder is None:
+        return None
+    from foreword.model.adapters.loaded import AdapterNames  # compiles kernels, which most fronts can do without
+
+    return AdapterNames(facts.decoder, config.model.max_lora_rank)
 
 
 class _NoRunner:

@@ -7,18 +7,26 @@ them, and the replica puts its own in their place.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foreword.engine import Prompt
+from foreword.errors import InvalidRequestError
 from foreword.grammar import Grammars
 from foreword.llm import LLM
-from foreword.request import RequestOutput, SamplingParams
+from foreword.request import Adapter, RequestOutput, SamplingParams
 from foreword.server.answer_stream import Delta, Shown
-from foreword.server.api_errors import APIError
+from foreword.server.api_errors import APIError, adapter_unread
 from foreword.text import Tokenizer
+
+if TYPE_CHECKING:
+    from foreword.model.adapters.loaded import LoadedAdapters
+    from foreword.model.adapters.weights import AdapterName
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +106,23 @@ class Codec:
     def decode(self, data: bytes) -> Submission:
         """A submission from its bytes. Compiles its grammar, which takes up to a second; any thread may call it.
 
-        Raises InvalidRequestError for a grammar that cannot be followed. The bytes are trusted: they come from a front.
+        Reads its adapter, too. Raises APIError for one that cannot be read, InvalidRequestError for a grammar that
+        cannot be followed. The bytes are trusted: they come from a front.
         """
         with self._lock:  # grammars belong to one thread at a time
             submission: Submission = _Unpickler(io.BytesIO(data), self._llm).load()
-        return replace(submission, prompt=_moved(submission.prompt, self._llm.engine.clock()))
+        prompt = _moved(submission.prompt, self._llm.engine.clock())
+        if prompt.adapter is not None:
+            prompt = replace(prompt, adapter=self._adapter(cast("AdapterName", prompt.adapter)))
+        return replace(submission, prompt=prompt)
+
+    def _adapter(self, name: AdapterName) -> Adapter:
+        """Raises AdaptersBusyError, or APIError 503 without the folder, which is the operator's alone to know."""
+        try:
+            return cast("LoadedAdapters", self._llm.adapters).named(name)
+        except InvalidRequestError as error:
+            logger.warning("an adapter is asked for and cannot be read: %s", error)
+            raise adapter_unread(name.digest[:12]) from error
 
 
 class _Pickler(pickle.Pickler):

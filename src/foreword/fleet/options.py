@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foreword.config import EngineConfig
 from foreword.errors import ConfigError
 
 MOST_REPLICAS = 1000
@@ -39,11 +38,3 @@ class FleetConfig:
         for name in ("replica_cpus", "replica_gpus"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; use a number of at least 0")
-
-    def check(self, engine: EngineConfig) -> None:
-        """Raise ConfigError for options of engines that replicas do not have."""
-        if engine.model.enable_lora:
-            raise ConfigError(
-                f"enable_lora=True needs one process, and replicas={self.replicas}; leave one of them out, or start "
-                "several servers"
-            )

@@ -65,7 +65,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     given.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
     config = ServerConfig(**{name: _typed(name, value) for name, value in _taken(given, ServerConfig).items()})
     fleet = FleetConfig(**{"replicas": 1, **_taken(given, FleetConfig)})
-    fleet.check(EngineConfig.from_options(model, **given))  # a wrong option is known before anything starts
+    EngineConfig.from_options(model, **given)  # a wrong option is known before anything starts
     engine = application(model, given, fleet)
     front = serve.deployment(
         name="front",

@@ -34,7 +34,6 @@ APPLICATION = "foreword"
 def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
     """`serve` with several engines. `options`: of each engine. Raises ConfigError."""
     engine = EngineConfig.from_options(model, **options)
-    fleet.check(engine)
     logger.info("starting %d replicas", fleet.replicas)
     with replicas_of(model, options, fleet, APPLICATION) as link:
         front = open_front(engine, asyncio.run(link.facts_of_engine()))

@@ -77,7 +77,8 @@ class HotPrefixes:
         known = self._found.get(key)
         if known is None:
             length = num_blocks * self._block_tokens
-            cut = Prompt(np.array(prompt.token_ids[:length]), None, prompt.extra_keys)
+            own = prompt.begun()  # an adapter begins where it does in the whole prompt
+            cut = Prompt(np.array(prompt.token_ids[:length]), None, own.extra_keys, adapter=own.adapter)
             known = self._found[key] = HotPrefix(key, keys[:num_blocks], cut, 0.0, self._num_notes)
             self._num_tokens += length
         known.weight = known.weight * self._faded(known) + 1.0

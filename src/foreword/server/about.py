@@ -63,7 +63,8 @@ async def version() -> Response:
 @router.get("/v1/models", tags=["server"])
 async def models(request: Request, tenant: Authorized) -> Response:
     """The names under which the server serves its model."""
-    return json_response(dialect_of(request).models(service_of(request), request.query_params))
+    service = service_of(request)
+    return json_response(dialect_of(request).models(service, service.models_of(tenant), request.query_params))
 
 
 @router.get("/v1/models/{model:path}", tags=["server"])

@@ -54,7 +54,7 @@ async def explain(
     plain = await read_prompt(service, body, request)
     token_ids = plain.token_ids
     service.check_length(len(token_ids))
-    adapter, salt = await service.adapter(body.model), service.tenants.namespace(tenant, body.cache_salt)
+    adapter, salt = await service.adapter(body.model, tenant), service.tenants.namespace(tenant, body.cache_salt)
     prompt = service.placed(plain, salt, adapter).begun()
     keys = prompt.extra_keys
     namespace = namespace_of(keys.salt, None if keys.adapter_offset else keys.adapter)

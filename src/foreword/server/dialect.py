@@ -61,8 +61,8 @@ class Dialect(ABC):
         """The last event of a stream that fails."""
 
     @abstractmethod
-    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
-        """The list of models."""
+    def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
+        """The list of models; `names`: those that the caller may use."""
 
     @abstractmethod
     def model(self, service: Service, name: str) -> Mapping[str, Any]:

@@ -256,15 +256,19 @@ class Service:
         """All names that clients may give: the model's own, then those of adapters."""
         return self._own_names + self.adapters.names
 
-    async def adapter(self, model: str | None) -> Adapter | None:
+    def models_of(self, tenant: Tenant) -> list[str]:
+        """Those that a tenant may give."""
+        return [*self._own_names, *filter(tenant.may_use, self.adapters.names)]
+
+    async def adapter(self, model: str | None, tenant: Tenant) -> Adapter | None:
         """The adapter that a model's name stands for; None: the model alone.
 
-        Raises APIError: 404 for a name that is served no longer, 429 if requests hold too many others, 503 for files
-        that cannot be read, whose place is the operator's alone to know.
+        Raises APIError: 404 for a name that is not served, or not to this tenant, 429 if requests hold too many
+        others, 503 for files that cannot be read, whose place is the operator's alone to know.
         """
         if model is None or model in self._own_names:
             return None
-        if model not in self.adapters:
+        if model not in self.adapters or not tenant.may_use(model):
             raise unknown_model(model)
         served = self.adapters.find(model)
         try:
@@ -274,7 +278,7 @@ class Service:
             raise adapter_unread(model) from error
 
     def check_model(self, name: str | None) -> None:
-        """Raises APIError 404 unless this model is served."""
+        """Raises APIError 404 unless this model is served. Whether a tenant may use it, `adapter` tells."""
         if name is not None and name not in self.model_names:
             raise unknown_model(name)
 
@@ -455,7 +459,7 @@ class Service:
         if caller.is_uncached:  # what it leaves is evicted like other blocks
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
             params = replace(params, skip_reading_prefix_cache=True)
-        size, adapter = self.llm.layout.block_size, await self.adapter(caller.model)
+        size, adapter = self.llm.layout.block_size, await self.adapter(caller.model, caller.tenant)
         placed = [
             replace(
                 self.placed(prompt, salt, adapter),

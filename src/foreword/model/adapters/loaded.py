@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from foreword.errors import AdaptersBusyError, InvalidRequestError
-from foreword.model.adapters.weights import AdapterWeights, LowRank, Place, most_bytes, places
+from foreword.model.adapters.weights import AdapterName, AdapterWeights, LowRank, Place, most_bytes, places
 from foreword.model.checkpoint.tensors import StoredPlace, UnreadableError, places_in
 from foreword.model.spec import DecoderSpec
 
@@ -51,6 +51,8 @@ Match = Callable[[str], bool]
 Patterns = Sequence[tuple[re.Pattern[str], Any]]
 SETTLED_S = 2.0
 """A file that changed less than this before it was read may change again without a new date."""
+MOST_NAMES = 1024
+"""Folders of which a process that computes nothing remembers what they hold."""
 HELD = 2
 """All that are alive take at most this many times what those take that stay: requests may hold as many again."""
 Stamp = tuple[tuple[int, ...], ...]
@@ -243,7 +245,7 @@ def _read(folder: Path, config: _Config, spec: DecoderSpec, max_rank: int) -> Ad
             raise _RefusedError(f"{name!r} has only one of its two matrices")
         _check_shapes(name, config, known[name], matrices, max_rank)
         changes[name] = _change(name, config, matrices)
-    return AdapterWeights(spec, changes, config.invocation)
+    return AdapterWeights(spec, changes, config.invocation, str(folder))
 
 
 def _check_shapes(name: str, config: _Config, place: Place, matrices: Mapping[str, StoredPlace], max_rank: int) -> None:
@@ -275,7 +277,7 @@ class LoadedAdapters:
 
     def __init__(self, spec: DecoderSpec, most: int, max_rank: int) -> None:
         """Keep at most `most` of them, besides those that requests hold, with ranks up to `max_rank`."""
-        self._spec, self._most, self._max_rank = spec, most, max_rank
+        self.spec, self._most, self._max_rank = spec, most, max_rank
         self._most_bytes = HELD * most * most_bytes(spec, max_rank)
         self._kept: OrderedDict[str, tuple[Stamp | None, AdapterWeights]] = OrderedDict()
         """By folder, the one used last at the end, with the state of its files; None: read it again."""
@@ -290,7 +292,7 @@ class LoadedAdapters:
         with self._lock:
             stamp_before, adapter = self._kept.get(folder, (None, None))
         if adapter is None or stamp is None or stamp_before != stamp:
-            adapter = read_adapter(folder, self._spec, self._max_rank)
+            adapter = read_adapter(folder, self.spec, self._max_rank)
         with self._lock:
             adapter = self._alive.get(adapter.digest) or self._admit(adapter)
             self._kept[folder] = stamp, adapter
@@ -298,6 +300,18 @@ class LoadedAdapters:
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
             return adapter
+
+    def named(self, name: AdapterName) -> AdapterWeights:
+        """The adapter that another process has read: from memory, or else from its folder.
+
+        Raises InvalidRequestError, also if the folder has another one by now, or AdaptersBusyError.
+        """
+        with self._lock:
+            held = self._alive.get(name.digest)
+        found = self.get(name.folder) if held is None else held
+        if found.digest != name.digest:
+            raise InvalidRequestError(f"the adapter in {name.folder!r:.300} has changed since the request was sent")
+        return found
 
     def _admit(self, read: AdapterWeights) -> AdapterWeights:
         """Make room for one more; those that nobody holds leave memory with the tables' entry."""
@@ -326,6 +340,30 @@ class LoadedAdapters:
     def num_bytes(self) -> int:
         """Bytes of all that are alive."""
         return sum(adapter.num_bytes for adapter in list(self._alive.values()))
+
+
+class AdapterNames:
+    """Reads adapters as `LoadedAdapters` does, and keeps only their names: for a process that computes nothing."""
+
+    def __init__(self, spec: DecoderSpec, max_rank: int) -> None:
+        self.spec, self._max_rank = spec, max_rank
+        self._kept: OrderedDict[str, tuple[Stamp | None, AdapterName]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, folder: str) -> AdapterName:
+        """The name of the adapter that is in a folder now. Raises InvalidRequestError."""
+        stamp = _stamp(Path(folder))
+        with self._lock:
+            stamp_before, name = self._kept.get(folder, (None, None))
+        if name is None or stamp is None or stamp_before != stamp:
+            read = read_adapter(folder, self.spec, self._max_rank)
+            name = AdapterName(read.digest, None if read.invocation is None else read.invocation.tolist(), folder)
+        with self._lock:
+            self._kept[folder] = stamp, name
+            self._kept.move_to_end(folder)
+            if len(self._kept) > MOST_NAMES:
+                self._kept.popitem(last=False)
+        return name
 
 
 def _stamp(folder: Path) -> Stamp | None:

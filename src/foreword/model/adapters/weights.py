@@ -74,14 +74,41 @@ class LowRank:
     """A digest of both matrices as the file has them."""
 
 
-class AdapterWeights:
+class AdapterName:
+    """What a process that computes nothing knows of an adapter."""
+
+    def __init__(self, digest: str, invocation: Sequence[int] | None, folder: str) -> None:
+        """`invocation`: the tokens with which an aLoRA adapter begins, if it is one."""
+        self.digest = digest
+        """Names the content: equal for the same matrices, scales and tokens, wherever they come from."""
+        self.invocation = None if invocation is None else np.array(invocation, np.int32)
+        self.folder = folder
+        """Where it was read."""
+
+    def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
+        """The index of the first token of a prompt that it computes; None: none, as if there were no adapter.
+
+        aLoRA (arXiv 2504.12397): the last place at which the invocation begins. Without one: 0.
+        """
+        if self.invocation is None:
+            return 0
+        size = len(self.invocation)
+        if len(token_ids) < size:
+            return None
+        windows = np.lib.stride_tricks.sliding_window_view(token_ids, size)
+        begins = np.flatnonzero(token_ids[: len(windows)] == self.invocation[0])
+        matches = begins[(windows[begins] == self.invocation).all(axis=1)]
+        return int(matches[-1]) if len(matches) else None
+
+
+class AdapterWeights(AdapterName):
     """One adapter. Whoever runs a request under it keeps it alive."""
 
-    def __init__(self, spec: DecoderSpec, changes: Mapping[str, LowRank], invocation: Sequence[int] | None) -> None:
-        """`changes` by names of modules; `invocation`: the tokens with which an aLoRA adapter begins, if it is one."""
-        self.invocation = None if invocation is None else np.array(invocation, np.int32)
-        self.digest = _digest(changes, invocation)
-        """Names the content: equal for the same matrices, scales and tokens, wherever they come from."""
+    def __init__(
+        self, spec: DecoderSpec, changes: Mapping[str, LowRank], invocation: Sequence[int] | None, folder: str = ""
+    ) -> None:
+        """`changes` by names of modules."""
+        super().__init__(_digest(changes, invocation), invocation, folder)
         self.most_rank = max(len(change.down) for change in changes.values())
         found, count = places(spec), PRODUCTS * len(spec.layers)
         self._parts = np.zeros((count, PARTS), PART)
@@ -100,21 +127,6 @@ class AdapterWeights:
     def num_bytes(self) -> int:
         """Bytes of memory that the matrices take."""
         return sum(matrix.nbytes for matrix in self._kept)
-
-    def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
-        """The index of the first token of a prompt that it computes; None: none, as if there were no adapter.
-
-        aLoRA (arXiv 2504.12397): the last place at which the invocation begins. Without one: 0.
-        """
-        if self.invocation is None:
-            return 0
-        size = len(self.invocation)
-        if len(token_ids) < size:
-            return None
-        windows = np.lib.stride_tricks.sliding_window_view(token_ids, size)
-        begins = np.flatnonzero(token_ids[: len(windows)] == self.invocation[0])
-        matches = begins[(windows[begins] == self.invocation).all(axis=1)]
-        return int(matches[-1]) if len(matches) else None
 
 
 def _digest(changes: Mapping[str, LowRank], invocation: Sequence[int] | None) -> str:

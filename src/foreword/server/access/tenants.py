@@ -6,6 +6,7 @@ A keys file is TOML, one table per tenant:
     keys = ["sk-alice-1", "sk-alice-2"]
     max_cached_blocks = 2000          # optional: the server evicts more, those next in eviction order first
     priorities = [0, 10]              # optional: the lowest and the highest `priority` that its requests may have
+    adapters = ["sql"]                # optional: the names of the adapters that it may use; all, if it is left out
 
     [bob]
     keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
@@ -54,6 +55,12 @@ class Tenant:
     max_cached_blocks: int | None = None
     priorities: tuple[int, int] | None = None
     """The lowest and the highest priority that its requests may have; None: any."""
+    adapters: frozenset[str] | None = None
+    """The names of the adapters that it may use; None: all."""
+
+    def may_use(self, adapter: str) -> bool:
+        """Whether its requests may name an adapter."""
+        return self.adapters is None or adapter in self.adapters
 
     def check_priority(self, priority: int) -> None:
         """Raises APIError 400 for a priority that is not permitted."""
@@ -181,16 +188,21 @@ def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]
     where = f"keys file {str(path)!r}, tenant {name!r}"
     if name in (ANYBODY, DASHBOARD):
         raise ConfigError(f"{where}: this name is the server's own, and would share its cache; choose another")
-    if not isinstance(table, dict) or set(table) - {"keys", "max_cached_blocks", "priorities"}:
-        raise ConfigError(f"{where}: give a table with 'keys' and, if you like, 'max_cached_blocks' and 'priorities'")
+    if not isinstance(table, dict) or set(table) - {"keys", "max_cached_blocks", "priorities", "adapters"}:
+        raise ConfigError(
+            f"{where}: give a table with 'keys' and, if you like, 'max_cached_blocks', 'priorities' and 'adapters'"
+        )
     keys, quota = table.get("keys"), table.get("max_cached_blocks")
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         raise ConfigError(f"{where}: 'keys' must be a list of strings that are not empty")
     if quota is not None and (type(quota) is not int or quota < 0):
         raise ConfigError(f"{where}: max_cached_blocks={quota!r} is not a number of blocks")
-    priorities = _priorities(where, table.get("priorities"))
+    priorities, adapters = _priorities(where, table.get("priorities")), table.get("adapters")
+    if adapters is not None and not (isinstance(adapters, list) and all(isinstance(one, str) for one in adapters)):
+        raise ConfigError(f"{where}: adapters={adapters!r:.80} must be a list of names, such as ['sql']; [] for none")
+    named = None if adapters is None else frozenset(adapters)
     try:
-        return Tenant(name, quota, priorities), [_stored_digest(key) for key in keys]
+        return Tenant(name, quota, priorities, named), [_stored_digest(key) for key in keys]
     except ValueError as error:
         raise ConfigError(f"{where}: what follows 'sha256:' must be 64 hexadecimal digits") from error
 

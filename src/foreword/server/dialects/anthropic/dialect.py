@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from foreword.server.api_errors import APIError, InvalidFieldError, LongPromptError, bad_request
+from foreword.server.api_errors import APIError, InvalidFieldError, LongPromptError, bad_request, unknown_model
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.anthropic import endpoints
 from foreword.server.dialects.anthropic.fields import CountMessageTokensRequest, CreateMessageRequest
@@ -72,14 +72,14 @@ class Anthropic(Dialect):
     def error_event(self, error: APIError, request_id: str) -> Event:
         return "error", body_of_error(error, request_id)
 
-    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
-        names, limit = list(service.model_names), query.get("limit", "20")
+    def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
+        limit = query.get("limit", "20")
         if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_MODELS:
             raise bad_request(f"limit: must be a number from 1 to {MOST_MODELS}")
         after, before, most = query.get("after_id"), query.get("before_id"), int(limit)
         for cursor in (after, before):
-            if cursor is not None:
-                service.check_model(cursor)
+            if cursor is not None and cursor not in names:
+                raise unknown_model(cursor)
         if before is not None:
             rest = names[: names.index(before)]
             page = rest[-most:]

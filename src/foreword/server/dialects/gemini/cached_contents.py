@@ -267,7 +267,7 @@ async def _compute(
         raise bad_request(f"Cached content is too small. total_token_count={end}, min_total_token_count={least}")
     # The prompt ends where conversations will go on; the token after it is thrown away. An aLoRA adapter begins where
     # it does in them, which may be after that.
-    prompt = replace(prompt, adapter=await service.adapter(one.model)).begun()
+    prompt = replace(prompt, adapter=await service.adapter(one.model, tenant)).begun()
     ends = tuple(position for position in prompt.message_ends if position <= end)
     prompt = replace(prompt, token_ids=prompt.token_ids[:end], message_ends=ends)
     caller = replace(caller_of(body, request, tenant, "cached_contents"), model=one.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreword.server.access.tenants import shown_key
@@ -61,11 +61,11 @@ class Gemini(Dialect):
     def error_event(self, error: APIError, request_id: str) -> Event:
         return None, _body(error)
 
-    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
+    def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
         start = number_in(query, "pageToken")
         end = start + page_size(query)
-        page: dict[str, Any] = {"models": [_model(service, name) for name in service.model_names[start:end]]}
-        return page | ({"nextPageToken": str(end)} if end < len(service.model_names) else {})
+        page: dict[str, Any] = {"models": [_model(service, name) for name in names[start:end]]}
+        return page | ({"nextPageToken": str(end)} if end < len(names) else {})
 
     def model(self, service: Service, name: str) -> Mapping[str, Any]:
         service.check_model(name)

@@ -86,7 +86,8 @@ async def count_tokens(
 @router.get("/v1alpha/models")
 async def models(request: Request, tenant: Authorized) -> Response:
     """The names under which the server serves its model."""
-    return json_response(dialect_of(request).models(service_of(request), request.query_params))
+    service = service_of(request)
+    return json_response(dialect_of(request).models(service, service.models_of(tenant), request.query_params))
 
 
 @router.get("/v1beta/models/{model:path}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreword.server.api_errors import APIError
@@ -35,8 +35,8 @@ class Ollama(Dialect):
     def error_event(self, error: APIError, request_id: str) -> Event:
         return None, {"error": str(error)}
 
-    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
-        return listed(service)
+    def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
+        return listed(service, names)
 
     def model(self, service: Service, name: str) -> Mapping[str, Any]:
         return shown(service, served_name(service, name))

@@ -130,13 +130,13 @@ async def show(
 @router.get("/api/tags")
 async def tags(request: Request, tenant: Authorized) -> Response:
     """The names under which the server serves its model."""
-    return json_response(listed(service_of(request)))
+    return json_response(listed(service_of(request), service_of(request).models_of(tenant)))
 
 
 @router.get("/api/ps")
 async def ps(request: Request, tenant: Authorized) -> Response:
     """The model, which stays in memory for as long as the server runs."""
-    return json_response(running(service_of(request)))
+    return json_response(running(service_of(request), service_of(request).models_of(tenant)))
 
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)

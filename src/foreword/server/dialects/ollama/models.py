@@ -5,6 +5,7 @@ Knows the service and the names of fields. Names may end with Ollama's default t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ def served_name(service: Service, name: str) -> str:
     return name
 
 
-def listed(service: Service) -> Json:
+def listed(service: Service, names: Sequence[str]) -> Json:
     """/api/tags."""
     about = _about(service) | {"modified_at": _modified(service)}
-    return {"models": [{"name": name, "model": name, **about} for name in service.model_names]}
+    return {"models": [{"name": name, "model": name, **about} for name in names]}
 
 
-def running(service: Service) -> Json:
+def running(service: Service, names: Sequence[str]) -> Json:
     """/api/ps."""
     on_cpu = service.llm.config.model.device == "cpu"
     about = _about(service)
@@ -42,7 +43,7 @@ def running(service: Service) -> Json:
         "size_vram": 0 if on_cpu else about["size"],
         "context_length": service.max_model_len,
     }
-    return {"models": [{"name": name, "model": name, **about} for name in service.model_names]}
+    return {"models": [{"name": name, "model": name, **about} for name in names]}
 
 
 def shown(service: Service, name: str) -> Json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError
@@ -46,8 +46,8 @@ class OpenAI(Dialect):
     def error_event(self, error: APIError, request_id: str) -> Event:
         return None, _body(error)
 
-    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
+    def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in names]}
 
     def model(self, service: Service, name: str) -> Mapping[str, Any]:
         service.check_model(name)
