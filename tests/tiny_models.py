@@ -255,6 +255,8 @@ RECIPES: Mapping[str, Recipe] = {
         },
     ),
     "glm4_moe_lite": Recipe("glm4_moe_lite", {**LATENT, **GROUPS, "n_group": 1, "topk_group": 1}),
+    # transformers replaces the row of a padding token.
+    "youtu": Recipe("youtu", {**LATENT, "q_lora_rank": 16, "pad_token_id": None}),
     "minicpm3": Recipe("minicpm3", {**LATENT, "scale_emb": 3.0, "scale_depth": 1.2, "dim_model_base": 48}),
     # Heads of whole panels: their products are one operation where the processor has instructions for it.
     "wide_deepseek": Recipe(

@@ -17,7 +17,7 @@ from foreword.errors import ConfigError, ModelLoadError
 MAX_BLOCKS = 2**31 - 1
 """Block numbers have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
 """`model_type` of the models whose KV is latent on a CPU; that of others is expanded, though it could be."""
 SCALE_BYTES = 2
 """Of a token's keys, or values, of one head in codes of eight bits."""

@@ -17,7 +17,7 @@ from foreword.model.spec import DecoderSpec
 from tiny_models import BASE, RECIPES
 
 READ = "llama mistral qwen2 qwen3 smollm3 granite gemma2 gemma3_text phi3 olmo2 cohere2".split()
-READ += ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
+READ += ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
 ROPES: tuple[Mapping[str, Any] | None, ...] = (
     None,
     {"type": "linear", "factor": 2.0},

@@ -30,7 +30,7 @@ from foreword.replay.capacity import LATENT_FAMILIES, kv_bytes_per_token, read_m
 from foreword.replay.timing import StepCost
 from tiny_models import BASE, RECIPES, TinyModels
 
-LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"]
+LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
 
 
 @pytest.mark.parametrize("name", LATENT)

@@ -153,6 +153,13 @@ _LATENT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "youtu": {
+        **_LATENT,
+        "tie_word_embeddings": True,
+        "eos_token_id": 128001,
+        "num_key_value_heads": 16,
+        "rope_interleave": True,
+    },
     "minicpm3": {
         **_LATENT,
         "tie_word_embeddings": True,

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 SUPPORTED = (
     "decoder-only language models of transformers whose layers are full, sliding-window or chunked attention (llama, "
     "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, deepseek_v2, "
-    "deepseek_v3, glm4_moe_lite, minicpm3, llama4, bloom, mpt, ...), recurrent, or both (mamba2, qwen3_next, "
+    "deepseek_v3, glm4_moe_lite, minicpm3, youtu, llama4, bloom, mpt, ...), recurrent, or both (mamba2, qwen3_next, "
     "falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

@@ -24,14 +24,14 @@ from foreword.model.spec import (
 )
 
 _NO_MATTER = frozenset(
-    "_name_or_path _model_name_or_path architectures attention_bias attention_dropout aux_loss_alpha bos_token_id "
-    "cache_implementation chunk_size_feed_forward dtype embd_pdrop eos_token_id ep_size id2label initializer_range "
-    "is_encoder_decoder is_llama_config label2id max_window_layers mlp_bias model_type no_rope_layer_interval "
-    "num_mtp_layers num_nextn_predict_layers "
+    "architectures attention_bias attention_dropout aux_loss_alpha bos_token_id cache_implementation "
+    "chunk_size_feed_forward dtype embd_pdrop embedding_initializer_range eos_token_id ep_size id2label "
+    "initializer_range is_encoder_decoder is_llama_config label2id max_window_layers mlp_bias _model_name_or_path "
+    "model_type _name_or_path no_rope_layer_interval num_mtp_layers num_nextn_predict_layers "
     "original_max_position_embeddings output_attentions output_hidden_states output_router_logits pad_token_id "
     "problem_type qkv_bias quantization_config resid_pdrop return_dict router_aux_loss_coef router_jitter_noise "
-    "seq_aux sliding_window_pattern _sliding_window_pattern torch_dtype "
-    "transformers.js_config transformers_version unk_token_id unsloth_fixed use_cache".split()
+    "seq_aux _sliding_window_pattern sliding_window_pattern torch_dtype transformers.js_config transformers_version "
+    "unk_token_id unsloth_fixed use_cache".split()
 )
 """Fields that change no number of a loaded model. Biases are where the file has them, and a quantized file has become
 plain numbers."""
@@ -519,6 +519,11 @@ def _corrected_experts(c: Fields, dense: Sequence[bool]) -> dict[str, Any]:
     )
 
 
+def youtu(c: Fields) -> DecoderSpec:
+    """Youtu-LLM: as deepseek_v3 without experts."""
+    return _latent(c, c("v_head_dim"), rotary=_pairs(c))
+
+
 def minicpm3(c: Fields) -> DecoderSpec:
     """arXiv 2404.06395 with latent KV: multipliers in three places."""
     hidden, count = c("hidden_size"), c("num_hidden_layers")
@@ -553,5 +558,6 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "kimi_k2": deepseek_v3,
     "glm4_moe_lite": glm4_moe_lite,
     "minicpm3": minicpm3,
+    "youtu": youtu,
 }
 """`model_type` of configs -> its facts."""
