@@ -119,7 +119,7 @@ def link_parts(
     if not composition.num_tokens:
         raise InvalidRequestError("the prompt is empty; give at least one token")
     runs, spans, may_choose = [], [], np.zeros(composition.num_tokens, np.bool_)
-    arrays: dict[int, npt.NDArray[np.int32]] = {}  # of a source, which many runs may share
+    arrays: dict[int, npt.NDArray[np.int32]] = {}  # of the tokens of a source, which many runs may share
     for part, begin in zip(composition.parts, composition.begins, strict=False):
         end = begin + len(part.token_ids)
         if part.span is None or end <= composition.num_exact_tokens:
@@ -127,9 +127,10 @@ def link_parts(
         spans.append((begin, end))
         first, last = begin + method.num_computed(part), min(end, composition.num_tokens - 1)
         if first < last:
-            source = arrays.get(id(part.span.source))
+            tokens = part.span.source.token_ids
+            source = arrays.get(id(tokens))
             if source is None:
-                source = arrays[id(part.span.source)] = np.array(part.span.source.token_ids, np.int32)
+                source = arrays[id(tokens)] = np.array(tokens, np.int32)
             runs.append(LinkedRun(first, last, source, part.span.begin + first - begin))
             may_choose[first:last] = part.first_k is None
     links = Links(method.name, tuple(runs), composition.positions, tuple(spans))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from random import Random
 
@@ -11,7 +12,7 @@ import pytest
 from foreword.demo import tasks
 from foreword.demo.run import embedded_model
 from foreword.errors import ConfigError
-from foreword.modules.questions import TASK_NAMES, Asked, Questions
+from foreword.modules.questions import EDIT, EDIT_LEAK, TASK_NAMES, Asked, Questions
 from foreword.pml.composition import Composition
 from foreword.text import Tokenizer
 from tiny_models import TinyModels
@@ -25,7 +26,10 @@ def tokenizer() -> Tokenizer:
     return loaded
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+DRAWN = [name for name in TASK_NAMES if name not in (EDIT, EDIT_LEAK)]
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_tokens_are_those_of_the_plain_conversation(tokenizer: Tokenizer, name: str) -> None:
     for seed in range(5):
         asked = Questions(tokenizer).draw(Random(seed), name, 400, 4)
@@ -37,7 +41,7 @@ def test_tokens_are_those_of_the_plain_conversation(tokenizer: Tokenizer, name: 
 
 def test_each_part_has_a_source_and_the_text_after_an_argument_is_marked(tokenizer: Tokenizer) -> None:
     questions = Questions(tokenizer)
-    for name in TASK_NAMES:
+    for name in DRAWN:
         asked = questions.draw(Random(1), name, 400, 4)
         parts = [part for part in asked.composition.parts if part.span is not None]
         assert len(asked.composition.sources) == (4 if "cut" not in name else len(parts))
@@ -45,6 +49,23 @@ def test_each_part_has_a_source_and_the_text_after_an_argument_is_marked(tokeniz
         assert len(asked.hidden) == (name == "leak")
         if name.startswith("cut"):
             assert {len(part.token_ids) for part in parts[:-1]} <= {int(name.removeprefix("cut-"))}
+
+
+@pytest.mark.parametrize("name", [EDIT, EDIT_LEAK])
+def test_an_edited_prompt_can_link_what_followed_the_part_that_it_lost(tokenizer: Tokenizer, name: str) -> None:
+    for seed in range(20):
+        asked = Questions(tokenizer).draw(Random(seed), name, 400, 4)
+        composition = asked.composition
+        assert asked.answer is not None
+        text = tokenizer.spell(composition.token_ids.tolist())
+        about = re.findall(r"\w+ of the \w+ \w+", text)[-1]
+        fact = f"The {about} is {asked.answer}."
+        assert (fact in text) == (name == EDIT)
+        [source] = set(composition.sources)
+        assert fact in tokenizer.spell(list(source.token_ids)), "the earlier prompt had it"
+        linked = [part for part in composition.parts if part.span is not None]
+        assert sum(len(part.token_ids) for part in linked) > 40
+        assert composition.parts[0].span is None
 
 
 def test_without_a_template_a_prompt_is_a_plain_text(tiny_models: TinyModels) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.cache import KeyedSpan, KVCacheManager, TokenSequence, jump_span, linked_span
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
@@ -210,12 +211,7 @@ class Intake:
         length = len(prompt.token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token")
-        wrong = np.flatnonzero((prompt.token_ids < 0) | (prompt.token_ids >= self._limits.vocab_size))
-        if wrong.size:
-            raise InvalidRequestError(
-                f"prompt token {prompt.token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
-                f"the model's ids are 0 to {self._limits.vocab_size - 1}"
-            )
+        self._check_vocabulary(prompt.token_ids, "prompt")
         self._check_pictures(prompt)
         self._check_reports(params, length)
         if prompt.embeds is not None and (params.prompt_logprobs is not None or prompt.adapter is not None):
@@ -268,6 +264,14 @@ class Intake:
                 "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
+
+    def _check_vocabulary(self, token_ids: npt.NDArray[np.int32], where: str) -> None:
+        wrong = np.flatnonzero((token_ids < 0) | (token_ids >= self._limits.vocab_size))
+        if wrong.size:
+            raise InvalidRequestError(
+                f"{where} token {token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
+                f"the model's ids are 0 to {self._limits.vocab_size - 1}"
+            )
 
     def _check_pictures(self, prompt: Prompt) -> None:
         """Raise InvalidRequestError for signs of pictures without pictures: tokens of a prompt that had some."""
@@ -323,6 +327,8 @@ class Intake:
                     f"the {span.kind} span at positions {span.offset} to {span.end} (exclusive) touches tokens that a "
                     "link copies or moves; link the documents before and after it"
                 )
+        for tokens in links.sources:
+            self._check_vocabulary(tokens, "source")
         lengths = [len(tokens) for tokens in links.sources]
         last, most = int(links.positions[-1]), self._limits.max_model_len - 1
         if max([last + 1, *lengths]) > most:

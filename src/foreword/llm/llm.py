@@ -145,8 +145,8 @@ class LLM:
         nothing, if a prompt is invalid. With `show_progress=None` a progress bar appears if there are several prompts
         and standard error is a terminal; `use_tqdm` is vLLM's name for this option. `link` names the method by which
         documents, or modules of a schema, are reused at any position: approximate, and only with `allow_links=True`.
-        `lora_request` names the adapter of all prompts, or a list has one for each, None among them; it needs
-        `enable_lora=True`.
+        A prompt's "edited_from", a text or token ids, is the earlier prompt of which it was made. `lora_request` names
+        the adapter of all prompts, or a list has one for each, None among them; it needs `enable_lora=True`.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
@@ -168,6 +168,8 @@ class LLM:
         show_progress: bool | None = None,
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        link: str | Method | None = None,
+        edited_from: RequestOutput | Sequence[int] | None = None,
         **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or several; results in their order.
@@ -177,7 +179,8 @@ class LLM:
         `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking": False};
         `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends after the
         last message. With `continue_final_message=True` it ends inside the last message, and the answer continues it.
-        `lora_request` is as in `generate`.
+        `lora_request` is as in `generate`. With `link` a conversation that was cut or changed in the middle reuses what
+        follows, as in `generate`: `edited_from` is the output of the earlier one, or all its tokens.
         """
         if isinstance(messages, str | Mapping):
             raise InvalidRequestError(
@@ -188,6 +191,10 @@ class LLM:
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         plain = [self._chat_prompt(conversation, rendering) for conversation in conversations]
+        if link is not None:
+            if edited_from is None or len(plain) > 1:
+                raise InvalidRequestError(f"link={link!r:.40} needs edited_from, and one conversation; give both")
+            plain = [self.link(plain[0], self._prompts.edited(plain[0], edited_from), Method.parse(link))]
         prompts = list(map(self._under, plain, _one_each(lora_request, len(plain))))
         chats = [self._chat(prompt, rendering) for prompt in prompts]
         wishes = map(self._constrained, one_each(sampling_params or self._default_sampling, len(prompts)))

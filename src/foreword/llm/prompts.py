@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from foreword.linking import Deviations, Method, composition_of, with_links
 from foreword.pictures import Pictures, picture_file
 from foreword.pml.composition import Composition
 from foreword.pml.documents import FIELDS
+from foreword.pml.edits import compose_edit
 from foreword.pml.library import SchemaPrompt
+from foreword.request import RequestOutput
 from foreword.text import Tokenizer
 from foreword.text.schema_text import schema_text
 
@@ -93,18 +95,33 @@ class Prompts:
             set(prompt)
             - given
             - {"cache_salt", "priority", "session_id", "multi_modal_data"}
-            - (FIELDS if "documents" in given else set())
+            - (FIELDS if "documents" in given else {"edited_from"})
         )
         if unknown or len(given) != 1:
             raise InvalidRequestError(
                 f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
-                "'question', and optionally 'cache_salt', 'priority' and 'session_id'"
+                "'question', and optionally 'cache_salt', 'priority', 'session_id' and 'edited_from'"
             )
         session = prompt.get("session_id")
         if session is not None and (not isinstance(session, str) or not session):
             raise InvalidRequestError(f"session_id={session!r:.60} is not a text with at least one character")
         parsed, composition = self._of_keys(prompt)
+        if "edited_from" in prompt:
+            if composition is not None:
+                raise InvalidRequestError("edited_from stands beside a schema's prompt; give 'prompt' as a text")
+            composition = self.edited(parsed, prompt["edited_from"])
         return replace(parsed, session=session), composition
+
+    def edited(self, prompt: Prompt, before: str | Sequence[int] | RequestOutput) -> Composition:
+        """The parts of a prompt that was made of an earlier one, given as text, tokens or output.
+
+        Raises InvalidRequestError.
+        """
+        if isinstance(before, RequestOutput):
+            before = [*before.prompt_token_ids, *before.outputs[0].token_ids]
+        elif isinstance(before, str):
+            before = self.tokenizer_for("a text prompt").encode(before).tolist()
+        return compose_edit(prompt.token_ids, _token_array(before))
 
     def _of_keys(self, prompt: Mapping[str, Any]) -> tuple[Prompt, Composition | None]:
         """A prompt whose keys were checked."""

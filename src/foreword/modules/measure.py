@@ -26,7 +26,7 @@ from rich.table import Table
 from foreword import LLM, __version__
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import EXACT, MeasuredLinks, Method, Rightness, Z
-from foreword.modules.questions import TASK_NAMES, Asked, Questions
+from foreword.modules.questions import EDIT_LEAK, TASK_NAMES, Asked, Questions
 from foreword.modules.run import add_engine_flags, check_model
 from foreword.pml.composition import Composition
 from foreword.pml.library import SchemaPrompt
@@ -236,7 +236,7 @@ class Cell:
     def fails(self, tallies: Mapping[str, Tally]) -> bool:
         """Whether `all` itself has too few right answers to compare with; `leak` has none to have."""
         own = next(iter(tallies.values()))
-        return self.task != "leak" and own.num_plain_right < LEAST_RIGHT * own.num_with_answer
+        return self.task not in ("leak", EDIT_LEAK) and own.num_plain_right < LEAST_RIGHT * own.num_with_answer
 
     @property
     def counts(self) -> bool:

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from foreword.demo.recall import Fact
 from foreword.demo.tasks import TASKS, Case, draw
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.pml.composition import Composition, Part, Source, Span, TokenIds, concatenated
 from foreword.pml.documents import SEPARATOR, compose_documents
+from foreword.pml.edits import compose_edit
 from foreword.text import Tokenizer
 from foreword.text.schema_text import schema_text
 
 CUT_SIZES = (16, 64, 256)
 """Lengths in tokens of the pieces that `cut` may cut."""
-TASK_NAMES = tuple(
-    name for task in TASKS for name in ([f"cut-{size}" for size in CUT_SIZES] if task == "cut" else [task])
+EDIT, EDIT_LEAK = "edit", "edit-leak"
+"""Tasks with a part that the earlier prompt had: the question is of another part, or of that one."""
+TASK_NAMES = (
+    *(name for task in TASKS for name in ([f"cut-{size}" for size in CUT_SIZES] if task == "cut" else [task])),
+    EDIT,
+    EDIT_LEAK,
 )
 USERS_FIELDS = frozenset({"documents", "question", "instructions", "answer"})
 
@@ -86,6 +92,8 @@ class Questions:
 
     def draw(self, rng: Random, task: str, num_tokens: int, num_parts: int) -> Asked:
         """A case of a task by its name in `TASK_NAMES`. Raises ValueError as `tasks.draw`."""
+        if task in (EDIT, EDIT_LEAK):
+            return self._draw_edit(rng, task, num_tokens, num_parts)
         name, _, size = task.partition("-")
         case = draw(rng, name, num_tokens=num_tokens, num_parts=num_parts)
         head = (*self._text.opening, *self._encode(f"{self._before}{case.instruction}\n"))
@@ -101,6 +109,22 @@ class Questions:
         hidden = () if case.hidden is None else (_source(head, self._encode(f"{case.hidden}\n"), "hidden"),)
         sources = [_source(head, ids, str(number)) for number, ids in enumerate(documents)]
         return Asked(concatenated([head, *sources, after]), case.question.answer, hidden)
+
+    def _draw_edit(self, rng: Random, task: str, num_tokens: int, num_parts: int) -> Asked:
+        """A prompt of `num_parts` parts that lost another one; the parts after that can be linked from what was."""
+        each = num_tokens // num_parts
+        case = draw(rng, "independent", num_tokens=num_tokens + each, num_parts=num_parts + 1)
+        line = Fact(case.question.key, case.question.answer).text
+        parts = sorted(case.parts, key=lambda part: (line in part.split("\n")) != (task == EDIT_LEAK))
+        lost, kept = parts[0], rng.sample(parts[1:], num_parts)
+        begin, at = f"{self._before}{case.instruction}\n", rng.randrange(num_parts)
+        asked = f"Question: {case.question.text}\nAnswer:" if self.is_plain else case.question.text + self._after
+        now = [*self._text.opening, *self._encode(begin), *self._lines(kept), *self._encode(f"\n{asked}")]
+        before = [*self._text.opening, *self._encode(begin), *self._lines([*kept[:at], lost, *kept[at:]])]
+        return Asked(compose_edit(now, before), case.question.answer)
+
+    def _lines(self, parts: Sequence[str]) -> TokenIds:
+        return tuple(token for part in parts for token in self._encode(f"{part}\n"))
 
     def read(self, given: Mapping[str, Any]) -> Asked:
         """A user's prompt: "documents", "question", and optionally "instructions" and "answer". Raises ConfigError."""

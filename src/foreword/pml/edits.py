@@ -1,0 +1,111 @@
+"""Edits: a prompt that was cut or changed in the middle, and what it still has of the earlier one.
+
+    earlier prompt     system   user 1   tool result, 900 tokens   answer 1   user 2   answer 2
+                       |        |                                  |          |        |
+    edited prompt      system   user 1   tool result, cut          answer 1   user 2   answer 2   user 3
+                       -- exact prefix --   computed               ---------- linked ----------   computed
+
+What follows the edit can be linked from the earlier prompt. It is approximate: it has seen what was cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.pml.composition import Composition, Part, Source, Span
+
+LEAST_RUN = 32
+"""Tokens that must follow each other in both prompts to be linked."""
+WINDOW = LEAST_RUN // 2
+TokenArray = npt.NDArray[np.int32]
+
+
+def compose_edit(token_ids: Sequence[int] | TokenArray, before: Sequence[int] | TokenArray) -> Composition:
+    """The edited prompt `token_ids`, with parts that can be linked from `before`, in the order that they have there.
+
+    Takes time and memory proportional to the tokens. Runs of fewer than LEAST_RUN tokens are computed.
+    """
+    new, old = np.asarray(token_ids, np.int32), np.asarray(before, np.int32)
+    num_exact = _num_equal(new, old)
+    earlier = tuple(old.tolist())
+    parts: list[Part] = []
+
+    def add(begin: int, end: int, place: int | None = None) -> None:
+        if begin < end:
+            ids = tuple(new[begin:end].tolist())
+            span = None if place is None else Span(Source(earlier, place), place, place + end - begin)
+            name = "" if span is None else str(sum(part.span is not None for part in parts))
+            parts.append(Part(ids, begin, "text" if span is None else "module", name, span))
+
+    done = num_exact
+    add(0, done)
+    for begin, place, length in _runs(new, old, num_exact):
+        add(done, begin)
+        add(begin, begin + length, place)
+        done = begin + length
+    add(done, len(new))
+    return Composition(tuple(parts))
+
+
+Run = tuple[int, int, int]
+"""Begin in the edited prompt, begin in the earlier one, and length."""
+
+
+def _runs(new: TokenArray, old: TokenArray, start: int) -> list[Run]:
+    """What both have after `start`, in the order of both.
+
+    Every WINDOW-th window of `old` is looked for at each place of `new`.
+    """
+    places: defaultdict[bytes, list[int]] = defaultdict(list)
+    for place in range(start, len(old) - WINDOW + 1, WINDOW):
+        places[old[place : place + WINDOW].tobytes()].append(place)
+    found = []
+    at = done = least = start
+    while at <= len(new) - WINDOW:
+        if new[at : at + WINDOW].tobytes() in places:
+            run = _longest(new, old, places, at, (done, least))
+            if run[2] >= LEAST_RUN:
+                found.append(run)
+                at, least = run[0] + run[2], run[1] + run[2]
+                done = at
+                continue
+        at += 1
+    return found
+
+
+def _longest(
+    new: TokenArray, old: TokenArray, places: Mapping[bytes, list[int]], at: int, least: tuple[int, int]
+) -> Run:
+    """The longest run with a window that begins in `new` within WINDOW tokens from `at`; it begins after `least`.
+
+    Texts that repeat meet windows of several repetitions: one of them is followed by all that follows here.
+    """
+    best = (at, 0, 0)
+    for number in range(at, min(at + WINDOW, len(new) - WINDOW + 1)):
+        known = places.get(new[number : number + WINDOW].tobytes(), [])
+        first = bisect_left(known, least[1])
+        if first == len(known):
+            continue
+        begin, place = number, known[first]
+        length = _num_equal(new[begin:], old[place:])
+        while begin > least[0] and place > least[1] and new[begin - 1] == old[place - 1]:
+            begin, place, length = begin - 1, place - 1, length + 1
+        best = max(best, (begin, place, length), key=lambda run: run[2])
+    return best
+
+
+def _num_equal(ours: TokenArray, theirs: TokenArray) -> int:
+    """The length of the common beginning."""
+    known, size, length = 0, 4 * LEAST_RUN, min(len(ours), len(theirs))
+    while known < length:  # in growing pieces: most comparisons end soon
+        end = min(length, known + size)
+        differs = np.flatnonzero(ours[known:end] != theirs[known:end])
+        if len(differs):
+            return known + int(differs[0])
+        known, size = end, 2 * size
+    return length
