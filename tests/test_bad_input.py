@@ -105,7 +105,7 @@ BAD_PROMPTS: dict[str, tuple[Any, type[ForewordError], str]] = {
     "an unknown key": (
         {"prompt_token_ids": [5], "lora": "x"},
         InvalidRequestError,
-        r"\['lora', 'prompt_token_ids'\]; give .*'cache_salt' and 'priority'",
+        r"\['lora', 'prompt_token_ids'\]; give .*'cache_salt', 'priority', 'session_id' and 'edited_from'",
     ),
     "a prompt as long as max_model_len": (
         {"prompt_token_ids": [5] * MAX_MODEL_LEN},
