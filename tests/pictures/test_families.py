@@ -16,6 +16,7 @@ from foreword.errors import ConfigError, ModelLoadError
 from foreword.model.checkpoint.config_json import complete
 from foreword.model.checkpoint.picture_models import text_values
 from foreword.request import PlacedPicture, turned_positions
+from lanes import SLOW
 from picture_models import FAMILIES, FamilyOracle, asks, noise, save_family
 from tiny_models import greedy
 
@@ -58,7 +59,9 @@ def test_tokens_are_those_of_transformers(folder: Path, kind: str) -> None:
         llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize(("dtype", "kv"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "kv"), [("float32", "auto"), pytest.param("bfloat16", "auto", marks=SLOW), ("bfloat16", "int8")]
+)
 def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(
     folder: Path, kind: str, dtype: str, kv: str
 ) -> None:
@@ -234,6 +237,47 @@ def test_a_hit_that_ends_inside_a_picture_whose_tokens_see_each_other_keeps_the_
             [warm] = llm.chat(asks(QUESTION, WIDE), LOGPROBS)
             assert (warm.num_cached_tokens, bits(warm)) == (end, bits(cold))
         llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [("gemma3", 3), ("mistral3", 0), *(pytest.param("gemma3", seed, marks=SLOW) for seed in (5, 7, 13))],
+    indirect=False,
+)
+def test_random_schedules_give_the_tokens_of_a_cold_answer(tmp_path: Path, kind: str, seed: int) -> None:
+    folder, rng, conversations = save_family(tmp_path / "model", kind), np.random.default_rng(seed), []
+    for _ in range(8):
+        pictures = [noise(int(rng.choice([40, 70])), 50, int(rng.integers(4))) for _ in range(rng.integers(4))]
+        conversations.append(asks("word " * int(rng.integers(1, 30)), *pictures))
+    with LLM(str(folder), **OPTIONS, enable_prefix_caching=False) as llm:
+        cold = [llm.chat(one, greedy(10))[0].outputs[0].token_ids for one in conversations]
+        prompts = [llm._chat_prompt(one, {}) for one in conversations]
+    size, longest = int(rng.choice([4, 8])), max(len(one.token_ids) for one in prompts)
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "kv_cache_memory_bytes": None,
+        "num_gpu_blocks_override": int(longest / size * (3 if kind == "gemma3" else 1.4)) + 8,
+        "max_model_len": longest + 11,
+        "block_size": size,
+        "max_num_batched_tokens": int(rng.choice([16, 23, 48])),
+        "max_num_encoder_input_tokens": int(rng.choice([1, 20, 512])),
+        "picture_cache_bytes": int(rng.choice([0, 1 << 20])),
+        "draft_tokens": 0,
+    }
+    with LLM(str(folder), **options) as llm:
+        left, is_right = [*rng.permutation(8), *rng.permutation(8)], list[bool]()
+        while left or llm.engine.has_unfinished_requests():
+            if left and rng.random() < 0.4:
+                number = int(left.pop())
+                llm.engine.add_request(f"{len(left)} {number}", prompts[number], greedy(10))
+            for output in llm.engine.step():
+                if output.finished:
+                    is_right.append(output.outputs[0].token_ids == cold[int(output.request_id.split()[1])])
+            llm.engine.check_integrity()
+        assert is_right == [True] * 16
+        snapshot = llm.engine.snapshot()
+        assert snapshot.stats.hits > 0
+        assert snapshot.num_preemptions > 0
 
 
 def test_a_step_that_is_smaller_than_a_picture_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from foreword.server.observe.more_memory import block_keys
 from foreword.server.options import ServerConfig
 from foreword.server.service import MOST_PICTURE_BYTES
 from foreword.text.conversation import pictures_of
+from lanes import slow
 from live_server import ServerThread, post
 from picture_models import SIGNS, TILE, SeeingOracle, asks, file_of, noise, save_family, save_seeing_model
 from tiny_models import greedy
@@ -51,7 +52,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         llm.engine.check_integrity()
 
 
-@pytest.fixture(params=["idefics3", "gemma3", "mistral3", "internvl"])
+@pytest.fixture(params=["idefics3", "gemma3", *slow("mistral3", "internvl")])
 def any_llm(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterator[LLM]:
     """A model of each family that says otherwise how pictures are cut."""
     own = folder if request.param == "idefics3" else save_family(tmp_path / "model", request.param)

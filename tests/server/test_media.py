@@ -62,7 +62,7 @@ class _Site:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.site = self  # type: ignore[attr-defined]
         self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
         self.is_closing.set()
