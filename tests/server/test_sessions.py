@@ -99,6 +99,11 @@ def test_official_clients_of_all_dialects_name_their_session_in_a_header(world):
     for ask, num_requests in ((ask_openai, 3), (ask_anthropic, 4), (ask_gemini, 5), (ask_ollama, 6)):
         ask(world.url, headers)
         assert world.sessions()["in a header"]["requests"] == num_requests, ask.__name__
+    for value in ("ünïcode".encode(), "ünïcode".encode("latin-1")):
+        sent = {"authorization": "Bearer alice", "x-session-id": value}
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{world.url}/v1/completions", json=body, headers=sent, timeout=60).status_code == 200
+    assert world.sessions()["ünïcode"]["requests"] == 2
 
 
 def test_a_field_goes_before_a_header_and_a_header_before_what_else_names_a_session(world):

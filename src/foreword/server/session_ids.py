@@ -23,10 +23,12 @@ def session_of(body: Any, headers: Mapping[str, str]) -> str | None:
 
     The field `session_id` counts first, then the two headers, Claude Code's `metadata.user_id`, `prompt_cache_key`.
     """
-    named = getattr(body, "session_id", None) or headers.get(HEADER) or headers.get(CLAUDE_CODE)
+    named: str | None = getattr(body, "session_id", None)
+    if named is None:
+        named = _in_utf8(headers.get(HEADER) or headers.get(CLAUDE_CODE))
     if named:
         check_session_id(named)
-        return str(named)
+        return named
     of_user = _of_user_id(getattr(getattr(body, "metadata", None), "user_id", None))
     return of_user or getattr(body, "prompt_cache_key", None) or None
 
@@ -39,6 +41,14 @@ def check_session_id(session_id: str) -> None:
         )
     if not session_id.isprintable():
         raise bad_request(f"session_id={session_id!r} has control characters; leave them out", param="session_id")
+
+
+def _in_utf8(value: str | None) -> str | None:
+    """A header's value, which was read as Latin-1, as the text that most clients mean."""
+    try:
+        return None if value is None else value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
 
 
 def _of_user_id(user_id: str | None) -> str | None:
