@@ -76,7 +76,7 @@ def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
     if record is None:
         raise UnusableHintError("missing", f"none of the last {MAX_RECORDS} requests is of this session")
     if record.spans or record.jumps or record.link_method or record.adapter:
-        raise UnusableHintError("missing", "the session's newest prompt has pictures, links or an adapter")
+        raise UnusableHintError("missing", "the session's newest prompt has pictures, embeddings, links or an adapter")
     if record.salt != service.tenants.namespace(tenant, None):
         raise UnusableHintError("missing", "the session's newest prompt has a cache_salt")
     return record
