@@ -181,9 +181,8 @@ class LatentSpec:
     @property
     def norms(self) -> dict[str, int]:
         """Names of norms, and their sizes."""
-        return {self.norm: self.size} if self.query_rank is None else {
-            self.norm: self.size, self.query_norm: self.query_rank
-        }  # fmt: skip
+        found = {self.norm: self.size}
+        return found if self.query_rank is None else {**found, self.query_norm: self.query_rank}
 
     def shapes(self, num_heads: int) -> dict[str, tuple[int, int]]:
         """The shapes of products that are not of the layer's rows."""
