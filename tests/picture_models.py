@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -180,8 +183,8 @@ def _qwen(config: Any, model: Any, vision: Mapping[str, Any], **text: Any) -> Fa
     )
 
 
-def _rows_of_pixtral(seen: Mapping[str, Any], number: int) -> str:
-    rows, columns = (int(side) // 16 for side in seen["image_sizes"][number])
+def _rows_of_pixtral(side: int, seen: Mapping[str, Any], number: int) -> str:
+    rows, columns = (int(one) // side for one in seen["image_sizes"][number])
     return ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"
 
 
@@ -222,8 +225,20 @@ FAMILIES: Mapping[str, Family] = {
         lambda: PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 8, "width": 8}),
         "[IMG]",
         ("[IMG_BREAK]", "[IMG_END]"),
-        _rows_of_pixtral,
+        partial(_rows_of_pixtral, 16),
         call={"patch_size": 16},
+    ),
+    "llava": Family(
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        {**_TILE_VISION, "model_type": "pixtral", "head_dim": 16},
+        {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        lambda: PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 8, "width": 8}),
+        "[IMG]",
+        ("[IMG_BREAK]", "[IMG_END]"),
+        partial(_rows_of_pixtral, 8),
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        call={"patch_size": 8},
     ),
     "internvl": Family(
         InternVLConfig,

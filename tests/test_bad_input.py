@@ -516,7 +516,7 @@ def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "media"),
-    [("internvl", "images"), ("llava", "images"), ("mistral3", "images"), ("qwen2_audio", "sound")],
+    [("llava_next", "images"), ("paligemma", "images"), ("qwen2_audio", "sound")],
 )
 def test_a_model_of_images_or_sound_is_refused_for_that_reason(tmp_path: Path, kind: str, media: str) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from transformers import Gemma3Config
 
 from foreword import LLM, SamplingParams
 from foreword.cache.account.ledger import EvictionCause
-from foreword.errors import ConfigError, ModelLoadError
+from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.config_json import complete
 from foreword.model.checkpoint.picture_models import text_values
 from foreword.request import PlacedPicture, turned_positions
@@ -88,7 +88,7 @@ def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(
 def test_a_picture_on_its_side_has_as_many_tokens_and_other_keys(folder: Path, kind: str) -> None:
     with LLM(str(folder), **OPTIONS) as llm:
         outputs = [llm.chat(asks(QUESTION, image), LOGPROBS)[0] for image in (WIDE, WIDE.transpose(2), WIDE)]
-        num_lengths = 2 if kind == "mistral3" else 1  # each row of its tokens ends with a mark
+        num_lengths = 2 if kind in ("mistral3", "llava") else 1  # each row of its tokens ends with a mark
         assert len({len(one.prompt_token_ids) for one in outputs}) == num_lengths
         assert [one.num_cached_tokens > 16 for one in outputs] == [False, False, True]
         assert bits(outputs[0]) == bits(outputs[2]) != bits(outputs[1])
@@ -112,6 +112,8 @@ def test_checkpoints_as_they_were_published_first_are_the_same_models(tmp_path: 
         ("gemma3", "config", {"mm_tokens_per_image": 9}, "mm_tokens_per_image=9"),
         ("mistral3", "config", {"vision_feature_layer": -2}, "vision_feature_layer=-2"),
         ("mistral3", "preprocessor_config", {"size": {"longest_edge": 8}}, "longest_edge=8"),
+        ("llava", "config", {"vision_feature_select_strategy": "default"}, "only pixtral"),
+        ("llava", "config", {"vision_config": {"model_type": "clip_vision_model"}}, "only pixtral|its encoder"),
         ("internvl", "preprocessor_config", {"max_patches": 10**9}, "1000000000 tiles"),
         ("internvl", "config", {"image_seq_length": 5}, "image_seq_length=5"),
         ("internvl", "config", {"vision_feature_select_strategy": "full"}, "full"),
@@ -223,6 +225,13 @@ def test_drafts_continuations_and_a_longer_chat_keep_the_bits(folder: Path) -> N
     cold = all_bits(enable_prefix_caching=False, draft_tokens=0)
     assert all_bits(draft_tokens=0) == cold
     assert all_bits(draft_tokens=4, block_size=4) == cold
+
+
+def test_a_picture_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> None:
+    with LLM(str(save_family(tmp_path / "model", "llava")), **OPTIONS, max_picture_tokens=1) as llm:
+        assert llm.chat(asks(QUESTION, noise(64, 8)), greedy(1))[0].num_picture_tokens == 1
+        with pytest.raises(InvalidRequestError, match="200 x 3 pixels, and is too flat"):
+            llm.chat(asks(QUESTION, noise(200, 3)), greedy(1))
 
 
 def test_a_hit_that_ends_inside_a_picture_whose_tokens_see_each_other_keeps_the_bits(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ PICTURE_MODELS = {
     "qwen3_vl": replace(_QWEN2, language="qwen3"),
     "gemma3": _Family("gemma3_text", _BEFORE, _TOWER, is_tied=True, defaults=_GEMMA3),
     "mistral3": _Family("mistral", _BEFORE, _TOWER, is_tied=True),
+    "llava": _Family("mistral", _BEFORE, _TOWER, defaults={"num_attention_heads": 32}),
     "internvl": _Family("qwen2", _BEFORE, _TOWER, is_tied=True),
 }
 """`model_type` of the models whose pictures are served."""
@@ -74,7 +75,7 @@ _OF_OTHERS = frozenset(
     "length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences "
     "output_scores prefix pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id "
     "suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p "
-    "torchscript typical_p use_bfloat16".split()
+    "torchscript typical_p use_bfloat16 is_composition".split()
 )
 """Fields that old files have in `text_config`, and that change no number of transformers' language models."""
 _OF_VISION = frozenset(

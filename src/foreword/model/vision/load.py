@@ -12,7 +12,7 @@ from foreword.model.vision.encoded import Vision
 from foreword.model.vision.gemma3 import Gemma3Vision
 from foreword.model.vision.idefics3 import Idefics3Vision
 from foreword.model.vision.internvl import InternVLVision
-from foreword.model.vision.mistral3 import Mistral3Vision
+from foreword.model.vision.pixtral import PixtralVision
 from foreword.model.vision.qwen import QwenVision
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ def load_vision(files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, *, ma
             return Idefics3Vision(files, dtype)
         case "gemma3":
             return Gemma3Vision(files, dtype, spec)
-        case "mistral3":
-            return Mistral3Vision(files, dtype, spec, max_tokens)
+        case "mistral3" | "llava":
+            return PixtralVision(files, dtype, spec, max_tokens)
         case "internvl":
             return InternVLVision(files, dtype, spec)
     return QwenVision(files, dtype, spec, max_tokens)
