@@ -235,6 +235,23 @@ def test_modules_are_names_and_paths_or_vllms_json(server: ServerThread, sql: Pa
             ServedAdapters(llm, [wrong], ())
 
 
+def calls_of(name: str) -> list[tuple[str, str, Any]]:
+    """Calls that name a model, of every dialect."""
+    plain, messages = {"model": name, "prompt": TEXT}, [{"role": "user", "content": "a b c"}]
+    return [
+        ("POST", "v1/completions", {**plain, "max_tokens": 2}),
+        ("POST", "v1/cache/explain", plain),
+        ("POST", "tokenize", plain),
+        ("POST", "detokenize", {"model": name, "tokens": [1]}),
+        ("GET", f"v1/models/{name}", None),
+        ("POST", "v1/messages/count_tokens", {"model": name, "messages": messages}),
+        ("GET", f"v1beta/models/{name}", None),
+        ("POST", f"v1beta/models/{name}:countTokens", {"contents": [{"parts": [{"text": "a"}]}]}),
+        ("POST", "api/show", {"model": f"{name}:latest"}),
+        ("POST", "api/chat", {"model": name, "messages": []}),
+    ]
+
+
 def test_a_tenant_uses_the_adapters_that_its_keys_file_names(base: Path, sql: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[a]\nkeys = ["ka"]\nadapters = ["sql"]\n[b]\nkeys = ["kb"]\nadapters = []\n[c]\nkeys = ["kc"]\n')
@@ -248,11 +265,9 @@ def test_a_tenant_uses_the_adapters_that_its_keys_file_names(base: Path, sql: Pa
             tags = httpx.get(f"{server.url}/api/tags", headers=own).json()["models"]
             assert {one["name"] for one in tags} == {MODEL, *allowed}
             for name in (MODEL, "sql", "new"):
-                body = {"model": name, "prompt": TEXT, "max_tokens": 2}
-                for path in ("v1/completions", "v1/cache/explain"):
-                    asked = body if path == "v1/completions" else {"model": name, "prompt": TEXT}
-                    answer = httpx.post(f"{server.url}/{path}", json=asked, headers=own, timeout=60)
-                    assert answer.status_code == (200 if name in {MODEL, *allowed} else 404), answer.text
+                for method, path, body in calls_of(name):
+                    answer = httpx.request(method, f"{server.url}/{path}", json=body, headers=own, timeout=60)
+                    assert answer.status_code == (200 if name in {MODEL, *allowed} else 404), (path, answer.text)
 
 
 def test_a_list_of_adapters_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -119,9 +119,8 @@ class ModelRunner:
             self.pad_rows = RowPadding.fixed(pass_rows or 1)
         else:
             threads = torch.get_num_threads()
-            self.pad_rows = RowPadding.for_model(
-                model.activation_widths(), model.dtype, threads, packed=model.is_packed
-            )
+            dtype = torch.float32 if model.routes_in_float32 else model.dtype  # its products need the most rows
+            self.pad_rows = RowPadding.for_model(model.activation_widths(), dtype, threads, packed=model.is_packed)
         if not on_gpu:
             compile_draws()  # now, not when the first request asks for it
 

@@ -70,7 +70,8 @@ async def models(request: Request, tenant: Authorized) -> Response:
 @router.get("/v1/models/{model:path}", tags=["server"])
 async def model(model: str, request: Request, tenant: Authorized) -> Response:
     """One of these names."""
-    return json_response(dialect_of(request).model(service_of(request), model))
+    service = service_of(request)
+    return json_response(dialect_of(request).model(service, service.models_of(tenant), model))
 
 
 @router.get("/v1/template", tags=["server"])
@@ -98,7 +99,7 @@ async def tokenize(
 ) -> Response:
     """Token ids of a text or a conversation."""
     service = service_of(request)
-    token_ids = (await read_prompt(service, body, request)).token_ids
+    token_ids = (await read_prompt(service, tenant, body, request)).token_ids
 
     def answer() -> Response:
         tokens = token_ids.tolist()
@@ -116,7 +117,7 @@ async def detokenize(
 ) -> Response:
     """Text of token ids, special tokens by name."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, tenant)
     largest, size = max(body.tokens, default=0), service.tokenizer.vocab_size
     if largest >= size:
         raise bad_request(f"token {largest} is out of range; ids are 0 to {size - 1}", param="tokens")

@@ -51,7 +51,7 @@ async def explain(
 ) -> Response:
     """The part of a prompt that is cached now, and why not more. Runs nothing and counts nothing."""
     service = service_of(request)
-    plain = await read_prompt(service, body, request)
+    plain = await read_prompt(service, tenant, body, request)
     token_ids = plain.token_ids
     service.check_length(len(token_ids))
     adapter, salt = await service.adapter(body.model, tenant), service.tenants.namespace(tenant, body.cache_salt)
@@ -268,7 +268,7 @@ async def create_entry(
     service = service_of(request)
     if not service.llm.engine.entries.are_possible:
         raise bad_request("this server keeps no prefixes; start it with max_pinned_share above 0 and prefix caching")
-    plain = await read_prompt(service, body, request)
+    plain = await read_prompt(service, tenant, body, request)
     keep = Keep(body.ttl_s, is_refreshed=False)
     prompt = replace(plain, marks=(Mark(len(plain.token_ids), keep),))
     params = SamplingParams(max_tokens=1, temperature=0.0)

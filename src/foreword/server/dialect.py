@@ -65,5 +65,5 @@ class Dialect(ABC):
         """The list of models; `names`: those that the caller may use."""
 
     @abstractmethod
-    def model(self, service: Service, name: str) -> Mapping[str, Any]:
-        """One model. Raises APIError 404."""
+    def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:
+        """One of them. Raises APIError 404."""

@@ -277,9 +277,9 @@ class Service:
             logger.warning("the adapter %r is asked for and cannot be read: %s", model, error)
             raise adapter_unread(model) from error
 
-    def check_model(self, name: str | None) -> None:
-        """Raises APIError 404 unless this model is served. Whether a tenant may use it, `adapter` tells."""
-        if name is not None and name not in self.model_names:
+    def check_model(self, name: str | None, tenant: Tenant) -> None:
+        """Raises APIError 404 unless this model is served, and to this tenant."""
+        if name is not None and name not in self.models_of(tenant):
             raise unknown_model(name)
 
     def kept_bytes(self) -> dict[str, int]:

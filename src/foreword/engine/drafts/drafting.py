@@ -241,6 +241,8 @@ class Drafting:
                 self._allowance.note_drafted(num_requests, num_tokens, seconds, self._guessing_s)
             elif num_rows == num_requests:
                 self._allowance.note_plain(num_rows, seconds, self._guessing_s)
+            else:
+                self._allowance.note_guessing(self._guessing_s)
         self._guessing_s, self._num_accepted = 0.0, 0
 
     def forget(self) -> None:

@@ -69,6 +69,10 @@ class Allowance:
         if plain_s is not None:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
 
+    def note_guessing(self, guessing_s: float) -> None:
+        """Guessing before a step that computed prompts, too: what drafts saved there is not known."""
+        self._add(-guessing_s, 0.0)
+
     def _add(self, seconds: float, plain_s: float) -> None:
         """Keep what was won up to the time of one step, so that one wrong draft of a slow model ends nothing.
 

@@ -122,7 +122,7 @@ class _Plan:
 
     @property
     def deadline_s(self) -> float:
-        """A load may take as long as computing would: then the two together take at most twice as long."""
+        """A load may take as long as computing would: together at most twice as long, or a second longer."""
         if self.compute_s is None:
             compute_s = max(SHORTEST_FIRST_DEADLINE_S, self.num_bytes / FIRST_DEADLINE_BYTES_PER_S)
         else:

@@ -308,6 +308,8 @@ class LoadedAdapters:
         """
         with self._lock:
             held = self._alive.get(name.digest)
+            if held is not None and name.folder in self._kept:
+                self._kept.move_to_end(name.folder)
         found = self.get(name.folder) if held is None else held
         if found.digest != name.digest:
             raise InvalidRequestError(f"the adapter in {name.folder!r:.300} has changed since the request was sent")

@@ -87,14 +87,15 @@ class Anthropic(Dialect):
             rest = names if after is None else names[names.index(after) + 1 :]
             page = rest[:most]
         return {
-            "data": [self.model(service, name) for name in page],
+            "data": [self.model(service, names, name) for name in page],
             "has_more": len(page) < len(rest),
             "first_id": page[0] if page else None,
             "last_id": page[-1] if page else None,
         }
 
-    def model(self, service: Service, name: str) -> Mapping[str, Any]:
-        service.check_model(name)
+    def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:
+        if name not in names:
+            raise unknown_model(name)
         return {
             "id": name,
             "type": "model",

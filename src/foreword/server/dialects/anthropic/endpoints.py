@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword.request import StructuredOutputsParams
+from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
@@ -45,7 +46,7 @@ async def create_message(
     schema = output_format(body)
     if not body.max_tokens:
         _check_nothing_wanted(body)
-    chat = await _chat(service, body, request)
+    chat = await _chat(service, tenant, body, request)
     structured = None if schema is None else StructuredOutputsParams(json=schema)
     params = await sampling_params(service, body, Limits(max(1, body.max_tokens), None), structured)
     caller = caller_of(body, request, tenant, "messages")
@@ -61,11 +62,15 @@ async def count_message_tokens(
 ) -> Response:
     """The number of tokens of a conversation's prompt."""
     service = service_of(request)
-    return json_response({"input_tokens": await num_prompt_tokens(service, await _chat(service, body, request))})
+    return json_response(
+        {"input_tokens": await num_prompt_tokens(service, await _chat(service, tenant, body, request))}
+    )
 
 
-async def _chat(service: Service, body: CreateMessageRequest | CountMessageTokensRequest, request: Request) -> Chat:
-    service.check_model(body.model)
+async def _chat(
+    service: Service, tenant: Tenant, body: CreateMessageRequest | CountMessageTokensRequest, request: Request
+) -> Chat:
+    service.check_model(body.model, tenant)
     unsupported = body.asks_for_unsupported()
     if unsupported is not None:
         raise bad_request(f"{unsupported}: not supported by this server; leave it out")

@@ -96,7 +96,7 @@ async def create_cached_content(
     service = service_of(request)
     store, now_us = service.cached_contents, service.cached_contents.now_us
     model = body.model.removeprefix("models/")
-    service.check_model(model)
+    service.check_model(model, tenant)
     expires_us = _end(body, now_us) or now_us + DEFAULT_TTL_US
     source = await with_body(request, lambda: _source_text(body))
     one = CachedContent(
@@ -204,7 +204,7 @@ async def use_of(service: Service, tenant: Tenant, body: GenerateContentRequest,
         )
     one = await _find(service, tenant, body.cached_content.removeprefix(PREFIX))
     of_adapter = {name for name in (one.model, model) if name in service.adapters}
-    if one.model not in service.model_names or (of_adapter and one.model != model):
+    if one.model not in service.models_of(tenant) or (of_adapter and one.model != model):
         raise bad_request(
             f"the request is for the model {model!r}, and the cached content is of {one.model!r}; use the same model",
             param="cachedContent",

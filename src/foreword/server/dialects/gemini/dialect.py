@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreword.server.access.tenants import shown_key
-from foreword.server.api_errors import APIError, UnknownFieldError
+from foreword.server.api_errors import APIError, UnknownFieldError, unknown_model
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.gemini import cached_contents, endpoints
 from foreword.server.dialects.gemini.fields import (
@@ -67,8 +67,9 @@ class Gemini(Dialect):
         page: dict[str, Any] = {"models": [_model(service, name) for name in names[start:end]]}
         return page | ({"nextPageToken": str(end)} if end < len(names) else {})
 
-    def model(self, service: Service, name: str) -> Mapping[str, Any]:
-        service.check_model(name)
+    def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:
+        if name not in names:
+            raise unknown_model(name)
         return _model(service, name)
 
 

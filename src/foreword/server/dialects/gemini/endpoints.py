@@ -94,14 +94,15 @@ async def models(request: Request, tenant: Authorized) -> Response:
 @router.get("/v1alpha/models/{model:path}")
 async def one_model(model: str, request: Request, tenant: Authorized) -> Response:
     """One of these names."""
-    return json_response(dialect_of(request).model(service_of(request), model))
+    service = service_of(request)
+    return json_response(dialect_of(request).model(service, service.models_of(tenant), model))
 
 
 async def _read(
     service: Service, model: str, body: GenerateContentRequest, request: Request, tenant: Tenant
 ) -> tuple[Chat, Use | None]:
     """The chat that a call of a model asks for, and the cached content that it begins with."""
-    service.check_model(model)
+    service.check_model(model, tenant)
     if body.model is not None and body.model.removeprefix("models/") != model:
         raise bad_request(f"model is {body.model!r:.100}, and the path names {model!r}; leave it out", param="model")
     use, template = await use_of(service, tenant, body, model), template_of(service)

@@ -38,5 +38,5 @@ class Ollama(Dialect):
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
         return listed(service, names)
 
-    def model(self, service: Service, name: str) -> Mapping[str, Any]:
-        return shown(service, served_name(service, name))
+    def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:
+        return shown(service, served_name(names, name))

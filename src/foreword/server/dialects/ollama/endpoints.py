@@ -124,7 +124,7 @@ async def show(
     wanted = body.model or body.name
     if wanted is None:
         raise bad_request("model is required", param="model")
-    return json_response(shown(service, served_name(service, wanted)))
+    return json_response(shown(service, served_name(service.models_of(tenant), wanted)))
 
 
 @router.get("/api/tags")
@@ -169,7 +169,7 @@ async def change_models(request: Request, tenant: Authorized) -> Response:
 
 def _caller(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Caller:
     """The caller of a call, with the model's name as the server has it. Raises APIError 404 for another model."""
-    name = served_name(service_of(request), body.model)
+    name = served_name(service_of(request).models_of(tenant), body.model)
     return replace(caller_of(body, request, tenant, endpoint), model=name)
 
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from foreword.server.api_errors import unknown_model
 from foreword.server.dialects.ollama.messages import can_think
 from foreword.server.service import Service
 
@@ -20,12 +21,12 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 Json = dict[str, Any]
 
 
-def served_name(service: Service, name: str) -> str:
+def served_name(names: Sequence[str], name: str) -> str:
     """The name of the server's that a client means. Raises APIError 404."""
-    if name not in service.model_names:
-        name = name.removesuffix(LATEST)
-    service.check_model(name)
-    return name
+    for meant in (name, name.removesuffix(LATEST)):
+        if meant in names:
+            return meant
+    raise unknown_model(name.removesuffix(LATEST))
 
 
 def listed(service: Service, names: Sequence[str]) -> Json:

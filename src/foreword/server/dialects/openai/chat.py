@@ -37,7 +37,7 @@ async def chat_completions(
 ) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    check_call(service, body)
+    check_call(service, tenant, body)
     chat, caching = await with_body(request, lambda: _chat(body, request.state.num_body_bytes))
     params = await sampling_params(service, body, _limits(body), structured_outputs(body, body.response_format))
     if body.prediction is not None:

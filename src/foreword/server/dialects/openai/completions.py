@@ -49,7 +49,7 @@ FindPrompts = Callable[[Service, Request], Awaitable[Sequence[Prompt]]]
 async def complete(body: TextCall, find: FindPrompts, request: Request, tenant: Tenant, endpoint: str) -> Response:
     """Answer a call that continues the prompts that `find` makes; `endpoint` names it in records."""
     service = service_of(request)
-    check_call(service, body)
+    check_call(service, tenant, body)
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
     caching = Caching(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError
+from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, unknown_model
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.openai import chat, completions, embeddings, modules, responses, scores
 from foreword.server.dialects.openai.fields import (
@@ -49,8 +49,9 @@ class OpenAI(Dialect):
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
         return {"object": "list", "data": [_model(service, name) for name in names]}
 
-    def model(self, service: Service, name: str) -> Mapping[str, Any]:
-        service.check_model(name)
+    def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:
+        if name not in names:
+            raise unknown_model(name)
         return _model(service, name)
 
 

@@ -29,7 +29,7 @@ async def embeddings(
 ) -> Response:
     """Vectors of texts."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, tenant)
     found = await embed(
         service, caller_of(body, request, tenant, "embeddings"), new_id("embd-"), body.input, body.dimensions
     )

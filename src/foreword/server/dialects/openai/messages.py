@@ -12,6 +12,7 @@ import numpy as np
 from fastapi import Request
 
 from foreword.engine import Prompt
+from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import scan_json
@@ -29,9 +30,9 @@ from foreword.server.service import Ending, Service
 from foreword.text.conversation import read_arguments
 
 
-def check_call(service: Service, body: Any) -> None:
+def check_call(service: Service, tenant: Tenant, body: Any) -> None:
     """Refuse other models, and fields for features that this engine lacks."""
-    service.check_model(body.model)
+    service.check_model(body.model, tenant)
     unsupported = body.asks_for_unsupported()
     if unsupported is not None:
         raise bad_request(f"{unsupported} is not supported by this server; leave it out", param=unsupported)
@@ -88,12 +89,14 @@ def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -
     return plain
 
 
-async def read_prompt(service: Service, body: TokenizeRequest | ExplainRequest, request: Request) -> Prompt:
+async def read_prompt(
+    service: Service, tenant: Tenant, body: TokenizeRequest | ExplainRequest, request: Request
+) -> Prompt:
     """The prompt in a call of an endpoint that generates nothing: a text, token ids or a conversation.
 
     Raises APIError 400 for none or several of them, and 404 for another model.
     """
-    service.check_model(body.model)
+    service.check_model(body.model, tenant)
 
     def read() -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
         inputs = template_inputs(body.reasoning_effort, body.chat_template_kwargs)

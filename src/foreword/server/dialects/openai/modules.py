@@ -60,7 +60,7 @@ async def explain_links(
     """
     service = service_of(request)
     call = _Call.of(service, body, tenant)
-    check_call(service, body)
+    check_call(service, tenant, body)
     if call.method is None:
         raise bad_request(
             "Missing required parameter: link (name a method, such as first-16; /v1/cache/explain explains plain "

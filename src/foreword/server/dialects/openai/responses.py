@@ -56,7 +56,7 @@ async def create_response(
 ) -> Response:
     """Answer a text or a conversation."""
     service = service_of(request)
-    check_call(service, body)
+    check_call(service, tenant, body)
     if body.background:
         raise bad_request("background=true is not supported by this server; leave it out", param="background")
     before = _kept(request).get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []

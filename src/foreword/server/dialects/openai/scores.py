@@ -37,7 +37,7 @@ async def score(
 ) -> Response:
     """The probabilities of some tokens after a query with each of some items."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, tenant)
     items = [body.items] if isinstance(body.items, str) else body.items
     query: Any = body.query
     if isinstance(query, str) != isinstance(items[0], str):
@@ -70,7 +70,7 @@ async def rerank(
 ) -> Response:
     """Documents by their relevance to a query, the most relevant first."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, tenant)
     remedy = "--score-template qwen3-reranker, or with a file of your model's"
     judge = _judge(service.ranking, "score template", remedy)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -100,7 +100,7 @@ async def classify(
 ) -> Response:
     """The label of each of some texts, and the probabilities of all labels."""
     service = service_of(request)
-    service.check_model(body.model)
+    service.check_model(body.model, tenant)
     judge = _judge(service.classifying, "classify template", "--classify-template and a TOML file")
     texts = [body.input] if isinstance(body.input, str) else body.input
 
