@@ -601,6 +601,19 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folds_are_smaller_where_many_heads_share_keys_which_changes_no_bit(dtype: torch.dtype) -> None:
+    """A plan goes by the layers of the step before, so the first one has the usual size."""
+    case = LatentCase(Shape(80, 1, 96, 64, 16, dtype), [(0, 150), (270, 310)], np.random.default_rng(21))
+    kernel, options = CpuAttention(), AttentionOptions(0.1)
+    usual = case.run(kernel, options)
+    assert torch.equal(case.run(kernel, options), usual)
+    sizes = [
+        own.plan(case.batch, len(case.key_blocks) - 1, 16, torch.device("cpu")).step for own in (CpuAttention(), kernel)
+    ]
+    assert [(step.fold_queries, step.num_folds) for step in sizes] == [(64, 3 + 1), (16, 10 + 3)]
+
+
 def test_threads_without_openmp_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "gnu_openmp", lambda: None)
     case = Case(Shape(6, 2, 64, 64, 16), [(0, 300), (599, 600)], np.random.default_rng(15))

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.batch import Batch
-from foreword.kernels.step_plan import CHUNK, SHARED, SharingRule, StepPlan, plan_step, sort_by_blocks
+from foreword.kernels.step_plan import (
+    CHUNK,
+    FOLD_QUERIES,
+    SHARED,
+    SharingRule,
+    StepPlan,
+    plan_step,
+    sort_by_blocks,
+)
 
 
 @dataclass(slots=True)
@@ -59,10 +67,10 @@ class Sharing:
         self._report = SharingReport()
         self._token_bytes, self._bytes_this_step = 0, 0
 
-    def plan(self, batch: Batch, block_size: int) -> StepPlan:
+    def plan(self, batch: Batch, block_size: int, fold_queries: int = FOLD_QUERIES) -> StepPlan:
         """Plan a step."""
         rule = self._rule()
-        step = plan_step(batch, block_size, rule if self._enabled else None)
+        step = plan_step(batch, block_size, rule if self._enabled else None, fold_queries)
         self._report.add(step, rule)
         return step
 

@@ -23,6 +23,7 @@ from foreword.batch import Batch, Int64Array, IntArray
 CHUNK = 256
 """Tokens of a chunk of KV, on an absolute grid. In every compiled kernel a partial result covers one chunk."""
 FOLD_QUERIES = 64
+"""Most queries of one request that are computed together, from chunk to chunk."""
 FOLD, SHARED, LEADING = range(3)
 """Kinds of items: (FOLD, request, first query, queries), (SHARED, chunk, first member, last member + 1), and LEADING
 (`leading_chunks.py`)."""
@@ -69,6 +70,8 @@ class StepPlan:
     items: Int64Array
     """[items, 4], see FOLD and SHARED."""
     num_folds: int
+    fold_queries: int
+    """Most queries of a FOLD item."""
     members: Int64Array
     """Requests with few queries, sorted so that neighbours share most."""
     merges: Int64Array
@@ -85,7 +88,7 @@ class StepPlan:
     """As `Batch.seen_to`."""
 
 
-def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPlan:
+def plan_step(batch: Batch, block_size: int, rule: SharingRule | None, fold_queries: int = FOLD_QUERIES) -> StepPlan:
     """Cut a batch into items of work. Requests with equal leading blocks share items where `rule` says it pays."""
     rows = batch.query_starts[:-1]
     lengths = (batch.query_starts[1:] - rows).astype(np.int64)
@@ -97,7 +100,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPl
     if rule is not None and len(members) > 1:
         members, joined = sort_by_blocks(batch, members, block_size, rule)
     slots = lengths * num_chunks * few
-    folds = _folds((~few).nonzero()[0], lengths, first_positions)
+    folds = _folds((~few).nonzero()[0], lengths, first_positions, fold_queries)
     shared = _shared(num_chunks[members], joined)
     counts = lengths[members]
     queries = np.zeros(len(members) + 1, np.int64)
@@ -118,6 +121,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPl
         requests=requests,
         items=np.concatenate((folds, shared)) if len(folds) else shared,
         num_folds=len(folds),
+        fold_queries=fold_queries,
         members=members,
         merges=merges,
         num_slots=int(slots.sum()),
@@ -128,12 +132,12 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPl
     )
 
 
-def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array) -> Int64Array:
+def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array, most: int) -> Int64Array:
     """Items of requests with many queries. The longest contexts come first, so that threads end together."""
     items = [
-        (FOLD, row, start, min(FOLD_QUERIES, int(lengths[row]) - start))
+        (FOLD, row, start, min(most, int(lengths[row]) - start))
         for row in rows.tolist()
-        for start in range(0, int(lengths[row]), FOLD_QUERIES)
+        for start in range(0, int(lengths[row]), most)
     ]
     items.sort(key=lambda item: -(int(first_positions[item[1]]) + item[2]))
     return np.array(items, np.int64).reshape(-1, 4)

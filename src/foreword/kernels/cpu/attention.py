@@ -25,6 +25,10 @@ from foreword.kernels.step_plan import FOLD_QUERIES, StepPlan
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
 """The calling thread computes up to this many items times KV heads, or partial results, alone: about 20 us."""
 
+FOLD_ROWS, FEWEST_FOLD_QUERIES = 1024, 16
+"""Rows of a fold, each a query of one head, should stay in a core's cache: where many heads share a KV head, folds have
+fewer queries. With 128 heads that is 15% faster, and leaves more items to threads (docs/decisions/0057)."""
+
 PLAN_ARGUMENTS = "tables table_width block_size requests seen_to items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
 """Arguments that change in every step: the plan, and memory."""
@@ -123,8 +127,9 @@ class CpuAttention:
         self._operations = AttentionOperations()
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
-        self._num_kv_heads = 1
-        """KV heads of the previous step's layers, as plans precede layers. The number changes no result."""
+        self._num_kv_heads, self._num_groups = 1, 1
+        """KV heads and query heads of each, of the previous step's layers, as plans precede layers. The numbers change
+        no result."""
         self._partials = torch.empty(0)
         self._outgrown: list[Tensor] = []
         """Memory for partial results that this step's operations may still be bound to."""
@@ -133,7 +138,8 @@ class CpuAttention:
         """Plan a step, for every layer that uses the batch's block tables."""
         del scrap_block, device  # the kernel reads nothing outside a table
         self._outgrown.clear()
-        step = self._sharing.plan(batch, block_size)
+        fold_queries = min(FOLD_QUERIES, max(FEWEST_FOLD_QUERIES, FOLD_ROWS // self._num_groups))
+        step = self._sharing.plan(batch, block_size, fold_queries)
         joined = self._leading.join(step, self._num_kv_heads, torch.get_num_threads())
         arguments = (
             step.tables.ctypes.data,
@@ -188,11 +194,11 @@ class CpuAttention:
     def step_numbers(self, shape: tuple[int, int, int, int, int], token_bytes: int, plan: CpuPlan) -> Int64Array:
         """Values of STEP_ARGUMENTS for layers of one shape, which together read `token_bytes` bytes per token."""
         _, num_groups, num_kv_heads, _, value_dim = shape
-        self._num_kv_heads = num_kv_heads
+        self._num_kv_heads, self._num_groups = num_kv_heads, num_groups
         self._sharing.note_layer(token_bytes)
         num_partials = plan.step.num_slots * num_groups * num_kv_heads
         stats = self._partial_memory(num_partials * (layout.padded(value_dim, 32) + 2) + 16)
-        memory = stats, stats + layout.padded(num_partials * 8, 64), *self._thread_memory(shape, plan.step.most_queries)
+        memory = stats, stats + layout.padded(num_partials * 8, 64), *self._thread_memory(shape, plan.step)
         return np.concatenate((plan.arguments, np.array(memory, np.int64)))
 
     def _partial_memory(self, num_floats: int) -> int:
@@ -202,11 +208,10 @@ class CpuAttention:
             self._partials = torch.empty(num_floats)
         return self._partials.data_ptr()
 
-    def _thread_memory(self, shape: tuple[int, int, int, int, int], most_queries: int) -> tuple[int, int]:
+    def _thread_memory(self, shape: tuple[int, int, int, int, int], step: StepPlan) -> tuple[int, int]:
         """Address of scratch memory, with its record filled in for each thread, and its bytes per thread."""
         mode, num_groups, num_kv_heads, key_dim, value_dim = shape
-        rows = FOLD_QUERIES * num_groups
-        most = max(rows, 1 << (most_queries * num_groups).bit_length())
+        most = max(step.fold_queries * num_groups, 1 << (step.most_queries * num_groups).bit_length())
         num_threads = torch.get_num_threads()
         key = (*shape, most, num_threads)
         if key not in self._scratch:
