@@ -235,7 +235,10 @@ def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedMo
 
     if options.weight_arithmetic == "int8":
         _refuse_integers(options, f"transformers reads it, because of {reason}")
-    checkpoint = read_checkpoint(options)
+    try:
+        checkpoint = read_checkpoint(options)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; foreword does not read it by itself, because of {reason}") from error
     if checkpoint.device.type != "cpu":
         if options.allow_links:
             raise ConfigError(f"allow_links=True needs a CPU, and the model is on {checkpoint.device}; leave it out")
