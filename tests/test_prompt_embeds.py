@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
+import json
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +20,7 @@ from foreword import LLM, SamplingParams
 from foreword.cache import MissReason
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.server.options import ServerConfig
+from foreword.server.service import MOST_MEDIA_BYTES
 from live_server import MODEL, ServerThread
 from picture_models import save_seeing_model
 from tiny_models import TinyModels, greedy
@@ -113,6 +116,9 @@ def test_what_is_no_embeddings_is_refused_in_a_line(llm: LLM, given: Any, match:
 
 def test_what_needs_tokens_is_refused_with_embeddings(llm: LLM, table: torch.Tensor) -> None:
     prompt = {"prompt_embeds": table[IDS]}
+    for text in ("", "a"):
+        with pytest.raises(InvalidRequestError, match="give one of the last two"):
+            llm.generate([{**prompt, "prompt": text, "prompt_token_ids": [5, 6]}], greedy(1))
     for params, match in (
         (SamplingParams(max_tokens=1, prompt_logprobs=1), "takes no prompt_logprobs"),
         (SamplingParams(max_tokens=1, truncate_prompt_tokens=5), "would cut a prompt"),
@@ -129,6 +135,34 @@ def test_models_with_pictures_and_engines_without_the_option_take_none(
     folder = str(tiny_models.folder_with_tokenizer("llama"))
     with LLM(folder, **OPTIONS) as llm, pytest.raises(InvalidRequestError, match="enable_prompt_embeds=True"):
         llm.generate([{"prompt_embeds": table[IDS]}], greedy(1))
+
+
+def file_of(shape: list[int], dtype: str, num_bytes: int = 0) -> bytes:
+    """A safetensors file of one tensor of zeros, whatever its header says."""
+    head = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, num_bytes]}}).encode()
+    return len(head).to_bytes(8, "little") + head + bytes(num_bytes)
+
+
+def test_embeddings_are_counted_while_requests_hold_them(llm: LLM, table: torch.Tensor) -> None:
+    assert llm.embeds is not None
+    held = llm.embeds.held
+    gc.collect()
+    assert held.num_bytes == 0
+    with ServerThread(llm, ServerConfig(log_requests=False)) as server:
+        assert held.most == MOST_MEDIA_BYTES
+        held.most = 2 * table[IDS].nbytes
+        kept = [llm.embeds.read(table[IDS]) for _ in range(2)]
+        body = {"model": MODEL, "prompt": "", "max_tokens": 1, "prompt_embeds": {"data": "", "shape": [1, 64]}}
+        body["prompt_embeds"] |= {"data": base64.b64encode(bytes(256)).decode()}  # type: ignore[operator]
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 429, answer.text
+        assert "try again" in answer.json()["error"]["message"]
+        del kept
+        gc.collect()
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    held.most = None
+    gc.collect()
+    assert held.num_bytes == 0
 
 
 def test_the_server_takes_raw_values_and_safetensors_and_no_pickle(llm: LLM, table: torch.Tensor) -> None:
@@ -160,6 +194,16 @@ def test_the_server_takes_raw_values_and_safetensors_and_no_pickle(llm: LLM, tab
             ("", {"data": text(raw), "shape": [2**30, 64]}, {}, "of 1 to"),
             ("", {"data": "***", "shape": [70, 64]}, {}, "not base64"),
             ("", {"data": text(raw)}, {}, "data and shape"),
+            ("", {"safetensors": text(save({"rows": rows})), "data": text(raw)}, {}, "safetensors alone"),
+            ("", {"safetensors": text(file_of([0, 2**62, 2**62], "F32"))}, {}, "the shape [0, 4611686018427387904"),
+            ("", {"safetensors": text(file_of([True, 64], "F32"))}, {}, "does not fit"),
+            ("", {"safetensors": text(file_of([1, 64], "F64", 512))}, {}, "F64"),
+            ("", {"safetensors": text(file_of([1, 64], "F32", 256)[:-1])}, {}, "does not fit"),
+            ("", {"safetensors": text(file_of([1, 64], "F32", 256) + b"x")}, {}, "does not fit"),
+            ("", {"safetensors": text(file_of([2, 64], "F32", 256))}, {}, "256 bytes; a shape of [2, 64]"),
+            ("", {"safetensors": text(b"\x10'" + bytes(6) + b"[" * 10_000)}, {}, "no safetensors file"),
+            ("", {"safetensors": text(save({str(n): rows[:0] for n in range(1000)}))}, {}, "at most 16384 are read"),
+            ("", {"safetensors": ""}, {}, "no safetensors file"),
             ("", {"safetensors": text(pickled.getvalue())}, {}, "no safetensors file"),
             ("", {"safetensors": text(pickle.dumps([1]))}, {}, "no safetensors file"),
             ("", {"safetensors": text(save({"a": rows, "b": rows + 1}))}, {}, "2 tensors"),

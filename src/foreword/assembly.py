@@ -387,10 +387,12 @@ def build_engine(
 
     layout = plan_layout(config, model)
     most_whole = 0 if model.pictures is None else model.pictures.vision.most_whole
-    if most_whole > config.scheduler.max_num_batched_tokens:
+    steps_of = config.scheduler
+    if most_whole and most_whole + steps_of.max_num_seqs - 1 > steps_of.max_num_batched_tokens:
         raise ConfigError(
-            f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens} is less than the {most_whole} tokens of "
-            "a picture, which this model sees at once; raise it"
+            f"max_num_batched_tokens={steps_of.max_num_batched_tokens} is less than the {most_whole} tokens of a "
+            f"picture, which this model sees at once, and one for each other of max_num_seqs={steps_of.max_num_seqs} "
+            f"requests; give at least {most_whole + steps_of.max_num_seqs - 1}, or a smaller max_num_seqs"
         )
     longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
     steps = RunnerLimits.of(config, longest)

@@ -19,7 +19,7 @@ Knows only names. `ForewordError` catches all of them; each message names the wr
     ├── EventsLostError            a stream of cache events has a gap
     ├── NoReplicaError             no replica may take the request
     ├── AdaptersBusyError          requests hold all the memory that adapters may take
-    ├── PicturesBusyError          requests hold all the memory that pictures may take
+    ├── MediaBusyError             requests hold all the memory that pictures or embeddings may take
     ├── TraceError                 a recorded trace cannot be read
     └── EngineError                a step failed and its requests were aborted, or the engine is closed
 """
@@ -111,8 +111,8 @@ class AdaptersBusyError(ForewordError):
     """Requests hold adapters of as many bytes as may be in memory; another attempt may succeed once some have ended."""
 
 
-class PicturesBusyError(ForewordError):
-    """Requests hold pictures of as many bytes as may be in memory; another attempt may succeed once some have ended."""
+class MediaBusyError(ForewordError):
+    """Requests hold pictures or embeddings of as many bytes as may be in memory; try again when some have ended."""
 
 
 class TraceError(ForewordError):

@@ -11,7 +11,6 @@ import hashlib
 import io
 import re
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,8 @@ import numpy.typing as npt
 
 from foreword.cache import KeyedSpan
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError, PicturesBusyError, PromptTooLongError, TooManyPicturesError
-from foreword.request import PlacedPicture
+from foreword.errors import InvalidRequestError, PromptTooLongError, TooManyPicturesError
+from foreword.request import HeldBytes, PlacedPicture
 from foreword.text.conversation import MARK, PICTURES
 
 if TYPE_CHECKING:
@@ -95,7 +94,12 @@ def file_of_url(url: object) -> PictureFile:
     if not isinstance(url, str):
         raise InvalidRequestError(f"the URL of a picture is a {type(url).__name__}, not a text")
     scheme = url[:8].lower().partition(":")[0]
-    if scheme in ("http", "https") and len(url) <= MAX_URL:
+    if scheme in ("http", "https"):
+        if len(url) > MAX_URL:
+            raise InvalidRequestError(
+                f"the URL of a picture, {url!r:.80}, has {len(url)} characters; at most {MAX_URL} are taken, send the "
+                "picture's bytes as data:image/png;base64,..."
+            )
         return PictureFile(None, url)
     if scheme != "data":
         raise _not_fetched(url)
@@ -304,23 +308,26 @@ class Pictures:
         """`encode`: the tokenizer's, for a part of a text. `max_tokens`: of all pictures of a prompt."""
         self._vision, self._encode = vision, encode
         self._max_pictures, self._max_tokens = max_pictures, max_tokens
-        self._known: OrderedDict[bytes, tuple[str, tuple[int, int]]] = OrderedDict()
-        """Digest of a file -> that of what it shows, and its height and width."""
-        self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
-        self.num_held_bytes = 0
-        """Bytes of the files that requests hold."""
-        self.most_held_bytes: int | None = None
-        """Of all requests together. None: those of a Python caller are held by the caller in any case."""
+        self._known: OrderedDict[tuple[str, bytes], tuple[str, tuple[int, int]]] = OrderedDict()
+        """Owner and digest of a file -> that of what it shows, and its height and width."""
+        self._lock = threading.Lock()
+        self.held = HeldBytes()
+        """The files that requests hold."""
         self._placeholders = lru_cache(1024)(self._make_placeholders)
 
-    def read(self, files: Sequence[PictureFile]) -> list[ReadPicture]:
-        """Check and name pictures: sizes and tokens of all before any is decoded. Raises InvalidRequestError."""
+    def read(self, files: Sequence[PictureFile], owner: str = "") -> list[ReadPicture]:
+        """Check and name pictures: sizes and tokens of all before any is decoded. Raises InvalidRequestError.
+
+        What a file shows is remembered for its `owner` alone, lest time tell others who sent it.
+        """
         if len(files) > self._max_pictures:
             raise TooManyPicturesError(
                 f"the prompt has {len(files)} pictures; at most {self._max_pictures} are taken (max_pictures), "
                 "send fewer"
             )
-        names = [hashlib.sha256(file.data).digest() if isinstance(file.data, bytes) else None for file in files]
+        names = [
+            (owner, hashlib.sha256(file.data).digest()) if isinstance(file.data, bytes) else None for file in files
+        ]
         with self._lock:
             found = [None if name is None else self._known.get(name) for name in names]
         sizes = [size_of(file) if one is None else one[1] for file, one in zip(files, found, strict=True)]
@@ -336,26 +343,10 @@ class Pictures:
         read = []
         for file, name, one, size, shape in zip(files, names, found, sizes, shapes, strict=True):
             digest = self._digest(file, size, shape) if one is None else one[0]
-            read.append(self._hold(ReadPicture(digest, shape, file)))
+            read.append(ReadPicture(digest, shape, file))
+            self.held.hold(read[-1], file.num_bytes)
             self._note(name, digest, size)
         return read
-
-    def _hold(self, picture: ReadPicture) -> ReadPicture:
-        """Count a picture until it is freed. Raises PicturesBusyError if requests hold too many bytes."""
-        num_bytes = picture.file.num_bytes
-        with self._lock:
-            if self.most_held_bytes is not None and self.num_held_bytes + num_bytes > self.most_held_bytes:
-                raise PicturesBusyError(
-                    f"requests hold pictures of {self.num_held_bytes} bytes, and {self.most_held_bytes} may be held; "
-                    "try again when some have ended"
-                )
-            self.num_held_bytes += num_bytes
-        weakref.finalize(picture, self._release, num_bytes).atexit = False
-        return picture
-
-    def _release(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_held_bytes -= num_bytes
 
     def shown(self, prompt: Prompt, pictures: Sequence[ReadPicture]) -> Prompt:
         """The prompt with each sign of a picture replaced by its tokens. Raises InvalidRequestError."""
@@ -401,8 +392,8 @@ class Pictures:
         digest.update(np.ascontiguousarray(pixels).data)
         return digest.hexdigest()
 
-    def _note(self, name: bytes | None, digest: str, size: tuple[int, int]) -> None:
-        """Remember what a file shows, by the digest of its bytes."""
+    def _note(self, name: tuple[str, bytes] | None, digest: str, size: tuple[int, int]) -> None:
+        """Remember what a file shows, by its owner and the digest of its bytes."""
         if name is None:
             return
         with self._lock:

@@ -44,7 +44,7 @@ def test_a_front_asks_of_replicas_what_one_engine_answers(tmp_path: Path, kind: 
         front = found.server.service.llm
         gc.collect()
         assert front.pictures is not None
-        assert front.pictures.num_held_bytes == 0
+        assert front.pictures.held.num_bytes == 0
         assert_nothing_is_left(found)
 
 

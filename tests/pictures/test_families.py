@@ -71,11 +71,12 @@ def test_bits_are_equal_cold_warm_chunked_preempted_and_beside_text(
         cold = [bits(llm.chat(prompt, LOGPROBS)[0]) for prompt in prompts]
         assert [bits(output) for output in llm.chat(prompts, LOGPROBS)] == cold
         assert len({str(one) for one in cold}) == 3
-    steps = {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 6}
+    steps = {"max_num_batched_tokens": 18, "max_num_seqs": 3, "long_prefill_token_threshold": 6}
     with LLM(str(folder), **options, **steps, enable_prefix_caching=False) as llm:
         assert [bits(output) for output in llm.chat(prompts, LOGPROBS)] == cold
     few = 19 if kind == "gemma3" else 18  # of two groups of layers
     small = {**options, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": few, "max_num_batched_tokens": 64}
+    small["max_num_seqs"] = 8
     small["draft_tokens"] = 0  # they come and go with the time that steps take
     with LLM(str(folder), **small) as llm:
         long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=3)
@@ -268,7 +269,8 @@ def test_random_schedules_give_the_tokens_of_a_cold_answer(tmp_path: Path, kind:
         "num_gpu_blocks_override": int(longest / size * (3 if kind == "gemma3" else 1.4)) + 8,
         "max_model_len": longest + 11,
         "block_size": size,
-        "max_num_batched_tokens": int(rng.choice([16, 23, 48])),
+        "max_num_batched_tokens": int(rng.choice([23 if kind == "gemma3" else 16, 23, 48])),
+        "max_num_seqs": 8,
         "max_num_encoder_input_tokens": int(rng.choice([1, 20, 512])),
         "picture_cache_bytes": int(rng.choice([0, 1 << 20])),
         "draft_tokens": 0,
@@ -291,8 +293,10 @@ def test_random_schedules_give_the_tokens_of_a_cold_answer(tmp_path: Path, kind:
 
 def test_a_step_that_is_smaller_than_a_picture_is_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
     folder = save_family(tmp_path / "model", "gemma3")
-    with pytest.raises(ConfigError, match="max_num_batched_tokens=15 is less than the 16 tokens of a picture"):
-        LLM(str(folder), **OPTIONS, max_num_batched_tokens=15)
+    for seqs, least in ((1, 16), (5, 20)):
+        match = f"max_num_batched_tokens={least - 1} is less than the 16 tokens of a picture.* give at least {least}"
+        with pytest.raises(ConfigError, match=match):
+            LLM(str(folder), **OPTIONS, max_num_batched_tokens=least - 1, max_num_seqs=seqs)
 
 
 def test_what_files_of_gemma3_leave_out_is_what_transformers_adds() -> None:

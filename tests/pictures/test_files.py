@@ -69,7 +69,7 @@ def test_a_file_that_is_no_picture_is_refused_in_a_line(data: bytes, match: str)
     [
         ("http://127.0.0.1/a.png", "not fetched"),
         ("https://example.com/a.png", "--allow-media-domain"),
-        ("https://example.com/" + "a" * 5000, "not fetched"),
+        ("https://example.com/" + "a" * 5000, "has 5020 characters; at most 4096"),
         ("file:///etc/passwd", "not fetched"),
         ("/etc/passwd", "not fetched"),
         ("data:image/png,abc", "no base64"),

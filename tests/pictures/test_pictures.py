@@ -19,11 +19,11 @@ from foreword import LLM, SamplingParams
 from foreword.bench.trace import TraceBenchOptions, prompt_token_ids, read_trace, run_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
-from foreword.errors import InvalidRequestError, ModelLoadError, PicturesBusyError
-from foreword.pictures import PictureFile, taken_apart
+from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
+from foreword.pictures import PictureFile, pixels_of, taken_apart
 from foreword.server.observe.more_memory import block_keys
 from foreword.server.options import ServerConfig
-from foreword.server.service import MOST_PICTURE_BYTES
+from foreword.server.service import MOST_MEDIA_BYTES
 from foreword.text.conversation import pictures_of
 from lanes import slow
 from live_server import ServerThread, post
@@ -333,12 +333,25 @@ def test_only_a_server_limits_what_the_pictures_of_all_requests_hold(llm: LLM, m
     assert llm.pictures is not None
     monkeypatch.setattr(PictureFile, "num_bytes", 2**29)
     held = [llm.pictures.read([PictureFile(file_of(noise(20, 20)))]) for _ in range(3)]
-    assert llm.pictures.num_held_bytes >= 3 * 2**29
-    llm.pictures.most_held_bytes = MOST_PICTURE_BYTES
-    with pytest.raises(PicturesBusyError, match="try again when some have ended"):
+    assert llm.pictures.held.num_bytes >= 3 * 2**29
+    llm.pictures.held.most = MOST_MEDIA_BYTES
+    with pytest.raises(MediaBusyError, match="try again when some have ended"):
         llm.pictures.read([PictureFile(file_of(noise(20, 20)))])
-    llm.pictures.most_held_bytes = None
+    llm.pictures.held.most = None
     del held
+
+
+def test_what_a_file_shows_is_remembered_for_its_owner_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.pictures is not None
+    file, decoded = PictureFile(file_of(noise(21, 20))), list[PictureFile]()
+
+    def noted(file: PictureFile) -> Any:
+        decoded.append(file)
+        return pixels_of(file)
+
+    monkeypatch.setattr("foreword.pictures.pixels_of", noted)
+    names = {llm.pictures.read([file], owner)[0].digest for owner in ("a", "a", "b", "a", "b")}
+    assert (len(names), len(decoded)) == (1, 2)
 
 
 def test_marks_and_places_move_with_pictures(llm: LLM) -> None:

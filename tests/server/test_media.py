@@ -6,15 +6,18 @@ import asyncio
 import gzip
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpcore
 import httpx
 import pytest
 
-from foreword.errors import ConfigError, InvalidRequestError
+from foreword.errors import ConfigError, InvalidRequestError, MediaBusyError
 from foreword.llm import LLM
 from foreword.pictures import PictureFile, file_of_url
+from foreword.request import HeldBytes
 from foreword.server.crews import Crew
 from foreword.server.media import MediaDomains, is_public
 from foreword.server.options import ServerConfig
@@ -87,12 +90,13 @@ def crew() -> Iterator[Crew]:
 def here(site: _Site, crew: Crew, most: int = 1 << 20, **door: Any) -> MediaDomains:
     """Fetches from the site as if it were far away, under a name that only the test's door knows."""
     door = {"resolve": lambda host, port: ["127.0.0.1"], "is_allowed": lambda address: True, "seconds": 1.0, **door}
-    return MediaDomains([f"{NAME}:{site.port}"], most, crew, **door)
+    return MediaDomains([f"{NAME}:{site.port}"], most, crew, **{"held": HeldBytes(), **door})
 
 
 def fill(media: MediaDomains, *urls: str) -> list[PictureFile]:
     files = [file_of_url(url) for url in urls]
-    asyncio.run(media.fill(files))
+    with ExitStack() as fetched:
+        asyncio.run(media.fill(files, fetched))
     return files
 
 
@@ -108,7 +112,7 @@ def test_a_picture_comes_from_the_address_that_was_checked(site: _Site, crew: Cr
     assert file.data == PNG
     assert resolved == [(NAME, site.port)]  # no second time, when the name may mean another machine
     assert site.asked == [("/a.png?size=1", f"{NAME}:{site.port}")]
-    asyncio.run(media.fill([file]))
+    asyncio.run(media.fill([file], ExitStack()))
     assert len(site.asked) == 1
 
 
@@ -134,6 +138,51 @@ def test_all_pictures_of_a_prompt_share_the_bytes(site: _Site, crew: Crew) -> No
     assert len(fill(here(site, crew, 2 * len(PNG)), url, url)) == 2
     with pytest.raises(InvalidRequestError, match=f"more than the {len(PNG) - 1} bytes"):
         fill(here(site, crew, 2 * len(PNG) - 1), url, url)
+
+
+def test_bytes_are_counted_from_the_first_to_those_that_a_request_holds(site: _Site, crew: Crew) -> None:
+    url, most = f"http://{NAME}:{site.port}/a.png", 1 << 20
+    held = HeldBytes(most + 2 * len(PNG) - 1)
+    media = here(site, crew, most, held=held)
+    with ExitStack() as fetched:
+        asyncio.run(media.fill([file_of_url(url)], fetched))
+        assert held.num_bytes == len(PNG)
+        asyncio.run(media.fill([file_of_url(url)], fetched))
+        assert held.num_bytes == 2 * len(PNG)
+        with pytest.raises(MediaBusyError, match="try again"):  # it may have `most`
+            asyncio.run(media.fill([file_of_url(url)], fetched))
+        assert len(site.asked) == 2
+    assert held.num_bytes == 0
+    with pytest.raises(InvalidRequestError, match="404"):
+        fill(media, f"http://{NAME}:{site.port}/gone")
+    assert held.num_bytes == 0
+
+
+def test_an_address_that_never_answers_leaves_time_for_the_next(
+    site: _Site, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = httpcore.AnyIOBackend.connect_tcp
+
+    async def silent(self: Any, host: str, port: int, timeout: float | None = None, **other: Any) -> Any:
+        if host == "192.0.2.1":  # as a firewall that drops packets
+            assert timeout is not None
+            await asyncio.sleep(timeout)
+            raise httpcore.ConnectTimeout
+        return await connect(self, host, port, timeout, **other)
+
+    monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", silent)
+    media = here(site, crew, resolve=lambda host, port: ["192.0.2.1", "127.0.0.1"], seconds=3.0)
+    assert fill(media, f"http://{NAME}:{site.port}/a.png")[0].data == PNG
+
+
+def test_a_resolver_that_never_answers_takes_no_longer_than_a_fetch_may(site: _Site, crew: Crew) -> None:
+    def resolve(host: str, port: int) -> list[str]:
+        site.is_closing.wait(60)
+        return ["127.0.0.1"]
+
+    with pytest.raises(InvalidRequestError, match=r"more than 0\.2 s"):
+        fill(here(site, crew, resolve=resolve, seconds=0.2), f"http://{NAME}:{site.port}/a.png")
+    assert not site.is_closing.is_set()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +211,8 @@ def test_other_domains_and_ports_are_not_even_resolved(site: _Site, crew: Crew, 
     "address",
     "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255 ::1 :: "
     "fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1 64:ff9b::a00:1 2002:7f00:1:: "
-    "2001:0:7f00:1::".split(),
+    "2001:0:7f00:1:: fec0::1 64:ff9b:1::a00:1 ::10.0.0.1 ::127.0.0.1 ::ffff:0:127.0.0.1 5f00::1 3fff::1 "
+    "4000::1".split(),
 )
 def test_a_domain_that_leads_into_this_network_is_refused(site: _Site, crew: Crew, address: str) -> None:
     assert not is_public(address)
@@ -192,7 +242,7 @@ def test_a_name_that_nobody_knows_and_a_port_that_nobody_serves_are_refused(site
 @pytest.mark.parametrize("domain", ["", "https://example.com", "example.com/a", "*.example.com", "a b", "h:port"])
 def test_what_is_no_domain_is_refused_at_the_start(crew: Crew, domain: str) -> None:
     with pytest.raises(ConfigError, match="is not a domain"):
-        MediaDomains([domain], 1, crew)
+        MediaDomains([domain], 1, crew, HeldBytes())
 
 
 def test_a_server_fetches_once_what_a_conversation_keeps(site: _Site, tmp_path: Any) -> None:

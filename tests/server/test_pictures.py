@@ -163,7 +163,7 @@ def test_many_at_once_get_their_own_pictures_each_encoded_once_and_leave_nothing
     assert len(set(answers)) == 3
     assert llm.encoded_pictures.num_encoded == before + 3
     gc.collect()
-    assert llm.pictures.num_held_bytes == 0
+    assert llm.pictures.held.num_bytes == 0
     llm.engine.check_integrity()
 
 

@@ -140,6 +140,10 @@ class Prompts:
             raise InvalidRequestError("prompt_embeds need an LLM with enable_prompt_embeds=True; open it with that")
         rest = {name: value for name, value in prompt.items() if name != "prompt_embeds"}
         if "prompt" in rest:
+            if "prompt_token_ids" in rest:
+                raise InvalidRequestError(
+                    "a prompt has prompt_embeds, prompt and prompt_token_ids; give one of the last two"
+                )
             text = rest.pop("prompt")
             rest["prompt_token_ids"] = self.tokenizer_for("a text prompt").encode_part(text) if text else ()
         plain = self.read({"prompt_token_ids": (), **rest})

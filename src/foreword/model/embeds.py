@@ -7,19 +7,22 @@ nor by torch.load, whose sparse tensors write where they like (CVE-2025-62164).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from foreword.cache import KeyedSpan
 from foreword.errors import InvalidRequestError
+from foreword.request import HeldBytes
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAFETENSORS_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+MAX_HEADER_BYTES = 2**14
+"""Of a safetensors file, before its values."""
 
 
 class PromptEmbeds:
@@ -49,6 +52,8 @@ class EmbedsReader:
     def __init__(self, dtype: torch.dtype, width: int, max_rows: int, block_size: int) -> None:
         """`dtype`: the model's; `width`: its hidden size; `max_rows`: of one prompt; `block_size`: of its keys."""
         self._dtype, self._width, self._max_rows, self._block_size = dtype, width, max_rows, block_size
+        self.held = HeldBytes()
+        """The embeddings that requests hold."""
 
     def read(self, given: Any) -> PromptEmbeds:
         """The embeddings in an array or a tensor [rows, width], or that were read. Raises InvalidRequestError."""
@@ -67,9 +72,11 @@ class EmbedsReader:
         values = given.detach().to("cpu", self._dtype, copy=True).contiguous()
         if not values.isfinite().all():
             raise InvalidRequestError(f"prompt_embeds has numbers that {self._dtype} cannot hold, or that are none")
-        return PromptEmbeds(values, self._block_size)
+        made = PromptEmbeds(values, self._block_size)
+        self.held.hold(made, values.nbytes)
+        return made
 
-    def read_raw(self, data: bytes, shape: Sequence[int], dtype: str) -> PromptEmbeds:
+    def read_raw(self, data: bytes | memoryview, shape: Sequence[int], dtype: str) -> PromptEmbeds:
         """The embeddings in little-endian values, row by row. Raises InvalidRequestError."""
         self._check(tuple(shape))
         kind = _TYPES[dtype]
@@ -82,14 +89,24 @@ class EmbedsReader:
 
     def read_safetensors(self, data: bytes) -> PromptEmbeds:
         """The embeddings in a file of one tensor. Raises InvalidRequestError."""
+        length = int.from_bytes(data[:8], "little")
+        values = memoryview(data)[8 + length :] if length <= MAX_HEADER_BYTES else memoryview(b"")
         try:
-            found = load(data)
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            line = str(error).partition("\n")[0][:100]
-            raise InvalidRequestError(f"prompt_embeds is no safetensors file ({line}); send a whole one") from error
-        if len(found) != 1:
-            raise InvalidRequestError(f"prompt_embeds has {len(found)} tensors; send a safetensors file of one")
-        return self.read(*found.values())
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {length} bytes, and at most {MAX_HEADER_BYTES} are read")
+            header = json.loads(data[8 : 8 + length])
+            tensors = [value for name, value in header.items() if name != "__metadata__"]
+            if len(tensors) != 1:
+                raise ValueError(f"it has {len(tensors)} tensors")
+            shape, dtype = tensors[0]["shape"], _SAFETENSORS_TYPES[tensors[0]["dtype"]]
+            if tensors[0]["data_offsets"] != [0, len(values)] or not all(type(one) is int for one in shape):
+                raise ValueError("its header does not fit its length")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"prompt_embeds is no safetensors file of one tensor ({error!s:.100}); send a whole one of "
+                f"{', '.join(_SAFETENSORS_TYPES)}"
+            ) from error
+        return self.read_raw(values, shape, dtype)
 
     def _check(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 2 or shape[1] != self._width or not 1 <= shape[0] <= self._max_rows:

@@ -1,5 +1,6 @@
 """Requests: sampling parameters, requests, outputs, and the tokens that a request allows."""
 
+from foreword.request.held_bytes import HeldBytes as HeldBytes
 from foreword.request.request import Adapter as Adapter
 from foreword.request.request import LoRARequest as LoRARequest
 from foreword.request.links import LinkedRun as LinkedRun, LinkReport as LinkReport, Links as Links

@@ -10,7 +10,7 @@ from foreword.errors import (
     EngineError,
     ForewordError,
     InvalidRequestError,
-    PicturesBusyError,
+    MediaBusyError,
     PromptTooLongError,
 )
 
@@ -149,7 +149,7 @@ def from_error(error: Exception) -> APIError:
             return bad_request(str(error))
         case CacheBusyError():
             return APIError(409, str(error), code="cache_busy")
-        case AdaptersBusyError() | PicturesBusyError():
+        case AdaptersBusyError() | MediaBusyError():
             headers = {"Retry-After": "1"}
             return APIError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
         case EngineError():

@@ -13,7 +13,8 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import NoReturn
 
@@ -21,25 +22,32 @@ import httpx
 
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.pictures import MAX_FILE_BYTES, PictureFile
+from foreword.request import HeldBytes
 from foreword.server.crews import Crew
 
 FETCH_S = 10.0
-"""Most seconds from the connection to a picture's last byte."""
+"""Most seconds from the question to the resolver to a picture's last byte."""
 MOST_ADDRESSES = 3
 """Addresses of a name that are tried, in the order of the resolver."""
+RESOLVERS = 8
+"""Threads that ask the resolver: it may take longer than a fetch may."""
 _PORTS = {"http": 80, "https": 443}
 _EMBEDDING = ipaddress.IPv6Network("64:ff9b::/96")
 """Addresses that stand for an IPv4 address (RFC 6052)."""
+_GLOBAL = ipaddress.IPv6Network("2000::/3")
+"""The only IPv6 addresses that are given to machines of the internet."""
+_DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")
+"""Given to nobody (RFC 9637), which older Pythons do not know."""
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address belongs to a machine of the internet, not to this machine or a network beside it."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        if ip.sixtofour or ip.teredo:
-            return False
         if ip.ipv4_mapped or ip in _EMBEDDING:
             ip = ip.ipv4_mapped or ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        elif ip not in _GLOBAL or ip in _DOCUMENTATION or ip.sixtofour or ip.teredo:
+            return False
     return ip.is_global and not ip.is_multicast
 
 
@@ -56,6 +64,7 @@ class MediaDomains:
         domains: Sequence[str],
         max_bytes: int,
         crew: Crew,
+        held: HeldBytes,
         *,
         seconds: float = FETCH_S,
         resolve: Callable[[str, int], list[str]] = resolve,
@@ -63,21 +72,26 @@ class MediaDomains:
     ) -> None:
         """`domains`: names that clients may give, each perhaps with a port (host:port).
 
-        `max_bytes`: of one prompt's pictures together; `crew`: threads that fetch. `seconds`, `resolve` and
-        `is_allowed` are other than the defaults in tests alone. Raises ConfigError.
+        `max_bytes`: of the pictures that one call fetches; `crew`: threads that fetch; `held`: counts the bytes of all
+        requests. `seconds`, `resolve` and `is_allowed` are other than the defaults in tests alone. Raises ConfigError.
         """
         self._places = {place for domain in domains for place in _places(domain)}
-        self._max_bytes, self._crew = max_bytes, crew
+        self._max_bytes, self._crew, self._held = max_bytes, crew, held
         self._seconds, self._resolve, self._is_allowed = seconds, resolve, is_allowed
+        self._resolvers = ThreadPoolExecutor(RESOLVERS, "resolve")
 
-    async def fill(self, files: Sequence[PictureFile]) -> None:
-        """Fetch the pictures that have an address and no bytes yet. Raises InvalidRequestError, or APIError 429."""
+    async def fill(self, files: Sequence[PictureFile], fetched: ExitStack) -> None:
+        """Fetch the pictures that have an address and no bytes yet; their bytes are counted until `fetched` is closed.
+
+        Raises InvalidRequestError, MediaBusyError, or APIError 429.
+        """
         left = self._max_bytes
         for file in files:
             url = file.url
             if url is None or file.data is not None:
                 continue
             data = await self._crew.run(partial(self._fetch, url, min(left, MAX_FILE_BYTES)))
+            fetched.enter_context(self._held.holding(len(data)))
             left -= len(data)
             file.fill(data)
 
@@ -91,33 +105,36 @@ class MediaDomains:
         except (httpx.InvalidURL, KeyError, ValueError):
             _refuse(text, "its domain is not one that the server fetches from (--allow-media-domain)")
         try:
-            addresses = self._resolve(*place)
-        except (OSError, UnicodeError):
-            _refuse(text, "its domain has no address")
-        if not addresses or not all(map(self._is_allowed, addresses)):
-            _refuse(text, "its domain leads to an address that is not public")
-        try:
-            return asyncio.run(self._bounded(url, addresses[:MOST_ADDRESSES], most))
+            with self._held.holding(most):
+                return asyncio.run(self._bounded(url, place, most))
         except TimeoutError:
             _refuse(text, f"it took more than {self._seconds:g} s")
         except httpx.HTTPError as error:
             _refuse(text, f"the connection failed ({type(error).__name__})")
 
-    async def _bounded(self, url: httpx.URL, addresses: list[str], most: int) -> bytes:
+    async def _bounded(self, url: httpx.URL, place: tuple[str, int], most: int) -> bytes:
         async with asyncio.timeout(self._seconds):
+            try:
+                addresses = await asyncio.wrap_future(self._resolvers.submit(self._resolve, *place))
+            except (OSError, UnicodeError):
+                _refuse(str(url), "its domain has no address")
+            if not addresses or not all(map(self._is_allowed, addresses)):
+                _refuse(str(url), "its domain leads to an address that is not public")
+            addresses = addresses[:MOST_ADDRESSES]
+            limits = httpx.Timeout(self._seconds, connect=self._seconds / (len(addresses) + 1))
             for address in addresses[:-1]:
-                with suppress(httpx.ConnectError):
-                    return await self._read(url, address, most)
-            return await self._read(url, addresses[-1], most)
+                with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+                    return await self._read(url, address, most, limits)
+            return await self._read(url, addresses[-1], most, limits)
 
-    async def _read(self, url: httpx.URL, address: str, most: int) -> bytes:
+    async def _read(self, url: httpx.URL, address: str, most: int, limits: httpx.Timeout) -> bytes:
         """Ask the machine at `address`, by the URL's name, also in TLS."""
         headers = {"Host": url.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
         request = httpx.Request(
             "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": url.raw_host.decode()}
         )
         data = bytearray()
-        async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=self._seconds) as client:
+        async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=limits) as client:
             answer = await client.send(request, stream=True)
             if answer.status_code != 200:
                 _refuse(str(url), f"its server answers {answer.status_code}, and redirects are not followed")

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from foreword.server.bodies.fields import UnknownFields
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.chats.score_template import CLASSIFYING, RANKING, Judge
 from foreword.server.chats.tools import ToldPatterns
-from foreword.server.crews import Crews
+from foreword.server.crews import CALLER, Crews
 from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
 from foreword.server.hints import Hints
@@ -97,8 +98,8 @@ class Caller:
     """What an orchestrator asks of the cache; the answer gets the outcomes."""
 
 
-MOST_PICTURE_BYTES = 2**30
-"""Of the files of all requests together."""
+MOST_MEDIA_BYTES = 2**30
+"""Of the files of pictures, or of the embeddings, of all requests together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,9 @@ class Service:
         Raises ConfigError for files that cannot be read and prefixes that cannot be shared.
         """
         self.llm = llm
-        if llm.pictures is not None:
-            llm.pictures.most_held_bytes = MOST_PICTURE_BYTES
+        for reader in (llm.pictures, llm.embeds):
+            if reader is not None:
+                reader.held.most = MOST_MEDIA_BYTES
         self.config = config
         self.model_name = model_name
         self._own_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
@@ -204,11 +206,13 @@ class Service:
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
 
     def _media(self, config: ServerConfig) -> MediaDomains | None:
-        if not config.allow_media_domain:
+        if not config.allow_media_domain or self.llm.pictures is None:
             return None
         from foreword.server.media import MediaDomains
 
-        return MediaDomains(config.allow_media_domain, config.max_body_bytes, self.crews.fetches)
+        return MediaDomains(
+            config.allow_media_domain, config.max_body_bytes, self.crews.fetches, self.llm.pictures.held
+        )
 
     def _open_listeners(self, config: ServerConfig) -> None:
         """What else hears of requests, as the options say."""
@@ -411,9 +415,13 @@ class Service:
         pictures = self.llm.pictures
         if pictures is None or not pictures_of(messages):
             return prompt
-        if self.media is not None:
-            await self.media.fill(pictures_of(messages))
-        read = await self.crews.pictures.run(lambda: pictures.read(self.tokenizer.pictures(messages, inputs)))
+        owner = CALLER.get()
+        with ExitStack() as fetched:
+            if self.media is not None:
+                await self.media.fill(pictures_of(messages), fetched)
+            read = await self.crews.pictures.run(
+                lambda: pictures.read(self.tokenizer.pictures(messages, inputs), owner)
+            )
         return pictures.shown(prompt, read)
 
     def _check_template(self) -> None:

@@ -97,8 +97,9 @@ async def _begun_with(given: PromptEmbeds, rest: Any, service: Service) -> Promp
         raise bad_request(
             "prompt_embeds need a server that was started with --enable-prompt-embeds", param="prompt_embeds"
         )
-    if (given.safetensors is None) == (given.data is None or given.shape is None):
-        raise bad_request("prompt_embeds need data and shape, or safetensors", param="prompt_embeds")
+    forms = [one is not None for one in (given.safetensors, given.data, given.shape)]
+    if forms not in ([True, False, False], [False, True, True]):
+        raise bad_request("prompt_embeds need data and shape, or safetensors alone", param="prompt_embeds")
     if isinstance(rest, list) and not isinstance(rest[0], int):
         raise bad_request("prompt_embeds take one prompt after them, and prompt is a list", param="prompt")
 

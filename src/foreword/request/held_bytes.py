@@ -1,0 +1,51 @@
+"""Memory of what callers send beside tokens, such as files of pictures: counted while requests hold it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from foreword.errors import MediaBusyError
+
+
+class HeldBytes:
+    """The bytes that requests hold together. Any thread may call it."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """`most`: None: no limit: what a Python caller sends is held by the caller in any case."""
+        self.most = most
+        self.num_bytes = 0
+        self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
+
+    def __reduce__(self) -> tuple[type[HeldBytes], tuple[int | None]]:
+        """Another process holds nothing yet."""
+        return HeldBytes, (self.most,)
+
+    def hold(self, thing: object, num_bytes: int) -> None:
+        """Count bytes until `thing` is freed. Raises MediaBusyError if requests hold too many."""
+        self._take(num_bytes)
+        weakref.finalize(thing, self._give_back, num_bytes).atexit = False
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Count bytes for a time. Raises MediaBusyError if requests hold too many."""
+        self._take(num_bytes)
+        try:
+            yield
+        finally:
+            self._give_back(num_bytes)
+
+    def _take(self, num_bytes: int) -> None:
+        with self._lock:
+            if self.most is not None and self.num_bytes + num_bytes > self.most:
+                raise MediaBusyError(
+                    f"requests hold pictures or embeddings of {self.num_bytes} bytes, and {self.most} may be held; "
+                    "try again when some have ended"
+                )
+            self.num_bytes += num_bytes
+
+    def _give_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes -= num_bytes
