@@ -19,6 +19,7 @@ from foreword import LLM, SamplingParams
 from foreword.bench.trace import TraceBenchOptions, prompt_token_ids, read_trace, run_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
+from foreword.engine.encoding import EncoderBudget
 from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
 from foreword.pictures import PictureFile, pixels_of, taken_apart
 from foreword.server.observe.more_memory import block_keys
@@ -174,6 +175,38 @@ def test_a_picture_that_is_shown_twice_is_part_of_estimated_keys() -> None:
         return block_keys(prompt, (), 16).tolist()
 
     assert len({key for digests in ("", "aa", "bb", "ab", "ba") for key in keys(*digests)}) == 10
+
+
+def test_what_the_budget_counts_is_what_is_encoded(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        encoded = llm.encoded_pictures
+        assert encoded is not None
+        [placed] = llm._chat_prompt(asks(QUESTION, noise(96, 96)), {}).pictures
+        picture, size = placed.picture, encoded.vision.tile_rows(placed.picture.shape)
+        encoded.rows(picture, range(size, 2 * size))  # a tile among those that are missing
+        every = range(len(placed.places))
+        missing, before = encoded.missing(picture, every), encoded.num_rows
+        encoded.rows(picture, every)
+        assert sum(map(len, missing)) == encoded.num_rows - before > size
+        assert encoded.missing(picture, every) == []
+
+
+def test_only_a_request_that_starts_takes_of_the_budget(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        for seed in (1, 2):
+            llm.engine.add_request(str(seed), llm._chat_prompt(asks(QUESTION, noise(70, 50, seed)), {}), greedy(1))
+        one, other = llm.engine.scheduler._waiting
+        budget, length = EncoderBudget(llm.encoded_pictures, 1), len(one)
+        first = one.pictures[0].offset
+        budget.begin_step()
+        end = budget.cut(one, 0, length)  # behind the first tile
+        assert first < end < length
+        assert budget.cut(other, 0, length) == end  # `one` may have got no blocks
+        budget.book(one, 0, end)
+        assert budget.cut(one, 0, length) == end
+        assert budget.cut(other, 0, length) == first
+        budget.begin_step()
+        assert budget.cut(other, 0, length) == end
 
 
 def test_encodings_are_each_salts_own(folder: Path) -> None:

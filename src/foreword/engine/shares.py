@@ -93,6 +93,7 @@ class Shares:
             end = self.end(request, start, budget, lengths[at], most)
             if end > start:
                 request.num_scheduled_tokens = end
+                self._encoding.book(request, start, end)
                 ends[at] = end
                 budget -= num_computed(request, start, end)
         return ends

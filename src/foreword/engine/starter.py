@@ -125,6 +125,7 @@ class Starter:
         self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
         request.status = RequestStatus.RUNNING
         request.num_scheduled_tokens = end
+        self._waits.encoding.book(request, hit.num_tokens, end)
         if request.metrics.first_scheduled_time is None:
             explanation = self._manager.explanation_of(request.request_id)
             request.note_admission(hit.num_tokens, hit.num_shared_tokens, explanation)

@@ -104,10 +104,15 @@ class EncodedPictures:
         return EncodedPictures(self.vision.without_weights(), 0)
 
     def missing(self, picture: Picture, rows: range, salt: str | None = None) -> list[range]:
-        """The tiles that these rows of a picture need and that are not kept, as ranges of its rows."""
+        """The tiles that must be encoded for these rows of a picture, as ranges of its rows.
+
+        From the first that is not kept to the last one, with kept ones between them, because they are encoded together.
+        """
         kept, size = self._kept.get((salt, picture.digest)), self.vision.tile_rows(picture.shape)
         tiles = range(rows.start // size, -(-rows.stop // size))
-        return [range(size * one, size * (one + 1)) for one in tiles if kept is None or one not in kept.tiles]
+        lacking = [one for one in tiles if kept is None or one not in kept.tiles]
+        encoded = range(lacking[0], lacking[-1] + 1) if lacking else ()
+        return [range(size * one, size * (one + 1)) for one in encoded]
 
     def rows(self, picture: Picture, rows: range, salt: str | None = None) -> Tensor:
         """Some rows of a picture, [len(rows), width]; its tiles that no step needed before are encoded now.
@@ -125,7 +130,7 @@ class EncodedPictures:
         return self._kept[key].rows[rows.start : rows.stop]
 
     def _encode(self, picture: Picture, key: tuple[str | None, str], missing: list[range]) -> None:
-        """Encode the tiles from the first missing one to the last; kept ones between them keep their bits."""
+        """Encode tiles that stand side by side; those among them that are kept keep their bits."""
         started, size = time.monotonic(), self.vision.tile_rows(picture.shape)
         first, end = missing[0].start, missing[-1].stop
         made = self.vision.encode(picture.pixels(), slice(first // size, end // size))
