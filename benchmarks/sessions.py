@@ -33,7 +33,6 @@ import numpy as np
 from eviction import pools
 from eviction_traffic import Requests, coding_agents, forking_agents, patient_agents, slow_chat
 from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
-from foreword.cache.account.sessions import SessionBlocks
 from foreword.cache.block_ids import without_null
 from foreword.config import SchedulerConfig
 from foreword.engine import SimulatedScheduler
@@ -73,13 +72,16 @@ class Superseding(KVCacheManager):
 
     supersedes = False
 
-    def _close_row_of_session(self, row: int, sequence: TokenSequence, blocks: SessionBlocks) -> None:
-        number = self._session_numbers.get(row)
+    def free(self, request: str | TokenSequence, *, ended: bool = True) -> None:
+        row = self._row_of[request if isinstance(request, str) else request.request_id]
+        blocks = self._session_blocks
+        number = None if blocks is None else blocks._of_row.get(row, (None, 0))[0]
         held = np.concatenate([without_null(tables.row(row)) for tables in self._coordinator.tables.groups])
-        super()._close_row_of_session(row, sequence, blocks)
-        if self.supersedes and number is not None:
-            old = blocks.of(number)
-            self._give_up(old[~np.isin(old, held)])
+        super().free(request, ended=ended)
+        if self.supersedes and blocks is not None and number is not None:
+            old = np.flatnonzero(blocks._user == number).astype(np.int32)
+            old = old[~np.isin(old, held) & ~self._coordinator.is_in_a_row(old)]
+            self._pool.give_up(old[np.argsort(-blocks._depth[old], kind="stable")])
 
 
 def manager_of(num_blocks: int, block_tokens: int, policy: str, variant: str) -> Superseding:

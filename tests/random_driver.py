@@ -180,7 +180,6 @@ class Driver:
                     int(self.rng.integers(3)),
                     owner=str(self.rng.choice(["ada", "bob"])) if self.rng.random() < 0.5 else None,
                     session=self._session(),
-                    ends_session=self.sessions.random() < 0.1,
                 ),
                 params,
             )

@@ -17,9 +17,11 @@ import openai
 import pytest
 from google import genai
 
+from foreword.cache import CacheEntry
 from foreword.engine import Prompt
 from foreword.request import Links
 from foreword.server import records
+from foreword.server.api_errors import too_busy
 from foreword.server.hints import Hints, KvHints
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
@@ -185,8 +187,16 @@ def test_a_tenant_neither_sees_nor_closes_the_sessions_of_another_and_operators_
         assert answer.status_code == 404
         assert answer.json()["error"]["message"] == "There is no session 'private' (any more)."
     assert world.sessions(OPERATOR)["private"]["tenant"] == "alice"
-    assert world.end("private", OPERATOR).json()["blocks_given_up"] > 0
+    closed = world.end("private", OPERATOR).json()
+    assert (closed["tenant"], closed["blocks_given_up"] > 0) == ("alice", True)
     assert world.end("private", OPERATOR).status_code == 404
+    for key in ("alice", "bob"):
+        world.complete(document("of both"), key, session_id="of both")
+    path = "/v1/cache/sessions/of both?tenant=alice"
+    assert world.call("GET", path, key="bob").status_code == 404
+    assert world.call("DELETE", path, key=OPERATOR).json()["tenant"] == "alice"
+    assert "of both" in world.sessions("bob")
+    assert world.call("GET", path, key=OPERATOR).status_code == 404
 
 
 @pytest.mark.parametrize("session_id", ["a/b", "é ü", "a?b#c", "%2F", '"', "x" * 256])
@@ -209,10 +219,14 @@ def test_hostile_ids_get_errors_of_one_line(world):
         ]["message"]
     )
     body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
-    answer = world.call("POST", "/v1/completions", body, x_session_id="x" * 1_000)
-    assert answer.json()["error"]["message"] == "session_id has 1000 characters; use at most 256"
-    with pytest.raises(httpx.HTTPError):  # the HTTP parser ends the connection, or refuses
-        world.call("POST", "/v1/completions", body, x_session_id="x" * 2**20).raise_for_status()
+    before = world.sessions()
+    for named in ({"x_session_id": "x" * 1_000}, {"x_session_id": "a\tb"}):
+        assert world.call("POST", "/v1/completions", body, **named).status_code == 200
+    assert world.call("POST", "/v1/completions", body | {"prompt_cache_key": "a\nb"}).status_code == 200
+    assert world.sessions() == before, "what cannot be an id names no session"
+    headers = {"authorization": "Bearer alice", "x-session-id": "größe 7".encode()}
+    httpx.post(f"{world.url}/v1/completions", json=body, headers=headers, timeout=120).raise_for_status()
+    assert "größe 7" in world.sessions()
     assert world.call("POST", "/v1/completions", body, x_session_id="").status_code == 200
     assert world.call("GET", "/v1/cache/sessions?limit=0").status_code == 400
     assert world.end("x" * 257).status_code == 400
@@ -223,12 +237,24 @@ def test_a_million_sessions_cost_bounded_memory(monkeypatch):
     kept = Records(max_finished=10)
     for number in range(500):
         record = RequestRecord(f"r{number}", f"r{number}", "alice", "x", [], session_id=f"s{number}")
-        record.prompt_token_ids = np.zeros(1, np.int32)
+        record.prompt_token_ids, record.first_scheduled_time = np.zeros(1, np.int32), 1.0
         kept.open(record)
         kept.close(record, "stop")
+    refused = RequestRecord("r", "r", "alice", "x", np.zeros(1, np.int32), session_id="refused")
+    kept.open(refused)
+    kept.close(refused, "refused")
     assert [one for _, one, _ in kept.sessions(3)] == ["s499", "s498", "s497"]
     assert len(kept.sessions(None)) == 50
     assert kept.session("alice", "s449") is None
+
+
+def test_without_keys_only_operators_list_sessions(server):
+    assert httpx.get(f"{server.url}/v1/cache/sessions").status_code == 200, "from this machine"
+    forwarded = {"x-forwarded-for": "203.0.113.7", "x-session-id": "unlisted"}
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    httpx.post(f"{server.url}/v1/completions", json=body, headers=forwarded, timeout=120).raise_for_status()
+    assert httpx.get(f"{server.url}/v1/cache/sessions", headers=forwarded).status_code == 403
+    assert httpx.delete(f"{server.url}/v1/cache/sessions/unlisted", headers=forwarded).status_code == 200
 
 
 def test_the_code_of_the_guide_prints_what_it_says(server, capsys):
@@ -294,6 +320,54 @@ def test_a_prompt_with_links_takes_no_hint_to_keep_it():
     assert [one["outcome"] for one in hints.report()] == ["rejected", "accepted"]
 
 
+def test_outcomes_say_what_was_kept(world):
+    """A prompt without a whole block, an uncached call, an end beyond the prompt, the worst of several prompts."""
+
+    def told(prompt: Any, *actions: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+        return list(world.complete(prompt, kv_hints=envelope(*actions), **fields)["foreword"]["kv_hints"])
+
+    def drop() -> None:
+        for one in entries(world, "retain") + entries(world, "pin"):
+            world.call("DELETE", f"/v1/cache/entries/{one['id']}")
+
+    covers = {"directives": [{"priority": 1, "covers_output": True}]}
+    [output, beyond] = told(document("outcomes"), action("retain", **covers), action("pin", end=10**6))
+    assert (output["outcome"], beyond["outcome"]) == ("clipped", "clipped")
+    assert output["kept_tokens"] > 100
+    drop()
+    [short] = told([7, 8], action("pin"), max_tokens=1)
+    assert [short["entry"]] == [one["id"] for one in entries(world, "pin")], "a tail is kept; others are missing"
+    hints = Hints(KvHints.model_validate(envelope(action("pin"))))
+    hints.note_request(None, 2, [CacheEntry("name", None, "pin", 2, 0, 0, 1.0)])
+    assert [(one["outcome"], one.get("entry")) for one in hints.report()] == [("missing", None)]
+    drop()
+    off = {"prompt_cache_options": {"mode": "explicit"}}
+    outcomes = told(document("uncached"), action("retain"), action("pin"), action("prefetch"), **off)
+    assert [one["outcome"] for one in outcomes] == ["rejected", "rejected", "accepted"]
+    assert not entries(world, "retain") + entries(world, "pin")
+    [first, *_] = told([document("several"), "a"], action("pin", end=32), max_tokens=1)
+    assert first["outcome"] in ("clipped", "missing"), "the second prompt has fewer tokens"
+    drop()
+    told(document("budget", 60), action("pin"))
+    [broke] = told(document("nothing left"), action("pin"))
+    assert (broke["outcome"], broke["kept_tokens"], broke.get("entry")) == ("clipped", 0, None)
+    assert "budget" in broke["detail"]
+    drop()
+
+
+def test_an_action_that_fails_leaves_the_others_their_outcomes(world, monkeypatch):
+    world.complete(document("half"), session_id="half")
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise too_busy(1)
+
+    monkeypatch.setattr(world.service, "start", refuse)
+    sent = {"kv_hints": envelope(action("prefetch", session_id="half"), action("demote", session_id="half"))}
+    told = world.call("POST", "/v1/cache/hints", sent).json()["actions"]
+    assert [one["outcome"] for one in told] == ["rejected", "accepted"]
+    assert told[0]["detail"]
+
+
 def test_hints_of_responses_have_outcomes_too_and_budgets_clip_them(world):
     body = {"model": MODEL, "input": document("clipped", 60), "max_output_tokens": 1, "stream": True}
     body |= {"kv_hints": envelope(action("pin"))}
@@ -318,6 +392,7 @@ def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world):
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     assert json.loads(lines[-1][6:])["foreword"]["kv_hints"][0]["outcome"] == "accepted"
     assert world.ask(lambda engine: engine.manager._pool.num_given_up) > before + 5
+    assert world.call("DELETE", "/v1/cache/sessions/demoted").status_code == 404, "its totals are gone too"
 
 
 def test_an_envelope_without_a_request_is_about_the_newest_prompt_of_a_session(world):
@@ -333,6 +408,7 @@ def test_an_envelope_without_a_request_is_about_the_newest_prompt_of_a_session(w
     [fetched] = hint(action("prefetch", session_id="gap"))
     assert (fetched["outcome"], fetched["cached_tokens"]) == ("accepted", 0)
     assert fetched["computed_tokens"] > 100
+    assert world.sessions()["gap"]["requests"] == 1, "the hint's own request counts for no session"
     assert world.cached(text) > 100
     retained, pinned = hint(action("retain", session_id="gap", ttl_seconds=9), action("pin", session_id="gap"))
     assert retained["outcome"] == pinned["outcome"] == "accepted"

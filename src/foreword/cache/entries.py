@@ -7,7 +7,7 @@ block.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,6 +55,8 @@ class CacheEntry:
     """Time that a use keeps it from then on."""
     last_key: BlockHash | None = None
     """The key of its last whole block; None if it has none."""
+    lacks_budget: bool = False
+    """Whether blocks are cached, and nothing is kept, because a budget is used up."""
 
     @property
     def is_whole(self) -> bool:
@@ -111,9 +113,8 @@ class EntryKeeper:
         known = self._entries.get(name)
         nothing = CacheEntry(name, wish.owner, wish.source, len(sequence), self._whole(sequence), 0, now)
         if known is None and not self._takes_another(wish.owner):
-            return nothing
+            return replace(nothing, lacks_budget=True)
         block_ids, ends = self._found(sequence)
-        self._pool.take_back(block_ids)
         is_tail = self._pool.is_tail(block_ids)
 
         def pin(chosen: BlockIds) -> BlockIds:
@@ -124,9 +125,10 @@ class EntryKeeper:
             tail = block_ids[is_tail]
             self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self.block_size)
             kept = pin(block_ids)
+        self._pool.take_back(kept)
         if not len(kept) and known is None:
             pins.unpin(name)
-            return nothing
+            return replace(nothing, lacks_budget=bool(len(block_ids)))
         ends_of_blocks = dict(zip(block_ids.tolist(), ends.tolist(), strict=True))
         if known is not None:  # blocks that were lost count as missing, until others hold their tokens
             found, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())

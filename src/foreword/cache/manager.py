@@ -42,7 +42,7 @@ import numpy.typing as npt
 from foreword.cache.account.ledger import CacheLedger, EvictionCause
 from foreword.cache.account.sessions import SessionBlocks
 from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
-from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids, without_null
 from foreword.cache.blocks.block_pool import KVCacheBlock, KVCacheBlocks
 from foreword.cache.entries import EntryKeeper
 from foreword.cache.eviction.choose import make_policy
@@ -142,8 +142,6 @@ class KVCacheManager(EntryKeeper):
         self._copies: list[tuple[int, int]] = []
         self._session_blocks: SessionBlocks | None = None
         """None until a request of a session is admitted."""
-        self._session_numbers: dict[int, int] = {}
-        """Row -> the number of its session, of the rows that have one."""
 
     # -------------------------------------------------------------------- step
 
@@ -266,8 +264,9 @@ class KVCacheManager(EntryKeeper):
         if explanation is not None:
             self._explanations[row] = explanation
         self._sequences[row] = sequence
-        if sessions is not None and sequence.session is not None:
-            self._session_numbers[row] = sessions.number_of(sequence.session)
+        if sessions is not None:
+            num_public = sequence.extra_keys.salt_offset // min(self._coordinator.block_sizes)
+            sessions.begin(sequence.session, sequence.request_id, row, num_public)
         if row >= len(self._num_slots):
             self._num_slots, self._quiet_until = np.tile(self._num_slots, 2), np.tile(self._quiet_until, 2)
         self._num_slots[row] = num_tokens
@@ -424,11 +423,11 @@ class KVCacheManager(EntryKeeper):
         row = self._row_of[sequence.request_id]
         self._coordinator.cache_blocks(row, sequence, min(num_tokens, int(self._num_slots[row])))
 
-    def free(self, request: str | TokenSequence) -> None:
+    def free(self, request: str | TokenSequence, *, ended: bool = True) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads.
 
         If the index keeps tails, lookups still find the computed part of its last block: known tokens that have slots.
-        A sequence with an invalid generated token leaves no tail.
+        A sequence with an invalid generated token leaves no tail. If it has not `ended`, call `end` when it has.
         """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
@@ -439,25 +438,36 @@ class KVCacheManager(EntryKeeper):
         num_computed = min(num_computed, self._uncomputed_from.pop(row, num_computed))
         with suppress(InvalidRequestError):  # freeing never fails
             self._coordinator.keep_tail(row, sequence, num_computed)
-        if self._session_blocks is None:
-            self._coordinator.close(row)
-        else:
-            self._close_row_of_session(row, sequence, self._session_blocks)
+        if self._session_blocks is not None:
+            for tables in self._coordinator.tables.groups:
+                self._session_blocks.note_use(row, without_null(tables.row(row)))
+            self._session_blocks.close_row(row)
+        self._coordinator.close(row)
+        if ended:
+            self.end(request_id)
 
     # ---------------------------------------------------------------- sessions
+
+    def end(self, request_id: str) -> None:
+        """Note that a request which holds no blocks is never admitted again."""
+        number = None if self._session_blocks is None else self._session_blocks.end(request_id)
+        if number is not None:
+            self._give_up(number)
 
     def close_session(self, session: Hashable) -> int | None:
         """Let blocks that only this session's requests used go before all other cached ones, until they are hit again.
 
-        `session` is the `session` of its sequences. Its running requests go on, and the same holds for what they leave;
-        later ones begin a new session. Pinned blocks, and those that others used, stay as they are. Returns the number
-        of blocks that can go now; None if nothing is known of this session.
+        `session` is the `session` of its sequences. Its running requests go on, and the same holds for what they leave
+        once all have ended; later ones begin a new session. Pinned blocks, and those that others used, stay as they
+        are. Returns the number of blocks that can go now; None if nothing is known of this session.
         """
-        blocks = self._session_blocks
-        number = None if blocks is None else blocks.close(session)
-        return None if blocks is None or number is None else self._give_up(blocks.of(number))
+        number = None if self._session_blocks is None else self._session_blocks.close(session)
+        return None if number is None else self._give_up(number)
 
-    def _give_up(self, block_ids: BlockIds) -> int:
+    def _give_up(self, number: int) -> int:
+        assert self._session_blocks is not None
+        block_ids = self._session_blocks.take(number)
+        block_ids = block_ids[~self._coordinator.is_in_a_row(block_ids)]
         if self._pins is not None:
             block_ids = block_ids[~np.isin(block_ids, self._pins.pinned_block_ids())]
         return self._pool.give_up(block_ids)
@@ -467,19 +477,6 @@ class KVCacheManager(EntryKeeper):
             self._session_blocks = SessionBlocks(self.num_blocks)
             self._pool.users = self._session_blocks
         return self._session_blocks
-
-    def _close_row_of_session(self, row: int, sequence: TokenSequence, blocks: SessionBlocks) -> None:
-        """Close a row, and note whose blocks it held."""
-        number = self._session_numbers.pop(row, None)
-        for tables, size in zip(self._coordinator.tables.groups, self._coordinator.block_sizes, strict=True):
-            blocks.note_use(tables.row(row), size, number)
-        self._coordinator.close(row)
-        if number is None or sequence.session is None:
-            return
-        if sequence.ends_session:
-            blocks.close(sequence.session)
-        if not blocks.is_open(sequence.session, number):
-            self._give_up(blocks.of(number))
 
     # ---------------------------------------------------------------- eviction
 
@@ -680,8 +677,7 @@ class KVCacheManager(EntryKeeper):
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
         rows = list(self._row_of.values())
         if self._session_blocks is not None:
-            self._session_blocks.check_integrity(self._coordinator.indexed_block_ids())
-            assert set(self._session_numbers) <= set(rows), "a row that was closed still has a session"
+            self._session_blocks.check_integrity(self._coordinator.indexed_block_ids(), rows)
         assert self._row_of == {s.request_id: row for row, s in self._sequences.items()}, "rows and requests differ"
         self._coordinator.check_integrity(rows, self._sequences.__getitem__)
         for manager in self._coordinator.managers:

@@ -70,7 +70,6 @@ class Intake:
         for index, request in enumerate(requests):
             request.tenant, request.is_fork = prompt.owner, index > 0
             request.sequence.session = None if prompt.session is None else (prompt.owner, prompt.session)
-            request.sequence.ends_session = prompt.ends_session
             if params.prompt_logprobs is not None:
                 request.sequence.most_hit_tokens = params.first_reported
             if links is not None:

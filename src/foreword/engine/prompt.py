@@ -125,8 +125,6 @@ class Prompt:
     """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""
     session: str | None = None
     """The owner's session that the request belongs to; None: to none."""
-    ends_session: bool = False
-    """Whether the session is closed once the request has ended."""
 
     def begun(self) -> Prompt:
         """This prompt with keys that say where its adapter begins, however it is cut afterwards."""

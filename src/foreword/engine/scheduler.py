@@ -371,6 +371,7 @@ class Scheduler:
         self.abort([source.request_id for source in self._linking.leave(request)])
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
+        self.manager.end(request.request_id)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if self.drafting is not None:
@@ -393,7 +394,7 @@ class Scheduler:
         self._offer(request, self._running.num_computed_of(request))
         self._running.remove(request)
         self._coalescing.end(request)
-        self.manager.free(request.request_id)
+        self.manager.free(request.request_id, ended=False)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if queues, holdings and the cache contradict each other."""

@@ -22,7 +22,7 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from foreword.cache import TokenSequence
+from foreword.cache import PIN, TokenSequence
 from foreword.cluster import CopiedRun, Decision, RoutingCore, RoutingRequest
 from foreword.cluster.explain import DecisionLog, Explanation
 from foreword.cluster.holders import Key
@@ -43,6 +43,7 @@ from foreword.server.answer_stream import Accepted, AnswerStream, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error
 from foreword.server.engine_door import Merge, Number, PrefillSpeed, first
 from foreword.server.engine_thread import AfterStep, Ended
+from foreword.server.hints import RETAIN
 from foreword.server.records import Records
 
 logger = logging.getLogger(__name__)
@@ -361,8 +362,8 @@ class RoutedEngines:
                 job = replace(job, params=replace(job.params, seed=self._seeds.randrange(2**32)))
             sequence, linked = self._front.engine.check(job.record.request_id, job.prompt, job.params)
             copied = [CopiedRun(run.begin, run.end, _keys_to(run.source_end, source)) for run, source in linked]
-            stable = max((mark.end for mark in job.prompt.marks), default=None)
-            routing = RoutingRequest.of_sequence(sequence, stable, job.record.session_id, copied)
+            asked = (mark.end for mark in job.prompt.marks if mark.keep.source not in (RETAIN, PIN))  # no hints'
+            routing = RoutingRequest.of_sequence(sequence, max(asked, default=None), job.prompt.session, copied)
             if not _reads_cache(job.params):
                 routing = replace(routing, keys=[])
             answering = Answering(stream, job, first_choice, self._front.engine.clock)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -112,6 +112,18 @@ class AnswerStream:
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
         self._done = False
+        self._tell_end: Callable[[], None] | None = None
+
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """Call `tell` once the answer is complete, has failed or was aborted; at once if it has ended."""
+        if self._done:
+            tell()
+        else:
+            self._tell_end = tell
+
+    def _end(self) -> None:
+        if self._tell_end is not None:
+            self._tell_end()
 
     def put(self, events: Sequence[Event]) -> None:
         """Take events of the engine, in order. Finished or an error as the last event ends the answer."""
@@ -121,6 +133,7 @@ class AnswerStream:
             self._done = isinstance(events[-1], Finished | APIError)
             if self._done:
                 self._home.forget(self)
+                self._end()
 
     async def accepted(self) -> None:
         """Wait until the engine has queued all prompts. Raises APIError if it refused one."""
@@ -177,3 +190,4 @@ class AnswerStream:
             self._done = True
             is_late = asyncio.get_running_loop().time() >= DEADLINE.get() - CLOCK_S
             self._home.abort(self, "timeout" if is_late else "disconnected")
+            self._end()

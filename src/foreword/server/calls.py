@@ -19,7 +19,7 @@ from foreword.server.session_ids import session_of
 def caller_of(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Caller:
     """The caller of an endpoint that generates, and its wishes for caching.
 
-    Raises APIError 400 for a session id that cannot be.
+    Raises APIError 400 for a field `session_id` that cannot be one.
     """
     trace_parent, envelope = request.headers.get("traceparent"), getattr(body, "kv_hints", None)
     return Caller(

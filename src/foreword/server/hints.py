@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -57,8 +57,13 @@ class HintsRequest(Body):
     kv_hints: KvHints
 
 
-Outcome = Literal["accepted", "clipped", "rejected", "missing", "ignored"]
-"""clipped: less than was asked; rejected: its payload, or this server's settings; missing: nothing to act on."""
+Outcome = Literal["accepted", "clipped", "missing", "rejected", "ignored"]
+"""clipped: less than was asked; missing: nothing to act on; rejected: its payload, or this server's settings."""
+WHOLE = 2**63
+"""An end beyond that of any prompt: the answer is to be kept too, which marks of prompts cannot."""
+
+
+_RANKS: Sequence[Outcome] = get_args(Outcome)
 
 
 class UnusableHintError(Exception):
@@ -104,15 +109,16 @@ class Hints:
             except UnusableHintError as error:
                 self.note(number, error.outcome, detail=str(error))
 
-    def on(self, prompt: Prompt) -> tuple[Mark, ...]:
-        """The marks of a prompt, and those that are asked for. A prompt with links takes none."""
+    def on(self, prompt: Prompt, is_uncached: bool = False) -> tuple[Mark, ...]:
+        """The marks of a prompt, and those that are asked for. An uncached prompt, or one with links, takes none."""
         asked = {number: hint.mark(len(prompt.token_ids)) for number, hint in self.usable.items()}
         marks = {number: mark for number, mark in asked.items() if mark is not None}
-        if prompt.links is None:
+        if prompt.links is None and not is_uncached:
             return (*prompt.marks, *marks.values())
         for number in marks:
             del self.usable[number]
-            self.note(number, "rejected", detail="a prompt with links is not kept")
+            what = "the call turns caching off" if is_uncached else "a prompt with links is not kept"
+            self.note(number, "rejected", detail=what)
         return prompt.marks
 
     @property
@@ -121,8 +127,10 @@ class Hints:
         return any(hint.name == "demote" for hint in self.usable.values())
 
     def note(self, number: int, outcome: Outcome, **more: Any) -> None:
-        """Note the outcome of an action."""
-        action = self._actions[number]
+        """Note the outcome of an action. Of several, for the prompts of one call, the worst counts."""
+        action, known = self._actions[number], self._outcomes.get(number)
+        if known is not None and _RANKS.index(known["outcome"]) >= _RANKS.index(outcome):
+            return
         self._outcomes[number] = {
             "action_id": action.action_id,
             "action_type": action.action_type,
@@ -130,21 +138,25 @@ class Hints:
             **more,
         }
 
-    def note_kept(self, number: int, entry: CacheEntry | None) -> None:
+    def note_kept(self, number: int, entry: CacheEntry | None, num_prompt_tokens: int) -> None:
         """Note what became of an action that keeps something. None: this server keeps nothing."""
         if entry is None:
             self.note(number, "rejected", detail="this server keeps no prefixes (max_pinned_share)")
             return
-        outcome: Outcome = "accepted" if entry.is_whole else "clipped" if entry.num_kept_tokens else "missing"
-        self.note(number, outcome, entry=entry.name, kept_tokens=entry.num_kept_tokens)
+        if not entry.num_kept_tokens:
+            why = "the budget is used up" if entry.lacks_budget else "no whole block of the prompt is cached"
+            self.note(number, "clipped" if entry.lacks_budget else "missing", kept_tokens=0, detail=why)
+            return
+        is_whole = entry.is_whole and (self.usable[number].end or 0) <= num_prompt_tokens
+        self.note(number, "accepted" if is_whole else "clipped", entry=entry.name, kept_tokens=entry.num_kept_tokens)
 
     def note_request(self, session_id: str | None, num_prompt_tokens: int, kept: Sequence[CacheEntry]) -> None:
-        """Note what a request that has ended made of the actions."""
+        """Note what a prompt whose request has ended made of the actions."""
         for number, hint in self.usable.items():
             mark = hint.mark(num_prompt_tokens)
             if mark is not None:
                 ours = (one for one in kept if one.source == mark.keep.source and one.num_tokens == mark.end)
-                self.note_kept(number, next(ours, None))
+                self.note_kept(number, next(ours, None), num_prompt_tokens)
             elif hint.name == "demote" and session_id is None:
                 self.note(number, "missing", detail="the request names no session; send X-Session-ID")
             else:
@@ -182,7 +194,7 @@ def _of_directives(directives: Any) -> tuple[float, int | None]:
             raise UnusableHintError("rejected", "a directive needs a priority of 0 to 100")
         if one["priority"] > 0:  # 0 asks for nothing
             ttl_s = max(ttl_s, _seconds(one, "duration"))
-            ends.append(None if one.get("covers_output") else _place(one, "end"))
+            ends.append(WHOLE if one.get("covers_output") is True else _place(one, "end"))
     if not ends:
         raise UnusableHintError("missing", "no directive asks to keep anything")
     return ttl_s, None if None in ends else max(end for end in ends if end is not None)

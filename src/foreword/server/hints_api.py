@@ -11,13 +11,13 @@ from starlette.responses import Response
 from foreword.engine import Prompt
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
+from foreword.server.api_errors import APIError
 from foreword.server.engine_door import longest
 from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import body_of, takes
 from foreword.server.records import MAX_RECORDS, RequestRecord
 from foreword.server.service import Caller, Service, new_id
-from foreword.server.sessions_api import give_up_session
 
 router = APIRouter(tags=["cache"])
 
@@ -33,6 +33,8 @@ async def hint(
             await _carry_out(service, tenant, hints, number, one)
         except UnusableHintError as error:
             hints.note(number, error.outcome, detail=str(error))
+        except APIError as error:
+            hints.note(number, "rejected", detail=str(error))
     return json_response({"object": "cache.hints", "message_id": body.kv_hints.message_id, "actions": hints.report()})
 
 
@@ -42,15 +44,16 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
     if not isinstance(session_id, str) or not session_id:
         raise UnusableHintError("rejected", "the payload names no session_id")
     if hint.name == "demote":
-        num_blocks = await give_up_session(service, tenant, session_id)
+        num_blocks = await service.close_session(tenant, session_id)
         if num_blocks is None:
             raise UnusableHintError("missing", "no request of this session left anything in memory")
         hints.note(number, "accepted", blocks_given_up=num_blocks)
         return
     record = _newest(service, tenant, session_id)
     if hint.name == "prefetch":
-        caller = Caller(tenant, "cache.hints", session_id=session_id)
-        prompt, params = Prompt(record.prompt_token_ids), SamplingParams(max_tokens=1, temperature=0.0)
+        caller = Caller(tenant, "cache.hints")  # it is none of the session's requests, but its blocks are the session's
+        prompt = Prompt(record.prompt_token_ids, session=session_id)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
         answer = await service.start(caller, new_id("hint_"), [prompt], params, stream=False)
         await finished(answer)
         [output] = answer.outputs
@@ -59,14 +62,14 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
         return
     mark = hint.mark(record.num_prompt_tokens)
     if mark is None or not service.llm.engine.entries.are_possible:
-        hints.note_kept(number, None)
+        hints.note_kept(number, None, 0)
         return
     prompt = replace(
         service.prompt_of(record.prompt_token_ids[: mark.end], record.salt), owner=service.tenants.owner(tenant)
     )
     keep = mark.keep
     entry = await service.thread.change(lambda engine: engine.entries.pin(prompt, keep), longest)
-    hints.note_kept(number, entry)
+    hints.note_kept(number, entry, record.num_prompt_tokens)
 
 
 def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
@@ -75,7 +78,7 @@ def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
     record = next((one for one in ended if one.session_id == session_id and one.first_scheduled_time), None)
     if record is None:
         raise UnusableHintError("missing", f"none of the last {MAX_RECORDS} requests is of this session")
-    if record.spans or record.jumps or record.link_method or record.adapter:
+    if record.spans or record.jumps or record.link_method or record.adapter or record.adapter_begins_inside:
         raise UnusableHintError("missing", "the session's newest prompt has pictures, embeddings, links or an adapter")
     if record.salt != service.tenants.namespace(tenant, None):
         raise UnusableHintError("missing", "the session's newest prompt has a cache_salt")

@@ -27,7 +27,7 @@ T = TypeVar("T")
 FIRST, LATER, NO_SESSION = "first", "later", "none"
 MAX_RECORDS = 1000
 MAX_SESSIONS = 10_000
-"""Sessions that have totals: those whose requests ended last. About 10 MB."""
+"""Sessions that have totals: those whose requests ended last. About 5 MB."""
 PACE_S = 60.0
 """Requests that ended longer ago say nothing of the pace at which the server answers now."""
 MAX_RECORD_BYTES = 128 * 2**20
@@ -133,6 +133,7 @@ class RequestRecord:
     """Result of its cache lookup. Clients must see `salt_differs` as `never_seen`."""
     adapter: str | None = None
     """Digest of the adapter that computes all its tokens; None if it begins inside the prompt."""
+    adapter_begins_inside: bool = False
     link_method: str | None = None
     """The method of linking that the call asked for."""
     linked_from: int | None = None
@@ -196,14 +197,13 @@ def namespace_of(salt: str | None, adapter: str | None) -> str:
 
 
 @dataclass(slots=True)
-class TenantStats:
-    """Totals of one tenant since the start."""
+class Totals:
+    """Totals of requests."""
 
     requests: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
     output_tokens: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
 
     def count(self, record: RequestRecord) -> None:
         """Add a request's tokens, if it ran."""
@@ -230,7 +230,14 @@ class TenantStats:
 
 
 @dataclass(slots=True)
-class SessionStats(TenantStats):
+class TenantStats(Totals):
+    """Totals of one tenant since the start."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class SessionStats(Totals):
     """Totals of one session. Moments are seconds since 1970."""
 
     first_time: float = field(default_factory=time.time)
@@ -253,7 +260,7 @@ class Records:
         self._tenants: dict[str, TenantStats] = {}
         self._sessions: OrderedDict[tuple[str, str], SessionStats] = OrderedDict()
         """By tenant and id, the one that was used last at the end."""
-        self._turns: dict[str, TenantStats] = {turn: TenantStats() for turn in (FIRST, LATER, NO_SESSION)}
+        self._turns: dict[str, Totals] = {turn: Totals() for turn in (FIRST, LATER, NO_SESSION)}
         self._listeners: list[Listener[RequestRecord]] = []
 
     def on_finished(self, listener: Listener[RequestRecord]) -> None:
@@ -285,8 +292,8 @@ class Records:
             listener(record)
 
     def _count_session(self, record: RequestRecord) -> str:
-        """Count a record for its session; returns which of the session's requests it is."""
-        if record.session_id is None:
+        """Count a record for its session, if it ran; returns which of the session's requests it is."""
+        if record.session_id is None or record.first_scheduled_time is None:
             return NO_SESSION
         stats = self._sessions.setdefault((record.tenant, record.session_id), SessionStats())
         turn = LATER if stats.requests else FIRST
@@ -369,7 +376,7 @@ class Records:
         with self._lock:
             self._sessions.pop((tenant, session_id), None)
 
-    def turns(self) -> dict[str, TenantStats]:
+    def turns(self) -> dict[str, Totals]:
         """Totals of FIRST and LATER requests of sessions, and of those with NO_SESSION."""
         with self._lock:
             return dict(self._turns)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,15 @@ from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
 from foreword.server.access.tenants import Quotas, SharedPrefixes, Tenant, Tenants, common_beginning
 from foreword.server.answer_stream import AnswerStream, Job
-from foreword.server.api_errors import LongPromptError, adapter_unread, bad_request, too_busy, unknown_model, wrong_key
+from foreword.server.api_errors import (
+    APIError,
+    LongPromptError,
+    adapter_unread,
+    bad_request,
+    too_busy,
+    unknown_model,
+    wrong_key,
+)
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import UnknownFields
 from foreword.server.bodies.json_scan import scan_json
@@ -169,6 +178,7 @@ class Service:
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
         self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
         self.thread = open_door(llm, self.records, self._after_step)
+        self._closing: set[asyncio.Task[None]] = set()
         self.quotas.shrink = self.thread.shrink
         self.operators = Operators(
             config.operator_key, asks_for_keys=self.tenants.asks_for_keys, is_tenants=self.tenants.has_key
@@ -473,9 +483,8 @@ class Service:
                 self.placed(prompt, salt, adapter),
                 priority=caller.priority,
                 owner=self.tenants.owner(caller.tenant),
-                session=caller.session_id,
-                ends_session=caller.hints is not None and caller.hints.demotes,
-                marks=prompt.marks if caller.hints is None else caller.hints.on(prompt),
+                session=caller.session_id or prompt.session,
+                marks=prompt.marks if caller.hints is None else caller.hints.on(prompt, caller.is_uncached),
             ).begun()
             for prompt in prompts
         ]
@@ -494,6 +503,7 @@ class Service:
                     params.n,
                     stream,
                     adapter=None if prompt.extra_keys.adapter_offset else prompt.extra_keys.adapter,
+                    adapter_begins_inside=prompt.extra_keys.adapter_offset > 0,
                     is_uncached=caller.is_uncached,
                     link_method=None if prompt.links is None else prompt.links.method,
                     linked_from=None if prompt.links is None else prompt.links.linked_from_in(size),
@@ -512,7 +522,30 @@ class Service:
         except BaseException:
             answer.close()
             raise
+        if caller.hints is not None and caller.hints.demotes and caller.session_id is not None:
+            answer.when_ended(partial(self._close_soon, caller.tenant, caller.session_id))
         return answer
+
+    def _close_soon(self, tenant: Tenant, session_id: str) -> None:
+        """Close a session, without waiting. If no engine can be reached, none remembers it."""
+
+        async def close() -> None:
+            with suppress(APIError):
+                await self.close_session(tenant, session_id)
+
+        task = asyncio.create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close_session(self, tenant: Tenant, session_id: str) -> int | None:
+        """Close a tenant's session in every engine, and forget its totals.
+
+        Returns the number of blocks that it left, None if no engine knows it. Raises APIError 503 if none is reached.
+        """
+        owner = self.tenants.owner(tenant)
+        found = await self.thread.change(lambda engine: engine.close_session(owner, session_id), _sum)
+        self.records.drop_session(tenant.name, session_id)
+        return found
 
     def fit(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The part of a prompt that `truncate_prompt_tokens` keeps."""
@@ -558,6 +591,11 @@ class Service:
         namespace = salt.partition("/")[0]
         names = self.records.tenants()
         return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == namespace), None)
+
+
+def _sum(found: list[int | None]) -> int | None:
+    known = [number for number in found if number is not None]
+    return sum(known) if known else None
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None) -> bool:

@@ -19,18 +19,36 @@ _OLD_USER_ID = re.compile(r"user_.*_session_([0-9A-Za-z-]+)")
 
 
 def session_of(body: Any, headers: Mapping[str, str]) -> str | None:
-    """The session of a call; None if it names none. Raises APIError 400 for an id that is too long or unprintable.
+    """The session of a call; None if it names none.
 
-    The field `session_id` counts first, then the two headers, Claude Code's `metadata.user_id`, `prompt_cache_key`.
+    The field `session_id` counts first, then the two headers, Claude Code's `metadata.user_id`, `prompt_cache_key`. Of
+    these others, which name a session by the way, those that cannot be an id are ignored. Raises APIError 400 if the
+    field is too long or unprintable.
     """
     named: str | None = getattr(body, "session_id", None)
-    if named is None:
-        named = _in_utf8(headers.get(HEADER) or headers.get(CLAUDE_CODE))
     if named:
         check_session_id(named)
         return named
-    of_user = _of_user_id(getattr(getattr(body, "metadata", None), "user_id", None))
-    return of_user or getattr(body, "prompt_cache_key", None) or None
+    user_id = getattr(getattr(body, "metadata", None), "user_id", None)
+    others = (
+        _as_text(headers.get(HEADER)),
+        _as_text(headers.get(CLAUDE_CODE)),
+        _of_user_id(user_id),
+        getattr(body, "prompt_cache_key", None),
+    )
+    return next((one for one in others if _is_usable(one)), None)
+
+
+def _is_usable(found: Any) -> bool:
+    return isinstance(found, str) and 0 < len(found) <= MOST_CHARACTERS and found.isprintable()
+
+
+def _as_text(header: str | None) -> str | None:
+    """A header's text: clients send UTF-8, which the server reads as Latin-1."""
+    try:
+        return header and header.encode("latin-1").decode()
+    except UnicodeError:
+        return header
 
 
 def check_session_id(session_id: str) -> None:
@@ -43,15 +61,7 @@ def check_session_id(session_id: str) -> None:
         raise bad_request(f"session_id={session_id!r} has control characters; leave them out", param="session_id")
 
 
-def _in_utf8(value: str | None) -> str | None:
-    """A header's value, which was read as Latin-1, as the text that most clients mean."""
-    try:
-        return None if value is None else value.encode("latin-1").decode()
-    except UnicodeError:
-        return value
-
-
-def _of_user_id(user_id: str | None) -> str | None:
+def _of_user_id(user_id: str | None) -> Any:
     """The session in Anthropic's `metadata.user_id`, which other clients fill as they like."""
     if not user_id:
         return None
@@ -60,9 +70,6 @@ def _of_user_id(user_id: str | None) -> str | None:
             value = json.loads(user_id)
         except (ValueError, RecursionError):
             return None
-        found = value.get("session_id")
-    else:
-        old = _OLD_USER_ID.fullmatch(user_id)
-        found = None if old is None else old[1]
-    is_usable = isinstance(found, str) and 0 < len(found) <= MOST_CHARACTERS and found.isprintable()
-    return found if is_usable else None
+        return value.get("session_id")
+    old = _OLD_USER_ID.fullmatch(user_id)
+    return None if old is None else old[1]

@@ -14,7 +14,6 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.http import authorized, json_response, service_of
 from foreword.server.records import SessionStats
-from foreword.server.service import Service
 from foreword.server.session_ids import check_session_id
 
 router = APIRouter(tags=["cache"])
@@ -23,45 +22,37 @@ DEFAULT_LISTED, MAX_LISTED = 100, 1_000
 
 @router.get("/v1/cache/sessions")
 async def list_sessions(request: Request, limit: int = DEFAULT_LISTED) -> Response:
-    """The sessions whose requests ended last, the newest first, with what they found in the cache."""
+    """The sessions whose requests ended last, the newest first, with what they found in the cache.
+
+    For operators only if the server has no keys file: all clients are one tenant then.
+    """
     if not 1 <= limit <= MAX_LISTED:
         raise bad_request(f"limit={limit} is out of range; use 1 to {MAX_LISTED}", param="limit")
-    found = service_of(request).records.sessions(limit, tenant=await _visible_tenant(request))
+    service = service_of(request)
+    if service.config.keys_file is None:
+        service.operators.check(request.scope)
+    found = service.records.sessions(limit, tenant=await _visible_tenant(request))
     return json_response({"object": "list", "data": [session_report(*one) for one in found]})
 
 
 @router.get("/v1/cache/sessions/{session_id:path}")
-async def show_session(session_id: str, request: Request) -> Response:
-    """One session of the caller. For operators: that of any tenant, the one used last if several have this id."""
-    tenant, stats = await _find(request, session_id)
+async def show_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
+    """One session of the caller. For operators: that of `tenant`, or the one used last of those with its id."""
+    found, stats = await _find(request, session_id, tenant)
     if stats is None:
         raise _unknown(session_id)
-    return json_response(session_report(tenant, session_id, stats))
+    return json_response(session_report(found, session_id, stats))
 
 
 @router.delete("/v1/cache/sessions/{session_id:path}")
-async def close_session(session_id: str, request: Request) -> Response:
+async def close_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
     """Close a session: what only its requests used is evicted before all else. Its later requests begin a new one."""
-    service = service_of(request)
-    tenant, stats = await _find(request, session_id)
-    num_blocks = await give_up_session(service, Tenant(tenant), session_id)
-    service.records.drop_session(tenant, session_id)
+    found, stats = await _find(request, session_id, tenant)
+    num_blocks = await service_of(request).close_session(Tenant(found), session_id)
     if num_blocks is None and stats is None:
         raise _unknown(session_id)
-    return json_response(
-        {"id": session_id, "object": "cache.session", "closed": True, "blocks_given_up": num_blocks or 0}
-    )
-
-
-async def give_up_session(service: Service, tenant: Tenant, session_id: str) -> int | None:
-    """Close a tenant's session in every engine; the number of blocks that it left, None if no engine knows it."""
-    owner = service.tenants.owner(tenant)
-    return await service.thread.change(lambda engine: engine.close_session(owner, session_id), _sum)
-
-
-def _sum(found: list[int | None]) -> int | None:
-    known = [number for number in found if number is not None]
-    return sum(known) if known else None
+    told = {"id": session_id, "object": "cache.session", "tenant": found, "closed": True}
+    return json_response({**told, "blocks_given_up": num_blocks or 0})
 
 
 def session_report(tenant: str, session_id: str, stats: SessionStats) -> dict[str, Any]:
@@ -84,12 +75,15 @@ async def _visible_tenant(request: Request) -> str | None:
     return (await authorized(request)).name
 
 
-async def _find(request: Request, session_id: str) -> tuple[str, SessionStats | None]:
+async def _find(request: Request, session_id: str, tenant: str | None) -> tuple[str, SessionStats | None]:
     """A session's tenant and totals. Raises APIError: 400 for an id that none can have, 404 for one that none has."""
     check_session_id(session_id)
     visible, records = await _visible_tenant(request), service_of(request).records
-    if visible is not None:
-        return visible, records.session(visible, session_id)
+    if visible is not None and tenant not in (None, visible):
+        raise _unknown(session_id)
+    owner = visible or tenant
+    if owner is not None:
+        return owner, records.session(owner, session_id)
     found = next(((tenant, stats) for tenant, one, stats in records.sessions(None) if one == session_id), None)
     if found is None:
         raise _unknown(session_id)

@@ -2,83 +2,119 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_ids import NULL_BLOCK, BlockIds
+from foreword.cache.block_ids import BlockIds
 
 Int32Array = npt.NDArray[np.int32]
 
 NOTHING, NOBODY, SEVERAL = 0, -1, -2
-"""In place of a session's number. NOTHING: the block is not cached; NOBODY: no request that used it has ended; SEVERAL:
-more than one session, or a request without one, used it."""
-MAX_SESSIONS = 65_536
+"""In place of a session's number. NOTHING: the block is not cached; NOBODY: nobody gave it back since it was cached or
+given up; SEVERAL: more than one session, or a request without one, used it."""
+MAX_OPEN_SESSIONS = 65_536
 """Sessions whose blocks are known; of more, the ones that were used last."""
 
 
 class SessionBlocks:
     """The user of each block, and its place in its prompt. 8 bytes a block, and an entry a session.
 
-    A block belongs to a session if all requests that held its content and have ended were that session's. A session
-    that is forgotten leaves its blocks to nobody: they are evicted like others.
+    A block belongs to a session if all rows that held its content and gave it back were that session's. A session that
+    is forgotten leaves its blocks to nobody: they are evicted like others.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._user: Int32Array = np.full(num_blocks, SEVERAL, np.int32)  # used before anyone counted
-        self._end: Int32Array = np.zeros(num_blocks, np.int32)
-        """The number of tokens up to the block's end."""
+        self._depth: Int32Array = np.zeros(num_blocks, np.int32)
+        """The number of the block in its prompt."""
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
+        """Of the open sessions, the one that was used last at the end."""
         self._last = 0
+        self._of_request: dict[str, int] = {}
+        """The numbers of requests that have begun and not ended, preempted ones too."""
+        self._num_requests: Counter[int] = Counter()
+        """By number: these requests of it."""
+        self._closed: set[int] = set()
+        """Numbers that were closed while requests had them."""
+        self._of_row: dict[int, tuple[int, int]] = {}
+        """Row -> its number, and its leading blocks that everybody may use."""
 
-    def __contains__(self, session: Hashable) -> bool:
-        return session in self._numbers
+    def begin(self, session: Hashable, request_id: str, row: int, num_public_blocks: int = 0) -> None:
+        """Let a row count for a session. A request that was preempted counts as when it first began."""
+        number = self._of_request.get(request_id)
+        if number is None:
+            number = self._of_request[request_id] = self._number_of(session)
+            self._num_requests[number] += 1
+        self._of_row[row] = number, num_public_blocks
 
-    def number_of(self, session: Hashable) -> int:
+    def _number_of(self, session: Hashable) -> int:
         """The number under which a session's requests count from now on, until it is closed."""
-        number = self._numbers.get(session)
+        number = self._numbers.pop(session, None)
         if number is None:
             self._last = number = self._last % (2**31 - 1) + 1
-            self._numbers[session] = number
-            if len(self._numbers) > MAX_SESSIONS:
-                self._numbers.popitem(last=False)
-        self._numbers.move_to_end(session)
+            while len(self._numbers) >= MAX_OPEN_SESSIONS + len(self._num_requests):
+                oldest, its_number = self._numbers.popitem(last=False)
+                if its_number in self._num_requests:  # it is in use
+                    self._numbers[oldest] = its_number
+        self._numbers[session] = number
         return number
 
-    def is_open(self, session: Hashable, number: int) -> bool:
-        """Whether requests that began under this number still belong to the session."""
-        return self._numbers.get(session) == number
+    def close_row(self, row: int) -> None:
+        """Note that a row holds nothing any more."""
+        self._of_row.pop(row, None)
 
-    def note_cached(self, block_ids: BlockIds) -> None:
-        """Note that lookups find these blocks from now on."""
+    def end(self, request_id: str) -> int | None:
+        """Note that a request has ended; returns its number if that was closed, and this was the last request of it."""
+        number = self._of_request.pop(request_id, None)
+        if number is None:
+            return None
+        self._num_requests[number] -= 1
+        if self._num_requests[number]:
+            return None
+        del self._num_requests[number]
+        if number not in self._closed:
+            return None
+        self._closed.remove(number)
+        return number
+
+    def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        """Note that lookups find these blocks from now on, as blocks number `depths` of their prefixes."""
         self._user[block_ids] = NOBODY
+        self._depth[block_ids] = depths
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
         """Note that no lookup finds the content of these blocks any more."""
         self._user[block_ids] = NOTHING
 
-    def note_use(self, table: BlockIds, block_size: int, number: int | None) -> None:
-        """Note that a request with this block table ended; `number`: its session's, None if it has none."""
-        place = np.flatnonzero(table != NULL_BLOCK)
-        block_ids = table[place]
+    def note_use(self, row: int, block_ids: BlockIds) -> None:
+        """Note that a row gives these blocks back."""
+        number, num_public = self._of_row.get(row, (0, 0))
         user = self._user[block_ids]
-        ours = (user == NOBODY) | (user == number) if number is not None else np.zeros(len(user), np.bool_)
-        self._user[block_ids] = np.where(user == NOTHING, NOTHING, np.where(ours, number or 0, SEVERAL))
-        self._end[block_ids] = (place + 1) * block_size
+        ours = (number > 0) & ((user == NOBODY) | (user == number)) & (self._depth[block_ids] >= num_public)
+        self._user[block_ids] = np.where(user == NOTHING, NOTHING, np.where(ours, number, SEVERAL))
 
     def close(self, session: Hashable) -> int | None:
         """Forget a session; returns the number that its blocks have, None if nothing is known here."""
-        return self._numbers.pop(session, None)
+        number = self._numbers.pop(session, None)
+        if number is not None and number in self._num_requests:
+            self._closed.add(number)
+        return number
 
-    def of(self, number: int) -> BlockIds:
-        """The cached blocks that belong to this number alone, tails before heads."""
+    def take(self, number: int) -> BlockIds:
+        """The cached blocks that belong to this number alone, tails before heads; they are nobody's from now on."""
         block_ids = np.flatnonzero(self._user == number).astype(np.int32)
-        return block_ids[np.argsort(-self._end[block_ids], kind="stable")]
+        self._user[block_ids] = NOBODY
+        return block_ids[np.argsort(-self._depth[block_ids], kind="stable")]
 
-    def check_integrity(self, cached: BlockIds) -> None:
+    def check_integrity(self, cached: BlockIds, rows: list[int]) -> None:
         """Raise AssertionError if numbers contradict each other, or if a block that is not cached belongs to one."""
         assert len(set(self._numbers.values())) == len(self._numbers), "two sessions have one number"
+        assert self._num_requests == Counter(self._of_request.values()), "the requests of a number are miscounted"
+        assert self._closed <= set(self._num_requests), "a closed number without requests is remembered"
+        assert self._closed.isdisjoint(self._numbers.values()), "a closed number is open"
+        assert set(self._of_row) <= set(rows), "a row that was closed still has a session"
         owned = np.flatnonzero((self._user > 0) | (self._user == NOBODY))
         assert np.isin(owned, cached).all(), "a block that is not cached has a user"

@@ -37,7 +37,7 @@ class BlockPool:
     tails too. Tails go after blocks that hold nothing and before all other cached blocks, the least recently used
     first. The policy does not know tails; it counts them as held.
 
-    Before tails go blocks that were given up, until somebody holds them again. The policy counts those as held, too.
+    Before tails go blocks that were given up, until somebody uses them again. The policy counts those as held, too.
 
     Without `on_reuse` the pool has an index of its own, which `cache_full_blocks` fills.
     """
@@ -63,6 +63,8 @@ class BlockPool:
         """Blocks that will be tails when they are free."""
         self._given_up: FreeKVCacheBlockQueue | None = None
         """Free cached blocks that go before tails; None: no block was ever given up."""
+        self._held_given_up: set[int] = set()
+        """Blocks that will be among these when they are free."""
         self.users: SessionBlocks | None = None
         """What notes whose blocks these are; None: nothing does."""
         self._keyed: KeyedPolicy | None = (
@@ -132,21 +134,25 @@ class BlockPool:
         return np.concatenate((*taken, self._free.popleft(count - len(taken[-1]))))
 
     def give_up(self, block_ids: BlockIds) -> int:
-        """Let the free ones of these (distinct) cached blocks go before tails, in this order; returns their number.
+        """Let these (distinct) cached blocks go before tails, in this order, held ones once they are free.
 
-        They go after those that were given up before. Tails stay what they are.
+        They go after those that were given up before. Tails stay what they are. Returns the number of the others.
         """
         if self._given_up is None:
             self._given_up = FreeKVCacheBlockQueue.empty(self.num_blocks)
-        goes_early = self._tails.holds(block_ids) | self._given_up.holds(block_ids)
-        block_ids = block_ids.compress((self._ref_counts.take(block_ids) == 0) & ~goes_early)
-        self._free.remove(block_ids)
-        self._given_up.append(block_ids)
+        goes_early = self._held_tails | self._held_given_up
+        block_ids = block_ids.compress(~(self._tails.holds(block_ids) | self._given_up.holds(block_ids)))
+        block_ids = block_ids.compress([block_id not in goes_early for block_id in block_ids.tolist()])
+        is_free = self._ref_counts.take(block_ids) == 0
+        self._free.remove(block_ids[is_free])
+        self._given_up.append(block_ids[is_free])
+        self._held_given_up.update(block_ids[~is_free].tolist())
         return len(block_ids)
 
     def take_back(self, block_ids: BlockIds) -> None:
         """Let the policy order these blocks again, as freed just now, as far as they were given up."""
         if self._given_up is not None:
+            self._held_given_up.difference_update(block_ids.tolist())
             block_ids = block_ids.compress(self._given_up.holds(block_ids))
             self._given_up.remove(block_ids)
             self._free.append(block_ids)
@@ -158,6 +164,8 @@ class BlockPool:
 
     def note_use(self, block_ids: BlockIds) -> None:
         """Count a use of these held blocks."""
+        if self._held_given_up:
+            self._held_given_up.difference_update(block_ids.tolist())
         if self._held_tails:
             block_ids = block_ids.compress([block_id not in self._held_tails for block_id in block_ids.tolist()])
         self._free.note_hit(block_ids)
@@ -174,6 +182,7 @@ class BlockPool:
         if self._given_up is not None:
             given_up = self._given_up.holds(free)
             self._given_up.remove(free[given_up])
+            self._held_given_up.update(free[given_up].tolist())
             free = free[~given_up]
         self._free.remove(free)
         self._ref_counts[block_ids] = counts + 1
@@ -190,6 +199,11 @@ class BlockPool:
             self._held_tails.difference_update(block_ids[is_tail].tolist())
             self._tails.append(block_ids[is_tail])
             block_ids = block_ids[~is_tail]
+        if self._held_given_up and self._given_up is not None:
+            is_given_up = np.array([block_id in self._held_given_up for block_id in block_ids.tolist()], np.bool_)
+            self._held_given_up.difference_update(block_ids[is_given_up].tolist())
+            self._given_up.append(block_ids[is_given_up])
+            block_ids = block_ids[~is_given_up]
         self._free.append(block_ids)
 
     def refresh(self, block_id: int) -> None:
@@ -228,7 +242,7 @@ class BlockPool:
         """Note that these held blocks were indexed, as blocks number `depths` of their prefixes."""
         self._free.note_cached(block_ids, depths)
         if self.users is not None:
-            self.users.note_cached(block_ids)
+            self.users.note_cached(block_ids, depths)
 
     @property
     def wants_keys(self) -> bool:
@@ -351,6 +365,7 @@ class BlockPool:
         self._tails.check_integrity()
         if self._given_up is not None:
             self._given_up.check_integrity()
+        assert all(self._ref_counts[block_id] for block_id in self._held_given_up), "a free block counts as held"
         queued = np.concatenate((self._free.in_order(), self._early()))
         assert len(queued) == self.get_num_free_blocks(), "the free queue miscounts itself"
         assert len(np.unique(queued)) == len(queued), "a block is queued twice"

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.account.stats import PrefixCacheStats
@@ -135,6 +136,11 @@ class KVCacheCoordinator(ABC):
         """Hold these (distinct) blocks for a holder that is no row."""
         self.pool.hold(block_ids)
         self._held_apart[block_ids] += 1
+
+    def is_in_a_row(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Whether a row holds each of these blocks."""
+        held: npt.NDArray[np.bool_] = self.pool.ref_counts()[block_ids] > self._held_apart[block_ids]
+        return held
 
     def release_apart(self, block_ids: BlockIds) -> None:
         """Release what `take_apart` or `hold_apart` held, the last ones first."""
@@ -324,6 +330,8 @@ class KVCacheCoordinator(ABC):
             if num_new > self.pool.get_num_free_blocks() + self.pool.count_held_once(leaving):
                 return None
             if len(leaving):
+                if self.pool.users is not None:
+                    self.pool.users.note_use(row, leaving)
                 self.pool.free_blocks(leaving)
             for manager in self.managers:
                 manager.release(row, start)
@@ -379,10 +387,14 @@ class KVCacheCoordinator(ABC):
             return
         order = np.argsort(places, kind="stable")
         places, block_ids = places[order], np.concatenate([ids for _, ids in parts])[order]
+        begins = np.flatnonzero(np.diff(places)) + 1
+        if self.pool.users is not None:
+            for row, of_row in zip(rows[places[np.append(0, begins)]], np.split(block_ids, begins), strict=True):
+                self.pool.users.note_use(int(row), of_row)
         if len(np.unique(block_ids)) == len(block_ids):
             self.pool.free_blocks(block_ids)
         else:  # two requests release a block that they share
-            for of_row in np.split(block_ids, np.flatnonzero(np.diff(places)) + 1):
+            for of_row in np.split(block_ids, begins):
                 self.pool.free_blocks(of_row)
 
     def _append_each(self, rows: Int64Array, counts: Int64Array, new_ids: BlockIds) -> None:

@@ -39,7 +39,6 @@ class TokenSequence:
         "_plain_hashes",
         "_tokens",
         "block_size",
-        "ends_session",
         "extra_keys",
         "linked_from",
         "most_hit_tokens",
@@ -67,8 +66,6 @@ class TokenSequence:
         """Leading tokens that a hit may have at most, because the others are computed for their logits; None: all."""
         self.session: Hashable | None = None
         """Whose blocks it holds, for `close_session`; None: nobody's."""
-        self.ends_session = False
-        """Whether its session is closed when it gives its blocks back."""
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.root = root

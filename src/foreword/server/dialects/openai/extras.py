@@ -144,8 +144,8 @@ class Extras:
         if self._wants_certificate:
             fields["foreword"] = fields.get("foreword", {}) | {"certificate": certificate(self._service, answer)}
         if self._hints is not None:
-            first = records[0]
-            self._hints.note_request(first.session_id, first.num_prompt_tokens, answer.outputs[0].kept)
+            for record, output in zip(records, answer.outputs, strict=True):
+                self._hints.note_request(record.session_id, record.num_prompt_tokens, output.kept)
             fields["foreword"] = fields.get("foreword", {}) | {"kv_hints": self._hints.report()}
         if self.caching.compare_with is not None:
             earlier = self._service.records.of_response(self.caching.compare_with, self._tenant.name)
