@@ -1,7 +1,7 @@
 """Prompt embeddings: rows of callers that enter a decoder's first layer in place of tokens' embeddings.
 
-They come as arrays, as raw little-endian values with their shape, or as safetensors: never as pickles, which run code,
-nor by torch.load, whose sparse tensors write where they like (CVE-2025-62164).
+They come as arrays, as raw little-endian values with their shape, or as safetensors of one tensor: never as pickles,
+which run code, nor by torch.load, whose sparse tensors write where they like (CVE-2025-62164).
 """
 
 from __future__ import annotations
@@ -111,6 +111,6 @@ class EmbedsReader:
     def _check(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 2 or shape[1] != self._width or not 1 <= shape[0] <= self._max_rows:
             raise InvalidRequestError(
-                f"prompt_embeds has the shape {list(shape)}; give [tokens, {self._width}], of 1 to {self._max_rows} "
-                "tokens"
+                f"prompt_embeds has the shape {list(shape)!s:.80}; give [tokens, {self._width}], of 1 to "
+                f"{self._max_rows} tokens"
             )
