@@ -10,14 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from foreword.cache import BlockRemoved, BlockStored
 from foreword.cluster import RoutingRequest
+from foreword.engine import BREAKPOINT, Keep, Mark, Prompt
 from foreword.fleet.answering import Acceptance
 from foreword.llm import LLM
+from foreword.request import SamplingParams
+from foreword.server.answer_stream import AnswerStream, Job
+from foreword.server.hints import RETAIN
 from foreword.server.options import ServerConfig
+from foreword.server.records import RequestRecord
 from lanes import slow
 from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
 
@@ -384,6 +390,22 @@ def test_sessions_are_closed_and_hints_are_carried_out_where_their_blocks_are(th
     closed = httpx.delete(f"{three.url}/v1/cache/sessions/over%20replicas").json()
     assert closed["blocks_given_up"] >= 2 * 10, "both prompts' blocks"
     assert httpx.delete(f"{three.url}/v1/cache/sessions/over%20replicas").status_code == 404
+    demote = {**envelope, "actions": [{**action, "action_type": "kv.demote"}]}
+    for topic in (63, 64, 65):
+        complete(three.url, long_prompt(topic), session_id="over", **({"kv_hints": demote} if topic == 65 else {}))
+    session = f"{three.url}/v1/cache/sessions/over"
+    wait_until(lambda: httpx.get(session).status_code == 404)
+    assert httpx.delete(session).status_code == 404, "the hint closed it in every replica"
+
+
+def test_marks_of_hints_do_not_say_where_a_prompt_is_stable(three: Fleet) -> None:
+    token_ids = np.arange(5, 105, dtype=np.int32) % 50
+    marks = (Mark(32, Keep(9.0, BREAKPOINT)), Mark(96, Keep(9.0, RETAIN)))
+    job = Job(
+        RequestRecord("r", "r", "t", "x", token_ids), Prompt(token_ids, marks=marks), SamplingParams(max_tokens=1)
+    )
+    [request] = three.on_loop(lambda: three.door._checked(AnswerStream(three.door, [job], whole=True)))
+    assert request.routing.stable_blocks == 32 // 16
 
 
 def test_without_replicas_requests_are_refused_and_health_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

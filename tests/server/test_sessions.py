@@ -355,6 +355,16 @@ def test_outcomes_say_what_was_kept(world):
     drop()
 
 
+def test_a_prompt_whose_adapter_begins_inside_is_not_computed_without_it(world):
+    record = RequestRecord("inside", "inside", "alice", "x", np.arange(5, 60, dtype=np.int32), session_id="inside")
+    record.first_scheduled_time, record.adapter_begins_inside = 1.0, True
+    world.service.records.open(record)
+    world.service.records.close(record, "stop")
+    sent = {"kv_hints": envelope(action("prefetch", session_id="inside"))}
+    [told] = world.call("POST", "/v1/cache/hints", sent).json()["actions"]
+    assert (told["outcome"], "adapter" in told["detail"]) == ("missing", True)
+
+
 def test_an_action_that_fails_leaves_the_others_their_outcomes(world, monkeypatch):
     world.complete(document("half"), session_id="half")
 
