@@ -23,7 +23,7 @@ from foreword.engine import Keep, Mark, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from foreword.llm import LLM
 from foreword.model.checkpoint.generation import differences
-from foreword.request import Adapter, SamplingParams, StructuredOutputsParams, TokenConstraint
+from foreword.request import Adapter, HeldBytes, SamplingParams, StructuredOutputsParams, TokenConstraint
 from foreword.server.access.adapters import ServedAdapters
 from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
@@ -216,13 +216,12 @@ class Service:
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
 
     def _media(self, config: ServerConfig) -> MediaDomains | None:
-        if not config.allow_media_domain or self.llm.pictures is None:
+        if not config.allow_media_domain:
             return None
         from foreword.server.media import MediaDomains
 
-        return MediaDomains(
-            config.allow_media_domain, config.max_body_bytes, self.crews.fetches, self.llm.pictures.held
-        )
+        held = HeldBytes() if self.llm.pictures is None else self.llm.pictures.held
+        return MediaDomains(config.allow_media_domain, config.max_body_bytes, self.crews.fetches, held)
 
     def _open_listeners(self, config: ServerConfig) -> None:
         """What else hears of requests, as the options say."""
