@@ -85,6 +85,29 @@ def test_without_times_waste_is_counted_for_a_thousand_requests_and_token_ids_wi
     assert "in 1,000 requests)" in printed
 
 
+def test_models_and_adapters_find_nothing_of_each_other_s_and_what_that_costs_is_said(model, tmp_path, capsys):
+    text = "The prefix that two requests share is computed once, whoever asks for it. " * 8
+    file = tmp_path / "requests.jsonl"
+
+    def report(*models):
+        lines = [{"prompt": text + str(number), **named} for number, named in enumerate(models)]
+        file.write_text("\n".join(map(json.dumps, lines)))
+        assert lint(file, model, "--json") == 0
+        captured = capsys.readouterr()
+        return json.loads(captured.out.splitlines()[-1]), " ".join(captured.err.split())
+
+    alone, printed = report(*[{"model": "sql"}] * 4)
+    assert "models" not in printed
+    assert (alone["models"], alone["apart_tokens"]) == ([], 0)
+    apart, printed = report(*[{"model": "sql"}, {"model": "tests"}] * 2)
+    found = alone["hit_rate"] * alone["prompt_tokens"]
+    assert apart["models"] == ["sql", "tests"]
+    assert apart["apart_tokens"] == round(found) - round(apart["hit_rate"] * apart["prompt_tokens"])
+    assert apart["apart_tokens"] == pytest.approx(found / 3), "of three that could find it, one is the other's first"
+    assert "name 2 models (sql, tests)" in printed
+    assert "aLoRA ones would share" in printed
+
+
 def test_clean_traffic_is_called_clean(model, tmp_path, capsys):
     file = tmp_path / "clean.jsonl"
     file.write_text("\n".join(map(json.dumps, bodies("clean"))))

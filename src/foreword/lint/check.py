@@ -68,6 +68,10 @@ class LintReport:
     findings: list[Finding]
     mended: list[TokenIds]
     """The prompts as all remedies together would write them."""
+    models: tuple[str, ...] = ()
+    """The names of models or adapters that requests give, if there are several: their prefixes are kept apart."""
+    apart_tokens: int = 0
+    """Tokens that one of them computes although another one's prompts begin alike."""
 
     @property
     def hit_rate_after(self) -> float:
@@ -94,6 +98,8 @@ def lint_prompts(
         )
     bench, reader = _Bench(prompts, block_tokens, cache_tokens), Reader(prompts, spell)
     hit_rate, least_tokens = bench.score.hit_rate, STABLE_BLOCKS * block_tokens
+    of_all = _Bench([replace(prompt, model=None) for prompt in prompts], block_tokens, cache_tokens)
+    apart_tokens = of_all.score.num_found - bench.score.num_found
     findings: dict[tuple[str, ...], Finding] = {}
     concerned: dict[tuple[str, ...], set[int]] = {}
 
@@ -116,7 +122,9 @@ def lint_prompts(
     times = [prompt.timestamp_ms for prompt in prompts if prompt.timestamp_ms is not None]
     span_ms = max(times) - min(times) if len(times) == len(prompts) > 1 else None
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return LintReport(len(prompts), num_tokens, span_ms, hit_rate, [*findings.values()], bench.prompts)
+    about = len(prompts), num_tokens, span_ms, hit_rate, [*findings.values()], bench.prompts
+    models = tuple(sorted({prompt.model for prompt in prompts if prompt.model is not None}))
+    return LintReport(*about, models, apart_tokens) if len(models) > 1 else LintReport(*about)
 
 
 # ---------------------------------------------------------------------- remedies
@@ -198,7 +206,9 @@ class _Bench:
         self.origins = [np.arange(len(prompt.token_ids), dtype=np.int32) for prompt in prompts]
         """The place of each token in the prompt as it was sent; -1 for one that a remedy wrote."""
         self._num_moved = [0] * len(prompts)
-        self._recorded = [self._record(tokens) for tokens in self.prompts]
+        number_of: dict[str | None, int] = {}
+        self._models = [number_of.setdefault(prompt.model, len(number_of)) for prompt in prompts]
+        self._recorded = [self._record(index, tokens) for index, tokens in enumerate(self.prompts)]
         self.score = self._replay(self._recorded)
 
     def mend(self, fixes: Sequence[_Fix]) -> list[tuple[_Fix, int, float]]:
@@ -211,7 +221,7 @@ class _Bench:
             recorded = list(self._recorded)
             together = [*(one for one, *_ in taken), fix]
             for index in fix.prompts:
-                recorded[index] = self._record(_rewritten(self.prompts, index, together))
+                recorded[index] = self._record(index, _rewritten(self.prompts, index, together))
             score = self._replay(recorded)
             saved = self.score.num_computed - score.num_computed
             if saved >= STABLE_BLOCKS * self._block_tokens:
@@ -242,8 +252,10 @@ class _Bench:
         """The prompts without what was moved to their ends."""
         return [tokens[: len(tokens) - moved] for tokens, moved in zip(self.prompts, self._num_moved, strict=True)]
 
-    def _record(self, tokens: TokenIds) -> tuple[PrefixKeys, int]:
-        return content_ids_of_tokens(tokens, self._block_tokens), len(tokens)
+    def _record(self, index: int, tokens: TokenIds) -> tuple[PrefixKeys, int]:
+        content = content_ids_of_tokens(tokens, self._block_tokens)
+        content[:1] += np.uint64(self._models[index])  # a model finds nothing of another one's
+        return content, len(tokens)
 
     def _replay(self, recorded: Sequence[tuple[PrefixKeys, int]]) -> _Score:
         cache = OnePass()

@@ -78,6 +78,15 @@ def print_report(report: LintReport, recorded: RecordedPrompts, console: Console
     console.print(f"{title}: {headline}, {report.hit_rate:.1%} of them found by a cache", markup=False, soft_wrap=True)
     for number, finding in enumerate(report.findings, 1):
         _print_finding(number, finding, report, console)
+    if report.apart_tokens:
+        names = f"{len(report.models)} models ({', '.join(report.models)[:MAX_SHOWN]})"
+        console.print(
+            f"\nThe requests name {names}, which find nothing of each other's: {_rate(report, report.apart_tokens)} "
+            "are computed again for that alone. If they are LoRA adapters of one model, aLoRA ones would share what "
+            "comes before their invocation.",
+            markup=False,
+            soft_wrap=True,
+        )
     if report.findings:
         console.print(
             f"\nAll mended, a cache finds {report.hit_rate_after:.1%} instead of {report.hit_rate:.1%} and computes "
@@ -133,5 +142,7 @@ def as_json(report: LintReport) -> dict[str, Any]:
         "wasted_tokens": report.wasted_tokens,
         "wasted_tokens_a_day": report.a_day(report.wasted_tokens),
         "wasted_tokens_per_1000_requests": 1000 * report.wasted_tokens / report.num_requests,
+        "models": list(report.models),
+        "apart_tokens": report.apart_tokens,
         "findings": findings,
     }

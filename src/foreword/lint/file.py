@@ -92,12 +92,12 @@ def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
         (record[name] for name in ("body", "request") if isinstance(record.get(name), dict)), {}
     )
     body = {**record, **inner}
-    time = _time(body, where)
+    time, model = _time(body, where), body["model"] if isinstance(body.get("model"), str) else None
     for name in ("prompt_token_ids", "token_ids", "prompt"):
         if isinstance(body.get(name), list):
-            return LintPrompt(_token_ids(body[name], where), time)
+            return LintPrompt(_token_ids(body[name], where), time, model=model)
     if isinstance(body.get("prompt"), str):
-        return LintPrompt(tokenizer.encode(body["prompt"]), time, (body["prompt"],))
+        return LintPrompt(tokenizer.encode(body["prompt"]), time, (body["prompt"],), model)
     conversation = read_body(body)
     if conversation is None:
         if "hash_ids" in body:
@@ -111,7 +111,7 @@ def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
         template_inputs=conversation.inputs,
         chat_template=_dated(tokenizer.chat_template or "", time),
     )
-    return LintPrompt(token_ids, time, conversation.texts)
+    return LintPrompt(token_ids, time, conversation.texts, model)
 
 
 def _dated(template: str, time_ms: float | None) -> str | None:

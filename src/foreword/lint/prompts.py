@@ -31,6 +31,8 @@ class LintPrompt:
     timestamp_ms: float | None = None
     texts: tuple[str, ...] | None = None
     """The messages (and tools, first) as the client sent them; None if only tokens are known."""
+    model: str | None = None
+    """The model, or the adapter, that the request names."""
 
 
 def same_kind(prompts: Sequence[TokenIds]) -> list[list[int]]:
