@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,12 @@ def test_an_adapter_is_a_model_in_every_dialect(server: ServerThread) -> None:
     plain, changed = complete(server, MODEL), complete(server, "sql")
     assert plain.choices[0].text != changed.choices[0].text
     assert changed.model == "sql"
+    [kept] = re.findall(
+        r'^foreword_kept_bytes\{.*what="adapters".*\} (.+)$',
+        httpx.get(f"{server.url}/metrics", headers=OPERATOR).text,
+        re.M,
+    )
+    assert float(kept) > 1000
     assert cached(changed) == 0
     assert cached(complete(server, "sql")) > 0
 

@@ -63,7 +63,7 @@ def test_kept_grammars_are_dropped_by_their_bytes_the_least_used_first():
 def test_what_is_kept_is_shown(server):
     text = httpx.get(f"{server.url}/metrics").text
     shown = set(re.findall(r'foreword_kept_bytes{model_name="[^"]+",what="(\w+)"}', text))
-    assert shown == {"records", "responses", "cached_contents", "grammars", "record_queue", "schemas"}
+    assert shown == {"records", "responses", "cached_contents", "grammars", "adapters", "record_queue", "schemas"}
 
 
 # --------------------------------------------------------------------- a real server

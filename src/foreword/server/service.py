@@ -303,6 +303,7 @@ class Service:
             "cached_contents": self.cached_contents.num_bytes,
             "schemas": self.schemas.num_bytes,
             "grammars": self.llm.num_grammar_bytes,
+            "adapters": self.adapters.num_bytes,
             "record_queue": 0 if self.recorder is None else self.recorder.num_waiting_bytes,
         }
 

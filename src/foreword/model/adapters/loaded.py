@@ -347,6 +347,9 @@ class LoadedAdapters:
 class AdapterNames:
     """Reads adapters as `LoadedAdapters` does, and keeps only their names: for a process that computes nothing."""
 
+    num_bytes = 0
+    """Names take next to nothing."""
+
     def __init__(self, spec: DecoderSpec, max_rank: int) -> None:
         self.spec, self._max_rank = spec, max_rank
         self._kept: OrderedDict[str, tuple[Stamp | None, AdapterName]] = OrderedDict()

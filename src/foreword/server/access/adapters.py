@@ -42,6 +42,11 @@ class ServedAdapters:
     def names(self) -> tuple[str, ...]:
         return tuple(self._served)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all adapters that are loaded here."""
+        return 0 if self._loaded is None else self._loaded.num_bytes
+
     def __contains__(self, name: object) -> bool:
         return name in self._served
 
