@@ -331,8 +331,8 @@ class SchedulerConfig:
     max_num_seqs: int = 128
     """Most requests running at a time."""
     max_num_encoder_input_tokens: int = 512
-    """Most tokens of new pictures that one step encodes, while other requests wait; one picture in any case, or one
-    tile in families that cut pictures."""
+    """Most tokens of new pictures that one step encodes, while other requests wait. One
+    picture, or one tile where pictures are cut, may have more."""
     scheduling_policy: Policy = "fcfs"
     """Order of service. "fcfs": by arrival. "priority": tenants take turns; a tenant's lowest `priority` goes first,
     then the earliest. "prefix": the same, but then the longest cached prefix goes first, within `max_overtake_s`."""
