@@ -347,7 +347,7 @@ def test_the_self_check_notices_that_neighbours_matter(tiny_models: TinyModels) 
         def plan(self, batch: Batch, *args: Any) -> list[reference.Tile]:
             tiles = super().plan(batch, *args)
             if len(batch.query_starts) > 2:
-                tiles[0].positions[:, -1] -= 1  # the last query does not see itself
+                tiles[0].seen_to[:, -1] -= 1  # the last query does not see itself
             return tiles
 
     reason = find_inexactness(replace(tiny_models.loaded("llama"), kernel=Nearsighted()))
