@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import foreword
 
 SOURCE = Path(foreword.__file__).parent.parent
@@ -51,6 +53,7 @@ def test_nano_vllms_loop_gives_equal_tokens_and_computes_less(request):
     assert min(preempted) > 0
 
 
+@pytest.mark.slow
 def test_transformers_generate_computes_what_no_earlier_turn_has(request):
     lines = output_of(request.config.rootpath / "examples/hf_generate.py").splitlines()
     # A document of 300 tokens and a question; then the same with the answer, of whose 8 tokens 7 were computed.

@@ -32,6 +32,7 @@ from foreword.tiers.prefix_file import (
     manifest_length,
     why_foreign,
 )
+from lanes import slow
 from tiers.store_world import shared_server
 from tiny_models import TinyModels, random_tokens
 
@@ -61,7 +62,7 @@ def bits(output: RequestOutput) -> list[Any]:
 # ------------------------------------------------------------------------------ round trips
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2", *slow("gemma3_text", "qwen3_next", "deepseek_v3")])
 def test_an_imported_prefix_hits_with_the_same_bits(tiny_models: TinyModels, tmp_path: Path, name: str) -> None:
     """From disk, to which the blocks need no token ids, and from memory, to which they do."""
     folder, files = tiny_models.folder(name), (tmp_path / "plain.fwkv", tmp_path / "text.fwkv")

@@ -20,7 +20,7 @@ from foreword import LLM, SamplingParams
 from foreword.engine.tiering import loads
 from foreword.errors import ConfigError
 from foreword.request import RequestOutput
-from lanes import SLOW
+from lanes import SLOW, slow
 from live_server import ServerProcess
 from tiers.store_world import shared_server
 from tiny_models import RECIPES, TinyModels, random_tokens, save_model
@@ -89,7 +89,7 @@ def test_a_restart_keeps_hits_and_bits(tiny_models: TinyModels, tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_next", *slow("mamba2")])
 def test_states_of_the_last_step_are_stored_too(tiny_models: TinyModels, tmp_path: Path, name: str) -> None:
     """A request that ends with the step that computes its prompt."""
     found = []
@@ -190,7 +190,7 @@ def test_a_miss_says_that_the_disk_has_the_prompt_of_other_weights(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("on_cpu", "loads_pay")
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_next", *slow("qwen2")])
 @pytest.mark.parametrize("limit", [{"cache_daily_write_bytes": 1}, {"cache_admission": "twice"}])
 def test_a_miss_says_that_its_blocks_were_not_stored(
     tiny_models: TinyModels, tmp_path: Path, name: str, limit: dict[str, Any]
@@ -217,7 +217,7 @@ def test_a_miss_says_that_its_blocks_were_not_stored(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_next", *slow("qwen2", "gemma3_text")])
 def test_a_prompt_that_is_asked_about_after_a_restart_is_in_the_tier(
     tiny_models: TinyModels, tmp_path: Path, name: str
 ) -> None:
@@ -359,7 +359,7 @@ def test_a_file_in_place_of_the_folder(tiny_models: TinyModels, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_next", *slow("qwen2", "gemma3_text")])
 def test_a_store_shares_prefixes_among_machines(tiny_models: TinyModels, tmp_path: Path, name: str) -> None:
     """Two engines and a real server; the second has never seen the prompt."""
     server = shared_server()

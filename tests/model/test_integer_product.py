@@ -210,6 +210,7 @@ def test_what_is_no_number_stays_none_and_infinity_does_not_vanish(name: str) ->
     assert torch.equal(found[[0, 3]], expected)
 
 
+@pytest.mark.slow
 def test_formats_with_and_without_integers_share_a_result_and_rows_are_rounded_once_for_all() -> None:
     weights = [weight_of("Q4_K"), weight_of("Q6_K"), coded("BF16", 24, INPUTS), weight_of("Q4_K")]
     joined, rows = CodedLinear(weights, None), rows_of(5)

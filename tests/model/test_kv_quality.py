@@ -38,6 +38,7 @@ def test_a_model_over_codes_is_the_model_over_what_is_read_of_them(tiny_models: 
     assert torch.equal(own.logits(batch, range(300)), coded.logits(batch, range(300)))
 
 
+@pytest.mark.slow
 def test_a_real_model_keeps_its_distributions() -> None:
     """In float32; docs/decisions/0056-kv-in-eight-bits.md has the figure of bfloat16."""
     folder, docs = real_model("smollm2"), Path(__file__).resolve().parents[2] / "docs"

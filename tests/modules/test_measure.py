@@ -73,6 +73,7 @@ def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys
         gate.check("first-16")
 
 
+@pytest.mark.slow
 def test_gaps_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
     known = {"documents": ["A lamp. " * 9, FACT * 3], "question": QUESTION, "answer": "4821"}
@@ -126,6 +127,7 @@ def test_prompts_of_which_nothing_is_linked_are_no_evidence(tmp_path: Path, caps
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_a_table_in_which_all_itself_fails_is_not_printed(
     tiny_models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

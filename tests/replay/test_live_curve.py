@@ -82,6 +82,7 @@ def test_a_sample_is_within_a_few_of_its_standard_errors_of_lru(seed):
     assert expected[-1] > 1.3 * expected[0]
 
 
+@pytest.mark.slow
 def test_the_sample_stays_within_its_size_however_long_traffic_goes_on():
     asked = conversations(1, 3000, documents=4000)
     curve = curve_of(asked, pool=100, max_sampled_blocks=400)

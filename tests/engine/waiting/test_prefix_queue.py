@@ -185,6 +185,7 @@ def arrivals_of(num_blocks: int) -> st.SearchStrategy[list[tuple[float, list[int
     return st.lists(st.tuples(st.integers(0, 60).map(float), prompts), min_size=2, max_size=25)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(arrivals_of(3), st.sampled_from([0.0, 3.0, 20.0, 100.0]), st.sampled_from([6, 9, 40]))
 def test_no_request_waits_longer_than_in_order_of_arrival_and_the_bound(arrivals, bound, num_blocks) -> None:
@@ -198,6 +199,7 @@ def test_no_request_waits_longer_than_in_order_of_arrival_and_the_bound(arrivals
         free_at = start + len(tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     arrivals_of(12),
