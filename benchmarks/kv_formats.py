@@ -50,23 +50,23 @@ def fill(pool: FormatPool) -> None:
             blocks.write(slots, keys, torch.randn(*shape, blocks.value_dim, generator=generator))
 
 
-def alternate(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """Seconds of each in alternating rounds after one that warms up, and how much faster codes are."""
+def alternate(runs: dict[str, Callable[[], Any]], rounds: int, *, before: str, after: str) -> dict[str, Any]:
+    """Seconds of each in alternating rounds after one that warms up, and how much faster `after` is than `before`."""
     wall: dict[str, list[float]] = {name: [] for name in runs}
     processor = dict.fromkeys(runs, 0.0)
     for number in range(rounds + 1):
         for name, run in runs.items():
             run()  # binds the layers to the pool
-            before = time.perf_counter(), time.process_time()
+            began = time.perf_counter(), time.process_time()
             run()
             if number:
-                wall[name].append(time.perf_counter() - before[0])
-                processor[name] += time.process_time() - before[1]
+                wall[name].append(time.perf_counter() - began[0])
+                processor[name] += time.process_time() - began[1]
     medians = {name: statistics.median(times) for name, times in wall.items()}
     return {
         "wall_s": medians,
-        "speedup": medians["own"] / medians["int8"],
-        "speedup_of_processor_time": processor["own"] / processor["int8"],
+        "speedup": medians[before] / medians[after],
+        "speedup_of_processor_time": processor[before] / processor[after],
     }
 
 
@@ -82,6 +82,8 @@ def times(model: LoadedModel, args: argparse.Namespace) -> dict[str, Any]:
         found[f"decoding {count} at {args.context}"] = alternate(
             {name: functools.partial(own.logits, batches[name], range(count)) for name, own in rivals.items()},
             args.rounds,
+            before="own",
+            after="int8",
         )
     rivals = both_formats(model, args.prompt)
     prompt = rng.integers(0, model.vocab_size, args.prompt).tolist()
@@ -89,6 +91,8 @@ def times(model: LoadedModel, args: argparse.Namespace) -> dict[str, Any]:
     found[f"prefill of {args.prompt}"] = alternate(
         {name: functools.partial(own.logits, batches[name], [args.prompt - 1]) for name, own in rivals.items()},
         args.rounds,
+        before="own",
+        after="int8",
     )
     return found
 

@@ -22,10 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from foreword.config import Dtype, ModelConfig
 from foreword.model.kv_quality import FormatPool
 from foreword.model.loader import LoadedModel, load_foreign_model, load_model
-from kv_formats import fill
+from kv_formats import alternate, fill
 
 VOCAB = 8_000
 V2_LITE = {
@@ -67,25 +64,6 @@ def save_model(folder: Path, family: str, layers: int, experts: int) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def alternate(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """Seconds of each in alternating rounds after one that warms up, and how much faster the latent path is."""
-    wall: dict[str, list[float]] = {name: [] for name in runs}
-    processor = dict.fromkeys(runs, 0.0)
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            before = time.perf_counter(), time.process_time()
-            run()
-            if number:
-                wall[name].append(time.perf_counter() - before[0])
-                processor[name] += time.process_time() - before[1]
-    medians = {name: statistics.median(times) for name, times in wall.items()}
-    return {
-        "wall_s": medians,
-        "speedup": medians["expanded"] / medians["latent"],
-        "speedup_of_processor_time": processor["expanded"] / processor["latent"],
-    }
-
-
 def times(models: dict[str, LoadedModel], args: argparse.Namespace) -> dict[str, Any]:
     """Decoding steps and prompts."""
     found, rng = {}, np.random.default_rng(0)
@@ -97,7 +75,7 @@ def times(models: dict[str, LoadedModel], args: argparse.Namespace) -> dict[str,
     def compare(rivals: dict[str, FormatPool], starts: list[int], tokens: list[list[int]]) -> dict[str, Any]:
         rows = np.cumsum([len(own) for own in tokens]) - 1
         runs = {name: functools.partial(own.logits, own.batch(starts, tokens), rows) for name, own in rivals.items()}
-        return alternate(runs, args.rounds)
+        return alternate(runs, args.rounds, before="expanded", after="latent")
 
     for count in (int(number) for number in args.requests.split(",")):
         for context in (16, args.context):

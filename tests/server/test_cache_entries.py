@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from foreword.server.options import ServerConfig
-from live_server import MODEL, ServerThread, embedded_llm
+from live_server import MODEL, ServerThread, document, embedded_llm
 
 OPERATOR = "operator"
 NUM_BLOCKS = 96
@@ -47,10 +47,6 @@ class World(ServerThread):
         for number in range(4):
             self.now += 1
             self.run(document(f"flood {self.now} {number}", 30), "bob")
-
-
-def document(name: str, lines: int = 8) -> str:
-    return "".join(f"{name}, line {number}: the code of the falcon is 4821.\n" for number in range(lines))
 
 
 @pytest.fixture(scope="module")

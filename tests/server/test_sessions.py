@@ -25,7 +25,7 @@ from foreword.server.api_errors import too_busy
 from foreword.server.hints import Hints, KvHints
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
-from live_server import MODEL, ServerThread, embedded_llm
+from live_server import MODEL, ServerThread, document, embedded_llm
 
 OPERATOR, NUM_BLOCKS = "operator", 96
 
@@ -53,10 +53,6 @@ class World(ServerThread):
 
     def cached(self, prompt: str, key: str = "alice") -> int:
         return int(self.call("POST", "/v1/cache/explain", {"prompt": prompt}, key).json()["hit_tokens"])
-
-
-def document(name: str, lines: int = 8) -> str:
-    return "".join(f"{name}, line {number}: the code of the falcon is 4821.\n" for number in range(lines))
 
 
 @pytest.fixture(scope="module")

@@ -457,9 +457,8 @@ class KVCacheManager(EntryKeeper):
     def close_session(self, session: Hashable) -> int | None:
         """Let blocks that only this session's requests used go before all other cached ones, until they are hit again.
 
-        `session` is the `session` of its sequences. Its running requests go on, and the same holds for what they leave
-        once all have ended; later ones begin a new session. Pinned blocks, and those that others used, stay as they
-        are. Returns the number of blocks that can go now; None if nothing is known of this session.
+        `session` is that of its sequences. Running requests go on, and what they leave goes once all have ended. Pinned
+        blocks, and those that others used, stay. Returns the number of blocks that can go; None if it is unknown here.
         """
         number = None if self._session_blocks is None else self._session_blocks.close(session)
         return None if number is None else self._give_up(number)

@@ -281,8 +281,7 @@ class Service:
         """
         if model is None or model in self._own_names:
             return None
-        if model not in self.adapters or not tenant.may_use(model):
-            raise unknown_model(model)
+        self.check_model(model, tenant)
         served = self.adapters.find(model)
         try:
             return await self.adapters.load_in(self.crews.adapters, served)
@@ -292,8 +291,9 @@ class Service:
 
     def check_model(self, name: str | None, tenant: Tenant) -> None:
         """Raises APIError 404 unless this model is served, and to this tenant."""
-        if name is not None and name not in self.models_of(tenant):
-            raise unknown_model(name)
+        if name is None or name in self._own_names or (name in self.adapters and tenant.may_use(name)):
+            return
+        raise unknown_model(name)
 
     def kept_bytes(self) -> dict[str, int]:
         """Estimated memory that ended requests leave in use, by kind. All of it is bounded."""
