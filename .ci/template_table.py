@@ -1,4 +1,4 @@
-"""Writes the table of chat templates in docs/guides/templates.md: what each shows, and in which form.
+"""Writes the table of chat templates in docs/benchmarks/templates.md: what each shows, and in which form.
 
     .venv/bin/python .ci/template_table.py FOLDER ...
 

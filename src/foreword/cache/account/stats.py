@@ -29,9 +29,9 @@ class PrefixCacheStats:
     """Prompts admitted."""
     queries: int = _counter("Prompt tokens that were looked up.")
     hits: int = _counter("Prompt tokens that were found: prefill saved.")
-    tail_hits: int = _counter("Found tokens that were in tails.")
+    tail_hits: int = _counter("Found tokens that were in tails, the partly filled last blocks of requests.")
     """A tail is the partly filled last block of an earlier request."""
-    preempted_requests: int = _counter("Lookups of requests that resumed.")
+    preempted_requests: int = _counter("Lookups of requests that resumed after preemption; in no other count.")
     preempted_queries: int = _counter("Tokens of those lookups.")
     preempted_hits: int = _counter("Tokens that those lookups found.")
     forked_requests: int = 0

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format, under vLLM's names where vLLM has them (docs/server.md lists all).
+"""Metrics in Prometheus' text format, under vLLM's names where vLLM has them.
 
 Counters never go back, even when the cache is reset. Hits are tokens. The label `cache` sorts requests: "hit" if at
 least half of the prompt was found, because almost every prompt shares the few tokens with which a chat template begins.
@@ -247,7 +247,9 @@ class _EngineCollector(Collector):
         yield from self._tenants_and_sessions(self._records)
         yield from self._of_listeners()
         family = CounterMetricFamily(
-            "foreword_http_requests", "Calls that were answered.", labels=("model_name", "endpoint", "status")
+            "foreword_http_requests",
+            "Calls, refused ones too. Status 499: the client left before its answer.",
+            labels=("model_name", "endpoint", "status"),
         )
         for (endpoint, status), count in self._calls.counts.copy().items():
             family.add_metric((self._model, endpoint, status), count)
@@ -292,10 +294,15 @@ class _EngineCollector(Collector):
             "Share of the looked-up tokens that were found since the last reset, 0 to 1.",
             look.stats.hit_rate,
         )
-        yield self._counters("prefix_cache_requests", "Requests that were looked up.", "cache", self._requests)
+        yield self._counters(
+            "prefix_cache_requests",
+            "Requests by what was found: a hit is at least half of the prompt.",
+            "cache",
+            self._requests,
+        )
         yield self._counter(
             "prefix_cache_prefill_seconds_saved",
-            "Found tokens, times the mean seconds of a computed one.",
+            "Estimate: found tokens, times the mean seconds of a computed one.",
             self._insight.num_saved_seconds,
         )
         evictions = {str(cause): look.evictions[cause] for cause in EvictionCause}
@@ -314,12 +321,22 @@ class _EngineCollector(Collector):
         sources = sorted({PIN, BREAKPOINT, RESOURCE, *(entry.source for entry in look.entries)})
         of = {source: [entry for entry in look.entries if entry.source == source] for source in sources}
         for name, meaning, values in (
-            ("cache_entries", "Prefixes to be kept.", {s: len(of[s]) for s in of}),
-            ("cache_entries_broken", "Those not kept whole.", {s: sum(not e.is_whole for e in of[s]) for s in of}),
-            ("cache_entry_tokens", "Tokens kept.", {s: sum(e.num_kept_tokens for e in of[s]) for s in of}),
+            ("cache_entries", "Prefixes to be kept on request (entries).", {s: len(of[s]) for s in of}),
+            (
+                "cache_entries_broken",
+                "Entries that are not kept whole.",
+                {s: sum(not e.is_whole for e in of[s]) for s in of},
+            ),
+            (
+                "cache_entry_tokens",
+                "Tokens that entries keep; a token of two entries counts twice.",
+                {s: sum(e.num_kept_tokens for e in of[s]) for s in of},
+            ),
         ):
             yield self._gauges(name, meaning, "source", values)
-        yield self._counter("cache_entry_blocks_broken", "Blocks of entries given away.", look.num_broken_pins)
+        yield self._counter(
+            "cache_entry_blocks_broken", "Blocks of entries that running requests took.", look.num_broken_pins
+        )
 
     def _tiers(self, report: TiersReport) -> Iterator[Metric]:
         """Nothing if nothing lies below the pool."""
@@ -342,7 +359,7 @@ class _EngineCollector(Collector):
             yield family
         yield self._gauge("tier_store_queue", "Sequences that wait to be stored.", report.num_waiting_stores)
         yield self._counter(
-            "tier_dropped_sequences", "Sequences that were not stored.", report.stores.num_dropped_offers
+            "tier_dropped_sequences", "Sequences that were to be stored and were not.", report.stores.num_dropped_offers
         )
         yield self._counter("tier_refused_blocks", "Blocks refused by cache_admission.", report.stores.num_not_admitted)
         yield self._gauge("tier_written_bytes_today", "Bytes stored since the day began.", report.bytes_today)
