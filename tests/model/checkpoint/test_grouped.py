@@ -24,11 +24,18 @@ CHECKPOINTS: Mapping[str, dict[str, Any]] = {
     "gptq, symmetric": {"quant_method": "gptq", "bits": 4, "sym": True},
     "gptq of 8 bits": {"quant_method": "gptq", "bits": 8, "sym": True},
     "gptq with zeros": {"quant_method": "gptq", "bits": 4},
+    "gptq with desc_act": {"quant_method": "gptq", "bits": 4, "desc_act": True},
     "gptq of the second form": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
     "awq": {"quant_method": "awq", "bits": 4, "version": "gemm"},
     "packed, symmetric": {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 4, "sym": True},
     "packed with zeros": {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 4},
     "packed of 8 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 8, "sym": True},
+    "packed with actorder": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "bits": 4,
+        "actorder": 1,
+    },
     "bytes of channels": {"quant_method": "compressed-tensors", "format": "int-quantized", "bits": 8, "sym": True},
 }
 
@@ -56,19 +63,23 @@ def packed(codes: np.ndarray[Any, Any], bits: int, order: tuple[int, ...] | None
     return torch.from_numpy(np.bitwise_or.reduce(shifted, -1).view(np.int32))
 
 
-def parts_of(said: Mapping[str, Any], codes: Any, zeros: Any, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+def parts_of(
+    said: Mapping[str, Any], codes: Any, zeros: Any, scales: torch.Tensor, index: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """`index`: the group of each input."""
     bits = said["bits"]
     if said["quant_method"] == "gptq":
         stored = zeros if said.get("checkpoint_format") else zeros - 1
-        index = torch.arange(codes.shape[1], dtype=torch.int32) // (codes.shape[1] // scales.shape[1])
         parts = {"qweight": packed(codes, bits).T, "qzeros": packed(stored.T, bits), "scales": scales.T}
-        return {**parts, "g_idx": index.int()}
+        return {**parts, "g_idx": index}
     if said["quant_method"] == "awq":
         order = AWQ[bits]
         return {"qweight": packed(codes.T, bits, order), "qzeros": packed(zeros.T, bits, order), "scales": scales.T}
     if said["format"] == "int-quantized":
         return {"weight": torch.from_numpy((codes.astype(int) - 128).astype(np.int8)), "weight_scale": scales}
     parts = {"weight_packed": packed(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(codes.shape)}
+    if said.get("actorder"):
+        parts["weight_g_idx"] = index
     return parts if said.get("sym") else {**parts, "weight_zero_point": packed(zeros.T, bits).T}
 
 
@@ -83,12 +94,16 @@ def write(folder: Path, said: Mapping[str, Any], size: int = 32, **changed: Any)
             stored[name] = values[name] = weight.float()
             continue
         own = weight.float().numpy()
+        inputs = np.arange(own.shape[1])
+        order = np.random.default_rng(0).permutation(inputs) if said.keys() & {"desc_act", "actorder"} else inputs
+        places = np.argsort(order)
+        own = own[:, order]
         per_group = own.shape[1] if said.get("format") == "int-quantized" else size
         codes, zeros, scales = quantize(own, said["bits"], per_group, bool(said.get("sym")), dtype)
         numbers = codes.astype(np.float32) - np.repeat(zeros, per_group, 1)
-        values[name] = torch.from_numpy(numbers) * scales.float().repeat_interleave(per_group, 1)
-        stem = name.removesuffix("weight")
-        for part, tensor in parts_of(said, codes, zeros, scales).items():
+        values[name] = (torch.from_numpy(numbers) * scales.float().repeat_interleave(per_group, 1))[:, places]
+        stem, index = name.removesuffix("weight"), torch.from_numpy((places // per_group).astype(np.int32))
+        for part, tensor in parts_of(said, codes[:, places], zeros, scales, index).items():
             stored[f"{stem}{part}"] = tensor.contiguous()
     plain.mkdir()
     config = json.loads((folder / "config.json").read_text())
@@ -173,12 +188,25 @@ def test_parts_of_other_types_are_refused(tmp_path: Path, name: str, part: str, 
         load_model(ModelConfig(model=str(folder), dtype="float32"))
 
 
-def test_inputs_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+def test_gate_and_up_with_other_orders_of_inputs_are_right(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", RECIPES["llama"])
-    write(folder, CHECKPOINTS["gptq, symmetric"])
-    stored = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.g_idx"
-    stored[name] = stored[name].flip(0)
+    plain = write(folder, CHECKPOINTS["gptq, symmetric"])
+    stored, values = load_file(folder / "model.safetensors"), load_file(plain / "model.safetensors")
+    stem = "model.layers.1.mlp.up_proj."
+    stored[f"{stem}g_idx"] = stored[f"{stem}g_idx"].flip(0)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp\.up_proj in an order of their own"):
+    model = load_model(ModelConfig(model=str(folder), dtype="float32"))
+    weight = model.decoder.layers[1].products[2].product.weight
+    scales = stored[f"{stem}scales"].T.float().repeat_interleave(32, 1)
+    expected = values[f"{stem}weight"].float() / scales * scales.flip(1)
+    assert torch.allclose(weight[len(weight) // 2 :], expected, rtol=1e-5)
+
+
+def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", RECIPES["llama"])
+    write(folder, CHECKPOINTS["gptq with desc_act"])
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.1.mlp.up_proj.g_idx"][0] += 1
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"up_proj.*g_idx that does not put 64 inputs into 2 groups"):
         load_model(ModelConfig(model=str(folder), dtype="float32"))

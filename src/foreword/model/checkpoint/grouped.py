@@ -4,8 +4,9 @@
 
 Knows the files' tensors and their order (compressed_tensors 0.17, AutoGPTQ and AutoAWQ as vLLM reads them); knows no
 architecture. A weight is scale * (code - zero), and stays in its codes where products take them. Scales keep their 16
-bits, and a group of 64 or more inputs becomes groups of 32 with the same scale. Activations are not rounded, whatever
-the file says of them.
+bits, and a group of 64 or more inputs becomes groups of 32 with the same scale. Inputs in another order than
+their groups (g_idx of `desc_act` and `actorder`) are put into that of groups. Activations are not rounded, whatever the
+file says of them.
 
     compressed-tensors  weight_packed [out, in / n], weight_scale [out, groups], zeros packed along out; or weight int8
     GPTQ                qweight [in / n, out], scales [groups, out], qzeros [groups, out / n], one less than zeros
@@ -17,7 +18,7 @@ n codes lie in an int32, the first in the lowest bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,17 +54,22 @@ class GroupedPlace:
     def read(self, dtype: torch.dtype) -> Weight:
         """The weight's codes, or the weight in memory of its own. Raises OSError or UnreadableError."""
         try:
-            codes, zeros, scales = self.codes_of({name: place.stored() for name, place in self.parts.items()})
+            tensors = {name: place.stored() for name, place in self.parts.items()}
+            codes, zeros, scales = self.codes_of(tensors)
+            order = _order(tensors, codes.shape[1], scales.shape[1])
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise UnreadableError(f"parts that do not fit each other ({error})") from error
         if codes.shape != self.shape or zeros.shape != tuple(scales.shape) or len(scales) != len(codes):
             raise UnreadableError(f"codes {codes.shape}, zeros {zeros.shape}, scales {tuple(scales.shape)}")
+        if order is not None:
+            codes = np.ascontiguousarray(codes[:, order])
         rows = self._rows(codes, zeros, scales) if self.keeps_codes else None
         if rows is not None and CodedProduct.can_take(rows):
-            return rows
+            return replace(rows, order=order)
         per_group = codes.shape[1] // scales.shape[1]
         numbers = torch.from_numpy(codes.astype(np.float32) - np.repeat(zeros.astype(np.float32), per_group, 1))
-        return (numbers * scales.float().repeat_interleave(per_group, 1)).to(dtype)
+        values = (numbers * scales.float().repeat_interleave(per_group, 1)).to(dtype)
+        return values if order is None else values[:, np.argsort(order)]
 
     def _rows(self, codes: Bytes, zeros: npt.NDArray[np.int64], scales: torch.Tensor) -> CodedRows | None:
         """The weight as products take it; None if it does not fit their formats."""
@@ -199,6 +205,18 @@ def _fit(stem: str, inputs: int, groups: int) -> None:
         raise UnreadableError(f"{groups} groups for {inputs} inputs of {stem}")
 
 
+def _order(tensors: Tensors, inputs: int, groups: int) -> npt.NDArray[np.int64] | None:
+    """The inputs in the order of their groups, if they lie in another one. Raises UnreadableError."""
+    said = tensors.get("g_idx", tensors.get("weight_g_idx"))
+    if said is None:
+        return None
+    index, in_order = said.numpy().astype(np.int64), np.repeat(np.arange(groups), inputs // groups)
+    order = np.argsort(index, kind="stable")
+    if index.shape != in_order.shape or not np.array_equal(index[order], in_order):
+        raise UnreadableError(f"g_idx that does not put {inputs} inputs into {groups} groups of one size")
+    return None if np.array_equal(index, in_order) else order
+
+
 def _gptq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
     bits = int(said["bits"])
     packed, zeros, scales = _need(stem, parts, "qweight", "qzeros", "scales")
@@ -206,15 +224,12 @@ def _gptq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) 
     _fit(stem, inputs, groups)
     if zeros != (groups, outputs * bits // 32) or scales[1] != outputs:
         raise UnreadableError(f"scales {scales} and zeros {zeros} that do not fit {stem} of {(outputs, inputs)}")
-    return (outputs, inputs), partial(_read_gptq, stem, bits, said.get("checkpoint_format", "gptq") == "gptq_v2")
+    return (outputs, inputs), partial(_read_gptq, bits, said.get("checkpoint_format", "gptq") == "gptq_v2")
 
 
-def _read_gptq(stem: str, bits: int, is_second: bool, tensors: Tensors) -> Any:
+def _read_gptq(bits: int, is_second: bool, tensors: Tensors) -> Any:
     codes = np.ascontiguousarray(_unpacked(tensors["qweight"].T.contiguous(), bits))
     scales = tensors["scales"].T.contiguous()
-    order, per_group = tensors.get("g_idx"), codes.shape[1] // scales.shape[1]
-    if order is not None and not torch.equal(order.long(), torch.arange(codes.shape[1]) // per_group):
-        raise UnreadableError(f"inputs of {stem} in an order of their own (desc_act)")
     zeros = _unpacked(tensors["qzeros"], bits).T.astype(np.int64)
     return codes, zeros if is_second else zeros + 1 & (1 << bits) - 1, scales
 
@@ -236,8 +251,6 @@ def _read_awq(bits: int, tensors: Tensors) -> Any:
 
 
 def _compressed(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
-    if "weight_g_idx" in parts:
-        raise UnreadableError(f"inputs of {stem} in an order of their own (actorder)")
     if "weight" in parts:
         [shape], [scales] = _need(stem, parts, "weight"), _need(stem, parts, "weight_scale")
         bits = 8

@@ -179,7 +179,8 @@ class StoredTensors(MutableMapping[str, Weight]):
                     f"the weights of model {self._model!r} cannot be read: {error}; start again"
                 ) from error
             except UnreadableError as error:
-                raise UnsupportedModelError(f"the weights of model {self._model!r} are not read: {error}") from error
+                problem = f"the weights of model {self._model!r} are not read: {name}: {error}"
+                raise UnsupportedModelError(problem) from error
             self._log.note()
         return self._read[name]
 

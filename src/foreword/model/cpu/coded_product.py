@@ -45,13 +45,15 @@ class CodedRows:
     """The codes of the outputs first <= i < end. Raises OSError."""
     in_integers: bool = False
     """Whether products round rows to eight bits and add up integers."""
+    order: npt.NDArray[np.int64] | None = None
+    """The input of each column of the codes, if they do not follow the inputs."""
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def equals(self, other: CodedRows) -> bool:
         """Whether another weight has the same codes. Raises OSError."""
-        if (self.kind, self.shape) != (other.kind, other.shape):
+        if (self.kind, self.shape) != (other.kind, other.shape) or not self.has_order_of(other):
             return False
         step = max(1, FILLED // self.shape[1])
         for first in range(0, len(self), step):
@@ -61,13 +63,19 @@ class CodedRows:
                     return False
         return True
 
+    def has_order_of(self, other: CodedRows) -> bool:
+        """Whether the columns of both codes are of the same inputs."""
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return np.array_equal(self.order, other.order)
+
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight as a tensor [outputs, inputs]."""
         output, step = torch.empty(self.shape, dtype=dtype), max(1, FILLED // self.shape[1])
         for first in range(0, len(self), step):
             end = min(first + step, len(self))
             output[first:end] = torch.from_numpy(self.codes(first, end).values(self.kind))
-        return output
+        return output if self.order is None else output[:, np.argsort(self.order)]
 
 
 def join(first: CodedRows, second: CodedRows) -> CodedRows:
@@ -186,6 +194,9 @@ class CodedLinear:
     """In which rows are multiplied."""
 
     def __init__(self, weights: Sequence[CodedRows], bias: Tensor | None) -> None:
+        """`weights`: the columns of all follow the same order of inputs."""
+        order = weights[0].order
+        self._order = None if order is None else torch.from_numpy(order)
         joined: list[CodedRows] = []
         for weight in weights:  # a product for each format: each has to call the threads
             if joined and (joined[-1].kind, joined[-1].in_integers) == (weight.kind, weight.in_integers):
@@ -205,6 +216,11 @@ class CodedLinear:
         self._quantise = OfThread(quantise) if in_integers else None
 
     @property
+    def in_program(self) -> bool:
+        """Whether a program can run it: its operations take inputs in their own order."""
+        return self._order is None
+
+    @property
     def format(self) -> str:
         return ", ".join(dict.fromkeys(product.format for product in self._products))
 
@@ -220,12 +236,15 @@ class CodedLinear:
 
     @property
     def weight(self) -> Tensor:
-        return torch.cat([product.weight for product in self._products])
+        """[width, in_features] in float32: a new plain copy on every access."""
+        weight = torch.cat([product.weight for product in self._products])
+        return weight if self._order is None else weight[:, self._order.argsort()]
 
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights [len(outputs), in_features] of some outputs of the only weight, in float32."""
         [product] = self._products
-        return product.rows(outputs.numpy().astype(np.int64))
+        rows = product.rows(outputs.numpy().astype(np.int64))
+        return rows if self._order is None else rows[:, self._order.argsort()]
 
     def some(self, rows: Tensor, outputs: npt.NDArray[np.int64]) -> Tensor:
         """Columns `outputs` of the only weight's product, [..., len(outputs)]: the panels that hold them are run.
@@ -248,6 +267,8 @@ class CodedLinear:
         if rows.shape[-1] != self._in_features:
             raise RuntimeError(f"rows of {rows.shape[-1]}, but the weight is for {self._in_features}")
         own = rows.float().reshape(-1, rows.shape[-1]).contiguous()
+        if self._order is not None:
+            own = own.index_select(1, self._order)
         output = own.new_empty(len(own), width)
         scratch = thread_memory(len(own) * self.row_scratch + self.thread_scratch * torch.get_num_threads())
         if self._quantise is not None:

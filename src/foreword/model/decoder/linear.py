@@ -61,7 +61,10 @@ class Linear:
     @property
     def in_program(self) -> RowProduct | None:
         """The product, if a program can run it."""
-        return self._product if isinstance(self._product, CompactProduct | CodedLinear) else None
+        product = self._product
+        if isinstance(product, CodedLinear):
+            return product if product.in_program else None
+        return self.compact
 
     @property
     def coded(self) -> CodedLinear | None:
@@ -95,7 +98,7 @@ class Linear:
 def _product_of(weights: Sequence[Weight], bias: Tensor | None) -> Product:
     """The product that suits these weights and this processor best."""
     coded = [weight for weight in weights if isinstance(weight, CodedRows) and CodedProduct.can_take(weight)]
-    if len(coded) == len(weights):
+    if len(coded) == len(weights) and all(weight.has_order_of(coded[0]) for weight in coded):
         return CodedLinear(coded, bias)
     plain = plain_weights(weights)
     if CompactProduct.can_take(plain[0]):
