@@ -131,46 +131,50 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="answer over HTTP, in the APIs of OpenAI, Anthropic, Gemini and Ollama")
     serve.later = _add_serve_arguments
 
-    models = commands.add_parser("models", help="GGUF models on this machine: of Ollama, LM Studio and Python packages")
+    models = commands.add_parser(
+        "models", help="list the GGUF models of Ollama, LM Studio and Python packages on this machine"
+    )
     models.later = _arguments_of("foreword.model.checkpoint.gguf.local")
 
-    demo = commands.add_parser("demo", help="a real model and the shipped one, with the prefix cache and without it")
+    demo = commands.add_parser(
+        "demo", help="run a real model and the shipped one, with the prefix cache and without it"
+    )
     demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
     demo.set_defaults(run=_demo)
 
-    bench = commands.add_parser("bench", help="measurements on recorded traffic")
+    bench = commands.add_parser("bench", help="measure the engine on recorded traffic, this machine, and formats of KV")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     trace = kinds.add_parser("trace", help="drive the engine with a Mooncake trace")
     trace.later = _arguments_of("foreword.bench.trace")
-    calibration = kinds.add_parser("calibrate", help="measure the rates that `replay` needs to tell times")
+    calibration = kinds.add_parser("calibrate", help="measure the rates that `replay` needs for times")
     calibration.later = _arguments_of("foreword.bench.calibrate")
-    kv_format = kinds.add_parser("kv-format", help="what KV in eight bits holds and changes, on your model and texts")
+    kv_format = kinds.add_parser("kv-format", help="measure what KV in eight bits changes, on your model and texts")
     kv_format.later = _arguments_of("foreword.bench.kv_format")
 
     replay = commands.add_parser(
-        "replay", help="what caches of other sizes and policies would find in recorded traffic"
+        "replay", help="show what caches of other sizes and policies would find in recorded traffic"
     )
     replay.later = _arguments_of("foreword.replay.command")
 
-    lint = commands.add_parser("lint", help="why recorded prompts part early, and what mending that would save")
+    lint = commands.add_parser("lint", help="show why recorded prompts part early, and what each remedy would save")
     lint.later = _arguments_of("foreword.lint.command")
 
-    keys = commands.add_parser("keys", help="the block hashes that vLLM and SGLang give to a prompt")
+    keys = commands.add_parser("keys", help="print the block hashes that vLLM and SGLang give to a prompt")
     keys.later = _arguments_of("foreword.lint.keys")
 
-    pml = commands.add_parser("pml", help="prompt modules: check a schema, answer a prompt of it, measure links")
+    pml = commands.add_parser("pml", help="check a schema of prompt modules, answer a prompt of it, measure links")
     of_pml = pml.add_subparsers(title="actions", required=True, metavar="ACTION")
-    check = of_pml.add_parser("check", help="a schema's layout, or the line and column where it is wrong")
+    check = of_pml.add_parser("check", help="print a schema's layout, or the line and column where it is wrong")
     check.later = _arguments_of("foreword.modules.check")
     run = of_pml.add_parser("run", help="answer one prompt of a schema")
     run.later = _arguments_of("foreword.modules.run")
-    measure = of_pml.add_parser("measure", help="what linking documents costs in answers with a model")
+    measure = of_pml.add_parser("measure", help="measure what linking documents costs in right answers")
     measure.later = _arguments_of("foreword.modules.measure")
 
-    watch = commands.add_parser("watch", help="what the cache of a running engine holds: foreword's, vLLM's, SGLang's")
+    watch = commands.add_parser("watch", help="follow the cache of a running engine: foreword's, vLLM's or SGLang's")
     watch.later = _arguments_of("foreword.server.watch.command", "ops")
 
-    cache = commands.add_parser("cache", help="what lies in a cache directory, whether it is sound, and what can go")
+    cache = commands.add_parser("cache", help="list, verify, prune, import and export what a cache directory holds")
     actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")
     for name, module, text in CACHE_ACTIONS:
         actions.add_parser(name, help=text).later = _arguments_of(f"foreword.tiers.upkeep.{module}")
@@ -252,7 +256,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     from foreword.server.options import ServerConfig
 
     parser.add_argument("given_model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP}; without it the shipped model")
-    engine = {**engine_options(), "model": replace(engine_options()["model"], default="the embedded model")}
+    engine = {**engine_options(), "model": replace(engine_options()["model"], default="the shipped model")}
     options = {**engine, **options_of(ServerConfig, FleetConfig, LogConfig)}
     flags = Flags(grouped(options), {**ENGINE_OPTIONS, **SERVER_OPTIONS})
     flags.add_to(parser)

@@ -153,8 +153,8 @@ class ModelConfig:
     max_pictures: int = 16
     """Most pictures of one prompt (docs/guides/pictures.md)."""
     max_picture_tokens: int = 1280
-    """Most tokens of one picture of a Qwen or Mistral model; larger ones are made smaller. The time that a new
-    picture takes grows with the square of it, and other requests wait."""
+    """Most tokens of one picture of a Qwen or Mistral model; larger ones are made smaller. A new picture
+    takes a time that grows with the square of its tokens, and other requests wait meanwhile."""
     enable_prompt_embeds: bool = False
     """Let prompts begin with embeddings in place of tokens (docs/guides/prompt-embeddings.md). On a CPU, for the
     written families."""
@@ -214,7 +214,7 @@ class CacheConfig:
     """The blocks of the KV memory, and the prefix cache."""
 
     block_size: int = 16
-    """Tokens per KV block; only full blocks are kept (but the radix index also matches parts of them)."""
+    """Tokens per KV block. The hash index finds whole blocks only, the radix index every token."""
     enable_prefix_caching: bool = True
     """Keep the KV of computed tokens and reuse it for equal prefixes."""
     prefix_index: IndexName = "radix"

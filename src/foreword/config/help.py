@@ -89,7 +89,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "root_path": "/llm",
         },
         "observability": {
-            "log_level": "WARNING",
+            "log_level": "debug",
             "log_format": "json",
             "log_requests": "",
             "log_interval_s": "60",

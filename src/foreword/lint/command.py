@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword lint`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="recorded requests: JSONL, gzipped or not")
     parser.add_argument(
-        "--model", metavar="MODEL", required=True, help="folder or hub id whose tokenizer and chat template are meant"
+        "--model", metavar="MODEL", required=True, help="folder or hub id of the tokenizer and chat template"
     )
     parser.add_argument("--max-requests", type=int, metavar="N", help="only the first N requests (default: all)")
     parser.add_argument(

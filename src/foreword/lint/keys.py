@@ -37,13 +37,15 @@ NUM_WORDS = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword keys`."""
-    parser.add_argument("engine", choices=SIZES, help="whose hashes")
+    parser.add_argument("engine", choices=SIZES, help="engine whose hashes to print")
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id of the tokenizer and chat template")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="text to complete")
     what.add_argument("--prompt-token-ids", metavar="IDS", help="token ids of a prompt, such as 5,17,9")
     what.add_argument("--body", metavar="FILE", type=Path, help="body of a chat request, as JSON")
-    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens of a block or page (default: 16, 1)")
+    parser.add_argument(
+        "--block-tokens", type=int, metavar="N", help="tokens of a block or page (default: 16 for vLLM, 1 for SGLang)"
+    )
     parser.add_argument("--unit-tokens", type=int, metavar="N", help="vLLM's tokens per hash, if blocks are larger")
     parser.add_argument("--hash", choices=HASH_FUNCTION_NAMES, default="sha256", help="vLLM's hash (default: sha256)")
     parser.add_argument("--seed", metavar="TEXT", help="PYTHONHASHSEED of vLLM's process (default: none)")
@@ -52,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter", metavar="NAME=PATH", help="LoRA adapter, as vLLM was given it; no part of SGLang's hashes"
     )
     parser.add_argument(
-        "--media", metavar="OFFSET:LENGTH:ID", action="append", default=[], help="placeholders and vLLM's identifier"
+        "--media",
+        metavar="OFFSET:LENGTH:ID",
+        action="append",
+        default=[],
+        help="place of a picture's tokens, and vLLM's identifier of it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
 

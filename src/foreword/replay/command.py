@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZES",
         help=f"blocks of the trace, or bytes of a model's KV such as 4GB (default: {DEFAULT_CAPACITIES})",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="model whose KV is meant by bytes: its folder or config.json")
+    parser.add_argument("--model", metavar="FOLDER", help="folder or config.json of the model whose KV is counted")
     parser.add_argument("--kv-bytes-per-token", type=int, metavar="BYTES", help="KV of one token, instead of --model")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -89,11 +89,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     time = parser.add_argument_group("simulated time", "given --flops, requests are served as they arrive")
     time.add_argument(
-        "--flops", type=float, metavar="FLOP/s", help="what a replica reaches, such as 4e14; needs --model"
+        "--flops",
+        type=float,
+        metavar="FLOP/s",
+        help="operations per second that a replica reaches, such as 4e14; needs --model",
     )
-    time.add_argument("--bandwidth", default="1TB", metavar="BYTES/s", help="of its memory, such as 2TB (default: 1TB)")
     time.add_argument(
-        "--replicas", type=int, default=1, metavar="N", help="each with the capacities given (default: 1)"
+        "--bandwidth", default="1TB", metavar="BYTES/s", help="rate of its memory, such as 2TB (default: 1TB)"
+    )
+    time.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of replicas, each with the given capacities (default: 1)",
     )
     time.add_argument(
         "--routing",

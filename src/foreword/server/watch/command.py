@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the engine publishes events, such as tcp://HOST:5557; vLLM's http://HOST:8000 says where",
     )
     parser.add_argument("--rank", metavar="N", type=int, help="data-parallel rank to follow, of those at http://...")
-    parser.add_argument("--replay", metavar="ADDRESS", help="where it repeats events, such as tcp://HOST:5558")
+    parser.add_argument("--replay", metavar="ADDRESS", help="where the engine repeats events, such as tcp://HOST:5558")
     parser.add_argument(
-        "--snapshot", metavar="ADDRESS", help="where it tells all that it holds, such as tcp://HOST:5559"
+        "--snapshot", metavar="ADDRESS", help="where the engine sends all that it holds, such as tcp://HOST:5559"
     )
     parser.add_argument("--topic", default="", help="beginning of the topics to follow (default: all)")
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="all requests ask vLLM to report what they find (kv_cache_report_mode: full), so that rates are exact",
     )
     parser.add_argument(
-        "--record", metavar="FILE", type=Path, help="write the requests that are seen as a trace for `foreword replay`"
+        "--record", metavar="FILE", type=Path, help="write the seen requests to a trace for `foreword replay`"
     )
     parser.add_argument(
         "--tokenizer", metavar="MODEL", help="folder or hub id whose tokenizer shows the text where prompts part"
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="show a dashboard at this port instead of reports; 0 takes a free one")
     parser.add_argument("--host", default="127.0.0.1", help="address of the dashboard (default: 127.0.0.1)")
     parser.add_argument(
-        "--interval", metavar="SECONDS", type=float, default=1.0, help="between two reports (default: 1)"
+        "--interval", metavar="SECONDS", type=float, default=1.0, help="seconds between two reports (default: 1)"
     )
     parser.add_argument("--reports", metavar="N", type=int, help="end after this many reports (default: never)")
     parser.add_argument("--json", action="store_true", help="print a JSON line for each report instead of a table")
