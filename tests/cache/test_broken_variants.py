@@ -174,27 +174,26 @@ def a_block_is_indexed_before_it_is_full(manager):
     coordinator.cache_blocks = cache_blocks
 
 
-@variant(*HASH_KINDS)
-def a_duplicate_takes_the_place_of_the_original(manager):
+def maps_of(manager):
     index = index_of(manager)
-    insert = index.insert
+    return getattr(index, "_blocks", index)._maps
 
-    def insert_over(sequence, first, block_ids):
-        insert(sequence, first, block_ids)
-        for block_id in block_ids.tolist():
-            index._block_of[index._key_of[block_id]] = block_id
 
-    index.insert = insert_over
+@variant(*HASH_KINDS, "full and window", "all types")
+def a_duplicate_takes_the_place_of_the_original(manager):
+    for blocks in maps_of(manager):
+        blocks.insert = blocks.block_of.__setitem__
 
 
 @variant(*HASH_KINDS)
 def a_duplicate_is_lost_with_its_original(manager):
-    index = index_of(manager)
+    for blocks in maps_of(manager):
 
-    def remove_duplicate(key, block_id):
-        del index._block_of[key], index._duplicates[key]
+        def remove(key, block_id, blocks=blocks):
+            del blocks.block_of[key]
+            blocks.duplicates.pop(key, None)
 
-    index._remove_duplicate = remove_duplicate
+        blocks.remove = remove
 
 
 @variant("radix")
@@ -256,7 +255,7 @@ def a_block_is_a_tail_and_an_ordinary_free_block(manager):
 
     def note_and_queue(block_id):
         note(block_id)
-        pool._tails.append(np.array([block_id], np.int32))
+        pool._tails.free.append(np.array([block_id], np.int32))
 
     pool.note_tail = note_and_queue
 
@@ -279,16 +278,6 @@ def a_tail_is_indexed_while_somebody_holds_it(manager):
 @variant("verified")
 def a_prefix_is_never_let_go(manager):
     index_of(manager)._prefixes.release = lambda prefix: None
-
-
-@variant("full and window", "all types")
-def the_group_index_loses_a_duplicate(manager):
-    for blocks in index_of(manager)._maps:
-
-        def insert(key, block_id, blocks=blocks):
-            blocks.block_of[key] = block_id
-
-        blocks.insert = insert
 
 
 # ------------------------------------------------------------------------------------------------ tables

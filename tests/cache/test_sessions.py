@@ -292,11 +292,11 @@ def test_closing_gives_up_exactly_the_blocks_that_no_other_session_used(groups):
         if rng.random() < 0.3:
             session = rng.choice("abc")
             cached = set(manager._coordinator.indexed_block_ids().tolist())
-            early = set() if manager._pool._given_up is None else set(manager._pool._given_up.in_order().tolist())
+            early = set(manager._pool._given_up.free.in_order().tolist())
             expected = {block for block in cached - early if users.get(block) == {session}}
             chosen = manager.close_session(session)
             if chosen is not None:
-                after = set() if manager._pool._given_up is None else set(manager._pool._given_up.in_order().tolist())
+                after = set(manager._pool._given_up.free.in_order().tolist())
                 assert after - early == expected
                 num_closed += len(expected)
                 users = {block: used for block, used in users.items() if used != {session}}

@@ -17,7 +17,7 @@ from foreword.cache import (
     make_policy,
     sha256_cbor,
 )
-from foreword.cache.groups.group_specs import FullAttentionSpec
+from foreword.cache.groups.managers import FullAttentionSpec
 from foreword.engine import BlockKeys, Keep, Prompt
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.request import SamplingParams

@@ -24,7 +24,7 @@ from foreword.cache.account.ledger import (
     MissReason as MissReason,
 )
 from foreword.cache.account.stats import CachingMetrics as CachingMetrics, PrefixCacheStats as PrefixCacheStats
-from foreword.cache.block_ids import NO_BLOCKS as NO_BLOCKS, NULL_BLOCK as NULL_BLOCK, BlockIds as BlockIds
+from foreword.cache.block_ids import BlockIds as BlockIds, NO_BLOCKS as NO_BLOCKS, NULL_BLOCK as NULL_BLOCK
 from foreword.cache.blocks.block_allocator import (
     PrefixCachingBlock as PrefixCachingBlock,
     PrefixCachingBlockAllocator as PrefixCachingBlockAllocator,
@@ -35,66 +35,62 @@ from foreword.cache.blocks.block_pool import (
     KVCacheBlocks as KVCacheBlocks,
 )
 from foreword.cache.blocks.block_table import BlockTable as BlockTable, MultiGroupBlockTable as MultiGroupBlockTable
-from foreword.cache.blocks.group_index import (
+from foreword.cache.entries import (
+    CacheEntry as CacheEntry,
+    EntryWish as EntryWish,
+    PIN as PIN,
+    entry_name as entry_name,
+)
+from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue as FreeKVCacheBlockQueue
+from foreword.cache.eviction.pins import PinnedPolicy as PinnedPolicy
+from foreword.cache.eviction.policies import PriorityPolicy as PriorityPolicy, make_policy as make_policy
+from foreword.cache.eviction.policy import EvictionPolicy as EvictionPolicy
+from foreword.cache.explain import LoadFailure as LoadFailure, LookupExplanation as LookupExplanation
+from foreword.cache.groups.checkpoints import StateCheckpoints as StateCheckpoints
+from foreword.cache.groups.coordinator import KVCacheCoordinatorNoPrefixCache as KVCacheCoordinatorNoPrefixCache
+from foreword.cache.groups.coordinator import KVCacheCoordinator as KVCacheCoordinator
+from foreword.cache.groups.hybrid import HybridKVCacheCoordinator as HybridKVCacheCoordinator
+from foreword.cache.groups.managers import (
+    ChunkedLocalAttentionManager as ChunkedLocalAttentionManager,
+    ChunkedLocalSpec as ChunkedLocalSpec,
+    FullAttentionManager as FullAttentionManager,
+    FullAttentionSpec as FullAttentionSpec,
+    GroupSpec as GroupSpec,
+    MambaManager as MambaManager,
+    MambaSpec as MambaSpec,
+    SingleTypeKVCacheManager as SingleTypeKVCacheManager,
+    SinkFullAttentionManager as SinkFullAttentionManager,
+    SinkFullSpec as SinkFullSpec,
+    SlidingWindowManager as SlidingWindowManager,
+    SlidingWindowSpec as SlidingWindowSpec,
+)
+from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator as UnitaryKVCacheCoordinator
+from foreword.cache.index.hash_index import (
     BlockHashToBlockMap as BlockHashToBlockMap,
     BlockHashWithGroupId as BlockHashWithGroupId,
     GroupedHashIndex as GroupedHashIndex,
+    HashIndex as HashIndex,
     get_block_hash as get_block_hash,
     get_group_id as get_group_id,
     make_block_hash_with_group_id as make_block_hash_with_group_id,
 )
-from foreword.cache.entries import (
-    PIN as PIN,
-    CacheEntry as CacheEntry,
-    EntryWish as EntryWish,
-    entry_name as entry_name,
-)
-from foreword.cache.eviction.choose import make_policy as make_policy
-from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue as FreeKVCacheBlockQueue
-from foreword.cache.eviction.pins import PinnedPolicy as PinnedPolicy
-from foreword.cache.eviction.policies import PriorityPolicy as PriorityPolicy
-from foreword.cache.eviction.policy import EvictionPolicy as EvictionPolicy
-from foreword.cache.explain import LoadFailure as LoadFailure
-from foreword.cache.explain import LookupExplanation as LookupExplanation
-from foreword.cache.groups.checkpoints import StateCheckpoints as StateCheckpoints
-from foreword.cache.groups.choose import KVCacheCoordinatorNoPrefixCache as KVCacheCoordinatorNoPrefixCache
-from foreword.cache.groups.coordinator import KVCacheCoordinator as KVCacheCoordinator
-from foreword.cache.groups.prefix_hit import PrefixHit as PrefixHit
-from foreword.cache.groups.group_specs import (
-    ChunkedLocalSpec as ChunkedLocalSpec,
-    FullAttentionSpec as FullAttentionSpec,
-    GroupSpec as GroupSpec,
-    MambaSpec as MambaSpec,
-    SinkFullSpec as SinkFullSpec,
-    SlidingWindowSpec as SlidingWindowSpec,
-)
-from foreword.cache.groups.hybrid import HybridKVCacheCoordinator as HybridKVCacheCoordinator
-from foreword.cache.groups.managers import (
-    ChunkedLocalAttentionManager as ChunkedLocalAttentionManager,
-    FullAttentionManager as FullAttentionManager,
-    MambaManager as MambaManager,
-    SingleTypeKVCacheManager as SingleTypeKVCacheManager,
-    SinkFullAttentionManager as SinkFullAttentionManager,
-    SlidingWindowManager as SlidingWindowManager,
-)
-from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator as UnitaryKVCacheCoordinator
-from foreword.cache.index.hash_index import HashIndex as HashIndex
 from foreword.cache.index.prefix_index import (
     Divergence as Divergence,
     PartialBlock as PartialBlock,
+    PrefixHit as PrefixHit,
     PrefixIndex as PrefixIndex,
     PrefixMatch as PrefixMatch,
+    PrefixNode as PrefixNode,
 )
 from foreword.cache.index.radix import RadixIndex as RadixIndex, make_index as make_index
-from foreword.cache.index.tree_view import PrefixNode as PrefixNode
 from foreword.cache.keys.hashing import (
-    NO_EXTRA_KEYS as NO_EXTRA_KEYS,
-    NONE_HASH as NONE_HASH,
-    SPAN_KINDS as SPAN_KINDS,
     BlockHash as BlockHash,
     ExtraKeys as ExtraKeys,
     HashFunction as HashFunction,
     KeyedSpan as KeyedSpan,
+    NONE_HASH as NONE_HASH,
+    NO_EXTRA_KEYS as NO_EXTRA_KEYS,
+    SPAN_KINDS as SPAN_KINDS,
     chain_root as chain_root,
     hash_block_tokens as hash_block_tokens,
     hash_blocks as hash_blocks,
@@ -110,12 +106,7 @@ from foreword.cache.manager import (
     elsewhere as elsewhere,
     in_pool as in_pool,
 )
-
-from foreword.cache.payloads import (
-    PayloadCache as PayloadCache,
-    PayloadHit as PayloadHit,
-    Spill as Spill,
-)
+from foreword.cache.payloads import PayloadCache as PayloadCache, PayloadHit as PayloadHit, Spill as Spill
 from foreword.cache.slot_index import SlotIndex as SlotIndex, SlotMatch as SlotMatch
 
 __all__ = sorted(name for name, one in vars().items() if not (name.startswith("_") or isinstance(one, ModuleType)))

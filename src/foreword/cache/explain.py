@@ -13,8 +13,7 @@ from typing import Protocol
 
 from foreword.cache.account.ledger import Eviction, MissReason
 from foreword.cache.groups.coordinator import KVCacheCoordinator
-from foreword.cache.groups.prefix_hit import PrefixHit
-from foreword.cache.index.prefix_index import Divergence
+from foreword.cache.index.prefix_index import Divergence, PrefixHit
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_CONTINUATION_TOKENS = 16

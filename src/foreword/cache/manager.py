@@ -45,16 +45,13 @@ from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids, without_null
 from foreword.cache.blocks.block_pool import KVCacheBlock, KVCacheBlocks
 from foreword.cache.entries import EntryKeeper
-from foreword.cache.eviction.choose import make_policy
+from foreword.cache.eviction.policies import make_policy
 from foreword.cache.eviction.policy import EvictionPolicy, LearningPolicy
 from foreword.cache.explain import Below, LookupExplanation, explain_lookup
 from foreword.cache.groups.choose import get_kv_cache_coordinator, is_one_full_group
 from foreword.cache.groups.coordinator import ELSEWHERE, Keys
-from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
-from foreword.cache.groups.managers import MambaManager, Position
-from foreword.cache.groups.prefix_hit import PrefixHit
-from foreword.cache.index.prefix_index import PrefixIndex
-from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.groups.managers import FullAttentionSpec, GroupSpec, MambaManager, Position
+from foreword.cache.index.prefix_index import PrefixHit, PrefixIndex, PrefixNode
 from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError

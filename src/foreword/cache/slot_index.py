@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.blocks.block_pool import BlockPool
-from foreword.cache.eviction.choose import make_policy
+from foreword.cache.eviction.policies import make_policy
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.index.radix import RadixIndex
 from foreword.cache.keys.hashing import NO_EXTRA_KEYS, ExtraKeys

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import BlockHash, BlockIds, EvictionPolicy, FreeKVCacheBlockQueue
-from foreword.cache.eviction.choose import POLICIES as ENGINE_POLICIES
-from foreword.cache.eviction.empty_first import EmptyFirstPolicy
-from foreword.cache.eviction.policies import QueuedPolicy, RankedPolicy
+from foreword.cache.eviction.policies import POLICIES as ENGINE_POLICIES
+from foreword.cache.eviction.policies import RankedPolicy
+from foreword.cache.eviction.policy import EmptyFirstPolicy
 from foreword.errors import ConfigError
 
 
@@ -218,7 +218,7 @@ class FifoPolicy(EmptyFirstPolicy):
         assert found[self._kept()].all(), "a free cached block would never be given away"
 
 
-class LastAccessedPolicy(QueuedPolicy[FreeKVCacheBlockQueue]):
+class LastAccessedPolicy(RankedPolicy):
     """Least recently accessed first; among equals the one that ends the longer prefix: vLLM v0's evictor.
 
     A request accesses its blocks until it frees them, all in one call and so at one time. So a tail goes before its
@@ -226,14 +226,14 @@ class LastAccessedPolicy(QueuedPolicy[FreeKVCacheBlockQueue]):
     """
 
     def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks, FreeKVCacheBlockQueue.empty(num_blocks))
+        super().__init__(num_blocks)
         self._depths: BlockIds = np.zeros(num_blocks, np.int32)
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
         self._depths[block_ids] = depths
 
     def _add(self, block_ids: BlockIds) -> None:
-        self._queue.append(block_ids[np.argsort(-self._depths[block_ids], kind="stable")])
+        super()._add(block_ids[np.argsort(-self._depths[block_ids], kind="stable")])
 
 
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(

@@ -14,6 +14,7 @@ from foreword.cache import (
     EventLog,
     ExtraKeys,
     FullAttentionSpec,
+    HashIndex,
     KVCacheManager,
     NumberedEvent,
     PrefixMirror,
@@ -165,8 +166,8 @@ def test_replaying_all_events_rebuilds_the_index(index, seed):
 def findable(manager):
     """Keys of the index itself, computed from what it holds."""
     index = manager._coordinator._index
-    if hasattr(index, "_block_of"):
-        return set(index._block_of)
+    if isinstance(index, HashIndex):
+        return set(map(index.key_of, index.block_ids().tolist()))
     keys = set()
     for (adapter, salt, _), root in index._roots.items():
         stack = [(root, [])]

@@ -16,7 +16,7 @@ from foreword.cache import (
     RadixIndex,
     TokenSequence,
 )
-from foreword.cache.eviction import choose
+from foreword.cache.eviction import policies
 from foreword.cache.eviction.policies import LruPolicy
 from foreword.config import CacheConfig, EvictionName
 from foreword.errors import ConfigError
@@ -126,7 +126,7 @@ def test_an_unknown_name_is_refused_with_the_choices():
     ):
         make_policy("lrru", 4)
     with pytest.raises(ConfigError, match=r"'slru'.*lru, value, priority"):
-        choose.make_policy("slru", 4)
+        policies.make_policy("slru", 4)
     with pytest.raises(ConfigError, match="eviction_policy"):
         KVCacheManager(4, eviction_policy="random")
     with pytest.raises(ConfigError, match="eviction_policy"):
@@ -134,7 +134,7 @@ def test_an_unknown_name_is_refused_with_the_choices():
 
 
 def test_options_offer_the_policies_that_there_are():
-    assert [*get_args(EvictionName), "priority"] == list(choose.POLICIES), "priority needs a caller that sets numbers"
+    assert [*get_args(EvictionName), "priority"] == list(policies.POLICIES), "priority needs a caller that sets numbers"
 
 
 # -------------------------------------------------------------------------------- through the manager

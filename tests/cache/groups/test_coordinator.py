@@ -26,7 +26,7 @@ from foreword.cache import (
     SlidingWindowSpec,
     TokenSequence,
 )
-from foreword.cache.eviction.choose import make_policy
+from foreword.cache.eviction.policies import make_policy
 from foreword.cache.groups.choose import get_kv_cache_coordinator
 from foreword.errors import ConfigError
 

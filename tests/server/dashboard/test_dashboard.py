@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from foreword.cache import BlockState, LoadFailure, LookupExplanation, MissReason
-from foreword.cache.index.tree_view import MAX_SHOWN_TOKENS
+from foreword.cache.index.prefix_index import MAX_SHOWN_TOKENS
 from foreword.engine import Keep, TierReport, TiersReport
 from foreword.engine.tiering.loads import LoadCounts
 from foreword.engine.tiering.offers import StoreCounts

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from foreword.cache.account.sessions import SessionBlocks
 from foreword.cache.block_ids import NO_BLOCKS, BlockIds, as_block_ids
-from foreword.cache.blocks.group_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
 from foreword.cache.eviction.policies import LruPolicy
 from foreword.cache.eviction.policy import EvictionPolicy, KeyedPolicy
+from foreword.cache.index.hash_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import AllocationError, CacheBusyError, ConfigError
@@ -51,20 +51,15 @@ class BlockPool:
         num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
-        self._index: GroupedHashIndex | None = None
+        self._index: GroupedHashIndex[BlockHash] | None = None
         if on_reuse is None:
-            self._index = GroupedHashIndex(num_blocks, num_groups)
+            self._index = GroupedHashIndex[BlockHash](num_blocks, num_groups)
             on_reuse = self._index.remove
         self._on_reuse = on_reuse
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
-        self._tails = FreeKVCacheBlockQueue.empty(num_blocks)
-        self._held_tails: set[int] = set()
-        """Blocks that will be tails when they are free."""
-        self._given_up: FreeKVCacheBlockQueue | None = None
-        """Free cached blocks that go before tails; None: no block was ever given up."""
-        self._held_given_up: set[int] = set()
-        """Blocks that will be among these when they are free."""
+        self._tails, self._given_up = _EarlyBlocks(num_blocks), _EarlyBlocks(num_blocks)
+        """The blocks that were given up go before the tails."""
         self.users: SessionBlocks | None = None
         """What notes whose blocks these are; None: nothing does."""
         self._keyed: KeyedPolicy | None = (
@@ -72,12 +67,12 @@ class BlockPool:
         )
 
     def get_num_free_blocks(self) -> int:
-        return len(self._free) + len(self._tails) + self.num_given_up
+        return len(self._free) + len(self._tails.free) + len(self._given_up.free)
 
     @property
     def num_given_up(self) -> int:
         """The number of free blocks that were given up."""
-        return 0 if self._given_up is None else len(self._given_up)
+        return len(self._given_up.free)
 
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
@@ -106,7 +101,7 @@ class BlockPool:
                 f"{count} new blocks are more than the {self.get_num_free_blocks()} free ones; free some, or ask "
                 "get_num_free_blocks() first"
             )
-        goes_early = len(self._tails) or self.num_given_up
+        goes_early = len(self._tails.free) or len(self._given_up.free)
         block_ids = self._take_early(count) if goes_early else self._free.popleft(count)
         if count:
             forgotten = self._on_reuse(block_ids)
@@ -126,11 +121,10 @@ class BlockPool:
         """Take blocks where some go before those of the policy."""
         taken = [self._free.popleft(min(count, self._free.num_empty))]
         count -= len(taken[0])
-        if self._given_up is not None:
-            taken.append(self._given_up.popleft(min(count, len(self._given_up))))
-            self._free.note_forgotten(taken[-1])
-            count -= len(taken[-1])
-        taken.append(self._tails.popleft(min(count, len(self._tails))))
+        taken.append(self._given_up.free.popleft(min(count, len(self._given_up.free))))
+        self._free.note_forgotten(taken[-1])
+        count -= len(taken[-1])
+        taken.append(self._tails.free.popleft(min(count, len(self._tails.free))))
         return np.concatenate((*taken, self._free.popleft(count - len(taken[-1]))))
 
     def give_up(self, block_ids: BlockIds) -> int:
@@ -138,24 +132,19 @@ class BlockPool:
 
         They go after those that were given up before. Tails stay what they are. Returns the number of the others.
         """
-        if self._given_up is None:
-            self._given_up = FreeKVCacheBlockQueue.empty(self.num_blocks)
-        goes_early = self._held_tails | self._held_given_up
-        block_ids = block_ids.compress(~(self._tails.holds(block_ids) | self._given_up.holds(block_ids)))
+        tails, given_up = self._tails, self._given_up
+        block_ids = block_ids.compress(~(tails.free.holds(block_ids) | given_up.free.holds(block_ids)))
+        goes_early = tails.held | given_up.held
         block_ids = block_ids.compress([block_id not in goes_early for block_id in block_ids.tolist()])
         is_free = self._ref_counts.take(block_ids) == 0
         self._free.remove(block_ids[is_free])
-        self._given_up.append(block_ids[is_free])
-        self._held_given_up.update(block_ids[~is_free].tolist())
+        given_up.free.append(block_ids[is_free])
+        given_up.held.update(block_ids[~is_free].tolist())
         return len(block_ids)
 
     def take_back(self, block_ids: BlockIds) -> None:
         """Let the policy order these blocks again, as freed just now, as far as they were given up."""
-        if self._given_up is not None:
-            self._held_given_up.difference_update(block_ids.tolist())
-            block_ids = block_ids.compress(self._given_up.holds(block_ids))
-            self._given_up.remove(block_ids)
-            self._free.append(block_ids)
+        self._free.append(self._given_up.forget(block_ids))
 
     def touch(self, block_ids: BlockIds) -> None:
         """Add a holder to these (distinct) blocks, which a lookup found. Free ones leave the free queue."""
@@ -164,27 +153,16 @@ class BlockPool:
 
     def note_use(self, block_ids: BlockIds) -> None:
         """Count a use of these held blocks."""
-        if self._held_given_up:
-            self._held_given_up.difference_update(block_ids.tolist())
-        if self._held_tails:
-            block_ids = block_ids.compress([block_id not in self._held_tails for block_id in block_ids.tolist()])
+        if self._given_up.held:
+            self._given_up.held.difference_update(block_ids.tolist())
+        if self._tails.held:
+            block_ids = block_ids.compress([block_id not in self._tails.held for block_id in block_ids.tolist()])
         self._free.note_hit(block_ids)
 
     def hold(self, block_ids: BlockIds) -> None:
         """Add a holder to these (distinct) blocks, which is no use of them that the policy should count."""
         counts = self._ref_counts.take(block_ids)
-        free = block_ids.compress(counts == 0)
-        if len(self._tails):
-            is_tail = self._tails.holds(free)
-            self._tails.remove(free[is_tail])
-            self._held_tails.update(free[is_tail].tolist())
-            free = free[~is_tail]
-        if self._given_up is not None:
-            given_up = self._given_up.holds(free)
-            self._given_up.remove(free[given_up])
-            self._held_given_up.update(free[given_up].tolist())
-            free = free[~given_up]
-        self._free.remove(free)
+        self._free.remove(self._given_up.hold(self._tails.hold(block_ids.compress(counts == 0))))
         self._ref_counts[block_ids] = counts + 1
 
     def free_blocks(self, block_ids: BlockIds) -> None:
@@ -194,24 +172,14 @@ class BlockPool:
         if np.count_nonzero(counts):  # most often nobody else holds any
             assert counts.min() >= 0, "a block was freed more often than it was held"
             block_ids = block_ids.compress(counts == 0)
-        if self._held_tails:
-            is_tail = np.array([block_id in self._held_tails for block_id in block_ids.tolist()], np.bool_)
-            self._held_tails.difference_update(block_ids[is_tail].tolist())
-            self._tails.append(block_ids[is_tail])
-            block_ids = block_ids[~is_tail]
-        if self._held_given_up and self._given_up is not None:
-            is_given_up = np.array([block_id in self._held_given_up for block_id in block_ids.tolist()], np.bool_)
-            self._held_given_up.difference_update(block_ids[is_given_up].tolist())
-            self._given_up.append(block_ids[is_given_up])
-            block_ids = block_ids[~is_given_up]
-        self._free.append(block_ids)
+        self._free.append(self._given_up.release(self._tails.release(block_ids)))
 
     def refresh(self, block_id: int) -> None:
         """Count a block that nobody holds as used now."""
         block_ids = np.array([block_id], np.int32)
-        if block_id in self._tails:
-            self._tails.remove(block_ids)
-            self._tails.append(block_ids)
+        if block_id in self._tails.free:
+            self._tails.free.remove(block_ids)
+            self._tails.free.append(block_ids)
         elif self.count_free(block_ids):
             self.touch(block_ids)
             self.free_blocks(block_ids)
@@ -221,20 +189,20 @@ class BlockPool:
 
         It is indexed as a tail, or it holds linked text, which a copy rebuilds.
         """
-        self._held_tails.add(block_id)
+        self._tails.held.add(block_id)
 
     def is_tail(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Whether each of these blocks is a free tail."""
-        return self._tails.holds(block_ids)
+        return self._tails.free.holds(block_ids)
 
     def tail_block_ids(self) -> set[int]:
         """All tails, held and free, that go before other cached blocks."""
-        return self._held_tails.union(self._tails.in_order().tolist())
+        return self._tails.held.union(self._tails.free.in_order().tolist())
 
     def keep_as_block(self, block_id: int, depth: int) -> None:
         """Let the policy order this free tail from now on, as block number `depth` of its prefix."""
         block_ids = np.array([block_id], np.int32)
-        self._tails.remove(block_ids)
+        self._tails.free.remove(block_ids)
         self._free.note_cached(block_ids, np.array([depth], np.int32))
         self._free.append(block_ids)
 
@@ -259,13 +227,8 @@ class BlockPool:
         self._free.note_forgotten(block_ids)
         if self.users is not None:
             self.users.note_forgotten(block_ids)
-        if len(self._tails):
-            freed = block_ids.compress(self._tails.holds(block_ids))
-            self._tails.remove(freed)
-            self._free.append(freed)
-        if self._held_tails:
-            self._held_tails.difference_update(block_ids.tolist())
-        self.take_back(block_ids)  # they hold nothing now, so they go first
+        for early in (self._tails, self._given_up):
+            self._free.append(early.forget(block_ids))  # they hold nothing now, so they go first
 
     # ------------------------------------------------------------- found by key
 
@@ -331,7 +294,7 @@ class BlockPool:
         key, group_id = index.key_of(block_id), index.group_of(block_id)
         return None if key is None or group_id is None else make_block_hash_with_group_id(key, group_id)
 
-    def _checked_index(self) -> GroupedHashIndex:
+    def _checked_index(self) -> GroupedHashIndex[BlockHash]:
         if self._index is None:
             raise ConfigError(
                 "this pool has no index, because on_reuse was given; leave on_reuse out, or ask its owner's index"
@@ -345,15 +308,14 @@ class BlockPool:
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they would be given away (a copy)."""
         others = self._free.in_order()
-        if not len(self._tails) and not self.num_given_up:
+        if not len(self._tails.free) and not len(self._given_up.free):
             return others
         num_empty = self._free.num_empty
         return np.concatenate((others[:num_empty], self._early(), others[num_empty:]))
 
     def _early(self) -> BlockIds:
         """Free cached blocks that go before those of the policy."""
-        given_up = NO_BLOCKS if self._given_up is None else self._given_up.in_order()
-        return np.concatenate((given_up, self._tails.in_order()))
+        return np.concatenate((self._given_up.free.in_order(), self._tails.free.in_order()))
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
         """Raise AssertionError unless counts equal `expected_ref_counts` and the free blocks are their zeros."""
@@ -362,16 +324,51 @@ class BlockPool:
             f"block {wrong[:5]}: counted {self._ref_counts[wrong[:5]]}, held {expected_ref_counts[wrong[:5]]}"
         )
         self._free.check_integrity()
-        self._tails.check_integrity()
-        if self._given_up is not None:
-            self._given_up.check_integrity()
-        assert all(self._ref_counts[block_id] for block_id in self._held_given_up), "a free block counts as held"
+        for early in (self._tails, self._given_up):
+            early.free.check_integrity()
+            assert all(self._ref_counts[block_id] for block_id in early.held), "a free block counts as held"
         queued = np.concatenate((self._free.in_order(), self._early()))
         assert len(queued) == self.get_num_free_blocks(), "the free queue miscounts itself"
         assert len(np.unique(queued)) == len(queued), "a block is queued twice"
         assert np.array_equal(np.sort(queued), np.flatnonzero(self._ref_counts == 0)), (
             "the free queue is not the set of blocks without holder"
         )
+
+
+class _EarlyBlocks:
+    """Blocks of one kind that go before those of the policy: the free ones in their order, and held ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = FreeKVCacheBlockQueue.empty(num_blocks)
+        self.held: set[int] = set()
+
+    def hold(self, block_ids: BlockIds) -> BlockIds:
+        """Note that these free blocks are held now; returns those that are of another kind."""
+        if not len(self.free):
+            return block_ids
+        ours = self.free.holds(block_ids)
+        self.free.remove(block_ids[ours])
+        self.held.update(block_ids[ours].tolist())
+        return block_ids[~ours]
+
+    def release(self, block_ids: BlockIds) -> BlockIds:
+        """Note that these held blocks are free now, in the order given; returns those that are of another kind."""
+        if not self.held:
+            return block_ids
+        ours = np.array([block_id in self.held for block_id in block_ids.tolist()], np.bool_)
+        self.held.difference_update(block_ids[ours].tolist())
+        self.free.append(block_ids[ours])
+        return block_ids[~ours]
+
+    def forget(self, block_ids: BlockIds) -> BlockIds:
+        """Let these blocks be of this kind no longer; returns the free ones of those that were."""
+        if self.held:
+            self.held.difference_update(block_ids.tolist())
+        if not len(self.free):
+            return NO_BLOCKS
+        freed = block_ids.compress(self.free.holds(block_ids))
+        self.free.remove(freed)
+        return freed
 
 
 @dataclass(frozen=True, slots=True)

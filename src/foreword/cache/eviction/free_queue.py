@@ -42,10 +42,9 @@ class FreeKVCacheBlockQueue:
     @classmethod
     def empty(cls, num_blocks: int) -> FreeKVCacheBlockQueue:
         """An empty queue for block ids below `num_blocks`."""
-        queue = cls(num_blocks)
-        queue._place[:] = NOT_QUEUED
-        queue._tail = queue._head
-        queue._num_free = 0
+        queue = cls(0)
+        queue._buffer, queue._place = np.empty(3 * num_blocks, np.int32), np.full(num_blocks, NOT_QUEUED, np.int32)
+        queue._num_blocks = queue._head = queue._tail = num_blocks
         return queue
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Eviction policies by use, by priority and by time; `choose.py` has their names, `value.py` the one that learns.
+"""Eviction policies by use, by priority and by time, and the names of all; `value.py` has the one that learns.
 
 Each class implements `EvictionPolicy`.
 """
@@ -6,14 +6,17 @@ Each class implements `EvictionPolicy`.
 from __future__ import annotations
 
 import heapq
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_ids import BlockIds
-from foreword.cache.eviction.empty_first import EmptyFirstPolicy
 from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue, KeyedBlockQueue
+from foreword.cache.eviction.policy import EmptyFirstPolicy, EvictionPolicy
+from foreword.cache.eviction.value import ValuePolicy
+from foreword.errors import ConfigError
 
 
 class LruPolicy(FreeKVCacheBlockQueue):
@@ -70,15 +73,19 @@ class LruPolicy(FreeKVCacheBlockQueue):
         assert self.num_empty == np.count_nonzero(~cached), "the blocks that hold nothing are miscounted"
 
 
-Queue = TypeVar("Queue", FreeKVCacheBlockQueue, KeyedBlockQueue)
+class RankedPolicy(EmptyFirstPolicy):
+    """Lowest rank first; among equals the least recently freed first. The rank of newly cached content is 0."""
 
-
-class QueuedPolicy(EmptyFirstPolicy, Generic[Queue]):
-    """The free cached blocks in one queue; a subclass decides where a freed block joins it (`_add`)."""
-
-    def __init__(self, num_blocks: int, queue: Queue) -> None:
+    def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self._queue: Queue = queue
+        self._queue = KeyedBlockQueue(num_blocks)
+        self._rank: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+
+    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        self._rank[block_ids] = 0
+
+    def _add(self, block_ids: BlockIds) -> None:
+        self._queue.append(block_ids, self._rank[block_ids])
 
     def _discard(self, block_ids: BlockIds) -> None:
         self._queue.remove(block_ids)
@@ -91,23 +98,6 @@ class QueuedPolicy(EmptyFirstPolicy, Generic[Queue]):
 
     def _check_kept(self) -> None:
         self._queue.check_integrity()
-
-
-class RankedPolicy(QueuedPolicy[KeyedBlockQueue]):
-    """Lowest rank first; among equals the least recently freed first. The rank of newly cached content is 0."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks, KeyedBlockQueue(num_blocks))
-        self._rank: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-
-    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        self._rank[block_ids] = 0
-
-    def _add(self, block_ids: BlockIds) -> None:
-        self._queue.append(block_ids, self._rank[block_ids])
-
-    def _check_kept(self) -> None:
-        super()._check_kept()
         assert (np.diff(self._rank[self._kept()]) >= 0).all(), "a block of higher rank goes before one of lower rank"
 
 
@@ -187,3 +177,20 @@ class PriorityPolicy(RankedPolicy):
         freed = block_ids[self._is_free[block_ids]]
         self._queue.remove(freed)
         self._add(freed)
+
+
+POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
+    {
+        "lru": LruPolicy,
+        "value": ValuePolicy,
+        "priority": PriorityPolicy,
+    }
+)
+"""Policies by name."""
+
+
+def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """The eviction policy with this name, for block ids below `num_blocks`. Raises ConfigError for other names."""
+    if name not in POLICIES:
+        raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(POLICIES)}")
+    return POLICIES[name](num_blocks)

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array
-from foreword.cache.eviction.empty_first import EmptyFirstPolicy
+from foreword.cache.eviction.policy import EmptyFirstPolicy
 from foreword.cache.keys.hashing import BlockHash
 
 FloatArray = npt.NDArray[np.float64]

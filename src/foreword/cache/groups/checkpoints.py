@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from foreword.cache.groups.group_specs import GroupSpec, MambaSpec
+from foreword.cache.groups.managers import GroupSpec, MambaSpec
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 

@@ -1,9 +1,9 @@
 """KVCacheCoordinator: the groups' tables over one pool, and the hits on which all groups agree.
 
-A coordinator belongs to one KVCacheManager. This class gives blocks to rows. Three subclasses, named as in vLLM v1,
+A coordinator belongs to one KVCacheManager. The base class gives blocks to rows. Three subclasses, named as in vLLM v1,
 decide which blocks are found:
 
-    KVCacheCoordinatorNoPrefixCache   any groups, nothing is found (choose.py)
+    KVCacheCoordinatorNoPrefixCache   any groups, nothing is found
     UnitaryKVCacheCoordinator         one group that needs all its blocks; any PrefixIndex (unitary.py)
     HybridKVCacheCoordinator          any groups; hash keys only (hybrid.py)
 """
@@ -11,7 +11,6 @@ decide which blocks are found:
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
@@ -22,13 +21,10 @@ from foreword.cache.account.stats import PrefixCacheStats
 from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array, without_null
 from foreword.cache.blocks.block_pool import BlockPool
 from foreword.cache.blocks.block_table import MultiGroupBlockTable
-from foreword.cache.blocks.group_index import GroupedHashIndex
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.group_specs import GroupSpec
-from foreword.cache.groups.managers import make_group_manager
-from foreword.cache.groups.prefix_hit import PrefixHit
-from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex
-from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.groups.managers import GroupSpec, make_group_manager
+from foreword.cache.index.hash_index import GroupedHashIndex
+from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixHit, PrefixIndex, PrefixNode
 from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 
@@ -40,15 +36,15 @@ SequenceOfRow = Callable[[int], TokenSequence]
 Keys = Sequence[BlockHash]
 
 
-class KVCacheCoordinator(ABC):
-    """Tables of any groups over one pool. Subclasses fill an index with the contents of blocks."""
+class KVCacheCoordinator:
+    """Tables of any groups over one pool. Nothing is found there: subclasses fill an index with contents of blocks."""
 
     def __init__(
         self,
         groups: Sequence[GroupSpec],
         num_blocks: int,
         policy: EvictionPolicy,
-        index: PrefixIndex | GroupedHashIndex,
+        index: PrefixIndex | GroupedHashIndex[BlockHash],
         ledger: CacheLedger | None = None,
     ) -> None:
         self.specs = tuple(groups)
@@ -90,41 +86,41 @@ class KVCacheCoordinator(ABC):
         """`num_indexed` of each group."""
         return [self.num_indexed] * len(self.managers)
 
-    @abstractmethod
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
+        return self.nothing
 
     def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
         """`find_longest_cache_hit`, as if the blocks that this step fills had been computed."""
         return self.find_longest_cache_hit(sequence)
 
-    @abstractmethod
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the sequence's full block number `block` is cached, given that the blocks before it are."""
+        return False
 
     # ------------------------------------------------- blocks that come from elsewhere, or go there
 
-    @abstractmethod
     def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
         """For each group, the keys of the sequence's full blocks, as far as others may find them."""
+        return [[] for _ in self.managers]
 
-    @abstractmethod
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
         """The tables of the longest hit if the blocks with these keys, by group, were in the pool too.
 
         Such a block's entry is ELSEWHERE. Changes nothing.
         """
+        return self.nothing.tables
 
-    @abstractmethod
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
         """For each group, the blocks with the keys of `keys_by_group`; NULL_BLOCK where the pool lacks one."""
+        return list(self.nothing.tables)
 
-    @abstractmethod
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         """Index held blocks, filled from elsewhere, as the group's blocks number `first` and on.
 
         False, and no change, if the blocks before them are gone and these could not be found without them.
         """
+        return False
 
     def take_apart(self, count: int) -> BlockIds:
         """Take new blocks for a holder that is no row; at most as many as are free."""
@@ -149,7 +145,6 @@ class KVCacheCoordinator(ABC):
 
     # ------------------------------------------------------------------- rows' blocks in the index
 
-    @abstractmethod
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index the blocks that the first `num_tokens` tokens fill and that are not indexed yet."""
 
@@ -207,7 +202,7 @@ class KVCacheCoordinator(ABC):
         """The partly filled blocks that can be found (a copy)."""
         return NO_BLOCKS
 
-    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:  # noqa: B027 - most have none
+    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index the part of the row's first `num_tokens` tokens after their last full block. The row is closed next."""
 
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
@@ -224,13 +219,13 @@ class KVCacheCoordinator(ABC):
 
     # ------------------------------------------------- reasons of misses; they need a ledger
 
-    @abstractmethod
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         """Why the first full block after the hit was not found."""
+        return MissReason.NEVER_SEEN, None
 
-    @abstractmethod
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
         """The number of tokens in full blocks after the hit that a pool of twice the size would hold."""
+        return 0
 
     # -------------------------------------------------------------------- step
 
@@ -434,3 +429,10 @@ class KVCacheCoordinator(ABC):
                 assert manager.num_indexed[row] <= full, "a block was indexed too early"
         self.pool.check_integrity(counts)
         self._index.check_integrity()
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """Serves any groups. It remembers nothing, so lookups find nothing."""
+
+    def __init__(self, groups: Sequence[GroupSpec], num_blocks: int, policy: EvictionPolicy) -> None:
+        super().__init__(groups, num_blocks, policy, GroupedHashIndex[BlockHash](num_blocks, len(groups)))

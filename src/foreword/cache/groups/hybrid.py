@@ -9,12 +9,11 @@ import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds
-from foreword.cache.blocks.group_index import GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, SequenceOfRow
-from foreword.cache.groups.group_specs import GroupSpec, MambaSpec
-from foreword.cache.groups.managers import BlockFinder
-from foreword.cache.groups.prefix_hit import PrefixHit
+from foreword.cache.groups.managers import BlockFinder, GroupSpec, MambaSpec
+from foreword.cache.index.hash_index import GroupedHashIndex, make_block_hash_with_group_id
+from foreword.cache.index.prefix_index import PrefixHit
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
@@ -22,7 +21,7 @@ from foreword.cache.keys.sequence import TokenSequence
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Any groups, each with its own block size, over one pool, with an index of hash keys.
 
-    Other indexes cannot serve these groups (see `group_index`). A sequence's block size divides every group's.
+    Other indexes cannot serve these groups (see `hash_index`). A sequence's block size divides every group's.
 
     A hit leaves at least one token to compute. The last token's logits need the past of its own position, and its
     window, chunk or state may differ from that of the next position.
@@ -35,7 +34,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         the tokens that one may find of the other           ----
     """
 
-    _index: GroupedHashIndex
+    _index: GroupedHashIndex[BlockHash]
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         *,
         ledger: CacheLedger | None = None,
     ) -> None:
-        super().__init__(groups, num_blocks, policy, GroupedHashIndex(num_blocks, len(groups)), ledger)
+        super().__init__(groups, num_blocks, policy, GroupedHashIndex[BlockHash](num_blocks, len(groups)), ledger)
         assert all(size % key_block_size == 0 for size in self.block_sizes), "a group's blocks end between keys"
         cells = [spec.block_size for spec in groups if isinstance(spec, MambaSpec)]
         self._cell_tokens = math.lcm(*cells) if cells else None

@@ -10,10 +10,8 @@ from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, 
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, SequenceOfRow
-from foreword.cache.groups.group_specs import GroupSpec
-from foreword.cache.groups.prefix_hit import PrefixHit
-from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
-from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.groups.managers import GroupSpec
+from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PartialBlock, PrefixHit, PrefixIndex, PrefixNode
 from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 

@@ -1,18 +1,156 @@
-"""HashIndex: prefixes found by the keys of their full blocks."""
+"""Blocks found by the keys of their contents: of one group that needs whole prefixes, and of groups that share a pool.
+
+A hybrid model looks up single blocks: it needs a window's blocks even if the blocks before them are
+gone. A key of the hash chain identifies its whole prefix, so a block is found without its
+predecessors. A radix tree cannot do this: it finds a block only through all blocks before it, and forgets a
+suffix with its prefix.
+
+A group's block has the chain's key at the position where the block ends, so one chain serves
+groups of different block sizes. Each group has its own map; `BlockHashWithGroupId` is for places where keys of all
+groups meet:
+
+    chain, 4 tokens a key      k0   k1   k2   k3   k4   k5
+    group 0, block size 4      k0   k1   k2   k3   k4   k5
+    group 1, block size 8           k1        k3        k5
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_ids import BlockIds
-from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PrefixMatch
-from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds
+from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PrefixMatch, PrefixNode
 from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.cache.keys.verified import VerifiedPrefix, VerifiedPrefixes
+
+Key = TypeVar("Key", bound=Hashable)
+BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
+"""A block's key and the number of its group (4 bytes, big endian, at the end), as in vLLM v1."""
+
+
+def make_block_hash_with_group_id(key: BlockHash, group_id: int) -> BlockHashWithGroupId:
+    """The key of a block in one group: equal keys in two groups identify different blocks."""
+    return BlockHashWithGroupId(key + group_id.to_bytes(4, "big"))
+
+
+def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
+    """The key without the group."""
+    return BlockHash(key[:-4])
+
+
+def get_group_id(key: BlockHashWithGroupId) -> int:
+    """The number of the group."""
+    return int.from_bytes(key[-4:], "big")
+
+
+class BlockHashToBlockMap(Generic[Key]):
+    """Blocks of one group by key. The first block of a key represents it; duplicates wait after it."""
+
+    def __init__(self) -> None:
+        self.block_of: dict[Key, int] = {}
+        self.duplicates: dict[Key, list[int]] = {}
+
+    def insert(self, key: Key, block_id: int) -> None:
+        if self.block_of.setdefault(key, block_id) != block_id:
+            self.duplicates.setdefault(key, []).append(block_id)
+
+    def remove(self, key: Key, block_id: int) -> None:
+        waiting = self.duplicates.get(key)
+        if waiting is None:
+            del self.block_of[key]
+            return
+        if self.block_of[key] == block_id:
+            self.block_of[key] = waiting.pop(0)
+        else:
+            waiting.remove(block_id)
+        if not waiting:
+            del self.duplicates[key]
+
+
+class GroupedHashIndex(Generic[Key]):
+    """Blocks of several groups that share one pool."""
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        self._num_blocks = num_blocks
+        self._num_groups = num_groups
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._maps = [BlockHashToBlockMap[Key]() for _ in range(self._num_groups)]
+        self._key_of: list[Key | None] = [None] * self._num_blocks
+        self._group_of = bytearray(self._num_blocks)
+        self._num_indexed = 0
+
+    def __len__(self) -> int:
+        return self._num_indexed
+
+    def num_indexed(self, group_id: int) -> int:
+        """The number of blocks of one group, including duplicates."""
+        blocks = self._maps[group_id]
+        return len(blocks.block_of) + sum(len(waiting) for waiting in blocks.duplicates.values())
+
+    def finder(self, group_id: int) -> Callable[[Key], int | None]:
+        """A function from a key to its block in that group, or None. Valid until `clear`."""
+        return self._maps[group_id].block_of.get
+
+    def insert(self, group_id: int, keys: Sequence[Key], block_ids: BlockIds) -> None:
+        """Record that these blocks hold the prefixes of these keys."""
+        blocks = self._maps[group_id]
+        for key, block_id in zip(keys, block_ids.tolist(), strict=True):
+            assert self._key_of[block_id] is None, f"block {block_id} is indexed already"
+            self._key_of[block_id] = key
+            self._group_of[block_id] = group_id
+            blocks.insert(key, block_id)
+        self._num_indexed += len(keys)
+
+    def remove(self, block_ids: BlockIds) -> BlockIds:
+        """Forget these blocks, ignoring unknown ones. Returns those it forgot."""
+        forgotten: list[int] = []
+        if not self._num_indexed:
+            return NO_BLOCKS
+        for block_id in block_ids.tolist():
+            key = self._key_of[block_id]
+            if key is not None:
+                self._maps[self._group_of[block_id]].remove(key, block_id)
+                self._key_of[block_id] = None
+                forgotten.append(block_id)
+        self._num_indexed -= len(forgotten)
+        return np.array(forgotten, np.int32)
+
+    def block_ids(self) -> BlockIds:
+        """All indexed blocks, in the order of their ids (a copy)."""
+        return np.array([block_id for block_id, key in enumerate(self._key_of) if key is not None], np.int32)
+
+    def group_of(self, block_id: int) -> int | None:
+        """The group under which a block is indexed, or None."""
+        return None if self._key_of[block_id] is None else self._group_of[block_id]
+
+    def key_of(self, block_id: int) -> Key | None:
+        """The key under which a block is indexed, or None."""
+        return self._key_of[block_id]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if maps and blocks contradict each other."""
+        listed: dict[int, tuple[int, Key]] = {}
+        for group_id, blocks in enumerate(self._maps):
+            for key, waiting in blocks.duplicates.items():
+                assert waiting, "an empty list of duplicates was left behind"
+                assert key in blocks.block_of, "a duplicate waits for no block"
+                listed.update(dict.fromkeys(waiting, (group_id, key)))
+            for key, block_id in blocks.block_of.items():
+                assert block_id not in listed, "a block is listed twice"
+                listed[block_id] = (group_id, key)
+        keyed = {
+            block_id: (self._group_of[block_id], key) for block_id, key in enumerate(self._key_of) if key is not None
+        }
+        assert keyed == listed, "the maps from keys to blocks and their inverse differ"
+        assert self._num_indexed == len(keyed), "the index miscounts itself"
 
 
 class HashIndex:
@@ -32,34 +170,31 @@ class HashIndex:
     num_tails = 0
 
     def __init__(self, num_blocks: int, *, verify_tokens: bool = False) -> None:
+        self._blocks = GroupedHashIndex[BlockHash | VerifiedPrefix](num_blocks, 1)
         self._prefixes = VerifiedPrefixes() if verify_tokens else None
-        self._block_of: dict[BlockHash | VerifiedPrefix, int] = {}
-        self._duplicates: dict[BlockHash | VerifiedPrefix, list[int]] = {}
-        self._key_of: list[BlockHash | VerifiedPrefix | None] = [None] * num_blocks
-        self._num_indexed = 0
 
     def match(self, sequence: TokenSequence) -> PrefixMatch:
-        keys = self._known_keys(sequence)
-        if not keys or keys[0] not in self._block_of:
+        keys, find = self._known_keys(sequence), self._blocks.finder(0)
+        if not keys or find(keys[0]) is None:
             return NO_MATCH
-        found = list(map(self._block_of.get, keys))
+        found = list(map(find, keys))
         if None in found:
             del found[found.index(None) :]
         return PrefixMatch(np.fromiter(found, np.int32, len(found)))
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         keys = self._known_keys(sequence)
-        return block < len(keys) and keys[block] in self._block_of
+        return block < len(keys) and self._blocks.finder(0)(keys[block]) is not None
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
         return None  # keys do not say in which token they differ
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        return np.empty(0, np.int32)  # keys do not say which tokens they stand for
+        return NO_BLOCKS  # keys do not say which tokens they stand for
 
     def original_of(self, block_id: int) -> int | None:
-        key = self._key_of[block_id]
-        original = None if key is None else self._block_of[key]
+        key = self._blocks.key_of(block_id)
+        original = None if key is None else self._blocks.finder(0)(key)
         return None if original == block_id else original
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
@@ -67,17 +202,8 @@ class HashIndex:
         assert len(keys) == len(block_ids), "only full blocks can be indexed"
         if self._prefixes is not None:
             keys = self._prefixes.extend(sequence, first, len(block_ids))
-        self._insert(keys, block_ids)
+        self._blocks.insert(0, keys, block_ids)
         return True
-
-    def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
-        return False
-
-    def superseded_tails(self) -> BlockIds:
-        return NO_MATCH.block_ids
-
-    def tail_block_ids(self) -> BlockIds:
-        return NO_MATCH.block_ids
 
     def insert_each(
         self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
@@ -85,62 +211,37 @@ class HashIndex:
         numbered = zip(sequences, numbers, strict=True)
         if self._prefixes is not None:
             return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in enumerate(numbered)]
-        self._insert([sequence.block_hashes()[number] for sequence, number in numbered], block_ids)
+        self._blocks.insert(0, [sequence.block_hashes()[number] for sequence, number in numbered], block_ids)
         return [True] * len(numbers)
 
-    def _insert(self, keys: Sequence[BlockHash | VerifiedPrefix], block_ids: BlockIds) -> None:
-        key_of, answer = self._key_of, self._block_of.setdefault
-        for key, block_id in zip(keys, block_ids.tolist(), strict=True):
-            assert key_of[block_id] is None, f"block {block_id} is indexed already"
-            key_of[block_id] = key
-            if answer(key, block_id) != block_id:
-                self._duplicates.setdefault(key, []).append(block_id)
-        self._num_indexed += len(keys)
+    def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
+        return False
+
+    def superseded_tails(self) -> BlockIds:
+        return NO_BLOCKS
+
+    def tail_block_ids(self) -> BlockIds:
+        return NO_BLOCKS
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        key_of, block_of, duplicates = self._key_of, self._block_of, self._duplicates
-        removed: list[BlockHash | VerifiedPrefix] = []
-        for block_id in block_ids.tolist():
-            key = key_of[block_id]
-            if key is None:
-                continue
-            key_of[block_id] = None
-            removed.append(key)
-            if duplicates and key in duplicates:
-                self._remove_duplicate(key, block_id)
-            else:
-                del block_of[key]
-        self._num_indexed -= len(removed)
         if self._prefixes is not None:
-            for key in removed:
-                assert isinstance(key, VerifiedPrefix)
-                self._prefixes.release(key)
+            for key in map(self._blocks.key_of, block_ids.tolist()):
+                if isinstance(key, VerifiedPrefix):
+                    self._prefixes.release(key)
+        self._blocks.remove(block_ids)
         return block_ids
-
-    def _remove_duplicate(self, key: BlockHash | VerifiedPrefix, block_id: int) -> None:
-        """Remove one of several blocks with this key."""
-        waiting = self._duplicates[key]
-        if self._block_of[key] == block_id:
-            self._block_of[key] = waiting.pop(0)
-        else:
-            waiting.remove(block_id)
-        if not waiting:
-            del self._duplicates[key]
 
     def _known_keys(self, sequence: TokenSequence) -> Sequence[BlockHash | VerifiedPrefix]:
         """The keys of the sequence's full blocks, up to the first that is certainly not indexed."""
         return sequence.block_hashes() if self._prefixes is None else self._prefixes.find(sequence)
 
     def clear(self) -> None:
-        self._block_of.clear()
-        self._duplicates.clear()
-        self._key_of = [None] * len(self._key_of)
-        self._num_indexed = 0
+        self._blocks.clear()
         if self._prefixes is not None:
             self._prefixes = VerifiedPrefixes()
 
     def __len__(self) -> int:
-        return self._num_indexed
+        return len(self._blocks)
 
     def top(
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
@@ -148,29 +249,23 @@ class HashIndex:
         return None  # keys do not say which tokens they stand for
 
     def block_ids(self) -> BlockIds:
-        return np.array([block_id for block_id, key in enumerate(self._key_of) if key is not None], np.int32)
+        return self._blocks.block_ids()
 
     def key_of(self, block_id: int) -> BlockHash | None:
         """The key under which a block is indexed, or None."""
-        key = self._key_of[block_id]
+        key = self._blocks.key_of(block_id)
         return key.key if isinstance(key, VerifiedPrefix) else key
 
     def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
         keys = self._known_keys(sequence)
         for number, block_id in enumerate(block_ids.tolist()):
-            key = self._key_of[block_id]
-            assert key is None or (number < len(keys) and key == keys[number]), (
+            key = self._blocks.key_of(block_id)
+            assert key is None or key in keys[number : number + 1], (
                 f"block {block_id} is indexed as something else than its holder's block number {number}"
             )
 
     def check_integrity(self) -> None:
-        keyed = {block_id: key for block_id, key in enumerate(self._key_of) if key is not None}
-        listed = {block_id: key for key, block_id in self._block_of.items()}
-        for key, waiting in self._duplicates.items():
-            assert waiting, "an empty list of duplicates was left behind"
-            assert key in self._block_of, "a duplicate waits for no block"
-            listed.update(dict.fromkeys(waiting, key))
-        assert keyed == listed, "the map from keys to blocks and its inverse differ"
-        assert self._num_indexed == len(keyed), "the index miscounts itself"
+        self._blocks.check_integrity()
         if self._prefixes is not None:
-            self._prefixes.check_integrity([key for key in keyed.values() if isinstance(key, VerifiedPrefix)])
+            keys = map(self._blocks.key_of, self.block_ids().tolist())
+            self._prefixes.check_integrity([key for key in keys if isinstance(key, VerifiedPrefix)])

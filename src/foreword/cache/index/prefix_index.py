@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_ids import BlockIds
-from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.hashing import TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 
@@ -38,6 +37,35 @@ NO_MATCH = PrefixMatch(np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The cached beginning of a sequence. Valid until the next call that changes the cache."""
+
+    tables: tuple[BlockIds, ...]
+    """For each group, the block ids of the leading full blocks that were found; NULL_BLOCK where none is needed."""
+    partial: PartialBlock | None
+    """A block that holds some of the tokens after them; it is copied if a request takes the hit."""
+    num_tokens: int
+    """Leading tokens that need not be computed.
+
+    It can be one less than `num_shared_tokens`: if the blocks hold the whole sequence, its last token is still computed
+    for its logits, but its KV is not written again.
+    """
+    num_shared_tokens: int
+    """Leading tokens whose KV is in the blocks themselves; it must not be written again."""
+    resumed: bool = False
+    """Whether the request was preempted before; such lookups have counters of their own."""
+    forked: bool = False
+    """Whether this is another answer to a prompt whose lookup was counted; such lookups have counters of their own."""
+    skipped: bool = False
+    """Whether nothing was looked up, because caching is off or the request asked for no lookup."""
+
+    @property
+    def block_ids(self) -> BlockIds:
+        """The first group's table."""
+        return self.tables[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Divergence:
     """Where a sequence differs from the indexed ones, and the tokens of both. Numbers below 0 represent media."""
 
@@ -46,6 +74,31 @@ class Divergence:
     ours: tuple[int, ...]
     theirs: tuple[int, ...]
     """The continuation that was indexed first; empty if the indexed tokens end here."""
+
+
+MAX_SHOWN_TOKENS = 256
+"""The number of leading tokens to show of a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNode:
+    """A run of tokens in the cache that follows its parent's tokens, as shown to people. A copy, which stays valid."""
+
+    node_id: int
+    """Stays the same while the node exists; the lower part of a split node keeps it."""
+    parent_id: int | None
+    salt: str | None
+    """The salt under which lookups find it; None if they find it without one."""
+    start: int
+    """The number of tokens before it."""
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    """Its first tokens, at most `MAX_SHOWN_TOKENS`. Negative numbers represent media."""
+    block_ids: BlockIds
+    """The blocks that end in it."""
+    num_reuses: int
+    """The number of requests that reused it; 0 if nothing counts reuses."""
+    num_children: int
 
 
 class PrefixIndex(Protocol):

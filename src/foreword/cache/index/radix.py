@@ -24,8 +24,9 @@ A finished request leaves a *tail* after its last full block: a node that ends i
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -34,8 +35,14 @@ import numpy.typing as npt
 
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.index.hash_index import HashIndex
-from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex, PrefixMatch
-from foreword.cache.index.tree_view import PrefixNode, top_nodes
+from foreword.cache.index.prefix_index import (
+    MAX_SHOWN_TOKENS,
+    Divergence,
+    PartialBlock,
+    PrefixIndex,
+    PrefixMatch,
+    PrefixNode,
+)
 from foreword.cache.keys.hashing import ExtraKeys, TokenArray
 from foreword.cache.keys.sequence import TokenSequence, common_length
 from foreword.cache.keys.span_numbers import Placed, SpanNumbers, placed_spans, placed_stretches
@@ -46,6 +53,8 @@ NO_TAIL = -1
 
 MAX_APPENDED_TOKENS = 4096
 """Longer nodes are not extended, which bounds the copy when one block is added."""
+MAX_CHILDREN = 1024
+"""The number of children to show of one node, the latest ones; this bounds the cost."""
 
 
 class RadixNode:
@@ -426,26 +435,44 @@ class RadixIndex:
     def top(
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
-        def meaning(number: int) -> tuple[int, str | None]:
-            salted = self._spans.first_token(number)
-            if salted is None:
-                return number, None
-            return (salted.token_id if salted.content is None else number), salted.salt
+        """Examines only the children of the returned nodes and of their ancestors. Leaves out tails."""
+        found: list[PrefixNode] = []
+        queue: list[tuple[int, int, int, int | None, str | None, RadixNode]] = []
 
-        roots = ((salt, root) for (_, salt, _), root in self._roots.items())
-        return top_nodes(
-            [(salt, root) for salt, root in roots if salt is None or salt.startswith(under_salt)],
-            meaning,
-            limit,
-            num_reuses,
-            under_salt,
-        )
+        def push_children(node: RadixNode, node_id: int | None, salt: str | None) -> None:
+            for child in islice(reversed(node.children.values()), MAX_CHILDREN):
+                if len(child.block_ids) or child.children:
+                    reuses = 0 if num_reuses is None else _most_reuses(child, num_reuses)
+                    heapq.heappush(queue, (-reuses, -len(child.tokens), child.node_id, node_id, salt, child))
+
+        for (_, salt, _), root in self._roots.items():
+            if salt is None or salt.startswith(under_salt):
+                push_children(root, None, salt)
+        while queue and len(found) < limit:
+            reuses, _, node_id, parent_id, salt, node = heapq.heappop(queue)
+            tokens, begins = self._shown(node)
+            salt = begins or salt
+            if salt is not None and not salt.startswith(under_salt):
+                continue
+            if salt is not None or not under_salt:
+                shown = (node.start, len(node.tokens), tokens, node.block_ids.copy(), -reuses, len(node.children))
+                found.append(PrefixNode(node_id, parent_id, salt, *shown))
+            push_children(node, node_id, salt)
+        return found
+
+    def _shown(self, node: RadixNode) -> tuple[tuple[int, ...], str | None]:
+        """A node's first tokens, those at which a salt begins among them, and this salt."""
+        tokens, salt = [], None
+        for token in node.tokens[:MAX_SHOWN_TOKENS].tolist():
+            if (first := self._spans.first_token(token)) is not None:
+                token = first.token_id if first.content is None else token
+                salt = first.salt or salt
+            tokens.append(token)
+        return tuple(tokens), salt
 
     def block_ids(self) -> BlockIds:
         found = np.flatnonzero(self._node_id_of != NOT_INDEXED).astype(np.int32)
         return np.concatenate((found, np.array(list(self._original_of), np.int32))) if self._original_of else found
-
-    # --------------------------------------------------------------- integrity
 
     # ---------------------------------------------------------------- the tree
 
@@ -597,3 +624,11 @@ def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int)
 def _namespace(keys: ExtraKeys) -> Namespace:
     adapter, salt = None if keys.adapter_offset else keys.adapter, None if keys.salt_offset else keys.salt
     return (adapter, salt, keys.embeddings_hash)
+
+
+def _most_reuses(node: RadixNode, num_reuses: npt.NDArray[np.int64]) -> int:
+    """The reuses of the node's most reused block, or of the blocks right below if none ends in it."""
+    if len(node.block_ids):
+        return int(num_reuses[node.block_ids].max())
+    below = islice(reversed(node.children.values()), MAX_CHILDREN)
+    return max((_most_reuses(child, num_reuses) for child in below), default=0)
