@@ -4,9 +4,7 @@ The memory is a stand-in for KV: what is stored for a position is a number that 
 it, with their salt, adapter and media. `World` does with it what a runner does (copies first, then writes,
 then reads through the block tables), so a hit on a wrong, stale, overwritten or unwritten block is seen at once.
 
-Knows the manager's public interface; knows nothing of hypothesis or of random numbers. Every operation
-takes small integers, reduced to what there is, so that anything can drive it: `test_state_machine.py` lets
-hypothesis choose (and shrink), `drive` a seeded generator.
+Knows the manager's public interface. Every operation takes small integers, reduced to what there is: `drive` draws them.
 """
 
 from __future__ import annotations
@@ -67,7 +65,12 @@ IDENTITIES = (
     ExtraKeys(adapter="y", adapter_offset=3, spans=(KeyedSpan("link", "x", 1, 3),)),
     ExtraKeys(spans=(KeyedSpan("media", "x", 1, 3),)),
     ExtraKeys(spans=(KeyedSpan("media", "y", 1, 3),)),
+    ExtraKeys(spans=(KeyedSpan("media", "x", 1, 2),)),
     ExtraKeys(salt="y", spans=(KeyedSpan("media", "x", 1, 3), KeyedSpan("media", "y", 6, 2))),
+    ExtraKeys(salt="x", salt_offset=3),
+    ExtraKeys(salt="y", salt_offset=3),
+    ExtraKeys(salt="x", salt_offset=2, adapter="x", adapter_offset=3, spans=(KeyedSpan("media", "x", 1, 3),)),
+    ExtraKeys(salt="x", salt_offset=50),
 )
 
 
@@ -575,13 +578,18 @@ def _mark(before: int, content: object) -> int:
 
 
 def _marks(sequence: TokenSequence) -> list[int]:
+    """Equal where sequences may share KV: they have the same tokens up to there, placeholders of the same media among
+    them (in the same number: another resolution is another item), and adapter and salt begin alike.
+    """
     keys = sequence.extra_keys
     contents: list[object] = sequence.token_ids.tolist()
     for item in keys.spans:
         for at in range(item.num_tokens):
-            contents[item.offset + at] = (item.kind, item.digest, at)
-    marks, mark = [], hash((keys.salt, keys.embeddings_hash))
+            contents[item.offset + at] = (item.kind, item.digest, item.num_tokens, at)
+    marks, mark = [], hash(keys.embeddings_hash)
     for at, content in enumerate(contents):
+        if at == keys.salt_offset and keys.salt is not None:
+            mark = _mark(mark, ("salt", keys.salt))
         if at == keys.adapter_offset and keys.adapter is not None:
             mark = _mark(mark, ("adapter", keys.adapter))
         mark = _mark(mark, content)
@@ -592,11 +600,17 @@ def _marks(sequence: TokenSequence) -> list[int]:
 # ------------------------------------------------------------------------------------ a random driver
 
 
-def random_world(rng: random.Random, change: Callable[[KVCacheManager], None] = lambda manager: None) -> World:
-    """A world with everything chosen at random."""
+def random_world(
+    rng: random.Random,
+    change: Callable[[KVCacheManager], None] = lambda manager: None,
+    *,
+    kind: str | None = None,
+    policy_name: str | None = None,
+) -> World:
+    """A world with everything else chosen at random."""
     return World(
-        kind=rng.choice(KINDS),
-        policy_name=rng.choice(list(POLICIES)),
+        kind=kind or rng.choice(KINDS),
+        policy_name=policy_name or rng.choice(list(POLICIES)),
         num_blocks=rng.choice([14, 24, 40, 80]),
         block_size=rng.choice([1, 2, 3, 4]),
         with_pins=rng.random() < 0.4,

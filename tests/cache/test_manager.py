@@ -1,6 +1,5 @@
 """KVCacheManager: the worked examples of vLLM's design, and what they leave open."""
 
-import random
 import re
 from pathlib import Path
 
@@ -334,48 +333,6 @@ def test_common_prefix_counts_blocks_that_are_physically_shared():
 def test_impossible_sizes_are_refused(num_blocks, block_size):
     with pytest.raises(ConfigError, match="at least 1"):
         KVCacheManager(num_blocks, block_size=block_size)
-
-
-def test_random_lives_over_two_tokens_leak_nothing_and_hit_only_true_prefixes():
-    rng = random.Random(1)
-    for block_size in (1, 3, 4):
-        manager = KVCacheManager(24, block_size=block_size)
-        live: dict[str, TokenSequence] = {}
-        content: dict[int, tuple[int, ...]] = {}  # block -> the whole prefix that it was filled with
-        for number in range(2000):
-            kind = rng.random()
-            if kind < 0.4:
-                seq = sequence(str(number), [rng.randint(0, 1) for _ in range(rng.randint(1, 20))], block_size)
-                hit = manager.get_computed_blocks(seq)
-                for block, held in enumerate(hit.block_ids.tolist()):
-                    assert content[held] == tuple(seq.token_ids[: (block + 1) * block_size].tolist())
-                if manager.allocate_slots(seq, len(seq), hit) is None:
-                    continue
-                live[seq.request_id] = seq
-            elif kind < 0.8 and live:
-                seq = rng.choice(list(live.values()))
-                seq.append(rng.randint(0, 1))
-                if manager.allocate_slots(seq, len(seq)) is None:
-                    manager.free(seq.request_id)
-                    del live[seq.request_id]
-                    continue
-            elif live:
-                name = rng.choice(list(live))
-                manager.free(name)
-                del live[name]
-                continue
-            elif rng.random() < 0.1:
-                manager.reset_prefix_cache()
-                continue
-            else:
-                continue
-            for block, held in enumerate(manager.block_ids(seq.request_id).tolist()[: seq.num_full_blocks]):
-                content[held] = tuple(seq.token_ids[: (block + 1) * block_size].tolist())
-            manager.check_integrity()
-        for name in list(live):
-            manager.free(name)
-        assert manager.get_num_free_blocks() == 24
-        manager.check_integrity()
 
 
 @pytest.mark.parametrize("index", [RadixIndex(8, 4), HashIndex(8)], ids=["radix", "hash"])

@@ -155,42 +155,6 @@ def run(manager, name, tokens):
     return found.num_tokens
 
 
-@pytest.mark.parametrize("index", ["hash", "radix"])
-@pytest.mark.parametrize("name", NAMES)
-def test_random_requests_keep_every_policy_and_index_in_step(name, index):
-    rng = random.Random(3)
-    policy = make_policy(name, 20)
-    manager = KVCacheManager(
-        20, block_size=2, eviction_policy=policy, index=RadixIndex(20, 2) if index == "radix" else None
-    )
-    live = {}
-    for number in range(500):
-        kind = rng.random()
-        if kind < 0.4:
-            seq = sequence(str(number), [rng.randint(0, 1) for _ in range(rng.randint(1, 14))], 2)
-            if manager.allocate_slots(seq, len(seq), manager.get_computed_blocks(seq)) is not None:
-                live[seq.request_id] = seq
-        elif kind < 0.7 and live:
-            seq = rng.choice(list(live.values()))
-            seq.append(rng.randint(0, 1))
-            if manager.allocate_slots(seq, len(seq)) is None:
-                manager.free(live.pop(seq.request_id).request_id)
-        elif kind < 0.95 and live:
-            manager.free(live.pop(rng.choice(list(live))).request_id)
-        elif kind < 0.98:
-            manager.evict_blocks(ids(*rng.sample(range(20), 2)))
-        elif not live:
-            manager.reset_prefix_cache()
-        manager.check_integrity()
-        if not live or number % 100 == 99:
-            for request_id in live:
-                manager.free(request_id)
-            live.clear()
-            known, cached = len(policy) - policy.num_empty, manager.get_num_cached_blocks()
-            # A radix index takes no block after one that was evicted from under a running request.
-            assert known == cached or (index == "radix" and known > cached)
-
-
 def test_what_a_radix_index_forgets_along_with_a_head_goes_first():
     manager = KVCacheManager(6, block_size=4, eviction_policy=FifoPolicy(6), index=RadixIndex(6, 4))
     run(manager, "a", range(12))  # blocks 0 1 2
