@@ -4,7 +4,7 @@ The memory is a stand-in for KV: what is stored for a position is a number that 
 it, with their salt, adapter and media. `World` does with it what a runner does (copies first, then writes,
 then reads through the block tables), so a hit on a wrong, stale, overwritten or unwritten block is seen at once.
 
-Knows the manager's public interface. Every operation takes small integers, reduced to what there is: `drive` draws them.
+Knows the manager's public interface. Each operation takes small integers, reduced to what there is: `drive` draws them.
 """
 
 from __future__ import annotations

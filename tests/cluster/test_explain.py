@@ -58,10 +58,16 @@ def test_a_hit_is_explained_by_each_replica_s_parts_of_the_cost():
     assert [each.replica for each in first.candidates] == ["r1", "r0", "r2"]
 
 
+def occupy(core: RoutingCore, replica: str, num_tokens: int) -> None:
+    """Give a replica a prompt of this length to compute."""
+    others = [each for each in core.replicas if each != replica]
+    core.choose(RoutingRequest(f"occupies {replica}", [], num_tokens), 0.0, others)
+
+
 def test_a_hit_that_costs_more_than_it_saves_is_explained_by_load():
     core = make_core()
     store(core, "r1", [("a", 0)])
-    core.note_load("r1", 10_000)
+    occupy(core, "r1", 10_000)
     away = explained(core, prompt("q", "a", 3))
     assert away.reason is Reason.LOAD
     assert away.chosen.replica != "r1"

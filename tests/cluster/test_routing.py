@@ -220,7 +220,6 @@ def test_a_backlog_shrinks_with_time_by_the_prompt_that_is_computed_and_a_replic
 
     assert [backlog(now) for now in (0.0, 0.5, 1.0, 9.0)] == pytest.approx([3.0, 2.5, 2.0, 2.0])
     core.note_first_token(first, 9.0, 0)
-    core.note_load("r0", 0)
     assert backlog(9.0) > 2.0, "the replica is known to be slow by now"
 
 
@@ -228,18 +227,9 @@ def test_rates_are_learnt():
     core = make_core(1)
     for number in range(60):
         decision = core.choose(prompt(f"q{number}", number, 50), float(10 * number))
-        core.note_started(decision.reservation, 10 * number + 3.0)
-        core.note_first_token(decision.reservation, 10 * number + 3 + 201 / 400, 0)
+        core.note_first_token(decision.reservation, 10 * number + 201 / 400, 0)
         core.release(decision.reservation, 10 * number + 5.0)
     assert core.choose(prompt("q", "new", 50), 1000.0).fleet.prefill_s[0] == pytest.approx(201 / 400, rel=0.02)
-
-
-def test_work_of_other_callers_counts_once_the_replica_reports_it():
-    core = make_core(2)
-    core.note_load("r0", 500)
-    assert core.choose(prompt("q", "a", 1), 0.0).replica == "r1"
-    core.note_load("r0", 0)
-    assert core.choose(prompt("q2", "b", 1), 0.0).fleet.backlog_s[0] == 0
 
 
 def test_answers_that_are_generated_weigh_by_the_replica_s_own_figure():

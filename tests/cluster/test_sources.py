@@ -165,7 +165,6 @@ def test_rates_are_learnt_from_what_was_computed():
         decision = core.choose(request, float(10 * number))
         work = int(decision.fleet.computed_tokens[0])
         assert work == BLOCK * DOCUMENT + 100
-        core.note_started(decision.reservation, float(10 * number))
         core.note_first_token(decision.reservation, 10 * number + work / 400, decision.hit_tokens)
         core.release(decision.reservation, 10 * number + 5.0)
     assert core.loads()["r0"].tokens_per_s == pytest.approx(400, rel=0.02)
@@ -225,11 +224,17 @@ def test_a_replica_that_has_sources_alone_has_a_hit():
     assert (again.chosen.replica, again.reason) == ("r1", Reason.HIT), "it has more than the other's beginning"
 
 
+def occupy(core: RoutingCore, replica: str, num_tokens: int) -> None:
+    """Give a replica a prompt of this length to compute."""
+    others = [each for each in core.replicas if each != replica]
+    core.choose(RoutingRequest(f"occupies {replica}", [], num_tokens), 0.0, others)
+
+
 def test_a_busy_replica_s_sources_are_no_reason_to_wait_longer_than_they_save():
     core = make_core(2)
     for number, document in enumerate("bc"):
         store(core, "r0", source(document), number)
-    core.note_load("r0", 5 * 2 * BLOCK * DOCUMENT + 30)
+    occupy(core, "r0", 5 * 2 * BLOCK * DOCUMENT + 30)
     away = Explanation.of_decision(core.choose(prompt("q", ["a", "b", "c"]), 0.0))
     assert (away.chosen.replica, away.reason) == ("r1", Reason.LOAD)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from math import isfinite
 from typing import Any
@@ -84,17 +84,8 @@ class Explanation:
             "predicted_ttft_s": self.predicted_ttft_s,
             "candidates": [
                 {
-                    "replica": each.replica,
-                    "chosen": each.chosen,
+                    **asdict(each),
                     "standing": each.standing.value,
-                    "hit_tokens": each.hit_tokens,
-                    "source_tokens": each.source_tokens,
-                    "uncached_tokens": each.uncached_tokens,
-                    "backlog_s": each.backlog_s,
-                    "prefill_s": each.prefill_s,
-                    "reuse_s": each.reuse_s,
-                    "price_s": each.price_s,
-                    "decode_s": each.decode_s,
                     "cost_s": each.cost_s if isfinite(each.cost_s) else None,
                 }
                 for each in self.candidates

@@ -102,8 +102,6 @@ class SlotTable:
     decode_s: FloatArray
     decode_tokens: FloatArray
     waiting_tokens: FloatArray
-    other_tokens: FloatArray
-    """Tokens to compute of which only the replica knows."""
     head_tokens: FloatArray
     head_since: FloatArray
     num_waiting: Int64Array
@@ -162,12 +160,6 @@ class Loads:
         if len(waiting) == 1:
             self._begin_head(work.slot, now)
 
-    def note_started(self, reservation: Reservation, now: float) -> None:
-        """The replica begins to compute the prompt."""
-        work = self.open.get(reservation)
-        if work is not None and next(iter(self._waiting[work.slot]), None) == reservation:
-            self.table.head_since[work.slot] = now
-
     def note_prefilled(self, reservation: Reservation, now: float, computed_tokens: int | None = None) -> bool:
         """The prompt is computed; given the tokens that this took, learn the rate. False if it was already."""
         work = self.open.get(reservation)
@@ -198,16 +190,11 @@ class Loads:
         table.num_open[slot] -= 1
         return True
 
-    def note_truth(self, slot: int, waiting_tokens: int) -> None:
-        """The replica reports its tokens to compute; those beyond the reservations come from elsewhere."""
-        table = self.table
-        table.other_tokens[slot] = max(0, waiting_tokens - table.waiting_tokens[slot])
-
     def backlogs(self, now: float) -> FloatArray:
         """Seconds until each replica has computed the prompts that wait there, [slots]."""
         table, rate = self.table, self.rates.tokens_per_s
         computed = np.minimum(np.maximum(now - table.head_since, 0) * rate, table.head_tokens)
-        seconds: FloatArray = (table.waiting_tokens + table.other_tokens - computed) / rate
+        seconds: FloatArray = (table.waiting_tokens - computed) / rate
         return seconds
 
     def _begin_head(self, slot: int, now: float) -> None:

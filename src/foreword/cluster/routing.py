@@ -4,7 +4,6 @@ Knows keys, tokens, replicas' names and times that callers pass in; knows no tex
 no random numbers: equal calls give equal decisions. One request's life:
 
     decision = choose(request, now)              the cheapest replica; its work is reserved, its blocks are expected
-    note_started(reservation, now)               optional: the replica computes the prompt
     note_first_token(reservation, now, cached)   the work is done; compares the hit with the predicted one
     release(reservation, now)                    the end, a rejection or a death; may be called again
     choose(request, now, exclude)                a further attempt; the one before is released
@@ -32,7 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -67,13 +66,6 @@ class _Expected:
     prompt: PromptNode
 
 
-@dataclass(slots=True)
-class _Slots:
-    names: list[str] = field(default_factory=list)
-    mirrors: list[ReplicaMirror] = field(default_factory=list)
-    of_name: dict[str, int] = field(default_factory=dict)
-
-
 class RoutingCore:
     """The state of one router and its decisions. `life` names this process, for its peers; `log` keeps explanations."""
 
@@ -92,7 +84,10 @@ class RoutingCore:
         self._rule, self._log = rule or self._cost, log
         self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
         self._demand = Demand()
-        self._slots = _Slots()
+        self._names: list[str] = []
+        """The replica in each slot; empty for slots in no use."""
+        self._mirrors: list[ReplicaMirror] = []
+        self._slot_of: dict[str, int] = {}
         self._known = 0
         """Bits of the slots whose mirrors are synced, and below of those that may be chosen."""
         self._usable = 0
@@ -111,7 +106,7 @@ class RoutingCore:
     @property
     def replicas(self) -> list[str]:
         """The names of the replicas that have joined and not left."""
-        return list(self._slots.of_name)
+        return list(self._slot_of)
 
     @property
     def is_any_usable(self) -> bool:
@@ -120,18 +115,16 @@ class RoutingCore:
 
     def join(self, name: str, spec: ReplicaSpec) -> None:
         """Add a replica of which nothing is known yet, or take a retired one back."""
-        slots = self._slots
-        if name not in slots.of_name:
-            slot = slots.names.index("") if "" in slots.names else self._loads.add_slot()
+        if name not in self._slot_of:
+            slot = self._names.index("") if "" in self._names else self._loads.add_slot()
             mirror = ReplicaMirror(slot, self._holders, self._ages)
-            slots.names[slot : slot + 1], slots.mirrors[slot : slot + 1] = [name], [mirror]
-            slots.of_name[name] = slot
+            self._names[slot : slot + 1], self._mirrors[slot : slot + 1] = [name], [mirror]
+            self._slot_of[name] = slot
             self._ring.add(name, slot)
-        slot, table = slots.of_name[name], self._loads.table
+        slot, table = self._slot_of[name], self._loads.table
         self._usable |= 1 << slot
         self._open_prefixes = self._open_prefixes & ~(1 << slot) | (not spec.is_prefix_closed) << slot
         table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
-        table.other_tokens[slot] = 0
         self._loads.rates.join(slot, spec.tokens_per_s, is_known=spec.is_rate_known)
         table.decode_s[slot], table.decode_tokens[slot] = spec.decode_s, spec.decode_tokens
 
@@ -148,21 +141,17 @@ class RoutingCore:
         lost = [reservation for reservation, work in self._loads.open.items() if work.slot == slot]
         for reservation in lost:
             self.release(reservation, now)
-        self._slots.mirrors[slot].forget(now)
+        self._mirrors[slot].forget(now)
         self._note_mirror(slot, now)
         self._ring.remove(slot)
         self._loads.rates.leave(slot)
         self._open_prefixes &= ~(1 << slot)
-        del self._slots.of_name[name]
-        self._slots.names[slot] = ""
+        del self._slot_of[name]
+        self._names[slot] = ""
         return [reservation for reservation in lost if reservation.router == self.router]
 
-    def note_load(self, name: str, waiting_tokens: int) -> None:
-        """A replica reports the prompt tokens that it has to compute, from all routers and callers."""
-        self._loads.note_truth(self._slot(name), waiting_tokens)
-
     def _slot(self, name: str) -> int:
-        slot = self._slots.of_name.get(name)
+        slot = self._slot_of.get(name)
         if slot is None:
             raise ConfigError(f"replica {name!r} is unknown; call join first. Known: {', '.join(self.replicas)}")
         return slot
@@ -174,10 +163,10 @@ class RoutingCore:
             name: ReplicaLoad(
                 int(table.num_blocks[slot]),
                 int(table.num_open[slot]),
-                int(table.waiting_tokens[slot] + table.other_tokens[slot]),
+                int(table.waiting_tokens[slot]),
                 float(self._loads.rates.tokens_per_s[slot]),
             )
-            for name, slot in self._slots.of_name.items()
+            for name, slot in self._slot_of.items()
         }
 
     # ------------------------------------------------------------------ knowledge
@@ -193,20 +182,20 @@ class RoutingCore:
     def learn(self, name: str, tell: Callable[[Follower], object], now: float) -> bool:
         """Let `tell` give a replica's follower what has arrived. False: its cache is not known now."""
         slot = self._slot(name)
-        mirror = self._slots.mirrors[slot]
+        mirror = self._mirrors[slot]
         mirror.learn(lambda: tell(mirror.follower), now)
         return self._note_mirror(slot, now)
 
     def mirror(self, name: str) -> ReplicaMirror:
         """What is known of a replica's cache. Read only."""
-        return self._slots.mirrors[self._slot(name)]
+        return self._mirrors[self._slot(name)]
 
     def unsynced(self) -> list[str]:
         """The replicas that need a snapshot."""
-        return [name for name, slot in self._slots.of_name.items() if not self._slots.mirrors[slot].is_synced]
+        return [name for name, slot in self._slot_of.items() if not self._mirrors[slot].is_synced]
 
     def _note_mirror(self, slot: int, now: float) -> bool:
-        mirror, table = self._slots.mirrors[slot], self._loads.table
+        mirror, table = self._mirrors[slot], self._loads.table
         table.num_held[slot] = len(mirror.parents)
         table.oldest_use[slot] = mirror.oldest_use(now)
         self._known = self._known | 1 << slot if mirror.is_synced else self._known & ~(1 << slot)
@@ -236,7 +225,7 @@ class RoutingCore:
         if (earlier := self._attempts.get(request.request_id)) is not None:
             attempt = earlier.attempt + 1
             self.release(earlier, now)
-        excluded = [self._slots.of_name[name] for name in exclude if name in self._slots.of_name]
+        excluded = [self._slot_of[name] for name in exclude if name in self._slot_of]
         usable = self._usable & ~sum(1 << slot for slot in set(excluded))
         if not usable:
             raise NoReplicaError(
@@ -250,7 +239,7 @@ class RoutingCore:
             slot = self._ring.find(request.affinity(), fleet.usable, fleet.num_open, self.options.load_slack)
         else:
             slot = _least(costs, fleet)
-        reservation = Reservation(self.router, request.request_id, attempt, self._slots.names[slot])
+        reservation = Reservation(self.router, request.request_id, attempt, self._names[slot])
         hit_blocks = int(fleet.hit_blocks[slot])
         hit_tokens = min(hit_blocks * self.options.block_tokens, request.most_hit_tokens)
         self._reserve(reservation, Work(slot, request.num_tokens, max(1, int(fleet.computed_tokens[slot]))), now)
@@ -258,7 +247,7 @@ class RoutingCore:
         used, new = request.keys[max(0, hit_blocks - 1) : hit_blocks], request.keys[hit_blocks:]
         if fleet.sources is not None:
             used, new = used + fleet.sources.last_held(slot), new + fleet.sources.lacking(slot)
-        mirror = self._slots.mirrors[slot]
+        mirror = self._mirrors[slot]
         for key in used:
             mirror.touch(key, now)
         if used:
@@ -267,7 +256,7 @@ class RoutingCore:
         self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens, prompt)
         self.counts.decisions += 1
         self.counts.degraded += degraded
-        names = tuple(self._slots.names)
+        names = tuple(self._names)
         decision = Decision(reservation, slot, degraded, hit_tokens, fleet, costs, names, self._known, tuple(excluded))
         if self._log is not None:
             self._log.add(decision)
@@ -334,10 +323,6 @@ class RoutingCore:
     def _reserve(self, reservation: Reservation, work: Work, now: float) -> None:
         self._loads.reserve(reservation, work, now)
         self._tell(Change.RESERVED, reservation, work.prompt_tokens, work.computed_tokens)
-
-    def note_started(self, reservation: Reservation, now: float) -> None:
-        """The replica begins to compute the prompt."""
-        self._loads.note_started(reservation, now)
 
     def note_first_token(self, reservation: Reservation, now: float, cached_tokens: int) -> None:
         """The first token has come; the replica had `cached_tokens` of the prompt, exact ones."""
@@ -433,7 +418,7 @@ class RoutingCore:
     def _apply(self, update: LoadUpdate, now: float) -> None:
         match update.change:
             case Change.RESERVED:
-                slot = self._slots.of_name.get(update.reservation.replica)
+                slot = self._slot_of.get(update.reservation.replica)
                 if slot is not None and update.reservation not in self._loads.open:
                     self._loads.reserve(
                         update.reservation, Work(slot, update.prompt_tokens, update.computed_tokens), now
@@ -455,8 +440,8 @@ class RoutingCore:
         """Compare sums and mirrors with what they are made from, for all keys that exist."""
         self._loads.check_integrity()
         self._demand.check_integrity()
-        for name, slot in self._slots.of_name.items():
-            mirror = self._slots.mirrors[slot]
+        for name, slot in self._slot_of.items():
+            mirror = self._mirrors[slot]
             mirror.check_integrity(keys)
             assert bool(self._known >> slot & 1) == mirror.is_synced, f"the knowledge of {name} is wrong"
         assert set(self._expected) <= set(self._loads.open), "a released request is expected to leave blocks"

@@ -244,12 +244,11 @@ def _kind(spec: GroupSpec) -> GroupKind:
     return GroupKind("full_attention")
 
 
-class _Snapshot:
+class _Snapshot(NamedTuple):
     """A snapshot that is being encoded."""
 
-    def __init__(self, frames: list[bytes], events: Iterator[BlockStored]) -> None:
-        self.frames = frames
-        self.events = events
+    frames: list[bytes]
+    events: Iterator[BlockStored]
 
 
 class Publisher:

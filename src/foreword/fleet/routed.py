@@ -38,7 +38,6 @@ from foreword.fleet.pulse import Pulse
 from foreword.fleet.replica import ReplicaFacts
 from foreword.fleet.warmth import Warmth
 from foreword.llm import LLM
-from foreword.request import SamplingParams
 from foreword.server.answer_stream import Accepted, AnswerStream, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error
 from foreword.server.engine_door import Merge, Number, PrefillSpeed, first
@@ -57,63 +56,6 @@ AVOIDED_S = 1.0
 READY_S = 300.0
 """Longest time that a request waits for a replica if none takes requests: replicas are replaced, on a busy machine in
 minutes. A request's own time limit may end it earlier."""
-
-
-def report(door: RoutedEngines) -> dict[str, Any]:
-    """The replicas, and what routing has done since the start."""
-    return {
-        "front": {"name": door.core.router, "process_id": os.getpid()},
-        "replicas": replicas(door),
-        "routing": asdict(door.core.counts),
-        "reasons": {reason.value: asdict(counts) for reason, counts in door.log.counts.items()},
-        "failover": asdict(door.counts),
-    }
-
-
-def decisions(door: RoutedEngines, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-    """Explanations of decisions. `request_id`: a response's id, or that of one of its prompts."""
-    if request_id is None:
-        return [one.as_dict() for one in list(door.log)[:limit]]
-    found = [one for one in door.log if one.reservation.request_id.rpartition("-")[0] == request_id]
-    return [one.as_dict() for one in (found or door.log.of_request(request_id))[:limit]]
-
-
-def replicas(door: RoutedEngines) -> list[dict[str, Any]]:
-    """Each replica: what is known of its cache, and what it has to do."""
-    loads = door.core.loads()
-    return [
-        {
-            "name": name,
-            "is_synced": door.core.mirror(name).is_synced,
-            "cached_blocks": len(door.core.mirror(name).parents),
-            "blocks": load.num_blocks,
-            "open_requests": load.num_open,
-            "waiting_tokens": load.waiting_tokens,
-            "tokens_per_s": load.tokens_per_s,
-            "process_id": door.facts[name].process_id,
-            "complaint": door.pulse.still.get(name),
-        }
-        for name, load in loads.items()
-    ]
-
-
-def numbers(door: RoutedEngines) -> list[Number]:
-    """The same for metrics."""
-    shown, counts = replicas(door), door.core.counts
-    of = {key: {one["name"]: float(one[key]) for one in shown} for key in (*_GAUGES, "is_synced")}
-    gauges = [Number(f"replica_{key}", meaning, of[key], "replica") for key, meaning in _GAUGES.items()]
-    still = {one["name"]: float(one["complaint"] is not None) for one in shown}
-    reasons = {reason.value: float(one.decisions) for reason, one in door.log.counts.items()}
-    tokens = {name: float(getattr(counts, f"{name}_tokens")) for name in ("predicted", "delivered", "overcredited")}
-    failed = {name: float(value) for name, value in asdict(door.counts).items()}
-    return [
-        *gauges,
-        Number("replica_synced", "1 where the replica's cache is known.", of["is_synced"], "replica"),
-        Number("replica_still", "1 where the replica does not answer, or its engine makes no step.", still, "replica"),
-        Number("routing_decisions", "Choices of a replica, by what decided.", reasons, "reason", True),
-        Number("routing_tokens", "Prompt tokens that choices counted on, and got.", tokens, "what", True),
-        Number("failover", "Requests whose replica died, and what followed.", failed, "what", True),
-    ]
 
 
 _GAUGES = {
@@ -202,15 +144,6 @@ class RoutedEngines:
     @property
     def num_engines(self) -> int:
         return len(self.core.replicas)
-
-    def numbers(self) -> list[Number]:
-        return numbers(self)
-
-    def report(self) -> dict[str, Any]:
-        return report(self)
-
-    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        return decisions(self, request_id, limit)
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
         """Send requests to a replica, once it has what requests use most; at once if there is no other replica."""
@@ -326,6 +259,63 @@ class RoutedEngines:
         """The same; replicas that it does not reach run the function before they take requests again."""
         return await self._calls.change(function, merge)
 
+    # ------------------------------------------------------------------ what operators see
+
+    def report(self) -> dict[str, Any]:
+        """The replicas, and what routing has done since the start."""
+        return {
+            "front": {"name": self.core.router, "process_id": os.getpid()},
+            "replicas": self.replicas(),
+            "routing": asdict(self.core.counts),
+            "reasons": {reason.value: asdict(counts) for reason, counts in self.log.counts.items()},
+            "failover": asdict(self.counts),
+        }
+
+    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        """Explanations of decisions. `request_id`: a response's id, or that of one of its prompts."""
+        if request_id is None:
+            return [one.as_dict() for one in list(self.log)[:limit]]
+        found = [one for one in self.log if one.reservation.request_id.rpartition("-")[0] == request_id]
+        return [one.as_dict() for one in (found or self.log.of_request(request_id))[:limit]]
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """Each replica: what is known of its cache, and what it has to do."""
+        loads = self.core.loads()
+        return [
+            {
+                "name": name,
+                "is_synced": self.core.mirror(name).is_synced,
+                "cached_blocks": len(self.core.mirror(name).parents),
+                "blocks": load.num_blocks,
+                "open_requests": load.num_open,
+                "waiting_tokens": load.waiting_tokens,
+                "tokens_per_s": load.tokens_per_s,
+                "process_id": self.facts[name].process_id,
+                "complaint": self.pulse.still.get(name),
+            }
+            for name, load in loads.items()
+        ]
+
+    def numbers(self) -> list[Number]:
+        """The same for metrics."""
+        shown, counts = self.replicas(), self.core.counts
+        of = {key: {one["name"]: float(one[key]) for one in shown} for key in (*_GAUGES, "is_synced")}
+        gauges = [Number(f"replica_{key}", meaning, of[key], "replica") for key, meaning in _GAUGES.items()]
+        still = {one["name"]: float(one["complaint"] is not None) for one in shown}
+        reasons = {reason.value: float(one.decisions) for reason, one in self.log.counts.items()}
+        tokens = {name: float(getattr(counts, f"{name}_tokens")) for name in ("predicted", "delivered", "overcredited")}
+        failed = {name: float(value) for name, value in asdict(self.counts).items()}
+        return [
+            *gauges,
+            Number("replica_synced", "1 where the replica's cache is known.", of["is_synced"], "replica"),
+            Number(
+                "replica_still", "1 where the replica does not answer, or its engine makes no step.", still, "replica"
+            ),
+            Number("routing_decisions", "Choices of a replica, by what decided.", reasons, "reason", True),
+            Number("routing_tokens", "Prompt tokens that choices counted on, and got.", tokens, "what", True),
+            Number("failover", "Requests whose replica died, and what followed.", failed, "what", True),
+        ]
+
     # ------------------------------------------------------------------ one stream
 
     async def _answer(self, stream: AnswerStream) -> None:
@@ -364,7 +354,7 @@ class RoutedEngines:
             copied = [CopiedRun(run.begin, run.end, _keys_to(run.source_end, source)) for run, source in linked]
             asked = (mark.end for mark in job.prompt.marks if mark.keep.source not in (RETAIN, PIN))  # no hints'
             routing = RoutingRequest.of_sequence(sequence, max(asked, default=None), job.prompt.session, copied)
-            if not _reads_cache(job.params):
+            if not job.params.reads_cache:
                 routing = replace(routing, keys=[])
             answering = Answering(stream, job, first_choice, self._front.engine.clock)
             stream.outputs.append(answering.output)
@@ -489,7 +479,3 @@ class RoutedEngines:
 def _keys_to(end: int, source: TokenSequence) -> list[Key]:
     """The keys of the blocks that hold a source's first `end` tokens."""
     return list(source.block_hashes()[: -(-end // source.block_size)])
-
-
-def _reads_cache(params: SamplingParams) -> bool:
-    return params.reads_cache

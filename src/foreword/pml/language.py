@@ -259,21 +259,17 @@ def _recompute(element: Element) -> tuple[bool, int | None]:
 
 def check_names(module: Module) -> None:
     """Raise SchemaError if two modules directly in this one, or two of its parameters, have the same name."""
-    seen: dict[str, Place] = {}
-    for one, _ in module.modules():
-        if one.name in seen:
-            raise one.place.error(
-                SchemaError, f"the module {one.name!r} is also in line {seen[one.name].line}; give each its own name"
-            )
-        seen[one.name] = one.place
-    places: dict[str, Place] = {}
-    for parameter in _parameters(module.children):
-        if parameter.name in places:
-            line = places[parameter.name].line
-            raise parameter.place.error(
-                SchemaError, f"the parameter {parameter.name!r} is also in line {line}; give each its own name"
-            )
-        places[parameter.name] = parameter.place
+    for kind, named in (
+        ("module", [one for one, _ in module.modules()]),
+        ("parameter", _parameters(module.children)),
+    ):
+        seen: dict[str, int] = {}
+        for one in named:
+            if one.name in seen:
+                raise one.place.error(
+                    SchemaError, f"the {kind} {one.name!r} is also in line {seen[one.name]}; give each its own name"
+                )
+            seen[one.name] = one.place.line
 
 
 def _parameters(children: tuple[Child, ...]) -> list[Parameter]:

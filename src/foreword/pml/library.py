@@ -196,7 +196,10 @@ def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
     named = f"src={name!r}" if name else f"the file {str(path)!r}"
     try:
         # A pipe or a device could block forever.
-        content = None if path.exists() and not path.is_file() else _beginning(path, most_bytes + 1)
+        content = None
+        if path.is_file() or not path.exists():
+            with path.open("rb") as file:
+                content = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise place.error(PMLError, f"{named} cannot be read: {reason}") from error
@@ -207,8 +210,3 @@ def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
             PMLSyntaxError, f"{named} is too large: a schema and its files may have {MAX_BYTES:,} bytes; split it"
         )
     return content
-
-
-def _beginning(path: Path, num_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(num_bytes)

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -56,13 +56,6 @@ class Lru(Generic[Key]):
         """Evict down to the capacity."""
         while self.capacity is not None and self._weight > self.capacity:
             self._weight -= self._weights.popitem(last=False)[1]
-
-
-class SimulatedCache(Protocol):
-    """A cache on which requests are replayed."""
-
-    def admit(self, request: RecordedRequest) -> int:
-        """Number of the next request's leading blocks that the cache held when it came."""
 
 
 @dataclass(slots=True)

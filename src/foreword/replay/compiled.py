@@ -13,7 +13,7 @@ import numpy.typing as npt
 from foreword.kernels.runtime.compiled import cached
 
 if TYPE_CHECKING:
-    from foreword.replay.tables import Tables, Uses
+    from foreword.replay.curve import Tables, Uses
 
 Counts = npt.NDArray[np.int32]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ import numpy.typing as npt
 from foreword.cache.block_ids import Int64Array
 from foreword.errors import ConfigError
 from foreword.replay.keys import PrefixKeys
-from foreword.replay.tables import Tables, Uses
 
+FloatArray = npt.NDArray[np.float64]
 MIN_BLOCKS = 1024
 NUM_PARTS = 16
 """Parts of the sample; the error is estimated from the differences between them."""
@@ -31,6 +31,38 @@ MAX_SAMPLED_BLOCKS = 32_768
 """Size of the sample, about 3 MB. Caches with no larger capacity are followed block by block, without an error."""
 WINDOW_BLOCKS = 2**22
 """Number of prompt blocks after which older counts are halved: old traffic fades."""
+
+
+class Uses(NamedTuple):
+    """Facts about blocks at the time when requests used them, laid end to end."""
+
+    distances: Int64Array
+    """[blocks]: distance of each, 0 for those never seen."""
+    idle: FloatArray
+    """[blocks]: time since the last use of each; meaningless for those never seen."""
+
+
+class Tables(NamedTuple):
+    """Blocks are numbered in the order in which they came first.
+
+    A block's last use has a stamp, and the distance is the number of stamps in use from the block's own on:
+
+        stamps    . x . x | . . x x | x . . .        x: some block's last use
+                      ^ 1   +   2   + 1  = 4
+    """
+
+    block_of_bucket: npt.NDArray[np.int32]
+    """[a power of 2, at least twice the blocks]: hash table with linear probing; -1: empty."""
+    key_of: PrefixKeys
+    """[blocks]"""
+    stamp_of: Int64Array
+    """[blocks]; -1: none."""
+    last_use: FloatArray
+    """[blocks]"""
+    block_of_stamp: npt.NDArray[np.int32]
+    """[stamps]; of a stamp in use, the block's own `stamp_of` is that stamp."""
+    counts: npt.NDArray[np.int32]
+    """[stamps + 1]: Fenwick tree; entry i counts the stamps in use among the (i & -i) that end before stamp i."""
 
 
 class LruStack:
@@ -180,7 +212,7 @@ class LruCurve:
         """Number of different blocks, estimated if sampled."""
         return round(len(self._stack) / self.sampling_rate)
 
-    def hit_ratios(self, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def hit_ratios(self, capacities: npt.ArrayLike) -> FloatArray:
         """Share of all block accesses that LRU would find, for each capacity in blocks.
 
         A sample seldom has exactly its share of the accesses; the difference is counted as hits at every capacity,
@@ -190,26 +222,26 @@ class LruCurve:
         if self.sampling_rate < 1.0:
             hits = hits + self.num_accesses * self.sampling_rate - self.num_sampled
         scale = max(1.0, self.num_accesses * self.sampling_rate)
-        ratios: npt.NDArray[np.float64] = np.clip(np.asarray(hits, np.float64) / scale, 0.0, 1.0)
+        ratios: FloatArray = np.clip(np.asarray(hits, np.float64) / scale, 0.0, 1.0)
         return ratios
 
-    def standard_errors(self, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def standard_errors(self, capacities: npt.ArrayLike) -> FloatArray:
         """Standard errors of `hit_ratios`, from the differences between parts of the sample; zeros without sampling."""
         capacities = np.asarray(capacities)
         if self.sampling_rate == 1.0:
             return np.zeros(capacities.shape)
         parts = np.stack([self._hits(part, capacities) for part in range(NUM_PARTS)])
         parts = parts * NUM_PARTS / max(1.0, self.num_accesses * self.sampling_rate)
-        errors: npt.NDArray[np.float64] = parts.std(axis=0, ddof=1) / np.sqrt(NUM_PARTS)
+        errors: FloatArray = parts.std(axis=0, ddof=1) / np.sqrt(NUM_PARTS)
         return errors
 
-    def _hits(self, part: int, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def _hits(self, part: int, capacities: npt.ArrayLike) -> FloatArray:
         histogram = self._histograms[part].copy()
         histogram[0] = 0
         found = np.flatnonzero(histogram)
         counts = np.concatenate(([0], np.cumsum(histogram[found])))
         at_capacity = np.searchsorted(found / self.sampling_rate, capacities, side="right")
-        hits: npt.NDArray[np.float64] = counts[at_capacity].astype(np.float64)
+        hits: FloatArray = counts[at_capacity].astype(np.float64)
         return hits
 
 

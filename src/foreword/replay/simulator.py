@@ -24,10 +24,9 @@ from foreword.cache.block_ids import Int64Array
 from foreword.errors import ConfigError
 from foreword.replay.caches import HitCount, LruCache, ManagerCache
 from foreword.replay.capacity import Capacity
-from foreword.replay.curve import LruCurve
+from foreword.replay.curve import FloatArray, LruCurve, Uses
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.policies import POLICIES
-from foreword.replay.tables import FloatArray, Uses
 from foreword.replay.trace import RecordedRequest
 
 BATCH_BLOCKS = 2**15
