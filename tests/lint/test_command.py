@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from foreword.cli import main
 from foreword.demo.run import embedded_model
 from foreword.errors import TraceError
-from foreword.lint.file import read_prompts
+from foreword.lint.prompts import read_prompts
 from foreword.text import Tokenizer
 from lint.planted import FACTS, NUM_REQUESTS, conversation, question
 from tiny_models import save_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foreword.errors import TraceError
-from foreword.lint.file import read_prompts
+from foreword.lint.prompts import read_prompts
 from foreword.replay.trace import RecordedRequest, TraceReader
 from foreword.text import Tokenizer
 from real_models import real_model

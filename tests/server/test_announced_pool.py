@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from foreword import LLM
+from foreword.server.observe.log import log_model
 from foreword.server.observe.metrics import infos_of
-from foreword.server.startup import log_model
 from tiny_models import TinyModels
 
 
@@ -19,7 +19,7 @@ def test_the_pools_tokens_are_those_of_all_groups(
 ) -> None:
     with (
         LLM(str(tiny_models.folder(name)), num_gpu_blocks_override=600, self_check=False) as llm,
-        caplog.at_level(logging.INFO, "foreword.server.startup"),
+        caplog.at_level(logging.INFO, "foreword.server.observe.log"),
     ):
         log_model(llm, "tiny")
         told = infos_of(llm, llm.engine.snapshot())["config_info"]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from foreword import SamplingParams
+from foreword.server.observe.log import log_model
 from foreword.server.options import ServerConfig
-from foreword.server.startup import log_model
 from live_server import MODEL, ServerThread, embedded_llm, post
 
 RECOMMENDED = {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.3}

@@ -328,7 +328,7 @@ def test_the_estimate_of_more_memory_takes_no_token_after_a_gap_for_a_plain_prom
 
 
 def test_a_record_and_its_line_name_the_method(server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
-    from foreword.server.observe.traffic_log import log_request
+    from foreword.server.observe.log import log_request
 
     ask(server, documents(10), link="none")
     [record] = server.service.records.recent(1)

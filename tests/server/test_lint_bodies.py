@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from foreword.lint.file import read_prompts
+from foreword.lint.prompts import read_prompts
 from foreword.server.options import ServerConfig
 from live_server import FACTS, MODEL, ServerThread, embedded_llm, post
 

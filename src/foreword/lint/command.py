@@ -15,7 +15,7 @@ from rich.console import Console
 
 from foreword.errors import ConfigError
 from foreword.lint.check import BLOCK_TOKENS, Finding, LintReport, lint_prompts
-from foreword.lint.file import RecordedPrompts, read_prompts
+from foreword.lint.prompts import RecordedPrompts, read_prompts
 from foreword.text import Tokenizer
 
 MAX_SHOWN = 72

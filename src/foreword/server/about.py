@@ -1,6 +1,7 @@
 """Endpoints about the server itself, and from text to tokens and back.
 
-Knows the endpoints that generate nothing: /health, /version, /v1/models, /tokenize, /detokenize.
+Knows the endpoints that generate nothing: /health, /version, /v1/models, /tokenize, /detokenize. For operators:
+/v1/cluster reports the replicas, /v1/load_lora_adapter and /v1/unload_lora_adapter change which adapters are served.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from foreword import __version__
-from foreword.server.api_errors import bad_request
-from foreword.server.bodies.off_loop import off_loop
+from foreword.request import LoRARequest
+from foreword.server.api_errors import APIError, bad_request, unknown_model
+from foreword.server.bodies.fields import Body
+from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import DetokenizeRequest, TokenizeRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.http import Authorized, dialect_of, json_response, service_of
-from foreword.server.intake import body_of, takes, with_body
+from foreword.server.intake import body_of, operators_body_of, takes, with_body
+from foreword.server.service import Service
 
 router = APIRouter()
 
@@ -123,3 +128,79 @@ async def detokenize(
         raise bad_request(f"token {largest} is out of range; ids are 0 to {size - 1}", param="tokens")
     text = await with_body(request, lambda: service.tokenizer.spell(body.tokens))
     return json_response({"prompt": text})
+
+
+MOST_LISTED = 256
+
+
+@router.get("/v1/cluster")
+async def cluster(request: Request) -> Response:
+    """The replicas, what is known of their caches, and what routing has done since the start."""
+    report = _service(request).thread.report()
+    assert report is not None
+    return json_response({"object": "cluster", **report})
+
+
+@router.get("/v1/cluster/explain")
+async def explain(request: Request, request_id: str | None = None, limit: int = 20) -> Response:
+    """Why requests went where they went, the newest first; with `request_id`, the attempts of that response."""
+    service = _service(request)
+    if not 1 <= limit <= MOST_LISTED:
+        raise APIError(400, f"limit={limit} is out of range; use 1 to {MOST_LISTED}", param="limit")
+    found = service.thread.decisions(request_id, limit)
+    if request_id is not None and not found:
+        raise APIError(404, f"There is no decision about {request_id!r:.100} (any more).", code="not_found")
+    return json_response({"object": "list", "data": found})
+
+
+def _service(request: Request) -> Service:
+    """Raises APIError 401 or 403 unless an operator asks, 404 if one engine serves."""
+    service = service_of(request)
+    service.operators.check(request.scope)
+    if service.thread.report() is None:
+        raise APIError(404, "One engine serves here; start the server with --replicas for several.", code="no_cluster")
+    return service
+
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadRequest(Body):
+    """POST /v1/load_lora_adapter."""
+
+    HOLDS = "tokens"
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    HOLDS = "tokens"
+
+    lora_name: Name
+    lora_int_id: int | None = None
+
+
+@router.post("/v1/load_lora_adapter", tags=["adapters"], openapi_extra=takes(LoadRequest))
+async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadRequest))], request: Request) -> Response:
+    """Serve the adapter in a folder under a name, after it was read and checked. For operators."""
+    service = service_of(request)
+    wanted = LoRARequest(body.lora_name, lora_path=body.lora_path, load_inplace=body.load_inplace)
+    service.adapters.check_new(wanted)
+    adapter = await service.adapters.load_in(service.crews.adapters, wanted)
+    service.adapters.check_new(wanted)  # another call may have been faster
+    service.adapters.add(wanted)
+    return json_response({"object": "adapter", "id": body.lora_name, "digest": adapter.digest, "loaded": True})
+
+
+@router.post("/v1/unload_lora_adapter", tags=["adapters"], openapi_extra=takes(UnloadRequest))
+async def unload(
+    body: Annotated[UnloadRequest, Depends(operators_body_of(UnloadRequest))], request: Request
+) -> Response:
+    """Serve an adapter no longer; requests that run under it end as they would. For operators."""
+    if not service_of(request).adapters.remove(body.lora_name):
+        raise unknown_model(body.lora_name)
+    return json_response({"object": "adapter", "id": body.lora_name, "loaded": False})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -23,14 +23,18 @@ from starlette.types import Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, adapters_api, cache_api, cluster_api, hints_api, schemas_api, sessions_api
-from foreword.server.adapters_api import LoadRequest, UnloadRequest
+from foreword.server import about, cache_api, schemas_api
+from foreword.server.about import LoadRequest, UnloadRequest
 from foreword.server.api_errors import APIError
 from foreword.server.arrival import Arrival
 from foreword.server.bodies.fields import Body
 from foreword.server.cache_api import EntryChange, PinRequest
+from foreword.server.dialect import Dialect
+from foreword.server.dialects.anthropic.dialect import Anthropic
+from foreword.server.dialects.gemini.dialect import Gemini
+from foreword.server.dialects.ollama.dialect import Ollama
+from foreword.server.dialects.openai.dialect import OpenAI
 from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
-from foreword.server.dialects.registry import DIALECTS, choose
 from foreword.server.engine_thread import in_a_thread
 from foreword.server.full_passes import FullPasses
 from foreword.server.hints import HintsRequest
@@ -42,6 +46,8 @@ from foreword.server.service import OpenDoor, Service, new_id
 
 logger = logging.getLogger(__name__)
 
+DIALECTS: tuple[Dialect, ...] = (Anthropic(), Gemini(), Ollama(), OpenAI())
+"""In the order in which they are asked whether a call is theirs; the last one takes every call."""
 OWN_BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
@@ -87,13 +93,8 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     for dialect in DIALECTS:
         for router in dialect.routers:
             app.include_router(router)
-    app.include_router(about.router)
-    app.include_router(adapters_api.router)
-    app.include_router(cache_api.router)
-    app.include_router(cluster_api.router)
-    app.include_router(hints_api.router)
-    app.include_router(schemas_api.router)
-    app.include_router(sessions_api.router)
+    for own in (about, cache_api, schemas_api):
+        app.include_router(own.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     app.add_middleware(TimeLimit, limit_s=config.request_timeout_s)
@@ -135,6 +136,14 @@ class _App(FastAPI):
             await send(message)
 
         return with_id
+
+
+def choose(path: str, headers: Mapping[str, str]) -> tuple[Dialect, str]:
+    """The dialect of a call, and its path without the dialect's name in front."""
+    for dialect in DIALECTS:
+        if path.startswith(f"/{dialect.name}/"):
+            return dialect, path.removeprefix(f"/{dialect.name}")
+    return next(dialect for dialect in DIALECTS if dialect.speaks(path, headers)), path
 
 
 # --------------------------------------------------------------------- errors

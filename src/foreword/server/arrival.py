@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import MutableMapping
 from contextlib import suppress
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.server.observe.http_requests import HttpRequests
+from foreword.server.api_errors import APIError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,46 @@ MOST_DROPPING_S = 10.0
 """How much of a body is read, and how long, after its answer."""
 LEFT = 499
 """The status that counts for a client that left before its answer."""
+UNKNOWN = "unknown"
+"""The endpoint of paths that there are none of: clients may make up any number of them."""
+
+
+class HttpRequests:
+    """Counts of calls. Belongs to the event loop; other threads may read `counts`."""
+
+    def __init__(self, *, logs_refusals: bool) -> None:
+        self.counts = Counter[tuple[str, str]]()
+        """By endpoint and status."""
+        self.num_running = 0
+        """Calls that have come and not ended."""
+        self._logs_refusals = logs_refusals
+
+    def note(self, scope: MutableMapping[str, Any], status: int) -> None:
+        """Count a call that has ended. `scope["state"]["error"]` is what refused it."""
+        endpoint = getattr(scope.get("route"), "path", None) or UNKNOWN
+        self.counts[endpoint, str(status)] += 1
+        if status < 400 or not self._logs_refusals:
+            return
+        error = scope.get("state", {}).get("error")
+        code, param = (error.code, error.param) if isinstance(error, APIError) else (None, None)
+        fields = {
+            "event": "refused",
+            "request_id": scope.get("state", {}).get("request_id"),
+            "method": scope["method"],
+            "endpoint": endpoint,
+            "status": status,
+            "code": code,
+            "param": param,
+        }
+        logger.info(
+            "%s %s answered with %d%s%s",
+            scope["method"],
+            endpoint,
+            status,
+            f", {code}" if code else "",
+            f", of {param}" if param else "",
+            extra={"fields": fields},
+        )
 
 
 class Arrival:

@@ -2,6 +2,7 @@
 
 /v1/cache/entries has the prefixes that are kept, whoever asked for them, and the pin API: tenants see and end their
 own, operators all. Marks of all dialects make entries too; this API lists, changes and ends them like its own.
+/v1/cache/sessions has what each session used and found, and its end, /v1/cache/hints what orchestrators ask.
 """
 
 from __future__ import annotations
@@ -18,29 +19,31 @@ from pydantic import Field
 from starlette.responses import Response
 
 from foreword.cache import BlockState, CacheEntry, MissReason, PrefixNode
-from foreword.engine import Engine, Keep, Mark, Snapshot
+from foreword.engine import Engine, Keep, Mark, Prompt, Snapshot
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.fields import Body
-from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import caller_of
+from foreword.server.calls import caller_of, check_session_id
+from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
-from foreword.server.engine_door import all_prefixes, best, most
-from foreword.server.http import Authorized, authorized, json_response, respond, service_of
+from foreword.server.engine_door import all_prefixes, best, longest, most
+from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
+from foreword.server.http import Authorized, authorized, finished, json_response, respond, service_of
 from foreword.server.intake import body_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
-from foreword.server.records import RequestRecord, TenantStats, namespace_of
-from foreword.server.service import Service, new_id
+from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of
+from foreword.server.service import Caller, Service, new_id
 from foreword.text import Tokenizer
 
 router = APIRouter(tags=["cache"])
 DEFAULT_TREE_NODES = 50
 MAX_TREE_NODES = 500
 MAX_LISTED_PROMPTS = 50
+DEFAULT_SESSIONS, MAX_SESSIONS = 100, 1_000
 MAX_TTL_S = 366 * 86_400.0
 Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 
@@ -394,3 +397,140 @@ class _PinnedEntry:
     async def events(self) -> AsyncIterator[list[Event]]:
         raise AssertionError("entries are not streamed")
         yield []
+
+
+@router.post("/v1/cache/hints", openapi_extra=takes(HintsRequest))
+async def hint(
+    body: Annotated[HintsRequest, Depends(body_of(HintsRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """Carry out the actions of an envelope, in their order. Each payload names its `session_id`."""
+    service, hints = service_of(request), Hints(body.kv_hints)
+    for number, one in hints.usable.items():
+        try:
+            await _carry_out(service, tenant, hints, number, one)
+        except UnusableHintError as error:
+            hints.note(number, error.outcome, detail=str(error))
+        except APIError as error:
+            hints.note(number, "rejected", detail=str(error))
+    return json_response({"object": "cache.hints", "message_id": body.kv_hints.message_id, "actions": hints.report()})
+
+
+async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int, hint: Hint) -> None:
+    """Carry out one action, and note its outcome. Raises UnusableHintError for one that has nothing to act on."""
+    session_id = hint.action.payload.get("session_id")
+    if not isinstance(session_id, str) or not session_id:
+        raise UnusableHintError("rejected", "the payload names no session_id")
+    if hint.name == "demote":
+        num_blocks = await service.close_session(tenant, session_id)
+        if num_blocks is None:
+            raise UnusableHintError("missing", "no request of this session left anything in memory")
+        hints.note(number, "accepted", blocks_given_up=num_blocks)
+        return
+    record = _newest(service, tenant, session_id)
+    if hint.name == "prefetch":
+        caller = Caller(tenant, "cache.hints")  # it is none of the session's requests, but its blocks are the session's
+        prompt = Prompt(record.prompt_token_ids, session=session_id)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        answer = await service.start(caller, new_id("hint_"), [prompt], params, stream=False)
+        await finished(answer)
+        [output] = answer.outputs
+        computed = len(prompt.token_ids) - output.num_cached_tokens
+        hints.note(number, "accepted", cached_tokens=output.num_cached_tokens, computed_tokens=computed)
+        return
+    mark = hint.mark(record.num_prompt_tokens)
+    if mark is None or not service.llm.engine.entries.are_possible:
+        hints.note_kept(number, None, 0)
+        return
+    prompt = replace(
+        service.prompt_of(record.prompt_token_ids[: mark.end], record.salt), owner=service.tenants.owner(tenant)
+    )
+    keep = mark.keep
+    entry = await service.thread.change(lambda engine: engine.entries.pin(prompt, keep), longest)
+    hints.note_kept(number, entry, record.num_prompt_tokens)
+
+
+def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
+    """The session's request that ended last. Raises UnusableHintError if there is none that tokens alone describe."""
+    ended = service.records.recent(MAX_RECORDS, tenant.name)
+    record = next((one for one in ended if one.session_id == session_id and one.first_scheduled_time), None)
+    if record is None:
+        raise UnusableHintError("missing", f"none of the last {MAX_RECORDS} requests is of this session")
+    if record.spans or record.jumps or record.link_method or record.adapter or record.adapter_begins_inside:
+        raise UnusableHintError("missing", "the session's newest prompt has pictures, embeddings, links or an adapter")
+    if record.salt != service.tenants.namespace(tenant, None):
+        raise UnusableHintError("missing", "the session's newest prompt has a cache_salt")
+    return record
+
+
+@router.get("/v1/cache/sessions")
+async def list_sessions(request: Request, limit: int = DEFAULT_SESSIONS) -> Response:
+    """The sessions whose requests ended last, the newest first, with what they found in the cache.
+
+    For operators only if the server has no keys file: all clients are one tenant then.
+    """
+    if not 1 <= limit <= MAX_SESSIONS:
+        raise bad_request(f"limit={limit} is out of range; use 1 to {MAX_SESSIONS}", param="limit")
+    service = service_of(request)
+    if service.config.keys_file is None:
+        service.operators.check(request.scope)
+    found = service.records.sessions(limit, tenant=await _visible_tenant(request))
+    return json_response({"object": "list", "data": [session_report(*one) for one in found]})
+
+
+@router.get("/v1/cache/sessions/{session_id:path}")
+async def show_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
+    """One session of the caller. For operators: that of `tenant`, or the one used last of those with its id."""
+    found, stats = await _find(request, session_id, tenant)
+    if stats is None:
+        raise _unknown(session_id)
+    return json_response(session_report(found, session_id, stats))
+
+
+@router.delete("/v1/cache/sessions/{session_id:path}")
+async def close_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
+    """Close a session: what only its requests used is evicted before all else. Its later requests begin a new one."""
+    found, stats = await _find(request, session_id, tenant)
+    num_blocks = await service_of(request).close_session(Tenant(found), session_id)
+    if num_blocks is None and stats is None:
+        raise _unknown(session_id)
+    told = {"id": session_id, "object": "cache.session", "tenant": found, "closed": True}
+    return json_response({**told, "blocks_given_up": num_blocks or 0})
+
+
+def session_report(tenant: str, session_id: str, stats: SessionStats) -> dict[str, Any]:
+    """A session, for JSON."""
+    return {
+        "id": session_id,
+        "object": "cache.session",
+        "tenant": tenant,
+        **stats.report(),
+        "first_used_at": round(stats.first_time, 3),
+        "last_used_at": round(stats.last_time, 3),
+    }
+
+
+async def _visible_tenant(request: Request) -> str | None:
+    """The tenant whose sessions the caller may see; None: those of all."""
+    service = service_of(request)
+    if service.tenants.asks_for_keys and service.operators.is_operator(request.scope):
+        return None
+    return (await authorized(request)).name
+
+
+async def _find(request: Request, session_id: str, tenant: str | None) -> tuple[str, SessionStats | None]:
+    """A session's tenant and totals. Raises APIError: 400 for an id that none can have, 404 for one that none has."""
+    check_session_id(session_id)
+    visible, records = await _visible_tenant(request), service_of(request).records
+    if visible is not None and tenant not in (None, visible):
+        raise _unknown(session_id)
+    owner = visible or tenant
+    if owner is not None:
+        return owner, records.session(owner, session_id)
+    found = next(((tenant, stats) for tenant, one, stats in records.sessions(None) if one == session_id), None)
+    if found is None:
+        raise _unknown(session_id)
+    return found
+
+
+def _unknown(session_id: str) -> APIError:
+    return APIError(404, f"There is no session {session_id!r:.100} (any more).", code="not_found")

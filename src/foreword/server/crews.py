@@ -26,6 +26,8 @@ CALLER: ContextVar[str] = ContextVar("foreword_caller", default="")
 """The tenant whose call the running task answers: work takes turns by it."""
 MOST_OF_ALL = 16
 """All callers together may have this many times what one may have waiting."""
+MANY_BYTES = 16 * 1024
+"""Size of a JSON text that takes one or two milliseconds to read or write."""
 KEPT = 0.8
 """Weight of the mean seconds of a crew's work so far, after each piece."""
 
@@ -173,3 +175,8 @@ class Crews:
 
     def __iter__(self) -> Iterator[Crew]:
         yield from (self.text, self.grammars, self.schemas, self.modules, self.adapters, self.pictures, self.fetches)
+
+
+async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
+    """The result of `work` on `num_bytes` bytes: computed at once if they are few, in a thread if they are many."""
+    return await asyncio.to_thread(work) if num_bytes > MANY_BYTES else work()

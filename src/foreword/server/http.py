@@ -15,8 +15,7 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import DEADLINE, AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
 from foreword.server.bodies.json_scan import to_json, to_long_json
-from foreword.server.bodies.off_loop import off_loop
-from foreword.server.crews import CALLER
+from foreword.server.crews import CALLER, off_loop
 from foreword.server.dialect import Dialect, Event
 from foreword.server.service import Service
 

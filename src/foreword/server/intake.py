@@ -22,7 +22,7 @@ from foreword.server.api_errors import APIError, InvalidFieldError, UnknownField
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import Body, UnknownFields
 from foreword.server.bodies.json_scan import parse_json, scan_json
-from foreword.server.bodies.off_loop import off_loop
+from foreword.server.crews import off_loop
 from foreword.server.http import authorized, service_of
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -23,9 +23,9 @@ from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.engine_thread import in_a_thread
+from foreword.server.observe.log import log_addresses, log_model, log_stopping
 from foreword.server.options import ServerConfig, name_of_model
 from foreword.server.service import OpenDoor
-from foreword.server.startup import log_addresses, log_model, log_stopping
 
 logger = logging.getLogger(__name__)
 

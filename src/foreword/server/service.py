@@ -38,6 +38,7 @@ from foreword.server.api_errors import (
     unknown_model,
     wrong_key,
 )
+from foreword.server.arrival import HttpRequests
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import UnknownFields
 from foreword.server.bodies.json_scan import scan_json
@@ -48,13 +49,12 @@ from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
 from foreword.server.hints import Hints
 from foreword.server.kept_responses import KeptResponses
-from foreword.server.observe.http_requests import HttpRequests
 from foreword.server.observe.insight import Insight
+from foreword.server.observe.log import TrafficLog, log_request
 from foreword.server.observe.metrics import Metrics, infos_of
 from foreword.server.observe.more_memory import MoreMemory
 from foreword.server.observe.recorder import Recorder
 from foreword.server.observe.tracing import Tracing
-from foreword.server.observe.traffic_log import TrafficLog, log_request
 from foreword.server.options import ServerConfig
 from foreword.server.records import Listener, ListenerHealth, Records, RequestRecord
 from foreword.server.resources.folder import open_folder

@@ -23,10 +23,9 @@ from foreword.engine.tiering.loads import LoadCounts
 from foreword.engine.tiering.offers import StoreCounts
 from foreword.request import DraftCounts
 from foreword.server.dashboard import drawings
-from foreword.server.dashboard.page import RATE_S, tokens_per_second
-from foreword.server.dashboard.parting import compared, parting
+from foreword.server.dashboard.drawings import draft_rows, tier_rows
+from foreword.server.dashboard.page import RATE_S, compared, parting, tokens_per_second
 from foreword.server.dashboard.prefixes import prompt_of_prefix
-from foreword.server.dashboard.rows import draft_rows, tier_rows
 from foreword.server.options import ServerConfig
 from foreword.server.records import RequestRecord
 from foreword.tiers.tier import TierStats

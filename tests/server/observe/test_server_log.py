@@ -15,10 +15,9 @@ import pytest
 from foreword.config import EngineConfig
 from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
 from foreword.model.cpu.product import can_multiply
-from foreword.server.observe.traffic_log import Traffic, TrafficLog
+from foreword.server.observe.log import Traffic, TrafficLog, log_addresses
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord, TenantStats
-from foreword.server.startup import log_addresses
 from live_server import ServerProcess, post, wait_until
 
 PROMPT = "A line that no other test sends: the violet badger keeps seven umbrellas."

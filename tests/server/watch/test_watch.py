@@ -24,7 +24,7 @@ from foreword import cli
 from foreword.cache import BlockRemoved, BlockStored, KVCacheEvent
 from foreword.events.subscriber import Subscriber
 from foreword.replay.trace import TraceReader
-from foreword.server.watch.page import figure_texts, more_memory
+from foreword.server.watch.dashboard import figure_texts, more_memory
 from foreword.server.watch.watcher import Report, Watcher
 from live_server import wait_until
 from server.dashboard.test_dashboard import BUILD, browser, needs_browser

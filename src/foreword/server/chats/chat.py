@@ -15,8 +15,8 @@ from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_scan import parse_json
-from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
+from foreword.server.crews import off_loop
 from foreword.server.service import Caller, ChatMark, Ending, Service, digests
 from foreword.text import Tokenizer
 from foreword.text.conversation import Place

@@ -11,17 +11,21 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import BlockState, EvictionCause
+from foreword.cache import BlockState, CacheEntry, EvictionCause
+from foreword.engine import Snapshot, TierReport, TiersReport
+from foreword.replay.curve import CurvePoint
+from foreword.request import DraftCounts
 from foreword.server.observe.explanations import IN_WORDS, LOAD_FAILURES_IN_WORDS, NEW_TEXT, text_of
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
+from foreword.server.service import Service
 from foreword.text import Tokenizer
 
 NUM_BINS = 60
@@ -311,4 +315,160 @@ def _reason(name: str, kind: str, num_tokens: int, num_requests: int, most: int)
         f"<small>{requests(num_requests)}</small></div>"
         '<div class="bar"><div style="width:100%">'
         f'<i class="{kind}" style="width:{100 * num_tokens / most:.1f}%"></i></div></div></div>'
+    )
+
+
+def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, seconds_per_token: float) -> str:
+    """The whole card, for blocks of `block_bytes`; a hit saves `seconds_per_token` of prefill for each token."""
+    if not curve and not look.stats.requests:
+        return '<div class="empty">No curve yet: it is drawn from requests that have ended.</div>'
+    return drawn_curve(curve, lambda num_blocks: size(num_blocks * block_bytes)) + _of_ghosts(
+        look, block_bytes, seconds_per_token
+    )
+
+
+def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str:
+    """Hit rates over sizes of the pool, the first of them its own; `size` puts a number of blocks into words."""
+    if not points:
+        return ""
+    width = 100 / len(points)
+    middles = [width * (at + 0.5) for at in range(len(points))]
+    heights = [100 - 100 * point.hit_rate for point in points]
+    errors = [100 * point.standard_error for point in points]
+    band = [f"{x:.2f} {max(0.0, y - 2 * e):.2f}" for x, y, e in zip(middles, heights, errors, strict=True)]
+    band += [
+        f"{x:.2f} {min(100.0, y + 2 * e):.2f}" for x, y, e in reversed([*zip(middles, heights, errors, strict=True)])
+    ]
+    line = [f"{x:.2f} {y:.2f}" for x, y in zip(middles, heights, strict=True)]
+    shapes = f'<path class="level" d="M{line[0]}H100"/>'  # the part above it is the gain
+    shapes += f'<path class="band" d="M{"L".join(band)}Z"/><path class="line" d="M{"L".join(line)}"/>'
+    shapes += "".join(f'<path class="dot stroke-found" d="M{at}h0"/>' for at in line)
+    sizes = "".join(_size(point, points[0], size) for point in points)
+    columns = f"grid-template-columns:repeat({len(points)},minmax(0,1fr))"
+    below = f'<div class="sizes" style="{columns}">{sizes}</div>'
+    return chart(shapes, ["100%", "50%", "0%"], "estimated hit rate over memory", below)
+
+
+def _size(point: CurvePoint, own: CurvePoint, size: Callable[[int], str]) -> str:
+    factor = point.num_blocks / own.num_blocks
+    name = "now" if point is own else f"\u00d7{factor:.3g}"
+    error = f"<small>\u00b1{100 * point.standard_error:.1f}</small>" if point.standard_error else ""
+    return (
+        f"<div><b>{name}</b><span>{escape(size(point.num_blocks))}</span>"
+        f'<span class="found">{100 * point.hit_rate:.0f}%</span>{error}</div>'
+    )
+
+
+def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> str:
+    """The tokens that were computed again although twice the blocks would have held them: counted, not estimated."""
+    stats = look.stats
+    note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "
+    if not look.has_ledger:
+        return f'<div class="note">{note}</div>'
+    if not stats.ghost_hits:
+        return f'<div class="note">{note}No token was computed again that twice the blocks would have held.</div>'
+    saved = seconds(stats.ghost_hits * seconds_per_token)
+    return (
+        f'<div class="note">{note}Counted: <b>+{size(look.num_blocks * block_bytes)}</b>, twice the blocks, would '
+        f"have kept {count(stats.ghost_hits)} tokens from being computed again, about {saved} of prefill: "
+        f"{stats.hit_rate:.0%} \u2192 {stats.hit_rate_with_twice_the_blocks:.0%}.</div>"
+    )
+
+
+MOST_ROWS = 20
+
+
+def model_card(service: Service, num_blocks: int) -> str:
+    """The card's facts, for a pool of `num_blocks` blocks."""
+    llm = service.llm
+    layout, block_size = llm.layout, llm.layout.block_size
+    facts = {
+        "model": service.model_name,
+        "dtype": llm.dtype,
+        "KV": layout.kv_format.name,
+        "layers": ", ".join(f"{number} {kind}" for kind, number in layout.layers_by_kind().items()),
+        "context": tokens(service.max_model_len),
+        "pool": f"{size(num_blocks * llm.kv_block_bytes)}, {tokens(layout.tokens_in(num_blocks))}",
+        "blocks": f"{count(num_blocks)} of {block_size} tokens",
+        "eviction": llm.config.cache.eviction_policy,
+        "index": llm.config.cache.prefix_index or "radix",
+    }
+    return "".join(f"<div><span>{name}</span><b>{escape(str(value))}</b></div>" for name, value in facts.items())
+
+
+def entry_rows(look: Snapshot, *, with_tenants: bool) -> str:
+    """The whole card: broken entries first, then those that keep most."""
+    shown = sorted(look.entries, key=lambda entry: (entry.is_whole, -entry.num_kept_tokens))
+    broken = sum(not entry.is_whole for entry in look.entries)
+    note = f"{count(len(shown))} entries, {count(broken)} of them not whole."
+    if len(shown) > MOST_ROWS:
+        note += f" The first {MOST_ROWS} are shown; GET /v1/cache/entries has all."
+    rows = "".join(_entry_row(entry, look.clock, with_tenants) for entry in shown[:MOST_ROWS])
+    return f'{rows}<div class="note">{note}</div>'
+
+
+def _entry_row(entry: CacheEntry, now: float, with_tenants: bool) -> str:
+    state = "whole" if entry.is_whole else "not in memory" if not entry.num_kept_tokens else "broken"
+    facts = {
+        "kept": f"{entry.num_kept_tokens:,} of {tokens(entry.num_tokens)}",
+        "by": entry.source,
+        "for": seconds(max(0.0, entry.until - now)) + (" from its last use" if entry.refresh_s else ""),
+        "state": state,
+        **({"tenant": entry.owner or "-"} if with_tenants else {}),
+    }
+    return (
+        '<div class="model-facts">'
+        + "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
+        + "</div>"
+    )
+
+
+def tier_rows(report: TiersReport) -> str:
+    """The whole card."""
+    queue = f"{count(report.num_waiting_stores)} sequences wait to be stored"
+    note = f'<div class="note">{size(report.bytes_today)} stored today; {queue}.</div>'
+    return "".join(map(_tier_row, report.tiers)) + note
+
+
+def _tier_row(tier: TierReport) -> str:
+    stats, loads = tier.stats, tier.loads
+    damaged = loads.blocks_by_outcome["corrupt"]
+    facts = {
+        "tier": tier.name,
+        "blocks": count(stats.num_blocks),
+        "in use": f"{size(stats.shared_bytes)} of {size(stats.budget_bytes)}",
+        "loads": count(loads.num_loads),
+        "loaded": tokens(loads.num_tokens),
+        "saved": ("-" if loads.saved_s < 0 else "") + seconds(abs(loads.saved_s)),  # loads in vain cost time
+        "computed instead": f"{count(loads.num_declined)} declined, {count(damaged)} blocks damaged",
+        "state": "works" if stats.breaker == "closed" else f"left alone after failures ({stats.breaker})",
+    }
+    return (
+        '<div class="model-facts">'
+        + "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
+        + "</div>"
+    )
+
+
+def draft_rows(drafts: DraftCounts) -> str:
+    """The whole card, the source with the most guesses first; empty if nothing was drafted."""
+    drafted = {
+        source: drafts.accepted.get(source, 0) + drafts.rejected.get(source, 0)
+        for source in {**drafts.accepted, **drafts.rejected}
+    }
+    most = max(drafted.values(), default=1)
+    return "".join(
+        _draft_row(source, drafts.accepted.get(source, 0), number, most)
+        for source, number in sorted(drafted.items(), key=lambda item: (-item[1], item[0]))
+    )
+
+
+def _draft_row(source: str, accepted: int, drafted: int, most: int) -> str:
+    widths = {"found": 100 * accepted / most, "computed": 100 * (drafted - accepted) / most}
+    return (
+        f'<div class="reason"><div><span>{escape(source)}</span><b>{accepted / drafted:.0%}</b>'
+        f"<small>{count(accepted)} of {tokens(drafted)}</small></div>"
+        '<div class="bar"><div style="width:100%">'
+        + "".join(f'<i class="{kind}" style="width:{width:.1f}%"></i>' for kind, width in widths.items())
+        + "</div></div></div>"
     )

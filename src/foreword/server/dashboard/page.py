@@ -6,7 +6,9 @@ without viewers nothing takes any.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from statistics import median
@@ -17,17 +19,196 @@ from nicegui import events, ui
 from foreword.cache import BlockState
 from foreword.engine import Snapshot
 from foreword.errors import ForewordError
+from foreword.lint.check import Finding, LintReport, lint_prompts
+from foreword.lint.prompts import LintPrompt
+from foreword.request import SamplingParams
+from foreword.server.access.tenants import ANYBODY, DASHBOARD, Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
-from foreword.server.dashboard.chat import Chat
-from foreword.server.dashboard.memory_curve import memory_curve
-from foreword.server.dashboard.parting import Parting
+from foreword.server.dashboard.drawings import draft_rows, entry_rows, memory_curve, model_card, tier_rows
 from foreword.server.dashboard.parts import Head, Html, card, confirmed, figure, window_choice
 from foreword.server.dashboard.prefixes import Prefixes
-from foreword.server.dashboard.rows import draft_rows, entry_rows, model_card, tier_rows
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
-from foreword.server.service import Service
+from foreword.server.service import Caller, Service, new_id
+from foreword.text import Tokenizer
+
+MAX_REQUESTS = 300
+MAX_PARTING_TOKENS = 400_000
+"""Most tokens of all prompts that are compared; the oldest requests beyond it are left out."""
+
+
+class Parting:
+    """The card with its button. Belongs to one viewer."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        with ui.element("div").classes("card span12"):
+            ui.html('<div class="title">Why prompts part early</div>', sanitize=False)
+            with ui.element("div").classes("pins"):
+                self._tenant = ui.select([], with_input=False).props(
+                    'outlined dense aria-label="tenant" data-testid="parting-tenant"'
+                )
+                self._button = (
+                    ui.button("Compare recent prompts", on_click=self._compare)
+                    .props('flat data-testid="parting-button"')
+                    .classes("plain")
+                )
+            self._result = ui.html("", sanitize=False).props('data-testid="parting"')
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Offer the tenants that have sent requests, if there are several."""
+        names = sorted(self._service.records.tenants())
+        self._tenant.set_visibility(len(names) > 1)
+        if names and names != self._tenant.options:
+            self._tenant.set_options(names, value=self._tenant.value or names[0])
+
+    async def _compare(self) -> None:
+        tokenizer = self._service.llm.tokenizer
+        if tokenizer is None:
+            self._result.content = '<div class="empty">The model has no tokenizer that could spell its prompts.</div>'
+            return
+        records = compared(self._service.records.recent(MAX_REQUESTS, self._tenant.value))
+        self._button.disable()
+        try:
+            self._result.content = await asyncio.to_thread(parting, records, tokenizer)
+        finally:
+            self._button.enable()
+
+
+def compared(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Of records, the latest first, those to compare, in order of arrival: those of one namespace that ran."""
+    ran = [record for record in records if record.first_scheduled_time is not None]
+    salts = Counter(record.salt for record in ran).most_common(1)
+    kept, num_tokens = [], 0
+    for record in ran:
+        num_tokens += record.num_prompt_tokens
+        if num_tokens > MAX_PARTING_TOKENS:
+            break
+        if record.salt == salts[0][0]:
+            kept.append(record)
+    return kept[::-1]
+
+
+def parting(records: Sequence[RequestRecord], tokenizer: Tokenizer) -> str:
+    """The findings as HTML."""
+    prompts = [LintPrompt(record.prompt_token_ids, 1000 * record.created) for record in records]
+    report = lint_prompts(prompts, tokenizer.spell)
+    if not report.findings:
+        return f'<div class="note">No prompts part early among {draw.requests(report.num_requests)}.</div>'
+    found = "".join(_finding(finding, report) for finding in report.findings)
+    return (
+        f'{found}<div class="note">Of {draw.requests(report.num_requests)} a cache without limits finds '
+        f"{report.hit_rate:.1%}; with all of this mended, {report.hit_rate_after:.1%}.</div>"
+    )
+
+
+def _finding(finding: Finding, report: LintReport) -> str:
+    causes = " and ".join(finding.causes)
+    a_day = report.a_day(finding.wasted_tokens)
+    rate = "" if a_day is None else f", at this rate {draw.count(round(a_day))} a day"
+    texts = "\n".join(f"{finding.before}\u25b8{text}".replace("\n", "\u21b5") for text in finding.examples)
+    return (
+        f"<div><b>{escape(causes[0].upper() + causes[1:])}</b> at token {draw.count(finding.position)}, in "
+        f"{draw.requests(finding.num_prompts)}: {draw.tokens(finding.wasted_tokens)} computed again{rate}. "
+        f"{escape(finding.remedy)} Hit rate then: {finding.hit_rate_after:.1%}."
+        f'<div class="whole" style="margin:6px 0 12px">{escape(texts)}</div></div>'
+    )
+
+
+MAX_TOKENS = 512
+DEMO_SYSTEM = (
+    "The code of the amber falcon is 4821.\n"
+    "The home of the quiet lantern is Lisbon.\n"
+    "The colour of the old compass is blue.\n"
+)
+DEMO_QUESTION = "What is the code of the amber falcon?"
+
+
+class Chat:
+    """The tab with the chat. Belongs to one viewer."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._messages: list[dict[str, str]] = []
+        self._busy = False
+        is_demo = service.model_name == "foreword-demo"
+        with ui.element("div").classes("card chat"):
+            ui.html(
+                '<div class="title">Chat <span class="key"><i class="found"></i>from the cache</span>'
+                '<span class="key"><i class="computed"></i>computed</span></div>',
+                sanitize=False,
+            )
+            self._system = (
+                ui.textarea("System message", value=DEMO_SYSTEM if is_demo else "")
+                .props("outlined dense autogrow")
+                .style("width:100%")
+            )
+            self._talk = ui.element("div").classes("talk").props('data-testid="talk"')
+            with ui.element("div").classes("ask"):
+                self._input = ui.input(placeholder="Say something", value=DEMO_QUESTION if is_demo else "").props(
+                    'outlined dense data-testid="say"'
+                )
+                self._input.on("keydown.enter", self._send)
+                ui.button("Send", on_click=self._send).props('unelevated data-testid="send"').classes("go")
+                ui.button("New", on_click=self._begin_anew).props("flat").classes("plain")
+
+    def _begin_anew(self) -> None:
+        self._messages.clear()
+        self._talk.clear()
+
+    async def _send(self) -> None:
+        said = self._input.value.strip()
+        if not said or self._busy:
+            return
+        self._busy = True
+        self._input.value = ""
+        self._messages.append({"role": "user", "content": said})
+        with self._talk:
+            _say("user", said)
+            answer = _say("assistant", "\u2026")
+            turn = ui.html("", sanitize=False).classes("turn")
+        try:
+            text, record = await self._answer(answer)
+            self._messages.append({"role": "assistant", "content": text})
+            turn.content = self._reuse(record)
+        except ForewordError as error:
+            self._messages.pop()
+            answer.content = escape(str(error))
+        finally:
+            self._busy = False
+
+    async def _answer(self, shown: ui.html) -> tuple[str, RequestRecord]:
+        """Have the conversation answered, and show the answer as it grows."""
+        service = self._service
+        head = [{"role": "system", "content": self._system.value}] if self._system.value.strip() else []
+        prompt = await service.conversation([*head, *self._messages])
+        tenant = Tenant(DASHBOARD if service.tenants.asks_for_keys else ANYBODY)
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+        stream = await service.start(Caller(tenant, "dashboard"), new_id("dash-"), [prompt], params, stream=True)
+        text = ""
+        try:
+            async for deltas in stream.deltas():
+                text += "".join(delta.text for delta in deltas)
+                shown.content = escape(text) or "\u2026"
+        finally:
+            stream.close()
+        return text, stream.jobs[0].record
+
+    def _reuse(self, record: RequestRecord) -> str:
+        return (
+            f"{draw.reuse_bar(record.num_cached_tokens, record.num_prompt_tokens)}"
+            f'<div class="counts"><span class="found">{draw.count(record.num_cached_tokens)} cached</span>'
+            f'<span class="computed">{draw.count(record.num_computed_tokens)} computed</span>'
+            f"<span>{draw.seconds(record.time_to_first_token)} to first token</span></div>"
+            f"{draw.why(record, self._service.llm.tokenizer)}"
+        )
+
+
+def _say(role: str, text: str) -> ui.html:
+    return ui.html(escape(text), sanitize=False).classes(f"said {role}")
+
 
 REFRESH_S = 1.0
 NUM_ROWS = 40

@@ -27,8 +27,8 @@ from foreword import __version__
 from foreword.cache import PIN, BlockState, EvictionCause, MissReason
 from foreword.engine import BREAKPOINT, RESOURCE, Snapshot, TierReport, TiersReport
 from foreword.llm import LLM
+from foreword.server.arrival import HttpRequests
 from foreword.server.engine_door import Number
-from foreword.server.observe.http_requests import HttpRequests
 from foreword.server.observe.insight import Insight
 from foreword.server.records import ListenerHealth, Records, RequestRecord
 from foreword.tiers.ticket import Outcome

@@ -121,7 +121,7 @@ def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
         raise ConfigError(f"port={args.port} is not a port; use 1 to 65535, or 0 for any free one")
     try:
         from foreword.server.run import check_address
-        from foreword.server.watch.run import serve
+        from foreword.server.watch.dashboard import serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"a dashboard needs the package {error.name}; run `pip install foreword[serve]`") from error
     check_address(args.host, args.port)

@@ -13,9 +13,8 @@ from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server.api_errors import APIError
 from foreword.server.dialects.gemini.answer import content_part
-from foreword.server.dialects.gemini.contents import read_chat
+from foreword.server.dialects.gemini.contents import json_schema, read_chat
 from foreword.server.dialects.gemini.fields import Content, GenerateContentRequest
-from foreword.server.dialects.gemini.generation import json_schema
 from foreword.server.options import ServerConfig
 from foreword.text.reply import Call, Reasoning, Text
 from live_server import MODEL, ServerThread

@@ -18,8 +18,8 @@ from pydantic_core import from_json
 from foreword.cache import common_length
 from foreword.server.answer_stream import Delta
 from foreword.server.bodies.json_scan import parse_json
-from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import ChatAnswer
+from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import TTL_S

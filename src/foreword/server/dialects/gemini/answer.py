@@ -8,8 +8,8 @@ from typing import Any
 
 from foreword.request import Logprob, TokenLogprobs
 from foreword.server.answer_stream import Delta
-from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import LOWEST, ChatAnswer, arguments_of
+from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.service import Service
 from foreword.text.reply import Call, Part, Reasoning

@@ -21,9 +21,9 @@ from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json
-from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
 from foreword.server.chats.chat import read_prompt
+from foreword.server.crews import off_loop
 from foreword.server.dialects.gemini.contents import CachedBeginning, read_chat, template_of
 from foreword.server.dialects.gemini.fields import (
     CachedSource,
@@ -32,8 +32,9 @@ from foreword.server.dialects.gemini.fields import (
     CreateCachedContentRequest,
     GenerateContentRequest,
     UpdateCachedContentRequest,
+    page_size,
+    served,
 )
-from foreword.server.dialects.gemini.paths import page_size, served
 from foreword.server.engine_door import first
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import body_of, with_body

@@ -14,8 +14,9 @@ from foreword.server.dialects.gemini.fields import (
     CreateCachedContentRequest,
     GenerateContentRequest,
     UpdateCachedContentRequest,
+    number_in,
+    page_size,
 )
-from foreword.server.dialects.gemini.paths import number_in, page_size
 from foreword.server.service import Service
 
 _STATUSES = {405: 404, 408: 504}

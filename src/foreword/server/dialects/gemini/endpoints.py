@@ -13,20 +13,19 @@ from starlette.responses import Response
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
-from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
+from foreword.server.crews import off_loop
 from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
 from foreword.server.dialects.gemini.cached_contents import Use, settle, use_of
-from foreword.server.dialects.gemini.contents import read_chat, template_of
+from foreword.server.dialects.gemini.contents import read_chat, sampling_params, structured_outputs, template_of
 from foreword.server.dialects.gemini.fields import (
     CountTokensRequest,
     GenerateContentRequest,
     GenerationConfig,
     ThinkingConfig,
+    served,
 )
-from foreword.server.dialects.gemini.generation import sampling_params, structured_outputs
-from foreword.server.dialects.gemini.paths import served
 from foreword.server.http import Authorized, JsonArray, dialect_of, json_response, respond, service_of
 from foreword.server.intake import body_of, with_body
 from foreword.server.service import Service, new_id

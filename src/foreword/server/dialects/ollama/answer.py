@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from foreword.server.answer_stream import AnswerStream, Delta
-from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import ChatAnswer, ReplyDelta, arguments_of, chat_logprobs
+from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service

@@ -8,6 +8,7 @@ from typing import Any
 from foreword.server.api_errors import APIError
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.ollama import endpoints
+from foreword.server.dialects.ollama.endpoints import listed, served_name, shown
 from foreword.server.dialects.ollama.fields import (
     EmbedRequest,
     GenerateRequest,
@@ -15,7 +16,6 @@ from foreword.server.dialects.ollama.fields import (
     OldEmbedRequest,
     OllamaChatRequest,
 )
-from foreword.server.dialects.ollama.models import listed, served_name, shown
 from foreword.server.service import Service
 
 

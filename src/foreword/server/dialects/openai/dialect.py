@@ -7,7 +7,7 @@ from typing import Any
 
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, unknown_model
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
-from foreword.server.dialects.openai import chat, completions, embeddings, modules, responses, scores
+from foreword.server.dialects.openai import completions, modules, responses, scores
 from foreword.server.dialects.openai.fields import (
     ChatRequest,
     CompletionRequest,
@@ -24,7 +24,7 @@ class OpenAI(Dialect):
     """The API of openai's clients."""
 
     name = "openai"
-    routers = (chat.router, completions.router, modules.router, responses.router, scores.router, embeddings.router)
+    routers = (completions.router, modules.router, responses.router, scores.router)
     bodies = (
         ChatRequest,
         CompletionRequest,

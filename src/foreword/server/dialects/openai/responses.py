@@ -6,10 +6,15 @@ tenant only.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import functools
+import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,30 +25,323 @@ from starlette.responses import Response
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.bodies.json_scan import to_long_json
-from foreword.server.bodies.off_loop import off_loop
+from foreword.server.bodies.json_scan import parse_json, to_long_json
 from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, start_chat
+from foreword.server.chats.tools import ToolChoice
+from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
-from foreword.server.dialects.openai.caching import Breakpoints, Caching
-from foreword.server.dialects.openai.extras import Extras, structured_outputs
-from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat
-from foreword.server.dialects.openai.messages import check_call, template_inputs
-from foreword.server.dialects.openai.response_fields import Item, ResponsesRequest, TextOptions
-from foreword.server.dialects.openai.response_input import (
-    all_functions,
-    called_name,
-    continued,
-    plain_tools,
-    tool_choice,
+from foreword.server.dialects.openai.caching import Breakpoints, Caching, Extras, refuse_breakpoint
+from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat, pictures_in
+from foreword.server.dialects.openai.messages import (
+    arguments_for_template,
+    check_call,
+    structured_outputs,
+    template_inputs,
 )
-from foreword.server.dialects.openai.response_output import CalledTool, OutputItems
+from foreword.server.dialects.openai.response_fields import (
+    CallOutputItem,
+    CustomCallItem,
+    FunctionCallItem,
+    InputMessage,
+    Item,
+    ReasoningItem,
+    ResponsesRequest,
+    ResponseTool,
+    TextOptions,
+)
 from foreword.server.http import Authorized, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
 from foreword.server.service import Service, new_id
-from foreword.text.reply import Text
+from foreword.text.reply import Call, Part, Reasoning, Text
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+CUSTOM_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The arguments of the function that a custom tool is for the model."""
+
+
+def continued(conversation: Sequence[Message], given: str | Sequence[Item], breakpoints: Breakpoints) -> list[Message]:
+    """A conversation and the items that follow it, whose breakpoints are taken.
+
+    Raises APIError 400 for items that make no sense there.
+    """
+    messages = list(conversation)
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    reasoning: str | None = None
+    for number, item in enumerate(given):
+        where, index = f"input[{number}]", len(messages)
+        refuse_breakpoint(item, where)
+        match item:
+            case InputMessage(role="assistant"):
+                if pictures_in(item.content):
+                    raise bad_request(
+                        f"{where} is the model's, and has a picture; models write text, send it in a user's message",
+                        param=f"{where}.content",
+                    )
+                text = breakpoints.text(item.content, f"{where}.content", index, item.role)
+                if reasoning is None and messages and messages[-1].get("tool_calls"):  # text between calls and outputs
+                    messages[-1] = {**messages[-1], "content": messages[-1]["content"] + text}
+                else:
+                    messages.append(_assistant(text, reasoning))
+                reasoning = None
+            case InputMessage():
+                role = "system" if item.role == "developer" else item.role
+                text = breakpoints.text(item.content, f"{where}.content", index, role)
+                messages.append({"role": role, "content": text, **pictures_in(item.content)})
+            case FunctionCallItem() | CustomCallItem():
+                if reasoning is not None or not messages or messages[-1]["role"] != "assistant":
+                    messages.append(_assistant("", reasoning))
+                    reasoning = None
+                last = messages[-1] = {**messages[-1]}  # a kept conversation stays as it is
+                call = _call(item)
+                last["tool_calls"] = [*last.get("tool_calls", ()), call]
+                names[item.call_id] = call["function"]["name"]
+            case CallOutputItem():
+                if item.call_id not in names:
+                    message = f"No tool call found for the output with call_id {item.call_id[:100]!r}"
+                    raise bad_request(f"{message}; send the call before it", param=f"{where}.call_id")
+                result = {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id]}
+                text = breakpoints.text(item.output, f"{where}.output", index, "tool")
+                messages.append({**result, "content": text, **pictures_in(item.output)})
+            case ReasoningItem():
+                reasoning = (reasoning or "") + _reasoning(item, where)
+            case _:
+                raise bad_request(
+                    f"Items of the type {item.type[:100]!r} are not supported by this server; leave it out",
+                    param=f"{where}.type",
+                )
+    return messages
+
+
+def _assistant(text: str, reasoning: str | None) -> Message:
+    message = {"role": "assistant", "content": text}
+    return message if reasoning is None else {**message, "reasoning_content": reasoning}
+
+
+def _call(item: FunctionCallItem | CustomCallItem) -> Message:
+    arguments: Mapping[str, Any] | str
+    if isinstance(item, CustomCallItem):
+        name, arguments = item.name, {"input": item.input}
+    else:
+        name, arguments = called_name(item.name, item.namespace), arguments_for_template(item.arguments)
+    return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _reasoning(item: ReasoningItem, where: str) -> str:
+    if item.content or item.encrypted_content is None:
+        return "".join(part.text for part in item.content or item.summary or ())
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        message = "encrypted_content is not of this server; leave the reasoning item out"
+        raise bad_request(message, param=f"{where}.encrypted_content") from None
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def called_name(name: str, namespace: str | None) -> str:
+    """The name under which the model knows a function: templates have no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def all_functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
+    """Place, namespace and tool of everything that can be called. Raises APIError 400 for what is not."""
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        refuse_breakpoint(tool, where)
+        if tool.type == "namespace":
+            for inner, function in enumerate(tool.tools or ()):
+                refuse_breakpoint(function, f"{where}.tools[{inner}]")
+                yield f"{where}.tools[{inner}]", tool.name, function
+        elif tool.type.startswith("web_search"):
+            _warn_of_search()
+        else:
+            yield where, None, tool
+
+
+@functools.cache
+def _warn_of_search() -> None:
+    logger.warning("requests have a web_search tool, which this server cannot run; the model does not see it")
+
+
+def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
+    """Tools as chat templates take them. Raises APIError 400 for tools that only the vendor can run.
+
+    Agents send web searches unasked, so those alone are left out.
+    """
+    plain = []
+    for where, namespace, tool in all_functions(tools):
+        if tool.type not in ("function", "custom"):
+            message = f"Tools of the type {tool.type[:100]!r} are not supported by this server; leave it out"
+            raise bad_request(message, param=f"{where}.type")
+        if tool.name is None:
+            raise bad_request(f"Missing required parameter: {where}.name", param=f"{where}.name")
+        function: dict[str, Any] = {"name": called_name(tool.name, namespace)}
+        description = tool.description
+        if tool.type == "custom":
+            grammar = (tool.format or {}).get("definition")
+            description = "\n\n".join(text for text in (description, grammar) if isinstance(text, str)) or None
+        if description is not None:
+            function["description"] = description
+        parameters = CUSTOM_INPUT if tool.type == "custom" else tool.parameters
+        if parameters is not None:
+            function["parameters"] = parameters
+        plain.append({"type": "function", "function": function})
+    return plain
+
+
+def tool_choice(body: ResponsesRequest) -> ToolChoice:
+    """The calls that a response may make. Raises APIError 400 for a choice without its tools."""
+    wanted, at_most_one = body.tool_choice, body.parallel_tool_calls is False
+    if wanted is None or isinstance(wanted, str):
+        if wanted == "required" and not body.tools:
+            raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
+        return ToolChoice(wanted or "auto", at_most_one=at_most_one)
+    if wanted.type == "allowed_tools":
+        names = tuple(tool.name for tool in wanted.tools or ())
+        if not names:
+            raise bad_request("allowed_tools names no tools", param="tool_choice.tools")
+        return ToolChoice(wanted.mode, names, at_most_one)
+    if wanted.name is None:
+        raise bad_request("Missing required parameter: tool_choice.name", param="tool_choice.name")
+    return ToolChoice("required", (wanted.name,), at_most_one=True)
+
+
+Json = dict[str, Any]
+Logprobs = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A tool, as clients know it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+    """Whether it is called with a text."""
+
+
+class OutputItems:
+    """The items of one response while its parts arrive. Each step yields the events that report it."""
+
+    def __init__(self, tools: Mapping[str, CalledTool], *, with_encrypted: bool) -> None:
+        """`tools` by the names that the model calls; `with_encrypted` adds reasoning as stateless clients keep it."""
+        self.items: list[Json] = []
+        self._tools = tools
+        self._with_encrypted = with_encrypted
+        self._num_events = 0
+        self._texts: list[str] = []
+        """Pieces of the open item's text."""
+        self._logprobs: Logprobs = []
+        self._open: type[Text] | type[Reasoning] | None = None
+
+    def event(self, kind: str, **data: Any) -> Event:
+        """The next event."""
+        event = {"type": kind, "sequence_number": self._num_events, **data}
+        self._num_events += 1
+        return kind, event
+
+    def add(self, part: Part, logprobs: Logprobs) -> Iterator[Event]:
+        """Add a part. `logprobs` are those of the tokens that came with it; they are shown with texts."""
+        if isinstance(part, Call):
+            yield from self._close()
+            yield from self._call(part)
+            return
+        if self._open is not type(part):
+            yield from self._close()
+            yield from self._begin(part)
+        self._texts.append(part.text)
+        if isinstance(part, Reasoning):
+            yield self.event("response.reasoning_text.delta", **self._where, delta=part.text)
+        else:
+            self._logprobs += logprobs
+            yield self.event("response.output_text.delta", **self._where, delta=part.text, logprobs=logprobs)
+
+    def finish(self, status: str) -> Iterator[Event]:
+        """End the output; a response that said nothing has one empty message."""
+        if not self.items:
+            yield from self._begin(Text(""))
+        yield from self._close(status)
+
+    @property
+    def _where(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+
+    def _begin(self, part: Text | Reasoning) -> Iterator[Event]:
+        self._open = type(part)
+        item: Json = {"status": "in_progress", "content": []}
+        if isinstance(part, Text):
+            item |= {"id": new_id("msg_"), "type": "message", "role": "assistant"}
+        else:
+            item |= {"id": new_id("rs_"), "type": "reasoning", "summary": []}
+        self.items.append(item)
+        yield self.event("response.output_item.added", output_index=len(self.items) - 1, item=dict(item))
+        yield self.event("response.content_part.added", **self._where, part=self._part("", []))
+
+    def _part(self, text: str, logprobs: Logprobs) -> Json:
+        if self._open is Reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        if self._open is None:
+            return
+        text, logprobs, item = "".join(self._texts), self._logprobs, self.items[-1]
+        part = self._part(text, logprobs)
+        item |= {"status": status, "content": [part]}
+        if self._open is Text:
+            yield self.event("response.output_text.done", **self._where, text=text, logprobs=logprobs)
+        else:
+            yield self.event("response.reasoning_text.done", **self._where, text=text)
+            if self._with_encrypted:  # nothing is secret here: a client that keeps only this field sends it back
+                item["encrypted_content"] = base64.b64encode(text.encode()).decode()
+        yield self.event("response.content_part.done", **self._where, part=part)
+        yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+        self._open, self._texts, self._logprobs = None, [], []
+
+    def _call(self, call: Call) -> Iterator[Event]:
+        tool = self._tools.get(call.name, CalledTool(call.name))
+        is_custom = tool.is_custom
+        kind, field, written = ("function_call", "arguments", call.arguments)
+        if is_custom:
+            kind, field, written = ("custom_tool_call", "input", _input_of(call.arguments))
+        item = {"id": new_id("ctc_" if is_custom else "fc_"), "type": kind, "status": "in_progress"}
+        item |= {"call_id": call.id or f"call_{secrets.token_hex(12)}", "name": tool.name, field: ""}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        self.items.append(item)
+        index = len(self.items) - 1
+        yield self.event("response.output_item.added", output_index=index, item=dict(item))
+        where = {"item_id": item["id"], "output_index": index}
+        stem = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
+        yield self.event(f"{stem}.delta", **where, delta=written)
+        item |= {field: written, "status": "completed" if call.is_complete else "incomplete"}
+        yield self.event(f"{stem}.done", **where, **{field: written}, **({} if is_custom else {"name": tool.name}))
+        yield self.event("response.output_item.done", output_index=index, item=item)
+
+
+def _input_of(arguments: str) -> str:
+    """The text that a custom tool is called with; the arguments as they are if they have no such text."""
+    try:
+        given = parse_json(arguments)
+    except ValueError:
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
+
 
 router = APIRouter(tags=["openai"])
 

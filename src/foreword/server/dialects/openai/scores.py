@@ -1,4 +1,4 @@
-"""/v1/score, /v1/rerank, /v1/classify: how likely a model is to answer with each of a few tokens, for many prompts.
+"""/v1/score, /v1/rerank, /v1/classify: how likely a model is to answer with each of a few tokens; /v1/embeddings.
 
 Knows the fields of SGLang's scores, of Jina's and Cohere's rankings, and of vLLM's classes. All prompts of a call are
 queued together; what they share at their beginnings is computed once, and of each prompt one row of logits is read.
@@ -6,6 +6,7 @@ queued together; what they share at their beginnings is computed once, and of ea
 
 from __future__ import annotations
 
+import base64
 import math
 import time
 from collections.abc import Sequence
@@ -19,19 +20,21 @@ from foreword.engine import Prompt
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
-from foreword.server.bodies.off_loop import off_loop
+from foreword.server.bodies.json_scan import to_json
 from foreword.server.calls import caller_of
 from foreword.server.chats.score_template import Judge
-from foreword.server.dialects.openai.extras import certificate
-from foreword.server.dialects.openai.fields import ClassifyRequest, RerankRequest, ScoreRequest
+from foreword.server.crews import off_loop
+from foreword.server.dialects.openai.caching import certificate
+from foreword.server.dialects.openai.fields import ClassifyRequest, EmbeddingsRequest, RerankRequest, ScoreRequest
+from foreword.server.embeddings import embed
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import LONG_TEXT, Service, TokenIds, new_id
 
-router = APIRouter(tags=["scores"])
+router = APIRouter()
 
 
-@router.post("/v1/score", openapi_extra=takes(ScoreRequest))
+@router.post("/v1/score", tags=["scores"], openapi_extra=takes(ScoreRequest))
 async def score(
     body: Annotated[ScoreRequest, Depends(body_of(ScoreRequest))], request: Request, tenant: Authorized
 ) -> Response:
@@ -62,9 +65,9 @@ async def score(
     return await off_loop(24 * len(shown) * len(shown[0]), lambda: json_response(answer))
 
 
-@router.post("/rerank", openapi_extra=takes(RerankRequest))
-@router.post("/v1/rerank", openapi_extra=takes(RerankRequest))
-@router.post("/v2/rerank", openapi_extra=takes(RerankRequest))
+@router.post("/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
+@router.post("/v1/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
+@router.post("/v2/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
 async def rerank(
     body: Annotated[RerankRequest, Depends(body_of(RerankRequest))], request: Request, tenant: Authorized
 ) -> Response:
@@ -93,8 +96,8 @@ async def rerank(
     return await with_body(request, lambda: json_response(answer))  # which repeats the documents
 
 
-@router.post("/classify", openapi_extra=takes(ClassifyRequest))
-@router.post("/v1/classify", openapi_extra=takes(ClassifyRequest))
+@router.post("/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
+@router.post("/v1/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
 async def classify(
     body: Annotated[ClassifyRequest, Depends(body_of(ClassifyRequest))], request: Request, tenant: Authorized
 ) -> Response:
@@ -184,3 +187,35 @@ def _shares(logprobs: Sequence[float]) -> list[float]:
         return [1 / len(logprobs)] * len(logprobs)
     weights = [math.exp(value - most) for value in logprobs]
     return [weight / sum(weights) for weight in weights]
+
+
+@router.post("/v1/embeddings", tags=["openai"], openapi_extra=takes(EmbeddingsRequest))
+async def embeddings(
+    body: Annotated[EmbeddingsRequest, Depends(body_of(EmbeddingsRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """Vectors of texts."""
+    service = service_of(request)
+    service.check_model(body.model, tenant)
+    found = await embed(
+        service, caller_of(body, request, tenant, "embeddings"), new_id("embd-"), body.input, body.dimensions
+    )
+    answer = {
+        "object": "list",
+        "model": body.model or service.model_name,
+        "usage": {
+            "prompt_tokens": found.num_tokens,
+            "total_tokens": found.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": found.num_cached_tokens},
+        },
+    }
+
+    def vector(of_text: Any) -> Any:
+        if body.encoding_format == "base64":
+            return base64.b64encode(of_text.astype("<f4").tobytes()).decode()
+        return of_text.tolist()
+
+    def write() -> Response:
+        data = [{"object": "embedding", "index": at, "embedding": vector(one)} for at, one in enumerate(found.vectors)]
+        return Response(to_json({**answer, "data": data}), media_type="application/json")
+
+    return await off_loop(found.num_json_bytes, write)
