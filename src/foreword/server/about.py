@@ -16,11 +16,12 @@ from foreword import __version__
 from foreword.request import LoRARequest
 from foreword.server.api_errors import APIError, bad_request, unknown_model
 from foreword.server.bodies.fields import Body
+from foreword.server.calls import Call
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import DetokenizeRequest, TokenizeRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.http import Authorized, dialect_of, json_response, service_of
-from foreword.server.intake import body_of, operators_body_of, takes, with_body
+from foreword.server.intake import call_of, operators_body_of, takes
 from foreword.server.service import Service
 
 router = APIRouter()
@@ -99,12 +100,10 @@ async def template(request: Request, tenant: Authorized) -> Response:
 
 
 @router.post("/tokenize", tags=["tokens"], openapi_extra=takes(TokenizeRequest))
-async def tokenize(
-    body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def tokenize(call: Annotated[Call[TokenizeRequest], Depends(call_of(TokenizeRequest))]) -> Response:
     """Token ids of a text or a conversation."""
-    service = service_of(request)
-    token_ids = (await read_prompt(service, tenant, body, request)).token_ids
+    body, service = call.body, call.service
+    token_ids = (await read_prompt(call)).token_ids
 
     def answer() -> Response:
         tokens = token_ids.tolist()
@@ -117,16 +116,14 @@ async def tokenize(
 
 
 @router.post("/detokenize", tags=["tokens"], openapi_extra=takes(DetokenizeRequest))
-async def detokenize(
-    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def detokenize(call: Annotated[Call[DetokenizeRequest], Depends(call_of(DetokenizeRequest))]) -> Response:
     """Text of token ids, special tokens by name."""
-    service = service_of(request)
-    service.check_model(body.model, tenant)
+    body, service = call.body, call.service
+    service.check_model(body.model, call.tenant)
     largest, size = max(body.tokens, default=0), service.tokenizer.vocab_size
     if largest >= size:
         raise bad_request(f"token {largest} is out of range; ids are 0 to {size - 1}", param="tokens")
-    text = await with_body(request, lambda: service.tokenizer.spell(body.tokens))
+    text = await call.work(lambda: service.tokenizer.spell(body.tokens))
     return json_response({"prompt": text})
 
 

@@ -25,15 +25,15 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.fields import Body
-from foreword.server.calls import caller_of, check_session_id
+from foreword.server.calls import Call, check_session_id
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.engine_door import all_prefixes, best, longest, most
 from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
-from foreword.server.http import Authorized, authorized, finished, json_response, respond, service_of
-from foreword.server.intake import body_of, takes
+from foreword.server.http import authorized, finished, json_response, respond, service_of
+from foreword.server.intake import call_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of
 from foreword.server.service import Caller, Service, new_id
@@ -49,12 +49,10 @@ Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 
 
 @router.post("/v1/cache/explain", openapi_extra=takes(ExplainRequest))
-async def explain(
-    body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def explain(call: Annotated[Call[ExplainRequest], Depends(call_of(ExplainRequest))]) -> Response:
     """The part of a prompt that is cached now, and why not more. Runs nothing and counts nothing."""
-    service = service_of(request)
-    plain = await read_prompt(service, tenant, body, request)
+    body, service, tenant = call.body, call.service, call.tenant
+    plain = await read_prompt(call)
     token_ids = plain.token_ids
     service.check_length(len(token_ids))
     adapter, salt = await service.adapter(body.model, tenant), service.tenants.namespace(tenant, body.cache_salt)
@@ -264,20 +262,17 @@ class EntryChange(Body):
 
 
 @router.post("/v1/cache/entries", openapi_extra=takes(PinRequest))
-async def create_entry(
-    body: Annotated[PinRequest, Depends(body_of(PinRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def create_entry(call: Annotated[Call[PinRequest], Depends(call_of(PinRequest))]) -> Response:
     """Keep a prompt, which is computed first if it is not cached. Uses do not keep it longer than `ttl_s`."""
-    service = service_of(request)
+    service = call.service
     if not service.llm.engine.entries.are_possible:
         raise bad_request("this server keeps no prefixes; start it with max_pinned_share above 0 and prefix caching")
-    plain = await read_prompt(service, tenant, body, request)
-    keep = Keep(body.ttl_s, is_refreshed=False)
+    plain = await read_prompt(call)
+    keep = Keep(call.body.ttl_s, is_refreshed=False)
     prompt = replace(plain, marks=(Mark(len(plain.token_ids), keep),))
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    caller = caller_of(body, request, tenant, "cache.entries")
-    answer = await service.start(caller, new_id("pin_"), [prompt], params, stream=False)
-    return await respond(request, _PinnedEntry(service, answer))
+    answer = await service.start(call.caller("cache.entries"), new_id("pin_"), [prompt], params, stream=False)
+    return await respond(call.request, _PinnedEntry(service, answer))
 
 
 @router.get("/v1/cache/entries")
@@ -304,11 +299,9 @@ def _each_once(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 @router.patch("/v1/cache/entries/{entry_id}", openapi_extra=takes(EntryChange))
-async def change_entry(
-    entry_id: str, body: Annotated[EntryChange, Depends(body_of(EntryChange))], request: Request, tenant: Authorized
-) -> Response:
+async def change_entry(entry_id: str, call: Annotated[Call[EntryChange], Depends(call_of(EntryChange))]) -> Response:
     """Let an entry end `ttl_s` seconds from now, sooner or later than it would have."""
-    return json_response(await _change(request, entry_id, body.ttl_s))
+    return json_response(await _change(call.request, entry_id, call.body.ttl_s))
 
 
 @router.delete("/v1/cache/entries/{entry_id}")
@@ -400,19 +393,19 @@ class _PinnedEntry:
 
 
 @router.post("/v1/cache/hints", openapi_extra=takes(HintsRequest))
-async def hint(
-    body: Annotated[HintsRequest, Depends(body_of(HintsRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def hint(call: Annotated[Call[HintsRequest], Depends(call_of(HintsRequest))]) -> Response:
     """Carry out the actions of an envelope, in their order. Each payload names its `session_id`."""
-    service, hints = service_of(request), Hints(body.kv_hints)
+    service, hints = call.service, Hints(call.body.kv_hints)
     for number, one in hints.usable.items():
         try:
-            await _carry_out(service, tenant, hints, number, one)
+            await _carry_out(service, call.tenant, hints, number, one)
         except UnusableHintError as error:
             hints.note(number, error.outcome, detail=str(error))
         except APIError as error:
             hints.note(number, "rejected", detail=str(error))
-    return json_response({"object": "cache.hints", "message_id": body.kv_hints.message_id, "actions": hints.report()})
+    return json_response(
+        {"object": "cache.hints", "message_id": call.body.kv_hints.message_id, "actions": hints.report()}
+    )
 
 
 async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int, hint: Hint) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
 from foreword.request import SamplingParams, StructuredOutputsParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
+from foreword.server.bodies.fields import Body
+from foreword.server.crews import off_loop
 from foreword.server.hints import Hints
 from foreword.server.service import Caller, Service
 
+T = TypeVar("T")
+ABody_co = TypeVar("ABody_co", bound=Body, covariant=True)
 HEADER = "x-session-id"
 """vLLM's header."""
 CLAUDE_CODE = "x-claude-code-session-id"
@@ -82,22 +86,43 @@ def _of_user_id(user_id: str | None) -> Any:
     return None if old is None else old[1]
 
 
-def caller_of(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Caller:
-    """The caller of an endpoint that generates, and its wishes for caching.
+@dataclass(frozen=True, slots=True)
+class Call(Generic[ABody_co]):
+    """A call with a tenant's key, whose body was read."""
 
-    Raises APIError 400 for a field `session_id` that cannot be one.
-    """
-    trace_parent, envelope = request.headers.get("traceparent"), getattr(body, "kv_hints", None)
-    return Caller(
-        tenant,
-        endpoint,
-        body.cache_salt,
-        session_of(body, request.headers),
-        trace_parent,
-        priority=body.priority or 0,
-        model=getattr(body, "model", None),
-        hints=None if envelope is None else Hints(envelope),
-    )
+    body: ABody_co
+    request: Request
+    service: Service
+    tenant: Tenant
+    num_bytes: int
+    """Of the body."""
+
+    async def work(self, work: Callable[[], T]) -> T:
+        """The result of `work` on the body; long bodies are worked on in a thread."""
+        return await off_loop(self.num_bytes, work)
+
+    def refuse_unsupported(self) -> None:
+        """Raises APIError 400 for fields for features that this engine lacks."""
+        name = self.body.asks_for_unsupported()
+        if name is not None:
+            raise bad_request(f"{name} is not supported by this server; leave it out", param=name)
+
+    def caller(self, endpoint: str, model: str | None = None) -> Caller:
+        """The caller of an endpoint that generates, and its wishes for caching. `model`: its name if no field has it.
+
+        Raises APIError 400 for a field `session_id` that cannot be one.
+        """
+        body, envelope = self.body, getattr(self.body, "kv_hints", None)
+        return Caller(
+            self.tenant,
+            endpoint,
+            getattr(body, "cache_salt", None),
+            session_of(body, self.request.headers),
+            self.request.headers.get("traceparent"),
+            priority=getattr(body, "priority", None) or 0,
+            model=model or getattr(body, "model", None),
+            hints=None if envelope is None else Hints(envelope),
+        )
 
 
 @dataclass(frozen=True, slots=True)

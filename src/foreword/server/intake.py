@@ -11,7 +11,7 @@ The server checks the key before it reads the body. Long bodies leave the event 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from pydantic import ValidationError
@@ -20,35 +20,34 @@ from pydantic.json_schema import models_json_schema
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, bad_request
 from foreword.server.bodies.body_limits import BodyLimits
-from foreword.server.bodies.fields import Body, UnknownFields
+from foreword.server.bodies.fields import AnyBody, Body, UnknownFields
 from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.calls import Call
 from foreword.server.crews import off_loop
 from foreword.server.http import authorized, service_of
 
-AnyBody = TypeVar("AnyBody", bound=Body)
-T = TypeVar("T")
 
+def call_of(model: type[AnyBody]) -> Callable[..., Awaitable[Call[AnyBody]]]:
+    """A dependency that reads a call with such a body. Raises APIError 401, 413, 415 or 400."""
 
-def body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
-    """A dependency that reads the fields of a request's body. Raises APIError 401, 413, 415 or 400."""
-
-    async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> AnyBody:
-        return await _read(model, request)
+    async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Call[AnyBody]:
+        body, num_bytes = await _read(model, request)
+        return Call(body, request, service_of(request), tenant, num_bytes)
 
     return read
 
 
 def operators_body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
-    """The same for endpoints of operators, who need no tenant's key. Raises APIError 403 too."""
+    """A dependency that reads a body of operators, who need no tenant's key. Raises APIError 403 too."""
 
     async def read(request: Request) -> AnyBody:
         service_of(request).operators.check(request.scope)
-        return await _read(model, request)
+        return (await _read(model, request))[0]
 
     return read
 
 
-async def _read(model: type[AnyBody], request: Request) -> AnyBody:
+async def _read(model: type[AnyBody], request: Request) -> tuple[AnyBody, int]:
     service = service_of(request)
     limits = service.body_limits
     kind = request.headers.get("content-type", "")
@@ -56,13 +55,7 @@ async def _read(model: type[AnyBody], request: Request) -> AnyBody:
     if data and "json" not in kind:  # a web page elsewhere could send other types without asking the user
         message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
         raise APIError(415, message, code="unsupported_media_type")
-    request.state.num_body_bytes = len(data)
-    return await off_loop(len(data), lambda: _fields(model, data, limits, service.unknown_fields))
-
-
-async def with_body(request: Request, work: Callable[[], T]) -> T:
-    """The result of `work` on the body that `body_of` read; long bodies are worked on in a thread."""
-    return await off_loop(request.state.num_body_bytes, work)
+    return await off_loop(len(data), lambda: _fields(model, data, limits, service.unknown_fields)), len(data)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -127,7 +120,7 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def takes(model: type[Body]) -> dict[str, Any]:
-    """The part of /openapi.json that describes the body of an endpoint with `body_of(model)`."""
+    """The part of /openapi.json that describes the body of an endpoint with `call_of(model)`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

@@ -18,8 +18,9 @@ from foreword.pml.library import LoadedSchema
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.fields import Body
 from foreword.server.bodies.json_scan import to_json
+from foreword.server.calls import Call
 from foreword.server.http import Authorized, json_response, service_of
-from foreword.server.intake import body_of, takes
+from foreword.server.intake import call_of, takes
 from foreword.server.resources.schemas import Kept
 
 router = APIRouter(tags=["pml"])
@@ -37,11 +38,9 @@ class SchemaRequest(Body):
 
 
 @router.post("/v1/pml/schemas", openapi_extra=takes(SchemaRequest))
-async def create_schema(
-    body: Annotated[SchemaRequest, Depends(body_of(SchemaRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def create_schema(call: Annotated[Call[SchemaRequest], Depends(call_of(SchemaRequest))]) -> Response:
     """Keep a schema under its name, in place of one that has it. It lasts as long as the server's process."""
-    service = service_of(request)
+    service, body = call.service, call.body
     has_left = threading.Event()
 
     def go_on() -> None:
@@ -57,7 +56,7 @@ async def create_schema(
         kept = await service.crews.schemas.run(load)
     finally:
         has_left.set()
-    service.schemas.add(tenant, kept)
+    service.schemas.add(call.tenant, kept)
     return _shown(kept)
 
 

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from foreword.request import StructuredOutputsParams
-from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.calls import Limits, caller_of, sampling_params
+from foreword.server.calls import Call, Limits, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.dialects.anthropic.answer import MessageAnswer
 from foreword.server.dialects.anthropic.fields import CountMessageTokensRequest, CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import chat_of, output_format
-from foreword.server.http import Authorized, json_response, respond, service_of
-from foreword.server.intake import body_of, takes, with_body
-from foreword.server.service import Service, new_id
+from foreword.server.http import json_response, respond
+from foreword.server.intake import call_of, takes
+from foreword.server.service import new_id
 
 router = APIRouter(tags=["anthropic"])
 
@@ -30,10 +29,10 @@ _DEFAULT_TRIGGER = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150
 
 @router.post("/v1/messages", openapi_extra=takes(CreateMessageRequest))
 async def create_message(
-    body: Annotated[CreateMessageRequest, Depends(body_of(CreateMessageRequest))], request: Request, tenant: Authorized
+    call: Annotated[Call[CreateMessageRequest], Depends(call_of(CreateMessageRequest))],
 ) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
+    body, service = call.body, call.service
     if body.thread is not None:  # its client then sends the whole conversation
         message = "thread is not supported by this server; send the full conversation"
         raise bad_request(message, code="thread_unsupported_request")
@@ -46,38 +45,29 @@ async def create_message(
     schema = output_format(body)
     if not body.max_tokens:
         _check_nothing_wanted(body)
-    chat = await _chat(service, tenant, body, request)
+    chat = await _chat(call)
     structured = None if schema is None else StructuredOutputsParams(json=schema)
     params = await sampling_params(service, body, Limits(max(1, body.max_tokens), None), structured)
-    caller = caller_of(body, request, tenant, "messages")
-    answer = await start_chat(service, caller, new_id("msg_"), chat, params, stream=bool(body.stream))
-    return await respond(request, MessageAnswer(answer, body, service))
+    answer = await start_chat(service, call.caller("messages"), new_id("msg_"), chat, params, stream=bool(body.stream))
+    return await respond(call.request, MessageAnswer(answer, body, service))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=takes(CountMessageTokensRequest))
 async def count_message_tokens(
-    body: Annotated[CountMessageTokensRequest, Depends(body_of(CountMessageTokensRequest))],
-    request: Request,
-    tenant: Authorized,
+    call: Annotated[Call[CountMessageTokensRequest], Depends(call_of(CountMessageTokensRequest))],
 ) -> Response:
     """The number of tokens of a conversation's prompt."""
-    service = service_of(request)
-    return json_response(
-        {"input_tokens": await num_prompt_tokens(service, await _chat(service, tenant, body, request))}
-    )
+    return json_response({"input_tokens": await num_prompt_tokens(call.service, await _chat(call))})
 
 
-async def _chat(
-    service: Service, tenant: Tenant, body: CreateMessageRequest | CountMessageTokensRequest, request: Request
-) -> Chat:
-    service.check_model(body.model, tenant)
-    unsupported = body.asks_for_unsupported()
-    if unsupported is not None:
-        raise bad_request(f"{unsupported}: not supported by this server; leave it out")
+async def _chat(call: Call[CreateMessageRequest | CountMessageTokensRequest]) -> Chat:
+    body, service = call.body, call.service
+    service.check_model(body.model, call.tenant)
+    call.refuse_unsupported()
     for edit in (body.context_management and body.context_management.edits) or ():
         if _changes_something(edit, service.max_model_len):
             raise _no_edits(edit)
-    return await with_body(request, lambda: chat_of(service, body, request.state.num_body_bytes))
+    return await call.work(lambda: chat_of(service, body, call.num_bytes))
 
 
 def _check_nothing_wanted(body: CreateMessageRequest) -> None:

@@ -21,7 +21,7 @@ from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json
-from foreword.server.calls import caller_of
+from foreword.server.calls import Call
 from foreword.server.chats.chat import read_prompt
 from foreword.server.crews import off_loop
 from foreword.server.dialects.gemini.contents import CachedBeginning, read_chat, template_of
@@ -37,7 +37,7 @@ from foreword.server.dialects.gemini.fields import (
 )
 from foreword.server.engine_door import first
 from foreword.server.http import Authorized, finished, json_response, service_of
-from foreword.server.intake import body_of, with_body
+from foreword.server.intake import call_of
 from foreword.server.resources.folder import CachedContent, new_content_id
 from foreword.server.service import Service, new_id
 
@@ -89,20 +89,18 @@ def _microseconds(fraction: str | None) -> int:
 
 @served(router, "POST", "cachedContents", CreateCachedContentRequest)
 async def create_cached_content(
-    body: Annotated[CreateCachedContentRequest, Depends(body_of(CreateCachedContentRequest))],
-    request: Request,
-    tenant: Authorized,
+    call: Annotated[Call[CreateCachedContentRequest], Depends(call_of(CreateCachedContentRequest))],
 ) -> Response:
     """Keep the beginning of conversations; computes it before it answers."""
-    service = service_of(request)
+    body, service = call.body, call.service
     store, now_us = service.cached_contents, service.cached_contents.now_us
     model = body.model.removeprefix("models/")
-    service.check_model(model, tenant)
+    service.check_model(model, call.tenant)
     expires_us = _end(body, now_us) or now_us + DEFAULT_TTL_US
-    source = await with_body(request, lambda: _source_text(body))
+    source = await call.work(lambda: _source_text(body))
     one = CachedContent(
         new_content_id(),
-        tenant.name,
+        call.tenant.name,
         model,
         body.display_name or "",
         body.cache_salt,
@@ -114,7 +112,7 @@ async def create_cached_content(
     await store.tidy()
     with store.room_for(one):
         try:
-            num_tokens = await _compute(service, body, one, request, tenant)
+            num_tokens = await _compute(call, one)
         except BaseException:
             await _drop(service, one.id)
             raise
@@ -143,20 +141,17 @@ async def one_cached_content(content_id: str, request: Request, tenant: Authoriz
 
 @served(router, "PATCH", "cachedContents/{content_id}", UpdateCachedContentRequest)
 async def update_cached_content(
-    content_id: str,
-    body: Annotated[UpdateCachedContentRequest, Depends(body_of(UpdateCachedContentRequest))],
-    request: Request,
-    tenant: Authorized,
+    content_id: str, call: Annotated[Call[UpdateCachedContentRequest], Depends(call_of(UpdateCachedContentRequest))]
 ) -> Response:
     """Move the end of one of them, nearer or farther."""
-    service = service_of(request)
+    body, service = call.body, call.service
     store = service.cached_contents
-    _check_changes(body, request.query_params)
+    _check_changes(body, call.request.query_params)
     now_us = store.now_us
     expires_us = _end(body, now_us)
     if expires_us is None:
         raise bad_request("give ttl or expireTime, which alone can change", param="ttl")
-    found = await _find(service, tenant, content_id)
+    found = await _find(service, call.tenant, content_id)
 
     async def change() -> CachedContent:
         changed = await store.set_end(found, expires_us, now_us)
@@ -194,8 +189,9 @@ class Use:
     beginning: CachedBeginning
 
 
-async def use_of(service: Service, tenant: Tenant, body: GenerateContentRequest, model: str) -> Use | None:
+async def use_of(call: Call[GenerateContentRequest], model: str) -> Use | None:
     """The cached content that a request names; None if it names none. Raises APIError 400 or 403."""
+    body, service = call.body, call.service
     if body.cached_content is None:
         return None
     if any(one is not None for one in (body.system_instruction, body.tools, body.tool_config)):
@@ -203,9 +199,9 @@ async def use_of(service: Service, tenant: Tenant, body: GenerateContentRequest,
             "CachedContent can not be used with GenerateContent request setting system_instruction, tools or "
             "tool_config.\n\nProposed fix: move those values to CachedContent from GenerateContent request."
         )
-    one = await _find(service, tenant, body.cached_content.removeprefix(PREFIX))
+    one = await _find(service, call.tenant, body.cached_content.removeprefix(PREFIX))
     of_adapter = {name for name in (one.model, model) if name in service.adapters}
-    if one.model not in service.models_of(tenant) or (of_adapter and one.model != model):
+    if one.model not in service.models_of(call.tenant) or (of_adapter and one.model != model):
         raise bad_request(
             f"the request is for the model {model!r}, and the cached content is of {one.model!r}; use the same model",
             param="cachedContent",
@@ -255,25 +251,24 @@ async def _drop(service: Service, content_id: str) -> None:
         await service.thread.change(lambda engine: engine.entries.drop(PREFIX + content_id), first)
 
 
-async def _compute(
-    service: Service, body: CreateCachedContentRequest, one: CachedContent, request: Request, tenant: Tenant
-) -> int:
+async def _compute(call: Call[CreateCachedContentRequest], one: CachedContent) -> int:
     """Compute a cached content and keep its KV: the number of its tokens."""
-    beginning, template = CachedBeginning(body, _keep(service, one)), template_of(service)
-    num_bytes = request.state.num_body_bytes
-    chat = await with_body(request, lambda: read_chat(_QUESTION, template, num_bytes, beginning))
+    service = call.service
+    beginning, template = CachedBeginning(call.body, _keep(service, one)), template_of(service)
+    chat = await call.work(lambda: read_chat(_QUESTION, template, call.num_bytes, beginning))
     prompt = await read_prompt(service, chat)
     end, least = max((mark.end for mark in prompt.marks), default=0), service.llm.layout.block_size
     if end < least:
         raise bad_request(f"Cached content is too small. total_token_count={end}, min_total_token_count={least}")
     # The prompt ends where conversations will go on; the token after it is thrown away. An aLoRA adapter begins where
     # it does in them, which may be after that.
-    prompt = replace(prompt, adapter=await service.adapter(one.model, tenant)).begun()
+    prompt = replace(prompt, adapter=await service.adapter(one.model, call.tenant)).begun()
     ends = tuple(position for position in prompt.message_ends if position <= end)
     prompt = replace(prompt, token_ids=prompt.token_ids[:end], message_ends=ends)
-    caller = replace(caller_of(body, request, tenant, "cached_contents"), model=one.model)
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    answer = await service.start(caller, new_id("cache-"), [prompt], params, stream=False)
+    answer = await service.start(
+        call.caller("cached_contents", one.model), new_id("cache-"), [prompt], params, stream=False
+    )
     await finished(answer)
     return end
 

@@ -11,9 +11,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
-from foreword.server.calls import caller_of
+from foreword.server.calls import Call
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.crews import off_loop
 from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
@@ -27,8 +26,8 @@ from foreword.server.dialects.gemini.fields import (
     served,
 )
 from foreword.server.http import Authorized, JsonArray, dialect_of, json_response, respond, service_of
-from foreword.server.intake import body_of, with_body
-from foreword.server.service import Service, new_id
+from foreword.server.intake import call_of
+from foreword.server.service import new_id
 
 METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 
@@ -37,46 +36,36 @@ router = APIRouter(tags=["gemini"])
 
 @served(router, "POST", "models/{model:path}:generateContent", GenerateContentRequest)
 async def generate_content(
-    model: str,
-    body: Annotated[GenerateContentRequest, Depends(body_of(GenerateContentRequest))],
-    request: Request,
-    tenant: Authorized,
+    model: str, call: Annotated[Call[GenerateContentRequest], Depends(call_of(GenerateContentRequest))]
 ) -> Response:
     """Answer a conversation."""
-    return await respond(request, await _start(model, body, request, tenant, stream=False))
+    return await respond(call.request, await _start(model, call, stream=False))
 
 
 @served(router, "POST", "models/{model:path}:streamGenerateContent", GenerateContentRequest)
 async def stream_generate_content(
-    model: str,
-    body: Annotated[GenerateContentRequest, Depends(body_of(GenerateContentRequest))],
-    request: Request,
-    tenant: Authorized,
+    model: str, call: Annotated[Call[GenerateContentRequest], Depends(call_of(GenerateContentRequest))]
 ) -> Response:
     """Answer a conversation in chunks: server-sent events with alt=sse, else one JSON array."""
-    form = request.query_params.get("alt", "json")
+    form = call.request.query_params.get("alt", "json")
     if form not in ("sse", "json"):
         raise bad_request(f"alt={form!r:.60} is not known; use sse or json", param="alt")
-    writer = await _start(model, body, request, tenant, stream=True)
-    return await respond(request, writer, None if form == "sse" else JsonArray())
+    writer = await _start(model, call, stream=True)
+    return await respond(call.request, writer, None if form == "sse" else JsonArray())
 
 
 @served(router, "POST", "models/{model:path}:countTokens", CountTokensRequest)
 async def count_tokens(
-    model: str,
-    body: Annotated[CountTokensRequest, Depends(body_of(CountTokensRequest))],
-    request: Request,
-    tenant: Authorized,
+    model: str, call: Annotated[Call[CountTokensRequest], Depends(call_of(CountTokensRequest))]
 ) -> Response:
     """The number of tokens of contents' prompt, or of a whole request's."""
-    service = service_of(request)
-    asked = body.generate_content_request
+    body, asked = call.body, call.body.generate_content_request
     if (body.contents is None) == (asked is None):
         raise bad_request("give either contents or generateContentRequest")
     if asked is None:
         asked = GenerateContentRequest.model_construct(contents=body.contents)
-    chat, use = await _read(service, model, asked, request, tenant)
-    num_tokens = await num_prompt_tokens(service, replace(chat, marks=()))
+    chat, use = await _read(model, Call(asked, call.request, call.service, call.tenant, call.num_bytes))
+    num_tokens = await num_prompt_tokens(call.service, replace(chat, marks=()))
     counted = {"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)}
     return json_response(counted | ({"cachedContentTokenCount": use.content.num_tokens} if use is not None else {}))
 
@@ -97,35 +86,32 @@ async def one_model(model: str, request: Request, tenant: Authorized) -> Respons
     return json_response(dialect_of(request).model(service, service.models_of(tenant), model))
 
 
-async def _read(
-    service: Service, model: str, body: GenerateContentRequest, request: Request, tenant: Tenant
-) -> tuple[Chat, Use | None]:
+async def _read(model: str, call: Call[GenerateContentRequest]) -> tuple[Chat, Use | None]:
     """The chat that a call of a model asks for, and the cached content that it begins with."""
-    service.check_model(model, tenant)
+    body, service = call.body, call.service
+    service.check_model(model, call.tenant)
     if body.model is not None and body.model.removeprefix("models/") != model:
         raise bad_request(f"model is {body.model!r:.100}, and the path names {model!r}; leave it out", param="model")
-    use, template = await use_of(service, tenant, body, model), template_of(service)
+    use, template = await use_of(call, model), template_of(service)
     if use is None:
-        return await with_body(request, lambda: read_chat(body, template, request.state.num_body_bytes)), None
-    num_bytes = request.state.num_body_bytes + len(use.content.source)
+        return await call.work(lambda: read_chat(body, template, call.num_bytes)), None
+    num_bytes = call.num_bytes + len(use.content.source)
     return await off_loop(num_bytes, lambda: read_chat(body, template, num_bytes, use.beginning)), use
 
 
-async def _start(
-    model: str, body: GenerateContentRequest, request: Request, tenant: Tenant, *, stream: bool
-) -> GeneratedContent:
-    service = service_of(request)
-    chat, use = await _read(service, model, body, request, tenant)
-    config = body.generation_config or GenerationConfig()
-    form = await with_body(request, lambda: structured_outputs(config))
+async def _start(model: str, call: Call[GenerateContentRequest], *, stream: bool) -> GeneratedContent:
+    service = call.service
+    chat, use = await _read(model, call)
+    config = call.body.generation_config or GenerationConfig()
+    form = await call.work(lambda: structured_outputs(config))
     params = await sampling_params(service, config, form)
-    caller = replace(caller_of(body, request, tenant, "generate_content"), model=model)
+    caller = call.caller("generate_content", model)
     if use is not None:
         caller = replace(caller, cache_salt=use.content.cache_salt)
     answer = await start_chat(service, caller, new_id("gen-"), chat, params, stream=stream)
     if use is not None:
         try:
-            await settle(service, tenant, use)
+            await settle(service, call.tenant, use)
         except BaseException:
             answer.stream.close()
             raise

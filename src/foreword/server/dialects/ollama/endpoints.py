@@ -20,10 +20,10 @@ from starlette.responses import PlainTextResponse, Response
 from foreword import __version__
 from foreword.engine import Prompt
 from foreword.server import embeddings
-from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import APIError, bad_request, unknown_model
-from foreword.server.calls import caller_of
+from foreword.server.bodies.fields import Body
+from foreword.server.calls import Call
 from foreword.server.chats.chat import ChatAnswer, start_chat
 from foreword.server.crews import off_loop
 from foreword.server.dialects.ollama.answer import OllamaAnswer, Wish, now
@@ -36,8 +36,8 @@ from foreword.server.dialects.ollama.fields import (
 )
 from foreword.server.dialects.ollama.messages import can_think, chat_of, sampling_params
 from foreword.server.http import Authorized, JsonLines, json_response, respond, service_of
-from foreword.server.intake import body_of, takes, with_body
-from foreword.server.service import Caller, Service, new_id
+from foreword.server.intake import call_of, takes
+from foreword.server.service import Service, new_id
 
 LATEST = ":latest"
 NEVER = "9999-12-31T23:59:59Z"
@@ -135,30 +135,24 @@ router = APIRouter(tags=["ollama"])
 
 
 @router.post("/api/chat", openapi_extra=takes(OllamaChatRequest))
-async def chat(
-    body: Annotated[OllamaChatRequest, Depends(body_of(OllamaChatRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def chat(call: Annotated[Call[OllamaChatRequest], Depends(call_of(OllamaChatRequest))]) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
-    caller = _caller(body, request, tenant, "ollama.chat")
+    body, service = call.body, call.service
+    caller = call.caller("ollama.chat", _model(call, body.model))
     if not body.messages:  # asks for the model to be there
         return json_response(_loaded(body) | {"message": {"role": "assistant", "content": ""}})
-    chat = await with_body(request, lambda: chat_of(service, body, request.state.num_body_bytes))
+    chat = await call.work(lambda: chat_of(service, body, call.num_bytes))
     params = await sampling_params(service, body)
     answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
-    return await respond(request, OllamaAnswer(service, answer, _wish(service, body)), JsonLines())
+    return await respond(call.request, OllamaAnswer(service, answer, _wish(service, body)), JsonLines())
 
 
 @router.post("/api/generate", openapi_extra=takes(GenerateRequest))
-async def generate(
-    body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def generate(call: Annotated[Call[GenerateRequest], Depends(call_of(GenerateRequest))]) -> Response:
     """Answer a text, or continue it."""
-    service = service_of(request)
-    caller = _caller(body, request, tenant, "ollama.generate")
-    unsupported = body.asks_for_unsupported()
-    if unsupported is not None:
-        raise bad_request(f"{unsupported}: not supported by this server; leave it out", param=unsupported)
+    body, service = call.body, call.service
+    caller = call.caller("ollama.generate", _model(call, body.model))
+    call.refuse_unsupported()
     if not body.prompt:  # asks for the model to be there
         return json_response(_loaded(body) | {"response": ""})
     params = await sampling_params(service, body)
@@ -172,20 +166,18 @@ async def generate(
         prompt = service.fit(Prompt(await service.encode(body.prompt)), params)
         answer = await service.start(caller, new_id("ollama-"), [prompt], params, stream=body.stream is not False)
     else:
-        chat = await with_body(request, lambda: chat_of(service, body, request.state.num_body_bytes))
+        chat = await call.work(lambda: chat_of(service, body, call.num_bytes))
         answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
-    return await respond(request, OllamaAnswer(service, answer, wish), JsonLines())
+    return await respond(call.request, OllamaAnswer(service, answer, wish), JsonLines())
 
 
 @router.post("/api/embed", openapi_extra=takes(EmbedRequest))
-async def embed(
-    body: Annotated[EmbedRequest, Depends(body_of(EmbedRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def embed(call: Annotated[Call[EmbedRequest], Depends(call_of(EmbedRequest))]) -> Response:
     """Vectors of texts."""
-    service, started = service_of(request), time.monotonic()
-    caller = _caller(body, request, tenant, "ollama.embed")
+    body, started = call.body, time.monotonic()
+    caller = call.caller("ollama.embed", _model(call, body.model))
     found = await embeddings.embed(
-        service, caller, new_id("ollama-"), body.input or [], body.dimensions, truncates=body.truncate is not False
+        call.service, caller, new_id("ollama-"), body.input or [], body.dimensions, truncates=body.truncate is not False
     )
     took = {"total_duration": round(1e9 * (time.monotonic() - started)), "load_duration": 0}
     counts = {"prompt_eval_count": found.num_tokens, "prompt_cached_count": found.num_cached_tokens}
@@ -198,27 +190,22 @@ async def embed(
 
 
 @router.post("/api/embeddings", openapi_extra=takes(OldEmbedRequest))
-async def old_embed(
-    body: Annotated[OldEmbedRequest, Depends(body_of(OldEmbedRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def old_embed(call: Annotated[Call[OldEmbedRequest], Depends(call_of(OldEmbedRequest))]) -> Response:
     """The vector of one text."""
-    service = service_of(request)
-    caller = _caller(body, request, tenant, "ollama.embed")
-    found = await embeddings.embed(service, caller, new_id("ollama-"), body.prompt or [], None, truncates=True)
+    body = call.body
+    caller = call.caller("ollama.embed", _model(call, body.model))
+    found = await embeddings.embed(call.service, caller, new_id("ollama-"), body.prompt or [], None, truncates=True)
     vectors = found.vectors or [np.empty(0, np.float32)]
     return await off_loop(found.num_json_bytes, lambda: json_response({"embedding": vectors[0].tolist()}))
 
 
 @router.post("/api/show", openapi_extra=takes(ModelRequest))
-async def show(
-    body: Annotated[ModelRequest, Depends(body_of(ModelRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def show(call: Annotated[Call[ModelRequest], Depends(call_of(ModelRequest))]) -> Response:
     """What the model is and can do."""
-    service = service_of(request)
-    wanted = body.model or body.name
+    wanted = call.body.model or call.body.name
     if wanted is None:
         raise bad_request("model is required", param="model")
-    return json_response(shown(service, served_name(service.models_of(tenant), wanted)))
+    return json_response(shown(call.service, _model(call, wanted)))
 
 
 @router.get("/api/tags")
@@ -261,10 +248,9 @@ async def change_models(request: Request, tenant: Authorized) -> Response:
     )
 
 
-def _caller(body: Any, request: Request, tenant: Tenant, endpoint: str) -> Caller:
-    """The caller of a call, with the model's name as the server has it. Raises APIError 404 for another model."""
-    name = served_name(service_of(request).models_of(tenant), body.model)
-    return replace(caller_of(body, request, tenant, endpoint), model=name)
+def _model(call: Call[Body], name: str) -> str:
+    """The name of a model as the server has it. Raises APIError 404 for another model."""
+    return served_name(call.service.models_of(call.tenant), name)
 
 
 def _loaded(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:

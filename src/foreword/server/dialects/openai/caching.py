@@ -10,17 +10,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Request
 from pydantic import ValidationError
 
 from foreword.cache import LookupExplanation, MissReason, common_length
 from foreword.engine import BREAKPOINT, Keep, Mark
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import bad_request
+from foreword.server.calls import Call
 from foreword.server.dialects.openai.fields import (
     AnyCall,
     Breakpoint,
     CacheOptions,
+    ForewordOptions,
     TextPart,
     Unmarkable,
 )
@@ -184,14 +185,13 @@ def _miss(reason: str, num_missed: int, num_reusable: int) -> dict[str, Any]:
 class Extras:
     """The extras that one call asked for."""
 
-    def __init__(self, service: Service, caller: Caller, request: Request, body: AnyCall, caching: Caching) -> None:
+    def __init__(self, call: Call[AnyCall], caller: Caller, caching: Caching) -> None:
         self.caching = caching
         self._hints = caller.hints
-        self._service = service
-        self._tenant = caller.tenant
-        in_body = body.foreword is not None and body.foreword.cache
-        self._wants_certificate = body.foreword is not None and body.foreword.certificate
-        self._wants_cache = in_body or request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
+        self._service, self._tenant = call.service, call.tenant
+        asked = call.body.foreword or ForewordOptions()
+        self._wants_certificate = asked.certificate
+        self._wants_cache = asked.cache or call.request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
 
     def of(self, answer: AnswerStream) -> dict[str, Any]:
         """Fields to add to the body of a finished answer; none if the call asked for none.

@@ -14,15 +14,14 @@ from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from foreword.engine import Prompt
 from foreword.request import TokenLogprobs
-from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
-from foreword.server.calls import Limits, caller_of, sampling_params
+from foreword.server.calls import Call, Limits, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, chat_logprobs, reasoning_of, start_chat, text_of
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
@@ -44,11 +43,12 @@ from foreword.server.dialects.openai.messages import (
     structured_outputs,
     template_inputs,
 )
-from foreword.server.http import Authorized, respond, service_of
-from foreword.server.intake import body_of, takes, with_body
+from foreword.server.http import respond
+from foreword.server.intake import call_of, takes
 from foreword.server.service import Service, new_id
 from foreword.text.detokenizer import Detokenizer
-from foreword.text.reply import Call, Part, Reasoning, Text
+from foreword.text.reply import Call as ToolCall
+from foreword.text.reply import Part, Reasoning, Text
 
 router = APIRouter(tags=["openai"])
 Chunk = dict[str, Any]
@@ -151,21 +151,18 @@ class ChoicesAnswer(ABC):
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
-async def chat_completions(
-    body: Annotated[ChatRequest, Depends(body_of(ChatRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def chat_completions(call: Annotated[Call[ChatRequest], Depends(call_of(ChatRequest))]) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
-    check_call(service, tenant, body)
-    chat, caching = await with_body(request, lambda: _chat(body, request.state.num_body_bytes))
+    body, service = call.body, call.service
+    check_call(call)
+    chat, caching = await call.work(lambda: _chat(body, call.num_bytes))
     params = await sampling_params(service, body, _limits(body), structured_outputs(body, body.response_format))
     if body.prediction is not None:
         params = replace(params, prediction_token_ids=await service.encode_part(body.prediction.text))
-    caller = caller_of(body, request, tenant, "chat.completions")
-    caller = replace(caller, is_uncached=caching.is_off)
-    extras = Extras(service, caller, request, body, caching)
+    caller = replace(call.caller("chat.completions"), is_uncached=caching.is_off)
+    extras = Extras(call, caller, caching)
     answer = await start_chat(service, caller, new_id("chatcmpl-"), chat, params, stream=bool(body.stream))
-    return await respond(request, _ChatCompletion(service, answer, body, extras))
+    return await respond(call.request, _ChatCompletion(service, answer, body, extras))
 
 
 def _chat(body: ChatRequest, num_bytes: int) -> tuple[Chat, Caching]:
@@ -268,7 +265,7 @@ class _ChatCompletion(ChoicesAnswer):
 
     def _changes(self, choice: int, part: Part) -> list[Chunk]:
         """`delta`s for a piece of text, or for a call: its name first, then its arguments."""
-        if not isinstance(part, Call):
+        if not isinstance(part, ToolCall):
             return [{"reasoning_content" if isinstance(part, Reasoning) else "content": part.text}]
         index = self._num_sent.get(choice, 0)
         self._num_sent[choice] = index + 1
@@ -283,41 +280,34 @@ class _ChatCompletion(ChoicesAnswer):
         return {"content": content, "refusal": None}
 
 
-def _call(call: Call) -> Chunk:
+def _call(call: ToolCall) -> Chunk:
     """A call in OpenAI's form, with the id that the model wrote, or a new one."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
-async def completions(
-    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def completions(call: Annotated[Call[CompletionRequest], Depends(call_of(CompletionRequest))]) -> Response:
     """Continue one or several texts."""
-    return await complete(body, partial(_prompts, body), request, tenant, "completions")
+    return await complete(call, partial(_prompts, call), "completions")
 
 
-FindPrompts = Callable[[Service, Request], Awaitable[Sequence[Prompt]]]
-
-
-async def complete(body: TextCall, find: FindPrompts, request: Request, tenant: Tenant, endpoint: str) -> Response:
+async def complete(call: Call[TextCall], find: Callable[[], Awaitable[Sequence[Prompt]]], endpoint: str) -> Response:
     """Answer a call that continues the prompts that `find` makes; `endpoint` names it in records."""
-    service = service_of(request)
-    check_call(service, tenant, body)
+    body, service = call.body, call.service
+    check_call(call)
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
     caching = Caching(body)
-    caller = caller_of(body, request, tenant, endpoint)
-    caller = replace(caller, is_uncached=caching.is_off)
-    extras = Extras(service, caller, request, body, caching)
+    caller = replace(call.caller(endpoint), is_uncached=caching.is_off)
+    extras = Extras(call, caller, caching)
     limits = _completion_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
     prompts = [
-        service.fit(replace(prompt, marks=caching.text_marks(len(prompt.token_ids))), params)
-        for prompt in await find(service, request)
+        service.fit(replace(prompt, marks=caching.text_marks(len(prompt.token_ids))), params) for prompt in await find()
     ]
     answer = await service.start(caller, new_id("cmpl-"), prompts, params, stream=bool(body.stream))
-    return await respond(request, _Completion(service, answer, body, extras))
+    return await respond(call.request, _Completion(service, answer, body, extras))
 
 
 def _completion_limits(body: TextCall) -> Limits:
@@ -330,7 +320,8 @@ def _completion_limits(body: TextCall) -> Limits:
     return Limits(most, body.logprobs, body.logprobs if body.echo else None)
 
 
-async def _prompts(body: CompletionRequest, service: Service, request: Request) -> list[Prompt]:
+async def _prompts(call: Call[CompletionRequest]) -> list[Prompt]:
+    body, service = call.body, call.service
     prompt: Any = body.prompt
     if body.prompt_embeds is not None:
         if body.echo:
@@ -341,7 +332,7 @@ async def _prompts(body: CompletionRequest, service: Service, request: Request) 
     if isinstance(prompt[0], str):
         is_cut = body.truncate_prompt_tokens is not None
         return [Prompt(one) for one in await service.encode_each(prompt, service.tokenizer.encode, is_cut=is_cut)]
-    return await with_body(request, lambda: [Prompt(np.array(one, np.int32)) for one in prompt])
+    return await call.work(lambda: [Prompt(np.array(one, np.int32)) for one in prompt])
 
 
 async def _begun_with(given: PromptEmbeds, rest: Any, service: Service) -> Prompt:

@@ -391,13 +391,13 @@ class EmbeddingsRequest(_ScoringCall):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-class _LabelCall(_ScoringCall):
+class LabelCall(_ScoringCall):
     """Fields of calls that read the logits of a few tokens after several prompts."""
 
     foreword: CertificateOptions | None = None
 
 
-class ScoreRequest(_LabelCall):
+class ScoreRequest(LabelCall):
     """POST /v1/score."""
 
     query: str | SomeTokenIds
@@ -419,7 +419,7 @@ class RankedDocument(Part):
     text: str
 
 
-class RerankRequest(_LabelCall):
+class RerankRequest(LabelCall):
     """POST /v1/rerank."""
 
     query: str
@@ -430,7 +430,7 @@ class RerankRequest(_LabelCall):
     """In place of the score template's own."""
 
 
-class ClassifyRequest(_LabelCall):
+class ClassifyRequest(LabelCall):
     """POST /v1/classify."""
 
     input: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from fastapi import Request
 
 from foreword.engine import Prompt
 from foreword.request import StructuredOutputsParams
-from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import scan_json
+from foreword.server.calls import Call
 from foreword.server.dialects.openai.caching import Breakpoints, refuse_breakpoint
 from foreword.server.dialects.openai.fields import (
     ChatMessage,
@@ -28,20 +27,17 @@ from foreword.server.dialects.openai.fields import (
     Tool,
     pictures_in,
 )
-from foreword.server.intake import with_body
-from foreword.server.service import Ending, Service
+from foreword.server.service import Ending
 from foreword.text.conversation import read_arguments
 
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
-def check_call(service: Service, tenant: Tenant, body: Any) -> None:
+def check_call(call: Call[Any]) -> None:
     """Refuse other models, and fields for features that this engine lacks."""
-    service.check_model(body.model, tenant)
-    unsupported = body.asks_for_unsupported()
-    if unsupported is not None:
-        raise bad_request(f"{unsupported} is not supported by this server; leave it out", param=unsupported)
-    if body.stream_options is not None and not body.stream:
+    call.service.check_model(call.body.model, call.tenant)
+    call.refuse_unsupported()
+    if call.body.stream_options is not None and not call.body.stream:
         raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
 
 
@@ -94,14 +90,13 @@ def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -
     return plain
 
 
-async def read_prompt(
-    service: Service, tenant: Tenant, body: TokenizeRequest | ExplainRequest, request: Request
-) -> Prompt:
+async def read_prompt(call: Call[TokenizeRequest | ExplainRequest]) -> Prompt:
     """The prompt in a call of an endpoint that generates nothing: a text, token ids or a conversation.
 
     Raises APIError 400 for none or several of them, and 404 for another model.
     """
-    service.check_model(body.model, tenant)
+    body, service = call.body, call.service
+    service.check_model(body.model, call.tenant)
 
     def read() -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
         inputs = template_inputs(body.reasoning_effort, body.chat_template_kwargs)
@@ -109,7 +104,7 @@ async def read_prompt(
             inputs["tools"] = plain_tools(body.tools)
         return None if body.messages is None else plain_messages(body.messages, Breakpoints()), inputs
 
-    messages, inputs = await with_body(request, read)
+    messages, inputs = await call.work(read)
     if (body.prompt is None) == (messages is None):
         raise bad_request("give either prompt or messages")
     if messages is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from foreword.engine import Prompt
@@ -19,14 +19,14 @@ from foreword.pml.composition import Composition
 from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.server.access.links import to_its_end
-from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
+from foreword.server.calls import Call
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.dialects.openai.messages import check_call
 from foreword.server.engine_door import fewest_missing
-from foreword.server.http import Authorized, json_response, service_of
-from foreword.server.intake import body_of, takes
+from foreword.server.http import json_response
+from foreword.server.intake import call_of, takes
 from foreword.server.service import Service
 from foreword.text.schema_text import schema_text
 
@@ -37,38 +37,33 @@ OF_DOCUMENTS: tuple[str, ...] = ("question", "instructions", "separator")
 
 
 @router.post("/v1/pml/completions", openapi_extra=takes(ModulesRequest))
-async def module_completions(
-    body: Annotated[ModulesRequest, Depends(body_of(ModulesRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def module_completions(call: Annotated[Call[ModulesRequest], Depends(call_of(ModulesRequest))]) -> Response:
     """Continue a prompt of modules, or of documents. Without `link` the answer is that of /v1/completions for the same
     tokens.
     """
-    call = _Call.of(service_of(request), body, tenant)
+    parts = _Parts.of(call)
 
-    async def find(service: Service, request: Request) -> list[Prompt]:
-        return [(await call.prompt())[0]]
+    async def find() -> list[Prompt]:
+        return [(await parts.prompt())[0]]
 
-    return await complete(body, find, request, tenant, "pml.completions")
+    return await complete(call, find, "pml.completions")
 
 
 @router.post("/v1/pml/explain", openapi_extra=takes(ModulesRequest))
-async def explain_links(
-    body: Annotated[ModulesRequest, Depends(body_of(ModulesRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def explain_links(call: Annotated[Call[ModulesRequest], Depends(call_of(ModulesRequest))]) -> Response:
     """What `link` would copy in this prompt now, part by part, and which parts are not cached. Runs nothing and counts
     nothing. Fields of /v1/pml/completions that shape the answer mean nothing here.
     """
-    service = service_of(request)
-    call = _Call.of(service, body, tenant)
-    check_call(service, tenant, body)
-    if call.method is None:
+    service, parts = call.service, _Parts.of(call)
+    check_call(call)
+    if parts.method is None:
         raise bad_request(
             "Missing required parameter: link (name a method, such as first-16; /v1/cache/explain explains plain "
             "prompts)",
             param="link",
         )
-    method, block_size = call.method, service.llm.layout.block_size  # a service cannot be sent to replicas
-    prompt, composition = await call.prompt()
+    method, block_size = parts.method, service.llm.layout.block_size  # a service cannot be sent to replicas
+    prompt, composition = await parts.prompt()
     assert composition is not None
     found = await service.thread.call(
         lambda engine: explain_parts(composition, method, engine.explain_links(prompt), block_size), fewest_missing
@@ -97,8 +92,8 @@ def _report(found: LinkExplanation) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A call with a prompt of parts, whose fields were checked."""
+class _Parts:
+    """A prompt of parts, whose fields were checked."""
 
     service: Service
     body: ModulesRequest
@@ -107,10 +102,11 @@ class _Call:
     salt: str | None
 
     @classmethod
-    def of(cls, service: Service, body: ModulesRequest, tenant: Tenant) -> _Call:
+    def of(cls, call: Call[ModulesRequest]) -> _Parts:
         """Raises APIError 400 for fields that exclude each other, 404 without the schema, InvalidRequestError for a
         method that is not served.
         """
+        body, service, tenant = call.body, call.service, call.tenant
         _check_fields(body)
         method = None if body.link is None else service.links.method(body.link)
         schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name).schema

@@ -26,7 +26,7 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json, to_long_json
-from foreword.server.calls import Limits, caller_of, sampling_params
+from foreword.server.calls import Call, Limits, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, start_chat
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
@@ -52,10 +52,11 @@ from foreword.server.dialects.openai.response_fields import (
     TextOptions,
 )
 from foreword.server.http import Authorized, json_response, respond, service_of
-from foreword.server.intake import body_of, takes, with_body
-from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
+from foreword.server.intake import call_of, takes
+from foreword.server.kept_responses import PIECE_DEPTH, Messages
 from foreword.server.service import Service, new_id
-from foreword.text.reply import Call, Part, Reasoning, Text
+from foreword.text.reply import Call as ToolCall
+from foreword.text.reply import Part, Reasoning, Text
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +257,7 @@ class OutputItems:
 
     def add(self, part: Part, logprobs: Logprobs) -> Iterator[Event]:
         """Add a part. `logprobs` are those of the tokens that came with it; they are shown with texts."""
-        if isinstance(part, Call):
+        if isinstance(part, ToolCall):
             yield from self._close()
             yield from self._call(part)
             return
@@ -312,7 +313,7 @@ class OutputItems:
         yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
         self._open, self._texts, self._logprobs = None, [], []
 
-    def _call(self, call: Call) -> Iterator[Event]:
+    def _call(self, call: ToolCall) -> Iterator[Event]:
         tool = self._tools.get(call.name, CalledTool(call.name))
         is_custom = tool.is_custom
         kind, field, written = ("function_call", "arguments", call.arguments)
@@ -349,18 +350,20 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
-async def create_response(
-    body: Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def create_response(call: Annotated[Call[ResponsesRequest], Depends(call_of(ResponsesRequest))]) -> Response:
     """Answer a text or a conversation."""
-    service = service_of(request)
-    check_call(service, tenant, body)
+    body, service, tenant = call.body, call.service, call.tenant
+    check_call(call)
     if body.background:
         raise bad_request("background=true is not supported by this server; leave it out", param="background")
-    before = _kept(request).get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
+    before = (
+        service.kept_responses.get(tenant, body.previous_response_id)[0]
+        if body.previous_response_id is not None
+        else []
+    )
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     breakpoints = Breakpoints(len(head))
-    conversation = await with_body(request, lambda: continued(before, body.input, breakpoints))
+    conversation = await call.work(lambda: continued(before, body.input, breakpoints))
     caching = Caching(body, breakpoints)
     tools = plain_tools(body.tools or ())
     chat = Chat(
@@ -370,35 +373,30 @@ async def create_response(
         template_inputs(body.reasoning.effort if body.reasoning is not None else None, body.chat_template_kwargs),
         shortens=body.truncation == "auto",
         marks=caching.chat_marks(len(head) + len(conversation)),
-        num_bytes=request.state.num_body_bytes,
+        num_bytes=call.num_bytes,
     )
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, body, limits, structured_outputs(body, _response_format(body.text)))
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
-    caller = caller_of(body, request, tenant, "responses")
-    caller = replace(caller, is_uncached=caching.is_off)
-    extras = Extras(service, caller, request, body, caching)
+    caller = replace(call.caller("responses"), is_uncached=caching.is_off)
+    extras = Extras(call, caller, caching)
     answer = await start_chat(service, caller, new_id("resp_"), chat, params, stream=bool(body.stream))
-    return await respond(request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
+    return await respond(call.request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
 
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: str, request: Request, tenant: Authorized) -> Response:
     """A kept response."""
-    return Response(_kept(request).get(tenant, response_id)[1], media_type="application/json")
+    return Response(service_of(request).kept_responses.get(tenant, response_id)[1], media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: Request, tenant: Authorized) -> Response:
     """Forget a response."""
-    _kept(request).delete(tenant, response_id)
+    service_of(request).kept_responses.delete(tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-def _kept(request: Request) -> KeptResponses:
-    return service_of(request).kept_responses
 
 
 def _why_incomplete(finish_reason: str | None) -> str:

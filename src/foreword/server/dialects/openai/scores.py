@@ -13,34 +13,37 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from foreword.engine import Prompt
 from foreword.request import SamplingParams
-from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_scan import to_json
-from foreword.server.calls import caller_of
+from foreword.server.calls import Call
 from foreword.server.chats.score_template import Judge
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.caching import certificate
-from foreword.server.dialects.openai.fields import ClassifyRequest, EmbeddingsRequest, RerankRequest, ScoreRequest
+from foreword.server.dialects.openai.fields import (
+    ClassifyRequest,
+    EmbeddingsRequest,
+    LabelCall,
+    RerankRequest,
+    ScoreRequest,
+)
 from foreword.server.embeddings import embed
-from foreword.server.http import Authorized, finished, json_response, service_of
-from foreword.server.intake import body_of, takes, with_body
-from foreword.server.service import LONG_TEXT, Service, TokenIds, new_id
+from foreword.server.http import finished, json_response
+from foreword.server.intake import call_of, takes
+from foreword.server.service import LONG_TEXT, TokenIds, new_id
 
 router = APIRouter()
 
 
 @router.post("/v1/score", tags=["scores"], openapi_extra=takes(ScoreRequest))
-async def score(
-    body: Annotated[ScoreRequest, Depends(body_of(ScoreRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def score(call: Annotated[Call[ScoreRequest], Depends(call_of(ScoreRequest))]) -> Response:
     """The probabilities of some tokens after a query with each of some items."""
-    service = service_of(request)
-    service.check_model(body.model, tenant)
+    body, service = call.body, call.service
+    service.check_model(body.model, call.tenant)
     items = [body.items] if isinstance(body.items, str) else body.items
     query: Any = body.query
     if isinstance(query, str) != isinstance(items[0], str):
@@ -58,22 +61,20 @@ async def score(
         return service.tokenizer.encode(both) if isinstance(both, str) else np.array(both, np.int32)
 
     prompts = [Prompt(one) for one in await service.encode_each(items, encode, num_beside=len(query))]
-    run = _Run(service, new_id("score-"), body, request, tenant)
+    run = _Run(call, "score-")
     found = await run.logprobs(prompts, body.label_token_ids, among_each_other=bool(body.apply_softmax))
     shown = [_shares(own) if body.apply_softmax else [math.exp(value) for value in own] for own in found]
-    answer = run.answer(body.model) | {"object": "scoring", "scores": shown}
+    answer = run.answer() | {"object": "scoring", "scores": shown}
     return await off_loop(24 * len(shown) * len(shown[0]), lambda: json_response(answer))
 
 
 @router.post("/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
 @router.post("/v1/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
 @router.post("/v2/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
-async def rerank(
-    body: Annotated[RerankRequest, Depends(body_of(RerankRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def rerank(call: Annotated[Call[RerankRequest], Depends(call_of(RerankRequest))]) -> Response:
     """Documents by their relevance to a query, the most relevant first."""
-    service = service_of(request)
-    service.check_model(body.model, tenant)
+    body, service = call.body, call.service
+    service.check_model(body.model, call.tenant)
     remedy = "--score-template qwen3-reranker, or with a file of your model's"
     judge = _judge(service.ranking, "score template", remedy)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -82,35 +83,33 @@ async def rerank(
         given = {"query": body.query, "document": text}
         return judge.template.tokens(service.tokenizer, given, body.instruction)
 
-    run = _Run(service, new_id("rerank-"), body, request, tenant)
+    run = _Run(call, "rerank-")
     shown = await service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
     found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
     relevance = [_shares(own)[0] for own in found]
     order = sorted(range(len(texts)), key=lambda at: -relevance[at])[: body.top_n]
-    shows = body.return_documents if body.return_documents is not None else request.url.path != "/v2/rerank"
+    shows = body.return_documents if body.return_documents is not None else call.request.url.path != "/v2/rerank"
     results = [
         {"index": at, "relevance_score": relevance[at], **({"document": {"text": texts[at]}} if shows else {})}
         for at in order
     ]
-    answer = run.answer(body.model) | {"results": results}
-    return await with_body(request, lambda: json_response(answer))  # which repeats the documents
+    answer = run.answer() | {"results": results}
+    return await call.work(lambda: json_response(answer))  # which repeats the documents
 
 
 @router.post("/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
 @router.post("/v1/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
-async def classify(
-    body: Annotated[ClassifyRequest, Depends(body_of(ClassifyRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def classify(call: Annotated[Call[ClassifyRequest], Depends(call_of(ClassifyRequest))]) -> Response:
     """The label of each of some texts, and the probabilities of all labels."""
-    service = service_of(request)
-    service.check_model(body.model, tenant)
+    body, service = call.body, call.service
+    service.check_model(body.model, call.tenant)
     judge = _judge(service.classifying, "classify template", "--classify-template and a TOML file")
     texts = [body.input] if isinstance(body.input, str) else body.input
 
     def render(text: str) -> TokenIds:
         return judge.template.tokens(service.tokenizer, {"input": text}, body.instruction)
 
-    run = _Run(service, new_id("classify-"), body, request, tenant)
+    run = _Run(call, "classify-")
     shown = await service.encode_each(texts, render, num_beside=LONG_TEXT)
     found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
     labels = judge.template.labels
@@ -123,7 +122,7 @@ async def classify(
         }
         for at, own in enumerate(found)
     ]
-    answer = run.answer(body.model) | {"object": "list", "created": int(time.time()), "data": data, "labels": labels}
+    answer = run.answer() | {"object": "list", "created": int(time.time()), "data": data, "labels": labels}
     return await off_loop(24 * len(data) * len(labels), lambda: json_response(answer))
 
 
@@ -140,12 +139,11 @@ def _judge(found: Judge | None, what: str, remedy: str) -> Judge:
 class _Run:
     """One call's prompts."""
 
-    def __init__(self, service: Service, response_id: str, body: Any, request: Request, tenant: Tenant) -> None:
-        self._response_id = response_id
-        self._service = service
-        self._caller = caller_of(body, request, tenant, "score")
-        self._certifies = body.foreword is not None and body.foreword.certificate
-        self._fields: dict[str, Any] = {}
+    def __init__(self, call: Call[LabelCall], prefix: str) -> None:
+        """`prefix`: of its id."""
+        self._service, self._caller = call.service, call.caller("score")
+        self._certifies = call.body.foreword is not None and call.body.foreword.certificate
+        self._fields: dict[str, Any] = {"id": new_id(prefix), "model": call.body.model or call.service.model_name}
 
     async def logprobs(
         self, prompts: Sequence[Prompt], token_ids: Sequence[int], *, among_each_other: bool = True
@@ -159,7 +157,7 @@ class _Run:
             logprob_token_ids=() if among_each_other else distinct,
             certify=self._certifies,
         )
-        answer = await self._service.start(self._caller, self._response_id, prompts, params, stream=False)
+        answer = await self._service.start(self._caller, self._fields["id"], prompts, params, stream=False)
         await finished(answer)
         num_tokens = sum(len(output.prompt_token_ids) for output in answer.outputs)
         num_cached = sum(output.num_cached_tokens for output in answer.outputs)
@@ -175,9 +173,9 @@ class _Run:
             found.append([of_position[token_id].logprob for token_id in token_ids])
         return found
 
-    def answer(self, model: str | None) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         """The fields that all answers have."""
-        return {"id": self._response_id, "model": model or self._service.model_name, **self._fields}
+        return self._fields
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
@@ -190,15 +188,11 @@ def _shares(logprobs: Sequence[float]) -> list[float]:
 
 
 @router.post("/v1/embeddings", tags=["openai"], openapi_extra=takes(EmbeddingsRequest))
-async def embeddings(
-    body: Annotated[EmbeddingsRequest, Depends(body_of(EmbeddingsRequest))], request: Request, tenant: Authorized
-) -> Response:
+async def embeddings(call: Annotated[Call[EmbeddingsRequest], Depends(call_of(EmbeddingsRequest))]) -> Response:
     """Vectors of texts."""
-    service = service_of(request)
-    service.check_model(body.model, tenant)
-    found = await embed(
-        service, caller_of(body, request, tenant, "embeddings"), new_id("embd-"), body.input, body.dimensions
-    )
+    body, service = call.body, call.service
+    service.check_model(body.model, call.tenant)
+    found = await embed(service, call.caller("embeddings"), new_id("embd-"), body.input, body.dimensions)
     answer = {
         "object": "list",
         "model": body.model or service.model_name,
