@@ -67,6 +67,8 @@ async def version() -> Response:
 
 
 @router.get("/v1/models", tags=["server"])
+@router.get("/v1beta/models", tags=["gemini"])
+@router.get("/v1alpha/models", tags=["gemini"])
 async def models(request: Request, tenant: Authorized) -> Response:
     """The names under which the server serves its model."""
     service = service_of(request)
@@ -74,6 +76,8 @@ async def models(request: Request, tenant: Authorized) -> Response:
 
 
 @router.get("/v1/models/{model:path}", tags=["server"])
+@router.get("/v1beta/models/{model:path}", tags=["gemini"])
+@router.get("/v1alpha/models/{model:path}", tags=["gemini"])
 async def model(model: str, request: Request, tenant: Authorized) -> Response:
     """One of these names."""
     service = service_of(request)

@@ -92,26 +92,10 @@ def unknown_model(name: str) -> APIError:
     )
 
 
-def too_busy(retry_after_s: int) -> APIError:
-    """429: the queue is full."""
-    return APIError(
-        429,
-        f"The server's queue is full; try again in {retry_after_s} s.",
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(retry_after_s)},
-    )
-
-
-def work_waits(kind: str, retry_after_s: int) -> APIError:
-    """429: too much work of a kind waits for a thread."""
-    return APIError(
-        429,
-        f"Too much work of this caller waits for a thread ({kind}); try again in {retry_after_s} s.",
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(retry_after_s)},
-    )
+def too_busy(reason: str, retry_after_s: int) -> APIError:
+    """429: what the caller asks for would wait too long."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return APIError(429, reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 def adapter_unread(name: str) -> APIError:
@@ -150,8 +134,7 @@ def from_error(error: Exception) -> APIError:
         case CacheBusyError():
             return APIError(409, str(error), code="cache_busy")
         case AdaptersBusyError() | MediaBusyError():
-            headers = {"Retry-After": "1"}
-            return APIError(429, str(error), kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+            return too_busy(str(error), 1)
         case EngineError():
             return step_failed(str(error))
         case _:

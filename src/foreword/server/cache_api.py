@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,17 +22,15 @@ from foreword.cache import BlockState, CacheEntry, MissReason, PrefixNode
 from foreword.engine import Engine, Keep, Mark, Prompt, Snapshot
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
-from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.bodies.fields import Body
+from foreword.server.bodies.fields import Body, Priority
 from foreword.server.calls import Call, check_session_id
 from foreword.server.crews import off_loop
-from foreword.server.dialect import Event
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.engine_door import all_prefixes, best, longest, most
 from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
-from foreword.server.http import authorized, finished, json_response, respond, service_of
+from foreword.server.http import authorized, finished, json_response, route_of, service_of
 from foreword.server.intake import call_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of
@@ -250,7 +248,7 @@ class PinRequest(ExplainRequest):
     """POST /v1/cache/entries: a text, token ids or a conversation, and how long to keep it."""
 
     ttl_s: Ttl = 300.0
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
 
 
 class EntryChange(Body):
@@ -272,7 +270,10 @@ async def create_entry(call: Annotated[Call[PinRequest], Depends(call_of(PinRequ
     prompt = replace(plain, marks=(Mark(len(plain.token_ids), keep),))
     params = SamplingParams(max_tokens=1, temperature=0.0)
     answer = await service.start(call.caller("cache.entries"), new_id("pin_"), [prompt], params, stream=False)
-    return await respond(call.request, _PinnedEntry(service, answer))
+    await finished(answer)
+    [output] = answer.outputs
+    report = entry_report(output.kept[0], service.llm.engine.clock())
+    return json_response({**report, "cached_tokens": output.num_cached_tokens}, headers=route_of(answer))
 
 
 @router.get("/v1/cache/entries")
@@ -368,28 +369,6 @@ def entry_report(entry: CacheEntry, now: float) -> dict[str, Any]:
         "expires_at": round(time.time() + left_s, 3),
         "refresh_s": entry.refresh_s,
     }
-
-
-class _PinnedEntry:
-    """Writes the entry that a prompt's mark made."""
-
-    piece_depth = 1
-
-    def __init__(self, service: Service, answer: AnswerStream) -> None:
-        self.answer = answer
-        self._service = service
-
-    def num_bytes(self, deltas: Sequence[Delta]) -> int:
-        return 0
-
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        [output] = self.answer.outputs
-        report = entry_report(output.kept[0], self._service.llm.engine.clock())
-        return {**report, "cached_tokens": output.num_cached_tokens}
-
-    async def events(self) -> AsyncIterator[list[Event]]:
-        raise AssertionError("entries are not streamed")
-        yield []
 
 
 @router.post("/v1/cache/hints", openapi_extra=takes(HintsRequest))

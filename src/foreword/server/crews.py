@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from foreword.server.api_errors import work_waits
+from foreword.server.api_errors import too_busy
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ class Crew:
         own = self._waiting.get(caller, ())
         if len(own) >= self._most_waiting or self.num_waiting >= MOST_OF_ALL * self._most_waiting:
             self.num_refused += 1
-            raise work_waits(self.name, 1 + int(self._mean_s * (1 + len(own)) / self._num_threads))
+            wait_s = 1 + int(self._mean_s * (1 + len(own)) / self._num_threads)
+            said = f"Too much work of this caller waits for a thread ({self.name}); try again in {wait_s} s."
+            raise too_busy(said, wait_s)
         loop = asyncio.get_running_loop()
         job = _Job(work, loop.create_future(), loop)
         self._waiting.setdefault(caller, deque()).append(job)
@@ -144,37 +146,30 @@ class Crew:
         self._start()
 
 
-@dataclass(frozen=True)
 class Crews:
     """The crews of one server.
 
     What is linear in a body's bytes, such as parsing it, runs in asyncio's own threads instead: it ends soon.
     """
 
-    text: Crew = field(default_factory=lambda: Crew("text", 2, 64))
-    """Conversations to render, texts to tokenize."""
-    grammars: Crew = field(default_factory=lambda: Crew("grammars", 1, 32))
-    schemas: Crew = field(default_factory=lambda: Crew("schemas", 1, 4))
-    """Schemas of prompt modules to lay out."""
-    modules: Crew = field(default_factory=lambda: Crew("modules", 2, 16))
-    """Prompts of modules and documents to compose."""
-    adapters: Crew = field(default_factory=lambda: Crew("adapters", 4, 64))
-    """Files of adapters to look at and read, which may be slow or far away."""
-    pictures: Crew = field(default_factory=lambda: Crew("pictures", 2, 64))
-    """Pictures to check and decode; each thread has one decoded picture at a time."""
-    fetches: Crew = field(default_factory=lambda: Crew("fetches", 8, 64))
-    """Pictures to fetch from other servers."""
-
-    @classmethod
-    def of(cls, most_choices: int) -> Crews:
+    def __init__(self, most_choices: int = 0) -> None:
         """Crews that refuse no burst that the engine's queue takes: `most_choices` run or wait there."""
-        text, modules = Crew("text", 2, max(64, most_choices)), Crew("modules", 2, max(16, most_choices))
-        grammars, adapters = Crew("grammars", 1, max(32, most_choices)), Crew("adapters", 4, max(64, most_choices))
-        pictures = Crew("pictures", 2, max(64, most_choices))
-        return cls(text=text, grammars=grammars, modules=modules, adapters=adapters, pictures=pictures)
+        self.text = Crew("text", 2, max(64, most_choices))
+        """Conversations to render, texts to tokenize."""
+        self.grammars = Crew("grammars", 1, max(32, most_choices))
+        self.schemas = Crew("schemas", 1, 4)
+        """Schemas of prompt modules to lay out."""
+        self.modules = Crew("modules", 2, max(16, most_choices))
+        """Prompts of modules and documents to compose."""
+        self.adapters = Crew("adapters", 4, max(64, most_choices))
+        """Files of adapters to look at and read, which may be slow or far away."""
+        self.pictures = Crew("pictures", 2, max(64, most_choices))
+        """Pictures to check and decode; each thread has one decoded picture at a time."""
+        self.fetches = Crew("fetches", 8, 64)
+        """Pictures to fetch from other servers."""
 
     def __iter__(self) -> Iterator[Crew]:
-        yield from (self.text, self.grammars, self.schemas, self.modules, self.adapters, self.pictures, self.fetches)
+        return iter(vars(self).values())
 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:

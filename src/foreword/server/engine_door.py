@@ -59,15 +59,19 @@ class EngineDoor(Protocol):
     @property
     def num_engines(self) -> int:
         """The number of engines that take requests now."""
+        return 1
 
     def numbers(self) -> list[Number]:
         """Further metrics."""
+        return []
 
     def report(self) -> dict[str, Any] | None:
         """The engines and what routing did, for JSON; None if there is only one."""
+        return None
 
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
         """Why requests went to their engines, the newest first; of one request, all its attempts."""
+        return []
 
     def start(self) -> None:
         """Begin to serve; answers go to the event loop that is running now."""
@@ -91,6 +95,7 @@ class EngineDoor(Protocol):
         """The same for a function that changes something. Engines that stand still run it before they take requests
         again, so it may run twice and later.
         """
+        return await self.call(function, merge)
 
 
 def first(found: list[T]) -> T:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from foreword.engine import Engine
 from foreword.errors import EngineError
@@ -29,7 +29,7 @@ from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.engine_door import Merge, Number, PrefillSpeed, first
+from foreword.server.engine_door import EngineDoor, Merge, PrefillSpeed, first
 from foreword.server.records import Listener, Records
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class _Running:
     """For each choice: characters and tokens handed over, and whether its end was."""
 
 
-class EngineThread:
+class EngineThread(EngineDoor):
     """Steps an engine in a thread of its own. All other methods are for the event loop's thread."""
 
     def __init__(self, engine: Engine, records: Records, *, after_step: Sequence[AfterStep] = ()) -> None:
@@ -94,19 +94,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
 
     # ------------------------------------------------------- event loop's side
-
-    @property
-    def num_engines(self) -> int:
-        return 1
-
-    def numbers(self) -> list[Number]:
-        return []
-
-    def report(self) -> None:
-        return None
-
-    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        return []
 
     def start(self) -> None:
         """Start to step; answers go to the event loop that is running now."""
@@ -162,10 +149,6 @@ class EngineThread:
 
         self._commands.put(carry_out)
         return await asyncio.wrap_future(future)
-
-    async def change(self, function: Callable[[Engine], T], merge: Merge[T] = first) -> T:
-        """The same: one engine misses nothing."""
-        return await self.call(function, merge)
 
     def still_s(self) -> float:
         """Seconds since the thread last began a step or a command; 0.0 if it has nothing to do."""

@@ -94,12 +94,12 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
 
     def write() -> Response:
         body = to_long_json(writer.whole(deltas), writer.piece_depth)
-        return Response(body, headers=_route(writer.answer), media_type="application/json")
+        return Response(body, headers=route_of(writer.answer), media_type="application/json")
 
     return await off_loop(writer.num_bytes(deltas), write)
 
 
-def _route(answer: AnswerStream) -> dict[str, str]:
+def route_of(answer: AnswerStream) -> dict[str, str]:
     """Which of several engines answers, and why that one."""
     route = answer.jobs[0].record.route
     return {} if route is None else {"x-foreword-route": route}
@@ -238,7 +238,7 @@ class _EventStream(StreamingResponse):
     """A stream within a time limit; the answer is closed however it ends."""
 
     def __init__(self, request: Request, writer: AnswerWriter, frames: Frames) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_route(writer.answer)}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **route_of(writer.answer)}
         super().__init__(_streamed(request, writer, frames), media_type=frames.media_type, headers=headers)
         self._frames = frames
         self._request = request

@@ -169,7 +169,7 @@ class Service:
             max_source_tokens=now.num_blocks * now.block_size,
         )
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
-        self.crews, self.http_requests = Crews.of(self._max_choices), HttpRequests(logs_refusals=config.log_requests)
+        self.crews, self.http_requests = Crews(self._max_choices), HttpRequests(logs_refusals=config.log_requests)
         self.media = self._media(config)
         """What fetches pictures; None: the operator allows no domain."""
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
@@ -560,7 +560,8 @@ class Service:
                 param="n",
             )
         if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
-            raise too_busy(self.records.expected_wait_s(self.thread.num_choices))
+            wait_s = self.records.expected_wait_s(self.thread.num_choices)
+            raise too_busy(f"The server's queue is full; try again in {wait_s} s.", wait_s)
 
     def check_length(self, num_tokens: int) -> None:
         """Raises APIError 400 if a prompt is longer than the server takes."""

@@ -29,6 +29,11 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+_UNSUPPORTED = "unsupported"
+Unsupported = Annotated[Any, _UNSUPPORTED]
+"""A field for a feature that this engine lacks: it is known, and refused by its name."""
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 256
 """Most names that are logged and remembered."""
@@ -53,16 +58,20 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
-    UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields for features that this engine lacks."""
     HOLDS: ClassVar[Literal["text", "tokens", "prompts"]] = "text"
     """What a body of this type may hold: one conversation or text, one list of token ids, or several prompts."""
 
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that are `Unsupported`."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.UNSUPPORTED = tuple(name for name, field in cls.model_fields.items() if _UNSUPPORTED in field.metadata)
+
     def asks_for_unsupported(self) -> str | None:
         """Name of the first field that asks for an unsupported feature; None if there is none."""
-        return next(
-            (name for name in self.UNSUPPORTED if getattr(self, name) not in (None, False, [], {}, "none")), None
-        )
+        asked = (name for name in self.UNSUPPORTED if getattr(self, name) not in (None, False, [], {}, "none"))
+        return next(asked, None)
 
 
 class Part(BaseModel):

@@ -294,6 +294,16 @@ def arguments_of(call: Call) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
+def bytes_per_token(num_top: int | None) -> int:
+    """Estimated bytes of a token's text with log probabilities of `num_top` others; None: no log probabilities."""
+    return 8 if num_top is None else 128 * (1 + num_top)
+
+
+def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
+    """Estimated bytes of these deltas."""
+    return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
+
+
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
 ) -> list[dict[str, Any]]:

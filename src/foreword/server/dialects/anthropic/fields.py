@@ -6,13 +6,13 @@ whole, so a field of a block that is null counts as absent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from foreword.pictures import PictureFile, file_of_base64, file_of_url
-from foreword.server.bodies.fields import Body, Count, SessionId, Word
+from foreword.server.bodies.fields import Body, Count, Priority, Salt, SessionId, Unsupported, Word
 from foreword.text.conversation import MARK
 
 MIN_THINKING_TOKENS = 1024
@@ -250,12 +250,9 @@ class _Conversation(Body):
     speed: Literal["standard"] | None = None
     user_profile_id: Opaque | None = None
     workspace_id: Opaque | None = None
-    # Other features of Anthropic's servers.
-    mcp_servers: list[Any] | None = None
-    compaction: Any = None
-    billing_policy: Any = None
-
-    UNSUPPORTED: ClassVar[tuple[str, ...]] = ("mcp_servers", "compaction", "billing_policy")
+    mcp_servers: Unsupported = None
+    compaction: Unsupported = None
+    billing_policy: Unsupported = None
 
 
 class CreateMessageRequest(_Conversation):
@@ -273,18 +270,15 @@ class CreateMessageRequest(_Conversation):
     # Ours.
     session_id: SessionId | None = None
     seed: int | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
     # Accepted, without effect here.
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: Opaque | None = None
-    # Other features of Anthropic's servers.
-    container: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
+    container: Unsupported = None
+    fallbacks: Unsupported = None
+    fallback_credit_token: Unsupported = None
     thread: Any = None
-
-    UNSUPPORTED = (*_Conversation.UNSUPPORTED, "container", "fallbacks", "fallback_credit_token")
 
     @property
     def stop(self) -> list[str] | None:

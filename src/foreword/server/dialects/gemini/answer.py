@@ -8,7 +8,7 @@ from typing import Any
 
 from foreword.request import Logprob, TokenLogprobs
 from foreword.server.answer_stream import Delta
-from foreword.server.chats.chat import LOWEST, ChatAnswer, arguments_of
+from foreword.server.chats.chat import LOWEST, ChatAnswer, arguments_of, num_bytes
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.service import Service
@@ -41,10 +41,9 @@ class GeneratedContent:
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimated bytes of these deltas."""
-        per_token = 8 if self._num_top is None else 128 * (1 + self._num_top)
         is_last = any(delta.finish_reason is not None for delta in deltas)
         counted = self._chat_answer.num_usage_bytes() if is_last else 0
-        return counted + per_token * sum(len(delta.token_ids) for delta in deltas)
+        return counted + num_bytes(deltas, self._num_top or 0)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The body of an answer that is not streamed."""

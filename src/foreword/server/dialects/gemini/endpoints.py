@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from foreword.server.api_errors import bad_request
@@ -25,7 +25,7 @@ from foreword.server.dialects.gemini.fields import (
     ThinkingConfig,
     served,
 )
-from foreword.server.http import Authorized, JsonArray, dialect_of, json_response, respond, service_of
+from foreword.server.http import JsonArray, json_response, respond
 from foreword.server.intake import call_of
 from foreword.server.service import new_id
 
@@ -68,22 +68,6 @@ async def count_tokens(
     num_tokens = await num_prompt_tokens(call.service, replace(chat, marks=()))
     counted = {"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)}
     return json_response(counted | ({"cachedContentTokenCount": use.content.num_tokens} if use is not None else {}))
-
-
-@router.get("/v1beta/models")
-@router.get("/v1alpha/models")
-async def models(request: Request, tenant: Authorized) -> Response:
-    """The names under which the server serves its model."""
-    service = service_of(request)
-    return json_response(dialect_of(request).models(service, service.models_of(tenant), request.query_params))
-
-
-@router.get("/v1beta/models/{model:path}")
-@router.get("/v1alpha/models/{model:path}")
-async def one_model(model: str, request: Request, tenant: Authorized) -> Response:
-    """One of these names."""
-    service = service_of(request)
-    return json_response(dialect_of(request).model(service, service.models_of(tenant), model))
 
 
 async def _read(model: str, call: Call[GenerateContentRequest]) -> tuple[Chat, Use | None]:

@@ -1,7 +1,7 @@
 """The dialect: the paths of Google's Gemini API and its requests, as pydantic models.
 
 Each field has two spellings, camelCase and snake_case, as in all JSON that Google's services read: its own client mixes
-them. Fields for features that this engine lacks are known and refused by name (`UNSUPPORTED`).
+them. Fields for features that this engine lacks are known and refused by name (`Unsupported`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from pydantic_core import PydanticCustomError
 from foreword.errors import InvalidRequestError
 from foreword.pictures import PictureFile, file_of_base64
 from foreword.server.api_errors import bad_request
-from foreword.server.bodies.fields import Body, Identifier, Penalty, Positive, Probability, SessionId, Word
+from foreword.server.bodies.fields import (
+    Body,
+    Identifier,
+    Penalty,
+    Positive,
+    Priority,
+    Probability,
+    Salt,
+    SessionId,
+    Unsupported,
+    Word,
+)
 from foreword.server.intake import takes
 
 VERSIONS = ("v1", "v1beta", "v1alpha")
@@ -88,10 +99,8 @@ class GoogleFunctionCall(GoogleBody):
     id: Identifier | None = None
     name: FunctionName
     args: dict[str, Any] | None = None
-    partial_args: Any | None = None
-    will_continue: bool | None = None
-
-    UNSUPPORTED = ("partial_args", "will_continue")
+    partial_args: Unsupported = None
+    will_continue: Unsupported = None
 
 
 class GoogleFunctionResponse(GoogleBody):
@@ -100,11 +109,9 @@ class GoogleFunctionResponse(GoogleBody):
     id: Identifier | None = None
     name: FunctionName
     response: dict[str, Any] | None = None
-    parts: list[Any] | None = None
-    scheduling: Word | None = None
-    will_continue: bool | None = None
-
-    UNSUPPORTED = ("parts", "scheduling", "will_continue")
+    parts: Unsupported = None
+    scheduling: Unsupported = None
+    will_continue: Unsupported = None
 
 
 class InlineData(GoogleBody):
@@ -133,25 +140,14 @@ class ContentPart(GoogleBody):
     thought_signature: str | None = None
     part_metadata: dict[str, Any] | None = None
     inline_data: InlineData | None = None
-    file_data: Any | None = None
-    executable_code: Any | None = None
-    code_execution_result: Any | None = None
-    tool_call: Any | None = None
-    tool_response: Any | None = None
-    audio_transcription: Any | None = None
-    video_metadata: Any | None = None
-    media_resolution: Any | None = None
-
-    UNSUPPORTED = (
-        "file_data",
-        "executable_code",
-        "code_execution_result",
-        "tool_call",
-        "tool_response",
-        "audio_transcription",
-        "video_metadata",
-        "media_resolution",
-    )
+    file_data: Unsupported = None
+    executable_code: Unsupported = None
+    code_execution_result: Unsupported = None
+    tool_call: Unsupported = None
+    tool_response: Unsupported = None
+    audio_transcription: Unsupported = None
+    video_metadata: Unsupported = None
+    media_resolution: Unsupported = None
 
 
 class Content(GoogleBody):
@@ -179,25 +175,14 @@ class GoogleTool(GoogleBody):
     function_declarations: (
         Annotated[Annotated[list[FunctionDeclaration], Field(max_length=128, fail_fast=True)], Listed] | None
     ) = None
-    google_search: Any | None = None
-    google_search_retrieval: Any | None = None
-    google_maps: Any | None = None
-    code_execution: Any | None = None
-    url_context: Any | None = None
-    file_search: Any | None = None
-    computer_use: Any | None = None
-    mcp_servers: Any | None = None
-
-    UNSUPPORTED = (
-        "google_search",
-        "google_search_retrieval",
-        "google_maps",
-        "code_execution",
-        "url_context",
-        "file_search",
-        "computer_use",
-        "mcp_servers",
-    )
+    google_search: Unsupported = None
+    google_search_retrieval: Unsupported = None
+    google_maps: Unsupported = None
+    code_execution: Unsupported = None
+    url_context: Unsupported = None
+    file_search: Unsupported = None
+    computer_use: Unsupported = None
+    mcp_servers: Unsupported = None
 
     def asks_for_unsupported(self) -> str | None:
         """Name of the first tool of Google's own: an empty object asks for one."""
@@ -209,19 +194,15 @@ class FunctionCallingConfig(GoogleBody):
 
     mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE"] | None = None
     allowed_function_names: Annotated[list[FunctionName], Field(max_length=128)] | None = None
-    stream_function_call_arguments: bool | None = None
-
-    UNSUPPORTED = ("stream_function_call_arguments",)
+    stream_function_call_arguments: Unsupported = None
 
 
 class GoogleToolConfig(GoogleBody):
     """`toolConfig`."""
 
     function_calling_config: FunctionCallingConfig | None = None
-    retrieval_config: Any | None = None
-    include_server_side_tool_invocations: bool | None = None
-
-    UNSUPPORTED = ("retrieval_config", "include_server_side_tool_invocations")
+    retrieval_config: Unsupported = None
+    include_server_side_tool_invocations: Unsupported = None
 
 
 class ThinkingConfig(GoogleBody):
@@ -251,31 +232,18 @@ class GenerationConfig(GoogleBody):
     response_json_schema: dict[str, Any] | None = None
     response_modalities: list[Literal["TEXT", "text", "MODALITY_UNSPECIFIED"]] | None = None
     thinking_config: ThinkingConfig | None = None
-    speech_config: Any | None = None
-    image_config: Any | None = None
-    media_resolution: Any | None = None
-    audio_transcription_config: Any | None = None
-    translation_config: Any | None = None
-    response_format: Any | None = None
-    enable_enhanced_civic_answers: bool | None = None
-    enable_affective_dialog: bool | None = None
-
-    UNSUPPORTED = (
-        "speech_config",
-        "image_config",
-        "media_resolution",
-        "audio_transcription_config",
-        "translation_config",
-        "response_format",
-        "enable_enhanced_civic_answers",
-        "enable_affective_dialog",
-    )
+    speech_config: Unsupported = None
+    image_config: Unsupported = None
+    media_resolution: Unsupported = None
+    audio_transcription_config: Unsupported = None
+    translation_config: Unsupported = None
+    response_format: Unsupported = None
+    enable_enhanced_civic_answers: Unsupported = None
+    enable_affective_dialog: Unsupported = None
 
 
 Contents = Annotated[Annotated[list[Content], Field(min_length=1, fail_fast=True)], Listed]
 Tools = Annotated[Annotated[list[GoogleTool], Field(max_length=128, fail_fast=True)], Listed]
-Salt = Annotated[str, Field(min_length=1, max_length=1024)]
-Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
 class GenerateContentRequest(GoogleBody):
@@ -288,8 +256,8 @@ class GenerateContentRequest(GoogleBody):
     tool_config: GoogleToolConfig | None = None
     generation_config: GenerationConfig | None = None
     cached_content: Annotated[str, Field(max_length=1024)] | None = None
-    store: bool | None = None
-    continuation_token: str | None = None
+    store: Unsupported = None
+    continuation_token: Unsupported = None
     # Accepted, without effect here.
     safety_settings: list[dict[str, Any]] | None = None
     labels: dict[str, str] | None = None
@@ -298,8 +266,6 @@ class GenerateContentRequest(GoogleBody):
     session_id: SessionId | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
-
-    UNSUPPORTED = ("store", "continuation_token")
 
 
 class CachedSource(GoogleBody):
@@ -318,13 +284,11 @@ class CreateCachedContentRequest(CachedSource):
     display_name: Annotated[str, Field(max_length=128)] | None = None
     ttl: Word | None = None
     expire_time: Word | None = None
-    name: str | None = None
-    kms_key_name: str | None = None
+    name: Unsupported = None
+    kms_key_name: Unsupported = None
     # Ours.
     cache_salt: Salt | None = None
     priority: Priority | None = None
-
-    UNSUPPORTED = ("name", "kms_key_name")
 
 
 class UpdateCachedContentRequest(GoogleBody):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from foreword.server.answer_stream import AnswerStream, Delta
-from foreword.server.chats.chat import ChatAnswer, ReplyDelta, arguments_of, chat_logprobs
+from foreword.server.chats.chat import ChatAnswer, ReplyDelta, arguments_of, chat_logprobs, num_bytes
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.records import RequestRecord
@@ -54,9 +54,8 @@ class OllamaAnswer:
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimated bytes of these deltas."""
-        per_token = 8 if self._wish.num_top is None else 128 * (1 + self._wish.num_top)
         context = 8 * len(self.answer.outputs[0].prompt_token_ids) if self._wish.with_context else 0
-        return context + per_token * sum(len(delta.token_ids) for delta in deltas)
+        return context + num_bytes(deltas, self._wish.num_top or 0)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The body of an answer that is not streamed."""

@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from foreword.server.bodies.fields import Body, Part, Penalty, Probability, SessionId, TokenIds
+from foreword.server.bodies.fields import (
+    Body,
+    Part,
+    Penalty,
+    Priority,
+    Probability,
+    Salt,
+    SessionId,
+    TokenIds,
+    Unsupported,
+)
 
 
 def _whole(value: Any) -> Any:
@@ -86,8 +96,8 @@ class EmbedRequest(Body):
     options: Options | None = None
     keep_alive: KeepAlive | None = None
     # Ours.
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
 
 
 class OldEmbedRequest(Body):
@@ -98,8 +108,8 @@ class OldEmbedRequest(Body):
     options: Options | None = None
     keep_alive: KeepAlive | None = None
     # Ours.
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
 
 
 class _Generation(Body):
@@ -116,8 +126,8 @@ class _Generation(Body):
     """Whether the earliest messages may be left out if the conversation is too long. False unless it is asked for."""
     # Ours.
     session_id: SessionId | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
     # Accepted, without effect here.
     keep_alive: KeepAlive | None = None
     shift: bool | None = None
@@ -185,7 +195,5 @@ class GenerateRequest(_Generation):
     raw: bool | None = None
     """Whether the prompt is the whole prompt, without a chat template."""
     images: list[str] | None = None
-    suffix: str | None = None
-    template: str | None = None
-
-    UNSUPPORTED = ("suffix", "template")
+    suffix: Unsupported = None
+    template: Unsupported = None

@@ -22,7 +22,17 @@ from foreword.request import TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Call, Limits, sampling_params
-from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, chat_logprobs, reasoning_of, start_chat, text_of
+from foreword.server.chats.chat import (
+    Chat,
+    ChatAnswer,
+    bytes_per_token,
+    calls_of,
+    chat_logprobs,
+    num_bytes,
+    reasoning_of,
+    start_chat,
+    text_of,
+)
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
@@ -83,7 +93,7 @@ class ChoicesAnswer(ABC):
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimated bytes of these deltas."""
-        return form.num_bytes(deltas, self._num_top)
+        return num_bytes(deltas, self._num_top)
 
     def whole(self, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
@@ -391,7 +401,7 @@ class _Completion(ChoicesAnswer):
             for delta in deltas
             if self._echo and delta.choice not in self._texts
         )
-        return super().num_bytes(deltas) + echoed * form.bytes_per_token(
+        return super().num_bytes(deltas) + echoed * bytes_per_token(
             self._num_top if self._body.logprobs is not None else None
         )
 

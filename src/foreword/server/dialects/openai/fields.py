@@ -1,7 +1,7 @@
 """The dialect: the requests of OpenAI's API, and of our endpoints, as pydantic models.
 
 An unknown field is an error, so that a typing mistake is not taken for a default. Fields for features that this engine
-lacks are known and refused by name (`UNSUPPORTED`); fields that do not affect the answer are accepted and ignored.
+lacks are known and refused by name (`Unsupported`); fields that do not affect the answer are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from foreword.server.bodies.fields import (
     Part,
     Penalty,
     Positive,
+    Priority,
     Probability,
+    Salt,
     SessionId,
     SomeTokenIds,
     TemplateInputs,
     TokenId,
     TokenIds,
+    Unsupported,
     Word,
 )
 from foreword.server.hints import KvHints
@@ -134,7 +137,7 @@ class AnyCall(Body):
     foreword: ForewordOptions | None = None
     session_id: SessionId | None = None
     kv_hints: KvHints | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: Salt | None = None
     skip_reading_prefix_cache: bool | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Probability | None = None
@@ -146,7 +149,7 @@ class AnyCall(Body):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=128)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -316,17 +319,15 @@ class ChatRequest(_ChoicesCall):
     verbosity: Word | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
-    functions: list[Any] | None = None
+    functions: Unsupported = None
     function_call: Any | None = None
-    audio: dict[str, Any] | None = None
+    audio: Unsupported = None
     prediction: Prediction | None = None
-    web_search_options: dict[str, Any] | None = None
+    web_search_options: Unsupported = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateInputs | None = None
     thinking_budget: Count | None = None
-
-    UNSUPPORTED = ("functions", "audio", "web_search_options")
 
 
 class TextCall(_ChoicesCall):
@@ -338,9 +339,7 @@ class TextCall(_ChoicesCall):
     score_from: Count | None = None
     """With `echo` and `logprobs`: position of the first token of the prompt that gets a log probability."""
     best_of: Positive | None = None
-    suffix: str | None = None
-
-    UNSUPPORTED = ("suffix",)
+    suffix: Unsupported = None
 
 
 class PromptEmbeds(Body):
@@ -374,8 +373,8 @@ class _ScoringCall(Body):
 
     model: str | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
 
 
 class EmbeddingsRequest(_ScoringCall):
@@ -494,7 +493,7 @@ class ExplainRequest(_PromptOrMessages):
     HOLDS = "tokens"
 
     prompt: str | SomeTokenIds | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    cache_salt: Salt | None = None
 
 
 class DetokenizeRequest(Body):

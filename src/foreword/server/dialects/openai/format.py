@@ -7,7 +7,6 @@ from typing import Any
 
 from foreword.llm import LLM
 from foreword.request import DraftCounts, RequestOutput, TokenLogprobs
-from foreword.server.answer_stream import Delta
 from foreword.server.chats.chat import LOWEST
 from foreword.server.dialects.openai.caching import TTL_S
 from foreword.text import Tokenizer
@@ -15,16 +14,6 @@ from foreword.text.detokenizer import REPLACEMENT
 
 Written = Mapping[float, int]
 """Prompt tokens that were written to the cache, by the seconds for which they are kept."""
-
-
-def bytes_per_token(num_top: int | None) -> int:
-    """Estimated bytes of a token's text with log probabilities of `num_top` others; None: no log probabilities."""
-    return 8 if num_top is None else 128 * (1 + num_top)
-
-
-def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
-    """Estimated bytes of these deltas."""
-    return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
 def usage(

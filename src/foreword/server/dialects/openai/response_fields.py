@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from foreword.server.bodies.fields import Body, Identifier, Part, Positive, TemplateInputs, Word
+from foreword.server.bodies.fields import Body, Identifier, Part, Positive, TemplateInputs, Unsupported, Word
 from foreword.server.dialects.openai.fields import (
     AnyCall,
     ContentPart,
@@ -168,10 +168,8 @@ class ResponsesRequest(AnyCall):
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True)] | None = None
     background: bool | None = None
-    conversation: Any | None = None
-    prompt: dict[str, Any] | None = None
+    conversation: Unsupported = None
+    prompt: Unsupported = None
     chat_template_kwargs: TemplateInputs | None = None
     # Accepted, without effect here.
     client_metadata: dict[str, Any] | None = None
-
-    UNSUPPORTED = ("conversation", "prompt")

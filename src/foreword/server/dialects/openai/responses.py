@@ -27,7 +27,7 @@ from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json, to_long_json
 from foreword.server.calls import Call, Limits, sampling_params
-from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, start_chat
+from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, num_bytes, start_chat
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
@@ -443,7 +443,7 @@ class _ResponseAnswer:
         """Estimated bytes of everything that the stream has sent."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
-        return form.num_bytes(deltas, self._body.top_logprobs or 0)
+        return num_bytes(deltas, self._body.top_logprobs or 0)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         for delta in deltas:
