@@ -30,9 +30,9 @@ from foreword.server.arrival import Arrival
 from foreword.server.bodies.fields import Body
 from foreword.server.cache_api import EntryChange, PinRequest
 from foreword.server.dialect import Dialect
-from foreword.server.dialects.anthropic.dialect import Anthropic
-from foreword.server.dialects.gemini.dialect import Gemini
-from foreword.server.dialects.ollama.dialect import Ollama
+from foreword.server.dialects.anthropic.endpoints import Anthropic
+from foreword.server.dialects.gemini.endpoints import Gemini
+from foreword.server.dialects.ollama.endpoints import Ollama
 from foreword.server.dialects.openai.dialect import OpenAI
 from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from foreword.server.engine_thread import in_a_thread

@@ -57,9 +57,8 @@ from foreword.server.observe.recorder import Recorder
 from foreword.server.observe.tracing import Tracing
 from foreword.server.options import ServerConfig
 from foreword.server.records import Listener, ListenerHealth, Records, RequestRecord
-from foreword.server.resources.folder import open_folder
 from foreword.server.resources.schemas import KeptSchemas
-from foreword.server.resources.store import CachedContents
+from foreword.server.resources.store import CachedContents, open_folder
 from foreword.server.template_check import check_template, log_template
 from foreword.text import Tokenizer
 from foreword.text.conversation import Place, pictures_of

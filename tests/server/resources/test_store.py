@@ -17,8 +17,14 @@ from foreword.errors import ConfigError
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.resources import store
-from foreword.server.resources.folder import FOLDER_NAME, CachedContent, ContentFolder, new_content_id, open_folder
-from foreword.server.resources.store import CachedContents
+from foreword.server.resources.store import (
+    FOLDER_NAME,
+    CachedContent,
+    CachedContents,
+    ContentFolder,
+    new_content_id,
+    open_folder,
+)
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 MODEL = "5" * 64

@@ -1,25 +1,253 @@
-"""CachedContents: the cached contents of all tenants, bounded in number and bytes.
+"""CachedContents: the cached contents of all tenants, bounded in number and bytes, and the folder of their files.
 
-The folder may belong to several servers, so it is asked before each answer whether another one changed or ended a
-resource.
+In the folder cached contents outlive the process, a file for each:
+
+    CACHE_DIR/cached_contents/<model, 32 hex>/<id, 32 hex>
+
+    magic | cipher's id (16 bytes) | SHA-256 of the rest (32 bytes) | fields as a line of JSON, source
+
+If the cache has a key file, fields and source are sealed with it. Servers of one model share the folder, so it is asked
+before each answer whether another one changed or ended a resource. A file gets its name when it is complete and on
+disk, so no lock is needed: a reader finds the old content, the new one, or none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
+import json
 import logging
+import os
+import re
+import secrets
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
+from pydantic import TypeAdapter
+
+from foreword.config import TierConfig
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
-from foreword.server.resources.folder import CachedContent, ContentFolder, Version, is_content_id
+from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
+from foreword.tiers.disk.directory import check_private
+from foreword.tiers.disk.files import FileLayer, RealFiles, close_quietly, read_fully, write_fully
 
+OVERHEAD_BYTES = 1024
+"""Estimated bytes of a resource besides its source."""
+_ID = re.compile(r"[0-9a-f]{32}")
 logger = logging.getLogger(__name__)
-
+FOLDER_NAME = "cached_contents"
+UNFINISHED = "new-"
+UNFINISHED_S = 3600.0
+"""Age of an unfinished file from which its writer counts as dead."""
+MAGIC = b"foreword cached content 1\n"
+HEAD_BYTES = len(MAGIC) + 16 + 32
+MAX_FILE_BYTES = 256 * 2**20
 MOST_OF_ALL = 16
 """All tenants together may have this many times what one may have."""
 MAX_BYTES_OF_TENANT, MAX_BYTES = 64 * 2**20, 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class CachedContent:
+    """One resource. Times are in microseconds since 1970."""
+
+    id: str
+    tenant: str
+    model: str
+    """The served name that its maker gave."""
+    display_name: str
+    cache_salt: str | None
+    source: bytes
+    """What it begins conversations with, as JSON text in UTF-8."""
+    created_us: int
+    updated_us: int
+    expires_us: int
+    num_tokens: int = 0
+    """Tokens of the source in a prompt."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes in memory."""
+        names = (self.id, self.tenant, self.model, self.display_name, self.cache_salt or "")
+        return len(self.source) + sum(map(sys.getsizeof, names)) + OVERHEAD_BYTES
+
+    def until(self, expires_us: int, now_us: int) -> CachedContent:
+        """Itself with another end."""
+        return replace(self, expires_us=expires_us, updated_us=now_us)
+
+
+def new_content_id() -> str:
+    """An id that nobody can guess."""
+    return secrets.token_hex(16)
+
+
+def is_content_id(name: str) -> bool:
+    """Whether a name can be an id, and so part of a path."""
+    return _ID.fullmatch(name) is not None
+
+
+_CONTENT = TypeAdapter(CachedContent)
+
+
+class Version(NamedTuple):
+    """Tells one content of a file from another."""
+
+    modified_ns: int
+    num_bytes: int
+    inode: int
+
+
+def open_folder(options: TierConfig, model_id: str) -> ContentFolder | None:
+    """The folder of a model's cached contents; None without a cache directory, or if it cannot be used.
+
+    Raises ConfigError for a folder that is not safe, or a key file that cannot be used.
+    """
+    if options.cache_dir is None:
+        return None
+    key_file = options.cache_key_file
+    cipher = PlainText() if key_file is None else AesGcm(read_secret(Path(key_file).expanduser()))
+    folder = ContentFolder(RealFiles(), cipher)
+    try:
+        folder.open(Path(options.cache_dir).expanduser(), model_id[:32])
+    except OSError as error:
+        logger.warning("cached contents will not outlive this process: %s", error)
+        return None
+    return folder
+
+
+class ContentFolder:
+    """Reads and writes cached contents. Any thread may call it, one at a time."""
+
+    def __init__(self, files: FileLayer, cipher: Cipher) -> None:
+        self._files = files
+        self._cipher = cipher
+        self._path = Path()
+
+    def open(self, cache_dir: Path, model: str) -> None:
+        """Make the folder if it is not there. Raises OSError, and ConfigError if others can reach it."""
+        path = Path(os.path.realpath(cache_dir))
+        for name in (FOLDER_NAME, model):
+            path = path / name
+            try:
+                self._files.make_folder(path)
+            except FileExistsError:
+                check_private(path, self._files.stat(path))
+        self._path = path
+        for name in self._files.list_folder(path):  # what processes left that were killed while they wrote
+            if name.startswith(UNFINISHED) and self._files.stat(path / name).st_mtime < time.time() - UNFINISHED_S:
+                self._files.unlink(path / name)
+
+    def versions(self) -> dict[str, Version]:
+        """The ids of all files, and their versions; none if the folder is gone. Raises OSError."""
+        try:
+            names = self._files.list_folder(self._path)
+        except FileNotFoundError:
+            return {}
+        found = ((name, self.version(name)) for name in names if is_content_id(name))
+        return {name: version for name, version in found if version is not None}
+
+    def version(self, content_id: str) -> Version | None:
+        """The version of a file; None if there is none."""
+        try:
+            status = self._files.stat(self._path / content_id)
+        except OSError:
+            return None
+        return Version(status.st_mtime_ns, status.st_size, status.st_ino)
+
+    def read(self, content_id: str) -> CachedContent | None:
+        """What a file holds; None, with a warning, if it is damaged or has another key. Raises OSError."""
+        path = self._path / content_id
+        try:
+            return self._opened(content_id, self._bytes(path))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            logger.warning("the cached content %s is left out: %s; delete the file if nobody needs it", path, error)
+            return None
+
+    def write(self, one: CachedContent) -> Version:
+        """Write a resource; it is on disk when this returns. Raises OSError, and then changes nothing."""
+        stored = self._sealed(one)
+        unfinished = self._path / f"{UNFINISHED}{secrets.token_hex(8)}"
+        fd = self._files.create(unfinished)
+        try:
+            write_fully(self._files, fd, memoryview(stored), 0, uncached=False)
+            self._files.sync(fd)
+            status = self._files.fstat(fd)
+            self._files.rename(unfinished, self._path / one.id)
+        except OSError:
+            with suppress(OSError):
+                self._files.unlink(unfinished)
+            raise
+        finally:
+            close_quietly(self._files, fd)
+        self._sync_names()
+        return Version(status.st_mtime_ns, status.st_size, status.st_ino)
+
+    def delete(self, content_id: str) -> None:
+        """Delete a file, if there is one. An error is logged."""
+        try:
+            self._files.unlink(self._path / content_id)
+            self._sync_names()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("the cached content %s cannot be deleted: %s", content_id, error)
+
+    def _sync_names(self) -> None:
+        fd = self._files.open_for_reading(self._path)
+        try:
+            self._files.sync(fd)
+        finally:
+            close_quietly(self._files, fd)
+
+    def _bytes(self, path: Path) -> bytearray:
+        fd = self._files.open_for_reading(path)
+        try:
+            num_bytes = self._files.fstat(fd).st_size
+            if num_bytes > MAX_FILE_BYTES:
+                raise ValueError(f"the file has {num_bytes} bytes")
+            content = bytearray(num_bytes)
+            return content[: read_fully(self._files, fd, memoryview(content), 0, uncached=False)]
+        finally:
+            close_quietly(self._files, fd)
+
+    def _sealed(self, one: CachedContent) -> bytes:
+        fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "source"}
+        payload = json.dumps(fields).encode() + b"\n" + one.source
+        stored = bytearray(len(payload) + self._cipher.overhead_bytes)
+        self._cipher.seal(_sealed_as(one.id), memoryview(payload), memoryview(stored))
+        return MAGIC + self._cipher.cipher_id + hashlib.sha256(stored).digest() + stored
+
+    def _opened(self, content_id: str, content: bytearray) -> CachedContent:
+        """Raises ValueError for what `_sealed` did not write under this id."""
+        head, stored = bytes(content[:HEAD_BYTES]), memoryview(content)[HEAD_BYTES:]
+        if not head.startswith(MAGIC) or not head.endswith(hashlib.sha256(stored).digest()):
+            raise ValueError("the file is damaged")
+        if head[len(MAGIC) :][:16] != self._cipher.cipher_id:
+            raise ValueError("the file was written with another key file, or without one")
+        payload = self._cipher.open(_sealed_as(content_id), stored, memoryview(bytearray(len(stored))))
+        if payload is None:
+            raise ValueError("the file is not what was written under its name")
+        fields, _, source = bytes(payload).partition(b"\n")
+        try:
+            found = _CONTENT.validate_python({**json.loads(fields), "source": source})
+        except (ValueError, TypeError) as error:  # pydantic's message would repeat what the file holds
+            raise ValueError("the file has other fields") from error
+        if found.id != content_id:
+            raise ValueError("the file has the content of another")
+        return found
+
+
+def _sealed_as(content_id: str) -> bytes:
+    return MAGIC + content_id.encode()
 
 
 class CachedContents:

@@ -18,7 +18,7 @@ import pytest
 from foreword.server import http as server_http
 from foreword.server.api_errors import engine_failed, timed_out, too_busy
 from foreword.server.dialects.anthropic.answer import _BlockEvents, _blocks
-from foreword.server.dialects.anthropic.dialect import Anthropic
+from foreword.server.dialects.anthropic.endpoints import Anthropic
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import chat_of
 from foreword.text.reply import Call, Reasoning, Text

@@ -38,7 +38,7 @@ from foreword.server.dialects.gemini.fields import (
 from foreword.server.engine_door import first
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import call_of
-from foreword.server.resources.folder import CachedContent, new_content_id
+from foreword.server.resources.store import CachedContent, new_content_id
 from foreword.server.service import Service, new_id
 
 _DURATION = re.compile(r"(\d{1,12})(?:\.(\d{1,9}))?s", re.ASCII)

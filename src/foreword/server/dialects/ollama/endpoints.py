@@ -1,13 +1,13 @@
-"""/api/chat, /api/generate, and what is served: /api/tags, /api/ps, /api/show, /api/version.
+"""Ollama's dialect: /api/chat, /api/generate, and what is served: /api/tags, /api/ps, /api/show, /api/version.
 
-Knows Ollama's paths; answer.py writes the answers. A server has the model that it was started with: calls that would
-change which models there are get 501.
+Knows Ollama's paths, by which a call is in it; answer.py writes the answers. A server has the model that it was started
+with: calls that would change which models there are get 501.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from foreword.server.bodies.fields import Body
 from foreword.server.calls import Call
 from foreword.server.chats.chat import ChatAnswer, start_chat
 from foreword.server.crews import off_loop
+from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.ollama.answer import OllamaAnswer, Wish, now
 from foreword.server.dialects.ollama.fields import (
     EmbedRequest,
@@ -267,3 +268,26 @@ def _wish(service: Service, body: OllamaChatRequest | GenerateRequest) -> Wish:
         (body.top_logprobs or 0) if body.logprobs else None,
         service.max_model_len if asked is not None and asked != service.max_model_len else None,
     )
+
+
+class Ollama(Dialect):
+    """The API of ollama's clients. A stream is lines of JSON; an error in the middle is one of them."""
+
+    name = "ollama"
+    routers = (router,)
+    bodies = (OllamaChatRequest, GenerateRequest, ModelRequest, EmbedRequest, OldEmbedRequest)
+
+    def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
+        return path.startswith("/api/")
+
+    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
+        return ErrorAnswer(error.status, {"error": str(error)}, error.headers or {})
+
+    def error_event(self, error: APIError, request_id: str) -> Event:
+        return None, {"error": str(error)}
+
+    def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
+        return listed(service, names)
+
+    def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:
+        return shown(service, served_name(names, name))

@@ -14,9 +14,9 @@ from foreword.server.dialects.openai.fields import (
     EmbeddingsRequest,
     ModulesRequest,
     RerankRequest,
+    ResponsesRequest,
     ScoreRequest,
 )
-from foreword.server.dialects.openai.response_fields import ResponsesRequest
 from foreword.server.service import Service
 
 

@@ -33,23 +33,25 @@ from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Breakpoints, Caching, Extras, refuse_breakpoint
-from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat, pictures_in
-from foreword.server.dialects.openai.messages import (
-    arguments_for_template,
-    check_call,
-    structured_outputs,
-    template_inputs,
-)
-from foreword.server.dialects.openai.response_fields import (
+from foreword.server.dialects.openai.fields import (
     CallOutputItem,
     CustomCallItem,
     FunctionCallItem,
     InputMessage,
     Item,
+    JsonSchema,
     ReasoningItem,
+    ResponseFormat,
     ResponsesRequest,
     ResponseTool,
     TextOptions,
+    pictures_in,
+)
+from foreword.server.dialects.openai.messages import (
+    arguments_for_template,
+    check_call,
+    structured_outputs,
+    template_inputs,
 )
 from foreword.server.http import Authorized, json_response, respond, service_of
 from foreword.server.intake import call_of, takes
