@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.server.api_errors import APIError
+from foreword.server.observe.log import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +53,17 @@ class HttpRequests:
             return
         error = scope.get("state", {}).get("error")
         code, param = (error.code, error.param) if isinstance(error, APIError) else (None, None)
-        fields = {
-            "event": "refused",
-            "request_id": scope.get("state", {}).get("request_id"),
-            "method": scope["method"],
-            "endpoint": endpoint,
-            "status": status,
-            "code": code,
-            "param": param,
-        }
-        logger.info(
-            "%s %s answered with %d%s%s",
-            scope["method"],
-            endpoint,
-            status,
-            f", {code}" if code else "",
-            f", of {param}" if param else "",
-            extra={"fields": fields},
+        log_event(
+            "refused",
+            "{method} {endpoint} answered with {status}"
+            + (", {code}" if code else "")
+            + (", of {param}" if param else ""),
+            request_id=scope.get("state", {}).get("request_id"),
+            method=scope["method"],
+            endpoint=endpoint,
+            status=status,
+            code=code,
+            param=param,
         )
 
 

@@ -235,6 +235,10 @@ class TenantStats(Totals):
 
     outcomes: Counter[str] = field(default_factory=Counter)
 
+    def since(self, before: TenantStats) -> TenantStats:
+        """What was added to `before`."""
+        return TenantStats(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+
 
 @dataclass(slots=True)
 class SessionStats(Totals):

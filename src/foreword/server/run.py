@@ -23,7 +23,7 @@ from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.engine_thread import in_a_thread
-from foreword.server.observe.log import log_addresses, log_model, log_stopping
+from foreword.server.observe.log import log_addresses, log_event, log_model, log_stopping
 from foreword.server.options import ServerConfig, name_of_model
 from foreword.server.service import OpenDoor
 
@@ -100,7 +100,7 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
         end_within(config.shutdown_delay_s + max(1.0, config.shutdown_timeout_s) + ENDING_S)
 
     AnnouncingServer(options, started, stopping, config.shutdown_delay_s).run()
-    logger.info("the server has stopped", extra={"fields": {"event": "stopped"}})
+    log_event("stopped", "the server has stopped")
     return not any(crew.num_running for crew in service.crews)
 
 

@@ -15,7 +15,7 @@ import pytest
 from foreword.config import EngineConfig
 from foreword.model.cpu.coded_product import HAS_INSTRUCTIONS
 from foreword.model.cpu.product import can_multiply
-from foreword.server.observe.log import Traffic, TrafficLog, log_addresses
+from foreword.server.observe.log import TrafficLog, log_addresses
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord, TenantStats
 from live_server import ServerProcess, post, wait_until
@@ -127,10 +127,10 @@ def test_a_quiet_server_logs_nothing_and_a_failed_look_does_not_end_the_log(
 def test_traffic_is_the_difference_of_two_totals() -> None:
     before = TenantStats(5, 100, 40, 30, Counter(stop=5))
     after = TenantStats(9, 300, 190, 70, Counter(stop=7, refused=1, timeout=1))
-    traffic = Traffic.between(before, after, 10.0, 7)
-    assert (traffic.ended, traffic.failed, traffic.prompt_tokens, traffic.generated_tokens) == (4, 2, 200, 40)
-    assert traffic.hit_rate == 150 / 200
-    assert Traffic.between(after, after, 10.0, 0).hit_rate is None
+    new = after.since(before)
+    assert (new.outcomes, new.queried_tokens, new.output_tokens) == (Counter(stop=2, refused=1, timeout=1), 200, 40)
+    assert new.hit_rate == 150 / 200
+    assert after.since(after) == TenantStats()
 
 
 def test_totals_hold_what_running_requests_have_had_so_far() -> None:
@@ -146,7 +146,7 @@ def test_totals_hold_what_running_requests_have_had_so_far() -> None:
         records.close(record, "stop")
     ended = records.totals()
     assert (ended.requests, ended.queried_tokens, ended.output_tokens) == (2, 20, 6)
-    assert Traffic.between(open_ones, ended, 1.0, 0).generated_tokens == 0, "nothing is counted twice"
+    assert ended.since(open_ones).output_tokens == 0, "nothing is counted twice"
     assert ended.outcomes == {"stop": 3}
 
 
