@@ -60,11 +60,7 @@ class EventsConfig:
     """Topic of all messages, such as kv@10.0.0.7@my-model."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kv_events_encoding", EncodingName), ("kv_events_hashes", HashesName)):
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(get_args(allowed))}"
-                )
+        _one_of(self, kv_events_encoding=EncodingName, kv_events_hashes=HashesName)
         for name in ("kv_events", "kv_events_replay", "kv_events_snapshot"):
             address = getattr(self, name)
             if address is None:
@@ -164,9 +160,7 @@ class ModelConfig:
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, get_args(Dtype))
-        _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
-        _one_of("weight_arithmetic", self.weight_arithmetic, get_args(WeightArithmetic))
+        _one_of(self, dtype=Dtype, attention_kernel=KernelName, weight_arithmetic=WeightArithmetic)
         if self.weight_arithmetic == "int8" and self.device != "cpu":
             raise ConfigError(
                 f"weight_arithmetic='int8' runs on a CPU only, not on device={self.device!r}; "
@@ -175,13 +169,8 @@ class ModelConfig:
         self._check_kv_format()
         for name in ("exact", "cuda_graphs", "allow_links", "enable_lora"):
             _of_type(name, getattr(self, name), bool, "True or False")
-        _at_least("max_loras", self.max_loras, 1)
-        _at_least("max_lora_rank", self.max_lora_rank, 1)
-        _at_least("max_pictures", self.max_pictures, 0)
-        _at_least("max_picture_tokens", self.max_picture_tokens, 1)
-        _at_least("picture_cache_bytes", self.picture_cache_bytes, 0)
-        _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _at_least(self, max_loras=1, max_lora_rank=1, max_pictures=0, max_picture_tokens=1, picture_cache_bytes=0)
+        _at_least(self, max_model_len=2, kv_cache_memory_bytes=1)
         share = self.gpu_memory_utilization
         if share is not None and not 0.0 < share <= 1.0:
             raise ConfigError(f"gpu_memory_utilization={share} is not a share of memory; use (0, 1]")
@@ -194,7 +183,7 @@ class ModelConfig:
                 f"kv_cache_dtype={asked!r} is not there, because eight bits of float round keys and values more than "
                 "codes with a scale for each token and head; use 'int8', which takes as much memory"
             )
-        _one_of("kv_cache_dtype", asked, get_args(KVCacheDtype))
+        _one_of(self, kv_cache_dtype=KVCacheDtype)
         if asked != "int8":
             return
         if self.device != "cpu":
@@ -263,14 +252,9 @@ class CacheConfig:
             _of_type(name, share, int | float, "0.0 to 1.0")
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(f"{name}={share} is not a share of the pool; use 0.0 to 1.0")
-        _one_of("hash_function", self.hash_function, get_args(HashName))
-        _at_least("block_size", self.block_size, 1)
-        _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
         object.__setattr__(self, "sink_token_ids", tuple(self.sink_token_ids))
-        _at_least("state_block_size", self.state_block_size, 1)
-        _at_least("state_interval", self.state_interval, 1)
-        _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
-        _one_of("eviction_policy", self.eviction_policy, get_args(EvictionName))
+        _at_least(self, block_size=1, num_gpu_blocks_override=1, state_block_size=1, state_interval=1)
+        _one_of(self, hash_function=HashName, prefix_index=IndexName, eviction_policy=EvictionName)
         if self.cache_events and not self.explain_misses:
             raise ConfigError("cache_events=True needs explain_misses=True; the events come from its account")
 
@@ -305,8 +289,7 @@ class TierConfig:
     these rules on your traffic."""
 
     def __post_init__(self) -> None:
-        for name in ("cache_host_bytes", "cache_disk_bytes", "cache_daily_write_bytes"):
-            _at_least(name, getattr(self, name), 1)
+        _at_least(self, cache_host_bytes=1, cache_disk_bytes=1, cache_daily_write_bytes=1)
         for name in ("cache_disk_bytes", "cache_key_file"):
             if getattr(self, name) is not None and self.cache_dir is None:
                 raise ConfigError(f"{name}={getattr(self, name)!r} needs a cache folder; give cache_dir too")
@@ -314,7 +297,7 @@ class TierConfig:
             raise ConfigError(
                 f"cache_store_key_file={self.cache_store_key_file!r} signs blocks on a server; give cache_store too"
             )
-        _one_of("cache_admission", self.cache_admission, get_args(AdmissionName))
+        _one_of(self, cache_admission=AdmissionName)
         if not 0.0 < self.cache_store_ttl_s < 1e9:
             raise ConfigError(f"cache_store_ttl_s={self.cache_store_ttl_s} is out of range; use seconds, more than 0")
 
@@ -345,16 +328,14 @@ class SchedulerConfig:
     all, and answers stay the same to the bit. "auto": as many as make answers faster; 0: none."""
 
     def __post_init__(self) -> None:
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_encoder_input_tokens", self.max_num_encoder_input_tokens, 1)
-        _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        _at_least(self, max_num_batched_tokens=1, long_prefill_token_threshold=1, max_num_seqs=1)
+        _at_least(self, max_num_encoder_input_tokens=1)
+        _one_of(self, scheduling_policy=Policy)
         if not 0.0 <= self.max_overtake_s < 1e9:
             raise ConfigError(f"max_overtake_s={self.max_overtake_s} is out of range; use seconds, 0 or more")
         if self.draft_tokens != "auto":
             _of_type("draft_tokens", self.draft_tokens, int, "a number, or 'auto'")
-            _at_least("draft_tokens", self.draft_tokens, 0)
+            _at_least(self, draft_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +421,7 @@ class Environment:
             raise ConfigError(f"FOREWORD_NUM_THREADS={threads!r} is not a positive number")
         level = environ.get("FOREWORD_LOG_LEVEL", "").upper() or None
         if level is not None:
-            _one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))
+            _check_one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         return cls(
             level,
             int(threads) if threads else None,
@@ -497,12 +478,21 @@ def library_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environ[name] for name in LIBRARY_SWITCHES if name in environ}
 
 
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"{name}={value} is too small; use at least {least}")
+def _at_least(config: object, **least: int) -> None:
+    """Check fields that have a least value, unless they are None."""
+    for name, number in least.items():
+        value = getattr(config, name)
+        if value is not None and value < number:
+            raise ConfigError(f"{name}={value} is too small; use at least {number}")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def _one_of(config: object, **allowed: Any) -> None:
+    """Check fields that have one of the values of a Literal."""
+    for name, literal in allowed.items():
+        _check_one_of(name, getattr(config, name), get_args(literal))
+
+
+def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
 

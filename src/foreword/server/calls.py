@@ -101,11 +101,11 @@ class Call(Generic[ABody_co]):
         """The result of `work` on the body; long bodies are worked on in a thread."""
         return await off_loop(self.num_bytes, work)
 
-    def refuse_unsupported(self) -> None:
-        """Raises APIError 400 for fields for features that this engine lacks."""
+    def refuse_unsupported(self, said: str = "{} is not supported by this server; leave it out") -> None:
+        """Raises APIError 400, which says so, for fields for features that this engine lacks."""
         name = self.body.asks_for_unsupported()
         if name is not None:
-            raise bad_request(f"{name} is not supported by this server; leave it out", param=name)
+            raise bad_request(said.format(name), param=name)
 
     def caller(self, endpoint: str, model: str | None = None) -> Caller:
         """The caller of an endpoint that generates, and its wishes for caching. `model`: its name if no field has it.
@@ -125,36 +125,27 @@ class Call(Generic[ABody_co]):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Parameters that have another name in each dialect."""
-
-    max_tokens: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None = None
+def sampling_of(body: Any) -> dict[str, Any]:
+    """The sampling parameters of a body under the names that they have here too; None where it says nothing."""
+    options = getattr(body, "foreword", None)
+    others = {"certify": options is not None and options.certificate, "logit_bias": _logit_bias(body)}
+    return {**{name: getattr(body, name, None) for name in _SAME_NAMES}, **others}
 
 
 async def sampling_params(
-    service: Service, body: Any, limits: Limits, structured: StructuredOutputsParams | None
+    service: Service, given: Mapping[str, Any], structured: StructuredOutputsParams | None
 ) -> SamplingParams:
-    """The sampling parameters of a call. Raises InvalidRequestError or APIError for values that exclude each other."""
-    options = getattr(body, "foreword", None)
-    certifies = options is not None and options.certificate
-    if certifies and limits.logprobs is None and limits.prompt_logprobs is None:
+    """The parameters of a call by name; None where it says nothing: then the model's files say it.
+
+    Raises InvalidRequestError or APIError for values that exclude each other, and for forms that no answer can follow.
+    """
+    known = {**service.sampling_defaults, **{name: value for name, value in given.items() if value is not None}}
+    if known.get("certify") and not {"logprobs", "prompt_logprobs"} & set(known):
         raise bad_request("foreword.certificate is only allowed with log probabilities; ask for them", param="foreword")
-    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
-    given = {**service.sampling_defaults, **given}
-    if given.get("bad_words"):
-        await service.spell(given["bad_words"])
-    return SamplingParams(
-        max_tokens=limits.max_tokens,
-        logprobs=limits.logprobs,
-        prompt_logprobs=limits.prompt_logprobs,
-        certify=certifies,
-        logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
-        open_constraint=None if structured is None else await service.compile_grammar(structured),
-        **given,
-    )
+    if known.get("bad_words"):
+        await service.spell(known["bad_words"])
+    constraint = None if structured is None else await service.compile_grammar(structured)
+    return SamplingParams(open_constraint=constraint, **known)
 
 
 _SAME_NAMES = (
@@ -164,8 +155,8 @@ _SAME_NAMES = (
 ).split()
 
 
-def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
+def _logit_bias(body: Any) -> dict[int, float]:
     try:
-        return {int(token_id): value for token_id, value in (bias or {}).items()}
+        return {int(token_id): value for token_id, value in (getattr(body, "logit_bias", None) or {}).items()}
     except ValueError as error:
         raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error

@@ -146,66 +146,56 @@ class TimeLimit:
             await error_response(Request(scope), timed_out(self._limit_s))(scope, receive, send)
 
 
-class Frames(Protocol):
-    """How the events of one stream become bytes."""
+class Frames:
+    """How the events of one stream become bytes: an item of JSON on each line; names of events are left out."""
 
-    media_type: str
-    ping: bytes | None
+    media_type = "application/x-ndjson"
+    ping: bytes | None = None
     """What keeps the stream alive while there is nothing to send."""
 
     def frame(self, event: Event) -> str:
         """An event as the stream has it. Events must come in order, each once."""
+        return f"{_data(event)}\n"
 
     def end(self) -> bytes:
         """What follows the last event."""
+        return b""
 
 
-class ServerSent:
+def _data(event: Event) -> str:
+    return event[1] if isinstance(event[1], str) else to_json(event[1])
+
+
+class ServerSent(Frames):
     """Server-sent events."""
 
     media_type = "text/event-stream"
 
     def __init__(self, dialect: Dialect) -> None:
-        self.ping = dialect.ping
-        self._end = dialect.stream_end
+        self.ping, self._end = dialect.ping, dialect.stream_end
 
     def frame(self, event: Event) -> str:
-        name, data = event
-        head = "" if name is None else f"event: {name}\n"
-        return f"{head}data: {data if isinstance(data, str) else to_json(data)}\n\n"
+        head = "" if event[0] is None else f"event: {event[0]}\n"
+        return f"{head}data: {_data(event)}\n\n"
 
     def end(self) -> bytes:
         return self._end
 
 
-class JsonArray:
-    """One JSON array, an item for each event; names of events are left out."""
+class JsonArray(Frames):
+    """One JSON array, an item for each event."""
 
     media_type = "application/json"
-    ping: bytes | None = None
 
     def __init__(self) -> None:
         self._opening = "["
 
     def frame(self, event: Event) -> str:
         opening, self._opening = self._opening, ",\r\n"
-        return f"{opening}{event[1] if isinstance(event[1], str) else to_json(event[1])}"
+        return f"{opening}{_data(event)}"
 
     def end(self) -> bytes:
         return b"[]" if self._opening == "[" else b"]"
-
-
-class JsonLines:
-    """A JSON text on each line; names of events are left out."""
-
-    media_type = "application/x-ndjson"
-    ping: bytes | None = None
-
-    def frame(self, event: Event) -> str:
-        return f"{event[1] if isinstance(event[1], str) else to_json(event[1])}\n"
-
-    def end(self) -> bytes:
-        return b""
 
 
 async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> AsyncIterator[bytes]:

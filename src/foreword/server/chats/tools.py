@@ -15,12 +15,38 @@ from foreword.text.reply.turn import Turn
 
 Tool = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take it."""
+Message = dict[str, Any]
+"""A message, or a call in it, as chat templates take it."""
 MOST_PATTERNS = 256
 logger = logging.getLogger(__name__)
 MOST_TOLD = 3
 """Patterns that a log line names."""
 MOST_KNOWN = 1_000
 """Patterns that are remembered; beyond these nothing is logged."""
+
+
+def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """A function that may be called; None stands for what its client leaves out."""
+    given = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
+
+
+def earlier_call(call_id: str, name: str, arguments: Any) -> Message:
+    """A call in an earlier answer."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def take_call(waiting: list[Message], call_id: str | None, name: str | None, *, any_name: bool) -> Message | None:
+    """The call that a result answers, which waits no longer: that of its id, else the first of its name.
+
+    `any_name`: whether the first call of another name will do. None if no call waits for it.
+    """
+    of_id = [call for call in waiting if call_id is not None and call["id"] == call_id]
+    of_name = [call for call in waiting if call["function"]["name"] == name]
+    found = next(iter([*of_id, *of_name, *(waiting if any_name else ())]), None)
+    if found is not None:
+        waiting.remove(found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,11 @@ class MessageAnswer:
         self._num_output_tokens = self._num_thinking_tokens = 0
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
-        """Estimated bytes of these deltas."""
         is_last = any(delta.finish_reason is not None for delta in deltas)
         counted = self._chat_answer.num_usage_bytes() if is_last else 0
         return counted + BYTES_PER_TOKEN * sum(len(delta.token_ids) for delta in deltas)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
         (delta,) = deltas
         if not self._body.max_tokens:  # only the prompt was wanted
             ended = {"stop_reason": "max_tokens", "stop_sequence": None}

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import APIError, InvalidFieldError, LongPromptError, bad_request, unknown_model
-from foreword.server.calls import Call, Limits, sampling_params
+from foreword.server.calls import Call, sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.anthropic.answer import MessageAnswer
@@ -51,7 +51,8 @@ async def create_message(
         _check_nothing_wanted(body)
     chat = await _chat(call)
     structured = None if schema is None else StructuredOutputsParams(json=schema)
-    params = await sampling_params(service, body, Limits(max(1, body.max_tokens), None), structured)
+    given = sampling_of(body) | {"max_tokens": max(1, body.max_tokens)}
+    params = await sampling_params(service, given, structured)
     answer = await start_chat(service, call.caller("messages"), new_id("msg_"), chat, params, stream=bool(body.stream))
     return await respond(call.request, MessageAnswer(answer, body, service))
 
@@ -67,7 +68,7 @@ async def count_message_tokens(
 async def _chat(call: Call[CreateMessageRequest | CountMessageTokensRequest]) -> Chat:
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
-    call.refuse_unsupported()
+    call.refuse_unsupported("{}: not supported by this server; leave it out")
     for edit in (body.context_management and body.context_management.edits) or ():
         if _changes_something(edit, service.max_model_len):
             raise _no_edits(edit)

@@ -14,7 +14,7 @@ from typing import Any
 from foreword.engine import BREAKPOINT, Keep
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
-from foreword.server.chats.tools import ToolChoice
+from foreword.server.chats.tools import ToolChoice, earlier_call, function_tool
 from foreword.server.dialects.anthropic.fields import (
     AnyBlock,
     CacheControl,
@@ -228,10 +228,7 @@ class _Telling:
                     pass  # nobody here can read it
                 case ToolUseBlock():
                     self._names[block.id] = block.name
-                    function = {"name": block.name, "arguments": block.input}
-                    message.setdefault("tool_calls", []).append(
-                        {"id": block.id, "type": "function", "function": function}
-                    )
+                    message.setdefault("tool_calls", []).append(earlier_call(block.id, block.name, block.input))
                     self._marks.see(where, block.cache_control, Place(len(self._told)))
                 case _:
                     raise _misplaced(where, block, "user")
@@ -302,17 +299,7 @@ def _tools(tools: Sequence[Tool], marks: Marks) -> list[Plain]:
         raise bad_request("tools: Tool names must be unique.")
     for number, tool in enumerate(tools):
         marks.see(f"tools.{number}", tool.cache_control, Place(None, number + 1))
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                **({} if tool.description is None else {"description": tool.description}),
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in tools
-    ]
+    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools]
 
 
 def _tool_choice(body: Request) -> ToolChoice:

@@ -40,13 +40,11 @@ class GeneratedContent:
         """By candidate: a call whose arguments are no JSON object."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
-        """Estimated bytes of these deltas."""
         is_last = any(delta.finish_reason is not None for delta in deltas)
         counted = self._chat_answer.num_usage_bytes() if is_last else 0
         return counted + num_bytes(deltas, self._num_top or 0)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
-        """The body of an answer that is not streamed."""
         return self._frame([self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)])
 
     async def events(self) -> AsyncIterator[list[Event]]:

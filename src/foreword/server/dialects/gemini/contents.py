@@ -15,10 +15,10 @@ from pydantic.alias_generators import to_camel
 
 from foreword.engine import Keep
 from foreword.pictures import PictureFile
-from foreword.request import SamplingParams, StructuredOutputsParams
+from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import APIError, UnknownFieldError, bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
-from foreword.server.chats.tools import ToolChoice
+from foreword.server.chats.tools import ToolChoice, earlier_call, function_tool, take_call
 from foreword.server.dialects.gemini.fields import (
     CachedSource,
     Content,
@@ -115,24 +115,17 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "anyOf": [schema, {"type": "null"}]}
 
 
-async def sampling_params(
-    service: Service, config: GenerationConfig, form: StructuredOutputsParams | None
-) -> SamplingParams:
-    """The sampling parameters of a request whose answer has a form. Raises InvalidRequestError or APIError."""
+def sampling_of(config: GenerationConfig) -> dict[str, Any]:
+    """The sampling parameters that a request gives. Raises APIError 400."""
     if config.logprobs is not None and not config.response_logprobs:
         raise _wrong("logprobs", "is only allowed with responseLogprobs: true")
     same = "temperature top_p top_k seed presence_penalty frequency_penalty".split()
-    return SamplingParams(
-        n=config.candidate_count or 1,
-        max_tokens=config.max_output_tokens,
-        stop=tuple(config.stop_sequences or ()),
-        logprobs=(config.logprobs or 0) if config.response_logprobs else None,
-        open_constraint=None if form is None else await service.compile_grammar(form),
-        **{
-            **service.sampling_defaults,
-            **{name: value for name in same if (value := getattr(config, name)) is not None},
-        },
-    )
+    return {name: getattr(config, name) for name in same} | {
+        "n": config.candidate_count,
+        "max_tokens": config.max_output_tokens,
+        "stop": config.stop_sequences,
+        "logprobs": (config.logprobs or 0) if config.response_logprobs else None,
+    }
 
 
 def structured_outputs(config: GenerationConfig) -> StructuredOutputsParams | None:
@@ -275,11 +268,7 @@ class _Conversation:
                     raise bad_request(f"{where} is the model's; it has calls, not their results", param=where)
 
     def _call(self, call: GoogleFunctionCall) -> dict[str, Any]:
-        made = {
-            "id": call.id or f"call{self.num_calls:05d}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.args or {}},
-        }
+        made = earlier_call(call.id or f"call{self.num_calls:05d}", call.name, call.args or {})
         self.num_calls += 1
         if len(self.waiting) == MOST_CALLS:
             raise bad_request(f"a turn has more than {MOST_CALLS} calls; send fewer", param="contents")
@@ -313,15 +302,12 @@ class _Conversation:
 
     def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
         """The result of the call with its id; else of the first one with its name; else of the first one."""
-        of_id = [call for call in self.waiting if result.id is not None and call["id"] == result.id]
-        of_name = [call for call in self.waiting if call["function"]["name"] == result.name]
-        found = next(iter([*of_id, *of_name, *self.waiting]), None)
+        found = take_call(self.waiting, result.id, result.name, any_name=True)
         if found is None:
             message = (
                 f"{where} is the result of {result.name!r}, but no call before it waits for one; send the call too"
             )
             raise bad_request(message, param=where)
-        self.waiting.remove(found)
         content = json.dumps(result.response or {}, ensure_ascii=False)
         return {"role": "tool", "tool_call_id": found["id"], "name": result.name, "content": content}
 
@@ -365,10 +351,7 @@ def _tool(declaration: FunctionDeclaration, where: str) -> dict[str, Any]:
         raise bad_request(f"{where} has parameters and parametersJsonSchema; give one of them", param=where)
     if schema is not None:
         plain = json_schema(schema, f"{where}.parameters")
-    function: dict[str, Any] = {"name": declaration.name}
-    if declaration.description is not None:
-        function["description"] = declaration.description
-    return {"type": "function", "function": {**function, "parameters": plain or {"type": "object", "properties": {}}}}
+    return function_tool(declaration.name, declaration.description, plain or {"type": "object", "properties": {}})
 
 
 def _tool_choice(tool_config: GoogleToolConfig | None, known: Sequence[str]) -> ToolChoice:

@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 from foreword.server.access.tenants import shown_key
 from foreword.server.api_errors import APIError, UnknownFieldError, bad_request, unknown_model
-from foreword.server.calls import Call
+from foreword.server.calls import Call, sampling_params
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.gemini import cached_contents
 from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
 from foreword.server.dialects.gemini.cached_contents import Use, settle, use_of
-from foreword.server.dialects.gemini.contents import read_chat, sampling_params, structured_outputs, template_of
+from foreword.server.dialects.gemini.contents import read_chat, sampling_of, structured_outputs, template_of
 from foreword.server.dialects.gemini.fields import (
     CountTokensRequest,
     CreateCachedContentRequest,
@@ -97,7 +97,7 @@ async def _start(model: str, call: Call[GenerateContentRequest], *, stream: bool
     chat, use = await _read(model, call)
     config = call.body.generation_config or GenerationConfig()
     form = await call.work(lambda: structured_outputs(config))
-    params = await sampling_params(service, config, form)
+    params = await sampling_params(service, sampling_of(config), form)
     caller = call.caller("generate_content", model)
     if use is not None:
         caller = replace(caller, cache_salt=use.content.cache_salt)

@@ -53,12 +53,10 @@ class OllamaAnswer:
         self._num_calls = 0
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
-        """Estimated bytes of these deltas."""
         context = 8 * len(self.answer.outputs[0].prompt_token_ids) if self._wish.with_context else 0
         return context + num_bytes(deltas, self._wish.num_top or 0)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
-        """The body of an answer that is not streamed."""
         [delta] = deltas
         return self._line(delta, self._read(delta).parts) | self._end(delta)
 

@@ -23,7 +23,7 @@ from foreword.server import embeddings
 from foreword.server.answer_stream import AnswerStream
 from foreword.server.api_errors import APIError, bad_request, unknown_model
 from foreword.server.bodies.fields import Body
-from foreword.server.calls import Call
+from foreword.server.calls import Call, sampling_params
 from foreword.server.chats.chat import ChatAnswer, start_chat
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Dialect, ErrorAnswer, Event
@@ -35,8 +35,8 @@ from foreword.server.dialects.ollama.fields import (
     OldEmbedRequest,
     OllamaChatRequest,
 )
-from foreword.server.dialects.ollama.messages import can_think, chat_of, sampling_params
-from foreword.server.http import Authorized, JsonLines, json_response, respond, service_of
+from foreword.server.dialects.ollama.messages import can_think, chat_of, output_format, sampling_of
+from foreword.server.http import Authorized, Frames, json_response, respond, service_of
 from foreword.server.intake import call_of, takes
 from foreword.server.service import Service, new_id
 
@@ -143,9 +143,9 @@ async def chat(call: Annotated[Call[OllamaChatRequest], Depends(call_of(OllamaCh
     if not body.messages:  # asks for the model to be there
         return json_response(_loaded(body) | {"message": {"role": "assistant", "content": ""}})
     chat = await call.work(lambda: chat_of(service, body, call.num_bytes))
-    params = await sampling_params(service, body)
+    params = await sampling_params(service, sampling_of(body), output_format(body))
     answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
-    return await respond(call.request, OllamaAnswer(service, answer, _wish(service, body)), JsonLines())
+    return await respond(call.request, OllamaAnswer(service, answer, _wish(service, body)), Frames())
 
 
 @router.post("/api/generate", openapi_extra=takes(GenerateRequest))
@@ -153,10 +153,10 @@ async def generate(call: Annotated[Call[GenerateRequest], Depends(call_of(Genera
     """Answer a text, or continue it."""
     body, service = call.body, call.service
     caller = call.caller("ollama.generate", _model(call, body.model))
-    call.refuse_unsupported()
+    call.refuse_unsupported("{}: not supported by this server; leave it out")
     if not body.prompt:  # asks for the model to be there
         return json_response(_loaded(body) | {"response": ""})
-    params = await sampling_params(service, body)
+    params = await sampling_params(service, sampling_of(body), output_format(body))
     wish = replace(_wish(service, body), with_context=not body.raw)
     answer: ChatAnswer | AnswerStream
     if body.raw:
@@ -169,7 +169,7 @@ async def generate(call: Annotated[Call[GenerateRequest], Depends(call_of(Genera
     else:
         chat = await call.work(lambda: chat_of(service, body, call.num_bytes))
         answer = await start_chat(service, caller, new_id("ollama-"), chat, params, stream=body.stream is not False)
-    return await respond(call.request, OllamaAnswer(service, answer, wish), JsonLines())
+    return await respond(call.request, OllamaAnswer(service, answer, wish), Frames())
 
 
 @router.post("/api/embed", openapi_extra=takes(EmbedRequest))

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from foreword.pictures import file_of_base64
-from foreword.request import SamplingParams, StructuredOutputsParams
+from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
+from foreword.server.chats.tools import earlier_call, function_tool, take_call
 from foreword.server.dialects.ollama.fields import (
     GenerateRequest,
     OllamaChatRequest,
@@ -41,7 +42,14 @@ def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_byt
     continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
     return Chat(
         messages,
-        [_tool(tool) for tool in tools],
+        [
+            function_tool(
+                one.name,
+                one.description,
+                {"type": "object", "properties": {}} if one.parameters is None else one.parameters,
+            )
+            for one in (tool.function for tool in tools)
+        ],
         template_inputs=_thinking(service, body),
         ending=Ending(continue_final_message=continues),
         shortens=bool(body.truncate),
@@ -58,11 +66,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
         plain = _shown(message.role, message.content, message.images)
         if message.role == "assistant":
             waiting = [
-                {
-                    "id": call.id or f"call{num_calls + at:05d}",
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.arguments or {}},
-                }
+                earlier_call(call.id or f"call{num_calls + at:05d}", call.function.name, call.function.arguments or {})
                 for at, call in enumerate(message.tool_calls or ())
             ]
             num_calls += len(waiting)
@@ -83,18 +87,10 @@ def _shown(role: str, text: str | None, images: Sequence[str] | None) -> Plain:
 def _result(message: OllamaMessage, waiting: list[Plain]) -> Plain:
     """The call that a tool's message answers, as fields of it; it waits no longer."""
     name = message.tool_name or message.name
-    of_id = [call for call in waiting if message.tool_call_id is not None and call["id"] == message.tool_call_id]
-    of_name = [call for call in waiting if call["function"]["name"] == name]
-    found = next(iter([*of_id, *of_name, *(waiting if name is None else ())]), None)
+    found = take_call(waiting, message.tool_call_id, name, any_name=name is None)
     if found is None:  # its call was not sent
         return {"name": name} if name is not None else {}
-    waiting.remove(found)
     return {"name": found["function"]["name"], "tool_call_id": found["id"]}
-
-
-def _tool(tool: OllamaTool) -> Plain:
-    function = tool.function.model_dump(exclude_none=True)
-    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **function}}
 
 
 def can_think(service: Service) -> bool:
@@ -112,27 +108,22 @@ def _thinking(service: Service, body: OllamaChatRequest | GenerateRequest) -> Pl
     return thinking_inputs(service.tokenizer.chat_template or "", enabled=bool(body.think), effort=effort)
 
 
-async def sampling_params(service: Service, body: OllamaChatRequest | GenerateRequest) -> SamplingParams:
-    """How an answer is sampled: what the options say, and else what the model's files say.
-
-    Raises InvalidRequestError for formats that no answer can follow.
-    """
+def sampling_of(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
+    """The sampling parameters that the options give."""
     options = body.options or Options()
-    form = None
+    return {name: getattr(options, name) for name in _SAME_NAMES} | {
+        "repetition_penalty": options.repeat_penalty,
+        "seed": options.seed if (options.seed or 0) >= 0 else None,  # below 0: another one each time
+        "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+
+
+def output_format(body: OllamaChatRequest | GenerateRequest) -> StructuredOutputsParams | None:
+    """The form that the answer must have; None for any text."""
     if isinstance(body.format, dict):
-        form = StructuredOutputsParams(json=body.format)
-    elif body.format:
-        form = StructuredOutputsParams(json_object=True)
-    given = {name: getattr(options, name) for name in _SAME_NAMES} | {"repetition_penalty": options.repeat_penalty}
-    if options.seed is not None and options.seed >= 0:  # others mean: another one each time
-        given["seed"] = options.seed
-    most = options.num_predict or 0
-    return SamplingParams(
-        max_tokens=most if most > 0 else None,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        open_constraint=None if form is None else await service.compile_grammar(form),
-        **{**service.sampling_defaults, **{name: value for name, value in given.items() if value is not None}},
-    )
+        return StructuredOutputsParams(json=body.format)
+    return StructuredOutputsParams(json_object=True) if body.format else None
 
 
 _SAME_NAMES = "temperature top_k top_p min_p stop presence_penalty frequency_penalty".split()

@@ -21,7 +21,7 @@ from foreword.engine import Prompt
 from foreword.request import TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
-from foreword.server.calls import Call, Limits, sampling_params
+from foreword.server.calls import Call, sampling_of, sampling_params
 from foreword.server.chats.chat import (
     Chat,
     ChatAnswer,
@@ -92,11 +92,9 @@ class ChoicesAnswer(ABC):
         }
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
-        """Estimated bytes of these deltas."""
         return num_bytes(deltas, self._num_top)
 
     def whole(self, deltas: Sequence[Delta]) -> Chunk:
-        """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
         last = {"usage": self._usage(), **self._extras.of(self.answer)}
         return self._frame(self.object_name, choices) | last
@@ -166,7 +164,7 @@ async def chat_completions(call: Annotated[Call[ChatRequest], Depends(call_of(Ch
     body, service = call.body, call.service
     check_call(call)
     chat, caching = await call.work(lambda: _chat(body, call.num_bytes))
-    params = await sampling_params(service, body, _limits(body), structured_outputs(body, body.response_format))
+    params = await sampling_params(service, _sampling(body), structured_outputs(body, body.response_format))
     if body.prediction is not None:
         params = replace(params, prediction_token_ids=await service.encode_part(body.prediction.text))
     caller = replace(call.caller("chat.completions"), is_uncached=caching.is_off)
@@ -205,11 +203,12 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
     return choice
 
 
-def _limits(body: ChatRequest) -> Limits:
+def _sampling(body: ChatRequest) -> dict[str, Any]:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return Limits(most, (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return sampling_of(body) | {"max_tokens": most, "logprobs": logprobs}
 
 
 class _ChatCompletion(ChoicesAnswer):
@@ -311,8 +310,7 @@ async def complete(call: Call[TextCall], find: Callable[[], Awaitable[Sequence[P
     caching = Caching(body)
     caller = replace(call.caller(endpoint), is_uncached=caching.is_off)
     extras = Extras(call, caller, caching)
-    limits = _completion_limits(body)
-    params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
+    params = await sampling_params(service, _text_sampling(body), structured_outputs(body, body.response_format))
     prompts = [
         service.fit(replace(prompt, marks=caching.text_marks(len(prompt.token_ids))), params) for prompt in await find()
     ]
@@ -320,14 +318,15 @@ async def complete(call: Call[TextCall], find: Callable[[], Awaitable[Sequence[P
     return await respond(call.request, _Completion(service, answer, body, extras))
 
 
-def _completion_limits(body: TextCall) -> Limits:
+def _text_sampling(body: TextCall) -> dict[str, Any]:
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens=0 asks for nothing; use 1 or more, or echo=true", param="max_tokens")
     # The engine always generates something; with max_tokens=0 the answer does not show it.
     most = 16 if body.max_tokens is None else max(1, body.max_tokens)
     if body.score_from and (not body.echo or body.logprobs is None):
         raise bad_request("score_from is only allowed with echo=true and logprobs", param="score_from")
-    return Limits(most, body.logprobs, body.logprobs if body.echo else None)
+    of_prompt = body.logprobs if body.echo else None
+    return sampling_of(body) | {"max_tokens": most, "logprobs": body.logprobs, "prompt_logprobs": of_prompt}
 
 
 async def _prompts(call: Call[CompletionRequest]) -> list[Prompt]:

@@ -16,6 +16,7 @@ from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.calls import Call
+from foreword.server.chats.tools import earlier_call
 from foreword.server.dialects.openai.caching import Breakpoints, refuse_breakpoint
 from foreword.server.dialects.openai.fields import (
     ChatMessage,
@@ -77,14 +78,7 @@ def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -
         refuse_breakpoint(call, f"{where}.tool_calls[{number}]")
     if message.tool_calls:
         plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": arguments_for_template(call.function.arguments),
-                },
-            }
+            earlier_call(call.id, call.function.name, arguments_for_template(call.function.arguments))
             for call in message.tool_calls
         ]
     return plain

@@ -26,9 +26,9 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json, to_long_json
-from foreword.server.calls import Call, Limits, sampling_params
+from foreword.server.calls import Call, sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, num_bytes, start_chat
-from foreword.server.chats.tools import ToolChoice
+from foreword.server.chats.tools import ToolChoice, earlier_call, function_tool
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
@@ -139,7 +139,7 @@ def _call(item: FunctionCallItem | CustomCallItem) -> Message:
         name, arguments = item.name, {"input": item.input}
     else:
         name, arguments = called_name(item.name, item.namespace), arguments_for_template(item.arguments)
-    return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return earlier_call(item.call_id, name, arguments)
 
 
 def _reasoning(item: ReasoningItem, where: str) -> str:
@@ -192,17 +192,12 @@ def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
             raise bad_request(message, param=f"{where}.type")
         if tool.name is None:
             raise bad_request(f"Missing required parameter: {where}.name", param=f"{where}.name")
-        function: dict[str, Any] = {"name": called_name(tool.name, namespace)}
         description = tool.description
         if tool.type == "custom":
             grammar = (tool.format or {}).get("definition")
             description = "\n\n".join(text for text in (description, grammar) if isinstance(text, str)) or None
-        if description is not None:
-            function["description"] = description
         parameters = CUSTOM_INPUT if tool.type == "custom" else tool.parameters
-        if parameters is not None:
-            function["parameters"] = parameters
-        plain.append({"type": "function", "function": function})
+        plain.append(function_tool(called_name(tool.name, namespace), description, parameters))
     return plain
 
 
@@ -378,8 +373,11 @@ async def create_response(call: Annotated[Call[ResponsesRequest], Depends(call_o
         num_bytes=call.num_bytes,
     )
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
-    limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
-    params = await sampling_params(service, body, limits, structured_outputs(body, _response_format(body.text)))
+    given = sampling_of(body) | {
+        "max_tokens": body.max_output_tokens,
+        "logprobs": (body.top_logprobs or 0) if wants_logprobs else None,
+    }
+    params = await sampling_params(service, given, structured_outputs(body, _response_format(body.text)))
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
     caller = replace(call.caller("responses"), is_uncached=caching.is_off)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -84,8 +84,7 @@ async def rerank(call: Annotated[Call[RerankRequest], Depends(call_of(RerankRequ
         return judge.template.tokens(service.tokenizer, given, body.instruction)
 
     run = _Run(call, "rerank-")
-    shown = await service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
-    found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
+    found = await run.judged(judge, texts, render)
     relevance = [_shares(own)[0] for own in found]
     order = sorted(range(len(texts)), key=lambda at: -relevance[at])[: body.top_n]
     shows = body.return_documents if body.return_documents is not None else call.request.url.path != "/v2/rerank"
@@ -110,8 +109,7 @@ async def classify(call: Annotated[Call[ClassifyRequest], Depends(call_of(Classi
         return judge.template.tokens(service.tokenizer, {"input": text}, body.instruction)
 
     run = _Run(call, "classify-")
-    shown = await service.encode_each(texts, render, num_beside=LONG_TEXT)
-    found = await run.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
+    found = await run.judged(judge, texts, render)
     labels = judge.template.labels
     data = [
         {
@@ -172,6 +170,11 @@ class _Run:
             [of_position] = logprobs
             found.append([of_position[token_id].logprob for token_id in token_ids])
         return found
+
+    async def judged(self, judge: Judge, texts: Sequence[str], render: Callable[[str], TokenIds]) -> list[list[float]]:
+        """Log probabilities of a judge's labels for each text."""
+        shown = await self._service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
+        return await self.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
 
     def answer(self) -> dict[str, Any]:
         """The fields that all answers have."""
