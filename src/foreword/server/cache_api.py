@@ -33,6 +33,7 @@ from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
 from foreword.server.http import authorized, finished, json_response, route_of, service_of
 from foreword.server.intake import call_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
+from foreword.server.observe.metrics import Shown
 from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of
 from foreword.server.service import Caller, Service, new_id
 from foreword.text import Tokenizer
@@ -110,14 +111,8 @@ async def metrics(request: Request) -> Response:
     if service.config.keys_file is not None or service.operators.have_a_key:
         service.operators.check(request.scope)
     look = await service.insight.look()
-    text, media_type = await asyncio.to_thread(
-        service.metrics.write,
-        look,
-        service.records,
-        service.listeners(),
-        service.kept_bytes(),
-        service.thread.numbers(),
-    )
+    shown = Shown(look, service.records, service.listeners(), service.kept_bytes(), service.thread.numbers())
+    text, media_type = await asyncio.to_thread(service.metrics.write, shown)
     return Response(text, media_type=media_type)
 
 

@@ -310,12 +310,21 @@ def miss_reasons(missed_tokens: Mapping[str, int], misses: Mapping[str, int]) ->
 
 
 def _reason(name: str, kind: str, num_tokens: int, num_requests: int, most: int) -> str:
+    return row(name, tokens(num_tokens), requests(num_requests), {kind: num_tokens / most})
+
+
+def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
+    """A name, a number, more of it in small letters, and a bar whose parts are `shares` of the full width by kind."""
+    parts = "".join(f'<i class="{kind}" style="width:{100 * share:.1f}%"></i>' for kind, share in shares.items())
     return (
-        f'<div class="reason"><div><span>{escape(name)}</span><b>{tokens(num_tokens)}</b>'
-        f"<small>{requests(num_requests)}</small></div>"
-        '<div class="bar"><div style="width:100%">'
-        f'<i class="{kind}" style="width:{100 * num_tokens / most:.1f}%"></i></div></div></div>'
+        f'<div class="reason"><div><span>{escape(name)}</span><b>{number}</b><small>{more}</small></div>'
+        f'<div class="bar"><div style="width:100%">{parts}</div></div></div>'
     )
+
+
+def pairs(facts: Iterable[tuple[str, object]]) -> str:
+    """Names and what stands for each."""
+    return "".join(f"<div><span>{escape(name)}</span><b>{escape(str(value))}</b></div>" for name, value in facts)
 
 
 def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, seconds_per_token: float) -> str:
@@ -393,7 +402,7 @@ def model_card(service: Service, num_blocks: int) -> str:
         "eviction": llm.config.cache.eviction_policy,
         "index": llm.config.cache.prefix_index or "radix",
     }
-    return "".join(f"<div><span>{name}</span><b>{escape(str(value))}</b></div>" for name, value in facts.items())
+    return pairs(facts.items())
 
 
 def entry_rows(look: Snapshot, *, with_tenants: bool) -> str:
@@ -416,11 +425,7 @@ def _entry_row(entry: CacheEntry, now: float, with_tenants: bool) -> str:
         "state": state,
         **({"tenant": entry.owner or "-"} if with_tenants else {}),
     }
-    return (
-        '<div class="model-facts">'
-        + "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
-        + "</div>"
-    )
+    return f'<div class="model-facts">{pairs(facts.items())}</div>'
 
 
 def tier_rows(report: TiersReport) -> str:
@@ -443,11 +448,7 @@ def _tier_row(tier: TierReport) -> str:
         "computed instead": f"{count(loads.num_declined)} declined, {count(damaged)} blocks damaged",
         "state": "works" if stats.breaker == "closed" else f"left alone after failures ({stats.breaker})",
     }
-    return (
-        '<div class="model-facts">'
-        + "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
-        + "</div>"
-    )
+    return f'<div class="model-facts">{pairs(facts.items())}</div>'
 
 
 def draft_rows(drafts: DraftCounts) -> str:
@@ -464,11 +465,5 @@ def draft_rows(drafts: DraftCounts) -> str:
 
 
 def _draft_row(source: str, accepted: int, drafted: int, most: int) -> str:
-    widths = {"found": 100 * accepted / most, "computed": 100 * (drafted - accepted) / most}
-    return (
-        f'<div class="reason"><div><span>{escape(source)}</span><b>{accepted / drafted:.0%}</b>'
-        f"<small>{count(accepted)} of {tokens(drafted)}</small></div>"
-        '<div class="bar"><div style="width:100%">'
-        + "".join(f'<i class="{kind}" style="width:{width:.1f}%"></i>' for kind, width in widths.items())
-        + "</div></div></div>"
-    )
+    shares = {"found": accepted / most, "computed": (drafted - accepted) / most}
+    return row(source, f"{accepted / drafted:.0%}", f"{count(accepted)} of {tokens(drafted)}", shares)

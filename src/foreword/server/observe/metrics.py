@@ -130,22 +130,36 @@ def infos_of(llm: LLM, now: Snapshot) -> dict[str, dict[str, object]]:
     }
 
 
-class Metrics:
+class Shown(NamedTuple):
+    """What `/metrics` reports besides the counts of requests."""
+
+    look: Snapshot
+    records: Records
+    listeners: Sequence[ListenerHealth]
+    kept_bytes: Mapping[str, int]
+    numbers: Sequence[Number] = ()
+
+
+class Metrics(Collector):
     """One server's registry. The engine's thread fills histograms; the rest is computed on demand."""
 
     def __init__(
         self, model_name: str, insight: Insight, infos: Mapping[str, Mapping[str, object]], calls: HttpRequests
     ) -> None:
         """`infos`: facts about the server that do not change, by the name of their metric."""
-        self._insight = insight
+        self._model, self._insight, self._calls = model_name, insight, calls
+        self._shown: Shown | None = None
+        self._outcomes, self._requests = Counter[str](), Counter(hit=0, miss=0)
+        self._num_prompt_tokens = self._num_output_tokens = 0
+        self._linked, self._recomputed = Counter[str](), Counter[str]()
+        """Tokens by method; both have the same methods."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         for name, facts in infos.items():
             labels = {"model_name": model_name, **{fact: str(value) for fact, value in facts.items()}}
             info = Gauge(f"foreword_{name}", "Always 1; the labels say it.", labels, registry=self._registry)
             info.labels(**labels).set(1)
-        self._engine = _EngineCollector(model_name, insight, calls)
-        self._registry.register(self._engine)
+        self._registry.register(self)
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> tuple[Histogram, Histogram]:
             """Children for misses and hits."""
@@ -161,10 +175,19 @@ class Metrics:
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        self._engine.observe(record)
+        self._outcomes[str(record.outcome)] += 1
+        self._num_output_tokens += record.num_output_tokens
+        if record.link is not None:
+            method = record.link.method
+            if method not in self._linked and len(self._linked) >= MOST_METHODS:
+                method = "other"
+            self._linked[method] += record.link.linked_tokens
+            self._recomputed[method] += record.link.recomputed_tokens
         if record.first_scheduled_time is None or record.finished_time is None:
             return
         hit = mostly_found(record)
+        self._num_prompt_tokens += record.num_prompt_tokens
+        self._requests["hit" if hit else "miss"] += 1
         self._prompt[hit].observe(record.num_prompt_tokens)
         self._answer[hit].observe(record.num_output_tokens)
         self._queue[hit].observe(record.first_scheduled_time - record.arrival_time)
@@ -174,78 +197,24 @@ class Metrics:
         for before, after in pairwise(record.token_times):
             self._inter_token[hit].observe(after - before)
 
-    def write(
-        self,
-        look: Snapshot,
-        records: Records,
-        listeners: Sequence[ListenerHealth],
-        kept_bytes: Mapping[str, int],
-        numbers: Sequence[Number] = (),
-    ) -> tuple[bytes, str]:
+    def write(self, shown: Shown) -> tuple[bytes, str]:
         """All metrics as text, and its media type."""
-        self._engine.show(look, records, listeners, kept_bytes, numbers)
+        self._shown = shown
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
-
-
-class _EngineCollector(Collector):
-    """Values that are read from the engine, and counts by request."""
-
-    def __init__(self, model_name: str, insight: Insight, calls: HttpRequests) -> None:
-        self._model = model_name
-        self._insight = insight
-        self._calls = calls
-        self._look: Snapshot | None = None
-        self._records: Records | None = None
-        self._listeners: Sequence[ListenerHealth] = ()
-        self._kept_bytes: Mapping[str, int] = {}
-        self._numbers: Sequence[Number] = ()
-        self._outcomes: dict[str, int] = {}
-        self._requests = {"hit": 0, "miss": 0}
-        self._prompt_tokens = 0
-        self._output_tokens = 0
-        self._linked = Counter[str]()
-        self._recomputed = Counter[str]()
-        """Tokens by method; both have the same methods."""
-
-    def observe(self, record: RequestRecord) -> None:
-        """Count a request that has ended."""
-        self._outcomes[str(record.outcome)] = self._outcomes.get(str(record.outcome), 0) + 1
-        self._output_tokens += record.num_output_tokens
-        if record.first_scheduled_time is not None:
-            self._prompt_tokens += record.num_prompt_tokens
-            self._requests["hit" if mostly_found(record) else "miss"] += 1
-        if record.link is not None:
-            method = record.link.method
-            if method not in self._linked and len(self._linked) >= MOST_METHODS:
-                method = "other"
-            self._linked[method] += record.link.linked_tokens
-            self._recomputed[method] += record.link.recomputed_tokens
-
-    def show(
-        self,
-        look: Snapshot,
-        records: Records,
-        listeners: Sequence[ListenerHealth],
-        kept_bytes: Mapping[str, int],
-        numbers: Sequence[Number],
-    ) -> None:
-        """Report this look from now on."""
-        self._look, self._records, self._listeners, self._kept_bytes = look, records, listeners, kept_bytes
-        self._numbers = numbers
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        look = self._look
-        if look is None or self._records is None:
+        if self._shown is None:
             return
+        look = self._shown.look
         yield from self._requests_and_queue(look)
         yield from self._prefix_cache(look)
         yield from self._pool(look)
         yield from self._tiers(look.tiers)
-        yield from self._tenants_and_sessions(self._records)
-        yield from self._of_listeners()
+        yield from self._tenants_and_sessions(self._shown.records)
+        yield from self._of_listeners(self._shown)
         family = CounterMetricFamily(
             "foreword_http_requests",
             "Calls, refused ones too. Status 499: the client left before its answer.",
@@ -254,7 +223,7 @@ class _EngineCollector(Collector):
         for (endpoint, status), count in self._calls.counts.copy().items():
             family.add_metric((self._model, endpoint, status), count)
         yield family
-        for one in self._numbers:
+        for one in self._shown.numbers:
             make = self._counters if one.is_counter else self._gauges
             yield make(one.name, one.meaning, one.label, one.values)
 
@@ -263,12 +232,12 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests in the queue.", look.num_waiting)
         yield self._counter("num_preemptions", "Requests put back because blocks were short.", look.num_preemptions)
         yield self._counters("request_success", "Requests that ended.", "finished_reason", self._outcomes)
-        yield self._counter("prompt_tokens", "Tokens of prompts that ran.", self._prompt_tokens)
+        yield self._counter("prompt_tokens", "Tokens of prompts that ran.", self._num_prompt_tokens)
         yield self._counters("linked_tokens", "Prompt tokens copied from a source: no hits.", "method", self._linked)
         yield self._counters(
             "link_recomputed_tokens", "Tokens that could be linked and were computed.", "method", self._recomputed
         )
-        yield self._counter("generation_tokens", "Tokens that were generated.", self._output_tokens)
+        yield self._counter("generation_tokens", "Tokens that were generated.", self._num_output_tokens)
         yield self._counter("computed_tokens", "Tokens that went through the model.", look.num_computed_tokens)
         accepted, rejected = look.drafts.accepted, look.drafts.rejected
         drafted = {source: accepted.get(source, 0) + rejected.get(source, 0) for source in {**accepted, **rejected}}
@@ -313,7 +282,6 @@ class _EngineCollector(Collector):
         states = {state.name.lower(): look.num_in_state(state) for state in BlockState}
         yield self._gauges("kv_cache_blocks", "Blocks by state.", "state", states)
         yield self._gauge("kv_cache_tail_blocks", "Cached blocks that are only partly filled.", look.num_tails)
-
         yield from self._entries(look)
 
     def _entries(self, look: Snapshot) -> Iterator[Metric]:
@@ -380,15 +348,15 @@ class _EngineCollector(Collector):
             of_turns = {turn: getattr(stats, name) for turn, stats in records.turns().items()}
             yield self._counters(f"session_{name}", documentation, "turn", of_turns)
 
-    def _of_listeners(self) -> Iterator[Metric]:
+    def _of_listeners(self, shown: Shown) -> Iterator[Metric]:
         """Health of the listeners to requests (records, traces, these metrics)."""
-        failures = {listener.name: listener.num_failures for listener in self._listeners}
+        failures = {listener.name: listener.num_failures for listener in shown.listeners}
         yield self._counters("listener_failures", "Failed attempts of a listener.", "listener", failures)
-        lost = {listener.name: listener.num_lost for listener in self._listeners}
+        lost = {listener.name: listener.num_lost for listener in shown.listeners}
         yield self._counters("listener_lost_requests", "Requests that a listener missed.", "listener", lost)
-        failing = {listener.name: listener.failure is not None for listener in self._listeners}
+        failing = {listener.name: listener.failure is not None for listener in shown.listeners}
         yield self._gauges("listener_failing", "1 where a listener's last attempt failed.", "listener", failing)
-        yield self._gauges("kept_bytes", "Memory of what requests leave behind, roughly.", "what", self._kept_bytes)
+        yield self._gauges("kept_bytes", "Memory of what requests leave behind, roughly.", "what", shown.kept_bytes)
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         return self._add(GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name",)), {None: value})

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -44,17 +44,10 @@ _FIGURES = (
 )
 
 
-class Reports(Protocol):
-    """Where the newest report is."""
-
-    latest: Report
-    failure: str | None
-
-
 class WatchView:
     """The page of one viewer."""
 
-    def __init__(self, name: str, reports: Reports) -> None:
+    def __init__(self, name: str, reports: WatchThread) -> None:
         self._reports = reports
         self._head = Head(name)
         with ui.element("div").classes("panels"), ui.element("div").classes("q-tab-panel"):
@@ -123,19 +116,16 @@ def _why(report: Report) -> str:
 
 def _groups(report: Report) -> str:
     rows = (
-        f"<div><span>{escape(one['name'][:MOST_LETTERS])}</span><b>{one['found'] / max(1, one['tokens']):.0%} of "
-        f"{draw.tokens(one['tokens'])}</b></div>"
+        (one["name"][:MOST_LETTERS], f"{one['found'] / max(1, one['tokens']):.0%} of {draw.tokens(one['tokens'])}")
         for one in (*report.why["sessions"], *report.why["kinds"])
     )
-    return f'<div class="model-facts">{"".join(rows)}</div>'
+    return f'<div class="model-facts">{draw.pairs(rows)}</div>'
 
 
 def _newest(report: Report) -> str:
-    rows = (
-        f"<div><span>{draw.count(one['found'])} of {draw.tokens(one['tokens'])}</span><b>{escape(one['why'])}</b></div>"
-        for one in reversed(report.why["newest"])
-    )
-    return f'<div class="model-facts">{"".join(rows)}</div>'
+    newest = reversed(report.why["newest"])
+    rows = ((f"{draw.count(one['found'])} of {draw.tokens(one['tokens'])}", one["why"]) for one in newest)
+    return f'<div class="model-facts">{draw.pairs(rows)}</div>'
 
 
 def more_memory(report: Report) -> str:
@@ -165,11 +155,8 @@ def _prefixes(report: Report) -> str:
         return '<div class="empty">No two cached sequences part after a common block.</div>'
     most = max(prefix.num_tokens for prefix in report.common_prefixes) or 1
     return "".join(
-        f'<div class="reason"><div><span>{draw.tokens(prefix.num_tokens)}</span>'
-        f"<b>{draw.count(prefix.num_ends)}</b><small>sequences</small></div>"
-        '<div class="bar"><div style="width:100%">'
-        f'<i class="found" style="width:{100 * prefix.num_tokens / most:.1f}%"></i></div></div></div>'
-        for prefix in report.common_prefixes
+        draw.row(draw.tokens(one.num_tokens), draw.count(one.num_ends), "sequences", {"found": one.num_tokens / most})
+        for one in report.common_prefixes
     )
 
 
@@ -183,11 +170,7 @@ def _stream(report: Report) -> str:
         "other sizes ignored": draw.count(report.seen.other_sizes),
         "recorded": "-" if report.num_recorded is None else draw.requests(report.num_recorded),
     }
-    return (
-        '<div class="model-facts">'
-        + "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
-        + "</div>"
-    )
+    return f'<div class="model-facts">{draw.pairs(facts.items())}</div>'
 
 
 logger = logging.getLogger(__name__)
