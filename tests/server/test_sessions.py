@@ -365,7 +365,7 @@ def test_an_action_that_fails_leaves_the_others_their_outcomes(world, monkeypatc
     world.complete(document("half"), session_id="half")
 
     async def refuse(*_: Any, **__: Any) -> None:
-        raise too_busy(1)
+        raise too_busy("The queue is full.", 1)
 
     monkeypatch.setattr(world.service, "start", refuse)
     sent = {"kv_hints": envelope(action("prefetch", session_id="half"), action("demote", session_id="half"))}

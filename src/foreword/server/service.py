@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
-from foreword.engine import Keep, Mark, Prompt
+from foreword.engine import Keep, Mark, Prompt, Snapshot
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
 from foreword.llm import LLM
 from foreword.model.checkpoint.generation import differences
@@ -141,61 +141,25 @@ class Service:
 
         Raises ConfigError for files that cannot be read and prefixes that cannot be shared.
         """
-        self.llm = llm
+        self.llm, self.config, self.model_name = llm, config, model_name
         for reader in (llm.pictures, llm.embeds):
             if reader is not None:
                 reader.held.most = MOST_MEDIA_BYTES
-        self.config = config
-        self.model_name = model_name
         self._own_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
-        self.adapters = ServedAdapters(llm, config.lora_modules, self._own_names)
         self.created = int(time.time())
         self.is_stopping = False
         """Whether a signal has asked the server to stop."""
-        self.records = Records()
-        now = llm.engine.snapshot()
-        options = llm.config.cache
-        self.tenants = Tenants(
-            api_key=config.api_key,
-            keys_file=config.keys_file,
-            server_secret=config.server_secret,
-            quotas_work=now.has_ledger or not options.enable_prefix_caching,
-        )
-        self.links = ServedLinks.of(
-            config,
-            allows_links=llm.engine.limits.allows_links,
-            model_id=llm.cache_identity.model_id,
-            max_source_tokens=now.num_blocks * now.block_size,
-        )
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self.crews, self.http_requests = Crews(self._max_choices), HttpRequests(logs_refusals=config.log_requests)
         self.media = self._media(config)
         """What fetches pictures; None: the operator allows no domain."""
-        self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
-        self.quotas = Quotas(self.tenants)
-        has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
-        self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
-        self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
-        self.thread = open_door(llm, self.records, self._after_step)
         self._closing: set[asyncio.Task[None]] = set()
-        self.quotas.shrink = self.thread.shrink
-        self.operators = Operators(
-            config.operator_key, asks_for_keys=self.tenants.asks_for_keys, is_tenants=self.tenants.has_key
-        )
-        self.insight = Insight(self.thread, self.records, self.more_memory)
-        self.metrics = Metrics(model_name, self.insight, infos_of(llm, now), self.http_requests)
-        self.records.on_finished(Listener("metrics", self.metrics.observe))
+        now = llm.engine.snapshot()
+        self._open_access(config, now)
+        self._open_engine(open_door, now)
         self._open_listeners(config)
-        self.ranking = Judge.open("score_template", config.score_template, RANKING, llm.tokenizer)
-        """How documents are shown to the model for a ranking; None: they are not."""
-        self.classifying = Judge.open("classify_template", config.classify_template, CLASSIFYING, llm.tokenizer)
-        """How texts are shown to the model that classifies them; None: they are not."""
-        self.template_report = TemplateReport() if llm.tokenizer is None else llm.tokenizer.template_report()
-        self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
-        log_template(llm.tokenizer, self.template_report, self.template_changes)
-        self.shared_prefixes = SharedPrefixes(
-            [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
-        )
+        self._open_texts(config)
+        self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
         self.body_limits = BodyLimits(
             max_body_bytes=config.max_body_bytes,
             max_model_len=llm.engine.limits.max_model_len,
@@ -213,6 +177,53 @@ class Service:
             lambda: self.clock(), config.max_cached_contents, open_folder(llm.config.tiers, llm.cache_identity.model_id)
         )
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
+
+    def _open_access(self, config: ServerConfig, now: Snapshot) -> None:
+        """Who may ask, for what, and how much of it stays in the cache."""
+        llm, caches = self.llm, self.llm.config.cache.enable_prefix_caching
+        self.adapters = ServedAdapters(llm, config.lora_modules, self._own_names)
+        self.tenants = Tenants(
+            api_key=config.api_key,
+            keys_file=config.keys_file,
+            server_secret=config.server_secret,
+            quotas_work=now.has_ledger or not caches,
+        )
+        self.quotas = Quotas(self.tenants)
+        self.operators = Operators(
+            config.operator_key, asks_for_keys=self.tenants.asks_for_keys, is_tenants=self.tenants.has_key
+        )
+        self.links = ServedLinks.of(
+            config,
+            allows_links=llm.engine.limits.allows_links,
+            model_id=llm.cache_identity.model_id,
+            max_source_tokens=now.num_blocks * now.block_size,
+        )
+
+    def _open_engine(self, open_door: OpenDoor, now: Snapshot) -> None:
+        """The way to the engines, and what is seen of them."""
+        llm, self.records = self.llm, Records()
+        has_curve = llm.config.cache.enable_prefix_caching and llm.layout.is_one_full_group
+        self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
+        self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
+        self.thread = open_door(llm, self.records, self._after_step)
+        self.quotas.shrink = self.thread.shrink
+        self.insight = Insight(self.thread, self.records, self.more_memory)
+        self.metrics = Metrics(self.model_name, self.insight, infos_of(llm, now), self.http_requests)
+        self.records.on_finished(Listener("metrics", self.metrics.observe))
+
+    def _open_texts(self, config: ServerConfig) -> None:
+        """What the server knows of the model's chat template, and the texts that the operator gives."""
+        tokenizer = self.llm.tokenizer
+        self.ranking = Judge.open("score_template", config.score_template, RANKING, tokenizer)
+        """How documents are shown to the model for a ranking; None: they are not."""
+        self.classifying = Judge.open("classify_template", config.classify_template, CLASSIFYING, tokenizer)
+        """How texts are shown to the model that classifies them; None: they are not."""
+        self.template_report = TemplateReport() if tokenizer is None else tokenizer.template_report()
+        self.template_changes = [] if tokenizer is None else check_template(tokenizer)
+        log_template(tokenizer, self.template_report, self.template_changes)
+        self.shared_prefixes = SharedPrefixes(
+            [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
+        )
 
     def _media(self, config: ServerConfig) -> MediaDomains | None:
         if not config.allow_media_domain:
@@ -476,45 +487,19 @@ class Service:
         if caller.is_uncached:  # what it leaves is evicted like other blocks
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
             params = replace(params, skip_reading_prefix_cache=True)
-        size, adapter = self.llm.layout.block_size, await self.adapter(caller.model, caller.tenant)
-        placed = [
-            replace(
+        adapter = await self.adapter(caller.model, caller.tenant)
+        jobs = []
+        for number, prompt in enumerate(prompts):
+            placed = replace(
                 self.placed(prompt, salt, adapter),
                 priority=caller.priority,
                 owner=self.tenants.owner(caller.tenant),
                 session=caller.session_id or prompt.session,
                 marks=prompt.marks if caller.hints is None else caller.hints.on(prompt, caller.is_uncached),
             ).begun()
-            for prompt in prompts
-        ]
-        jobs = [
-            Job(
-                RequestRecord(
-                    response_id,
-                    f"{response_id}-{number}",
-                    caller.tenant.name,
-                    caller.endpoint,
-                    prompt.token_ids,
-                    salt,
-                    caller.session_id,
-                    caller.trace_parent,
-                    caller.template_digests,
-                    params.n,
-                    stream,
-                    adapter=None if prompt.extra_keys.adapter_offset else prompt.extra_keys.adapter,
-                    adapter_begins_inside=prompt.extra_keys.adapter_offset > 0,
-                    is_uncached=caller.is_uncached,
-                    link_method=None if prompt.links is None else prompt.links.method,
-                    linked_from=None if prompt.links is None else prompt.links.linked_from_in(size),
-                    has_gaps=prompt.links is not None and prompt.links.has_gaps,
-                    jumps=() if prompt.links is None else prompt.links.jumps_before_links(size),
-                    spans=tuple((span.offset, span.digest) for span in prompt.extra_keys.spans),
-                ),
-                prompt,
-                params,
-            )
-            for number, prompt in enumerate(placed)
-        ]
+            record = self._record(caller, response_id, number, placed, params.n)
+            record.stream = stream
+            jobs.append(Job(record, placed, params))
         answer = self.thread.submit(jobs, whole=not stream)
         try:
             await answer.accepted()
@@ -524,6 +509,30 @@ class Service:
         if caller.hints is not None and caller.hints.demotes and caller.session_id is not None:
             answer.when_ended(partial(self._close_soon, caller.tenant, caller.session_id))
         return answer
+
+    def _record(self, caller: Caller, response_id: str, number: int, prompt: Prompt, num_choices: int) -> RequestRecord:
+        """The record of the prompt with this number in its call."""
+        keys, links, size = prompt.extra_keys, prompt.links, self.llm.layout.block_size
+        record = RequestRecord(
+            response_id,
+            f"{response_id}-{number}",
+            caller.tenant.name,
+            caller.endpoint,
+            prompt.token_ids,
+            keys.salt,
+            caller.session_id,
+            caller.trace_parent,
+            caller.template_digests,
+            num_choices,
+            adapter=None if keys.adapter_offset else keys.adapter,
+            adapter_begins_inside=keys.adapter_offset > 0,
+            is_uncached=caller.is_uncached,
+            spans=tuple((span.offset, span.digest) for span in keys.spans),
+        )
+        if links is not None:
+            record.link_method, record.linked_from = links.method, links.linked_from_in(size)
+            record.has_gaps, record.jumps = links.has_gaps, links.jumps_before_links(size)
+        return record
 
     def _close_soon(self, tenant: Tenant, session_id: str) -> None:
         """Close a session, without waiting. If no engine can be reached, none remembers it."""

@@ -250,7 +250,7 @@ def test_pings_come_before_the_message_begins(monkeypatch):
     ("error", "status", "kind", "header"),
     [
         (timed_out(1), 504, "timeout_error", {"x-should-retry": "false"}),
-        (too_busy(7), 429, "rate_limit_error", {"Retry-After": "7"}),
+        (too_busy("The queue is full.", 7), 429, "rate_limit_error", {"Retry-After": "7"}),
         (engine_failed("x"), 529, "overloaded_error", {}),
     ],
 )
