@@ -107,14 +107,37 @@ class _LateParser(argparse.ArgumentParser):
         return super().parse_known_args(None if args is None else with_hyphens(args), namespace)
 
 
-CACHE_ACTIONS = (
-    ("stats", "stats", "blocks, bytes, free space, and the processes that use the directory"),
-    ("list", "listing", "whose blocks lie there: model, arithmetic, size and age of each namespace"),
-    ("verify", "verify", "read every block and recompute every checksum"),
-    ("prune", "prune", "delete segments that are old, damaged, of other models, or too many"),
-    ("import", "import_file", "take the blocks of a prefix file into a directory, without loading a model"),
-)
-"""Name, module and help of each action on a cache directory."""
+MODULES = {
+    "models": (
+        "model.checkpoint.gguf.local",
+        "list the GGUF models of Ollama, LM Studio and Python packages on this machine",
+    ),
+    "bench trace": ("bench.trace", "drive the engine with a Mooncake trace"),
+    "bench calibrate": ("bench.calibrate", "measure the rates that `replay` needs for times"),
+    "bench kv-format": ("bench.kv_format", "measure what KV in eight bits changes, on your model and texts"),
+    "replay": ("replay.command", "show what caches of other sizes and policies would find in recorded traffic"),
+    "lint": ("lint.command", "show why recorded prompts part early, and what each remedy would save"),
+    "keys": ("lint.keys", "print the block hashes that vLLM and SGLang give to a prompt"),
+    "pml check": ("modules.check", "print a schema's layout, or the line and column where it is wrong"),
+    "pml run": ("modules.run", "answer one prompt of a schema"),
+    "pml measure": ("modules.measure", "measure what linking documents costs in right answers"),
+    "watch": ("server.watch.command", "follow the cache of a running engine: foreword's, vLLM's or SGLang's"),
+    "cache stats": ("tiers.upkeep.stats", "blocks, bytes, free space, and the processes that use the directory"),
+    "cache list": ("tiers.upkeep.listing", "whose blocks lie there: model, arithmetic, size and age of each namespace"),
+    "cache verify": ("tiers.upkeep.verify", "read every block and recompute every checksum"),
+    "cache prune": ("tiers.upkeep.prune", "delete segments that are old, damaged, of other models, or too many"),
+    "cache import": (
+        "tiers.upkeep.import_file",
+        "take the blocks of a prefix file into a directory, without loading a model",
+    ),
+}
+"""Module and help of the commands that have a module of their own."""
+FAMILIES = {
+    "bench": ("BENCHMARK", "benchmarks", "measure the engine on recorded traffic, this machine, and formats of KV"),
+    "pml": ("ACTION", "actions", "check a schema of prompt modules, answer a prompt of it, measure links"),
+    "cache": ("ACTION", "actions", "list, verify, prune, import and export what a cache directory holds"),
+}
+"""Commands of several words: what the second word is called, and help."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,58 +150,26 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue prompts, or answer a chat message")
     generate.later = _add_generate_arguments
-
     serve = commands.add_parser("serve", help="answer over HTTP, in the APIs of OpenAI, Anthropic, Gemini and Ollama")
     serve.later = _add_serve_arguments
-
-    models = commands.add_parser(
-        "models", help="list the GGUF models of Ollama, LM Studio and Python packages on this machine"
-    )
-    models.later = _arguments_of("foreword.model.checkpoint.gguf.local")
-
     demo = commands.add_parser(
         "demo", help="run a real model and the shipped one, with the prefix cache and without it"
     )
     demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
     demo.set_defaults(run=_demo)
 
-    bench = commands.add_parser("bench", help="measure the engine on recorded traffic, this machine, and formats of KV")
-    kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    trace = kinds.add_parser("trace", help="drive the engine with a Mooncake trace")
-    trace.later = _arguments_of("foreword.bench.trace")
-    calibration = kinds.add_parser("calibrate", help="measure the rates that `replay` needs for times")
-    calibration.later = _arguments_of("foreword.bench.calibrate")
-    kv_format = kinds.add_parser("kv-format", help="measure what KV in eight bits changes, on your model and texts")
-    kv_format.later = _arguments_of("foreword.bench.kv_format")
-
-    replay = commands.add_parser(
-        "replay", help="show what caches of other sizes and policies would find in recorded traffic"
+    families: dict[str, Any] = {"": commands}
+    for command, (module, text) in MODULES.items():
+        family, _, name = command.rpartition(" ")
+        if family not in families:
+            metavar, title, about = FAMILIES[family]
+            of_family = commands.add_parser(family, help=about)
+            families[family] = of_family.add_subparsers(title=title, required=True, metavar=metavar)
+        extra = "ops" if command == "watch" else ""
+        families[family].add_parser(name, help=text).later = _arguments_of(f"foreword.{module}", extra)
+    export = families["cache"].add_parser(
+        "export", help="compute a prompt and write its cached blocks to a prefix file"
     )
-    replay.later = _arguments_of("foreword.replay.command")
-
-    lint = commands.add_parser("lint", help="show why recorded prompts part early, and what each remedy would save")
-    lint.later = _arguments_of("foreword.lint.command")
-
-    keys = commands.add_parser("keys", help="print the block hashes that vLLM and SGLang give to a prompt")
-    keys.later = _arguments_of("foreword.lint.keys")
-
-    pml = commands.add_parser("pml", help="check a schema of prompt modules, answer a prompt of it, measure links")
-    of_pml = pml.add_subparsers(title="actions", required=True, metavar="ACTION")
-    check = of_pml.add_parser("check", help="print a schema's layout, or the line and column where it is wrong")
-    check.later = _arguments_of("foreword.modules.check")
-    run = of_pml.add_parser("run", help="answer one prompt of a schema")
-    run.later = _arguments_of("foreword.modules.run")
-    measure = of_pml.add_parser("measure", help="measure what linking documents costs in right answers")
-    measure.later = _arguments_of("foreword.modules.measure")
-
-    watch = commands.add_parser("watch", help="follow the cache of a running engine: foreword's, vLLM's or SGLang's")
-    watch.later = _arguments_of("foreword.server.watch.command", "ops")
-
-    cache = commands.add_parser("cache", help="list, verify, prune, import and export what a cache directory holds")
-    actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")
-    for name, module, text in CACHE_ACTIONS:
-        actions.add_parser(name, help=text).later = _arguments_of(f"foreword.tiers.upkeep.{module}")
-    export = actions.add_parser("export", help="compute a prompt and write its cached blocks to a prefix file")
     export.later = _add_export_arguments
     return parser
 

@@ -9,7 +9,6 @@ from random import Random
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.demo.real import MODULES, QUESTIONS, ask_all, read_documentation
 from foreword.demo.recall import (
     LOOKUP,
     ask,
@@ -20,7 +19,7 @@ from foreword.demo.recall import (
     opening,
     result_message,
 )
-from foreword.demo.run import embedded_model
+from foreword.demo.run import MODULES, QUESTIONS, ask_all, embedded_model, read_documentation
 from foreword.demo.workloads import TOOLS, Conversation, Workload, compare, make_agents, make_workloads
 
 
@@ -126,7 +125,7 @@ def test_questions_about_the_documentation_find_it_and_are_answered_alike(engine
 
 def test_the_documentation_is_that_of_installed_modules(monkeypatch):
     assert all(f"# The module {module}" in read_documentation() for module in MODULES)
-    monkeypatch.setattr("foreword.demo.real.MODULES", ("copy", "a_module_that_nobody_has"))
+    monkeypatch.setattr("foreword.demo.run.MODULES", ("copy", "a_module_that_nobody_has"))
     assert read_documentation().startswith("# The module copy\n\nGeneric (shallow and deep) copying operations.")
 
 

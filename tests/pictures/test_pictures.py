@@ -22,7 +22,7 @@ from foreword.engine import Prompt
 from foreword.engine.encoding import EncoderBudget
 from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
 from foreword.pictures import PictureFile, pixels_of, taken_apart
-from foreword.server.observe.more_memory import block_keys
+from foreword.server.observe.insight import block_keys
 from foreword.server.options import ServerConfig
 from foreword.server.service import MOST_MEDIA_BYTES
 from foreword.text.conversation import pictures_of

@@ -135,11 +135,12 @@ def sampling_of(body: Any) -> dict[str, Any]:
 async def sampling_params(
     service: Service, given: Mapping[str, Any], structured: StructuredOutputsParams | None
 ) -> SamplingParams:
-    """The parameters of a call by name; None where it says nothing: then the model's files say it.
+    """The parameters of a call by name; None where it says nothing: then the model's files count, and else defaults.
 
-    Raises InvalidRequestError or APIError for values that exclude each other, and for forms that no answer can follow.
+    Without `max_tokens` an answer may be as long as the model allows. Raises InvalidRequestError or APIError for values that exclude each other, and for forms that no answer can follow.
     """
-    known = {**service.sampling_defaults, **{name: value for name, value in given.items() if value is not None}}
+    said = {name: value for name, value in given.items() if value is not None}
+    known = {"max_tokens": None, **service.sampling_defaults, **said}
     if known.get("certify") and not {"logprobs", "prompt_logprobs"} & set(known):
         raise bad_request("foreword.certificate is only allowed with log probabilities; ask for them", param="foreword")
     if known.get("bad_words"):

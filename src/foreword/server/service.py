@@ -49,10 +49,9 @@ from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
 from foreword.server.hints import Hints
 from foreword.server.kept_responses import KeptResponses
-from foreword.server.observe.insight import Insight
+from foreword.server.observe.insight import Insight, MoreMemory
 from foreword.server.observe.log import TrafficLog, log_request
 from foreword.server.observe.metrics import Metrics, infos_of
-from foreword.server.observe.more_memory import MoreMemory
 from foreword.server.observe.recorder import Recorder
 from foreword.server.observe.tracing import Tracing
 from foreword.server.options import ServerConfig

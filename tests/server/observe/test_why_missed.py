@@ -10,7 +10,7 @@ import pytest
 
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
 from foreword.engine import Prompt
-from foreword.server.observe.more_memory import block_keys
+from foreword.server.observe.insight import block_keys
 from foreword.server.options import ServerConfig
 from foreword.server.template_check import check_template
 from foreword.text import Tokenizer

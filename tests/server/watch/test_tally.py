@@ -6,7 +6,7 @@ import pytest
 
 from events.test_requests import Stream
 from foreword.cache import BlockStored
-from foreword.server.watch.tally import Tally
+from foreword.server.watch.watcher import Tally
 from foreword.text import Tokenizer
 from real_models import real_model
 

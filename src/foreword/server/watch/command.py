@@ -24,8 +24,7 @@ from foreword.errors import ConfigError
 from foreword.events.sources import find_source
 from foreword.events.subscriber import Subscriber
 from foreword.server.observe.explanations import IN_WORDS
-from foreword.server.watch.tally import Decode
-from foreword.server.watch.watcher import Report, Watcher
+from foreword.server.watch.watcher import Decode, Report, Watcher
 
 NUM_SHOWN = 3
 """Sessions, kinds of prompts and requests in the table."""
