@@ -137,7 +137,8 @@ async def sampling_params(
 ) -> SamplingParams:
     """The parameters of a call by name; None where it says nothing: then the model's files count, and else defaults.
 
-    Without `max_tokens` an answer may be as long as the model allows. Raises InvalidRequestError or APIError for values that exclude each other, and for forms that no answer can follow.
+    Without `max_tokens` an answer may be as long as the model allows. Raises InvalidRequestError or APIError for values
+    that exclude each other, and for forms that no answer can follow.
     """
     said = {name: value for name, value in given.items() if value is not None}
     known = {"max_tokens": None, **service.sampling_defaults, **said}
