@@ -273,11 +273,6 @@ class Service:
         self.quotas.note(tenant)
         return tenant
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """All names that clients may give: the model's own, then those of adapters."""
-        return self._own_names + self.adapters.names
-
     def models_of(self, tenant: Tenant) -> list[str]:
         """Those that a tenant may give."""
         return [*self._own_names, *filter(tenant.may_use, self.adapters.names)]
