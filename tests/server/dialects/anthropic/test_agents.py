@@ -22,7 +22,7 @@ from foreword.server.dialects.anthropic.endpoints import Anthropic
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import chat_of
 from foreword.text.reply import Call, Reasoning, Text
-from live_server import MODEL, ServerThread, tiny_server, wait_until
+from live_server import MODEL, ServerThread, tiny_server
 from tiny_models import TOOL_TEMPLATE
 
 TEMPLATE = "{% if enable_thinking %}<s>think{% endif %}" + TOOL_TEMPLATE.replace(
@@ -219,15 +219,6 @@ def test_parts_become_blocks_and_events_alike():
 
 
 # --------------------------------------------------------------------- failures
-
-
-def test_a_client_that_leaves_frees_its_request(agents):
-    body = {"model": MODEL, "max_tokens": 4000, "messages": ASK, "stream": True, "seed": 1, "temperature": 2}
-    body["output_config"] = {"format": {"type": "json_schema", "schema": {"type": "string", "minLength": 3000}}}
-    with httpx.stream("POST", f"{agents.url}/v1/messages", json=body, timeout=60) as answer:
-        next(answer.iter_text())
-    wait_until(lambda: not agents.service.records.running())
-    agents.ask(lambda engine: engine.check_integrity())
 
 
 def test_pings_come_before_the_message_begins(monkeypatch):

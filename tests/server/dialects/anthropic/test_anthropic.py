@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any, Literal
 
@@ -59,17 +58,6 @@ def test_a_question_is_answered_whole_and_streamed_alike(ask):
         assert stream.request_id.startswith("req_")
     assert text == stream.get_final_text() == "4821"
     assert (final.stop_reason, final.usage.output_tokens) == (message.stop_reason, message.usage.output_tokens)
-
-
-def test_the_async_client_gets_the_same(server):
-    async def both() -> tuple[str, str]:
-        async with anthropic.AsyncAnthropic(base_url=server.url, auth_token="none", max_retries=0) as client:
-            message = await client.messages.create(**wish())
-            async with client.messages.stream(**wish()) as stream:
-                text = "".join([piece async for piece in stream.text_stream])
-            return message.content[0].text, text
-
-    assert asyncio.run(both()) == ("4821", "4821")
 
 
 def test_events_come_in_their_order_and_nothing_follows_the_last(server):

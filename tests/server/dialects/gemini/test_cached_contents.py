@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -81,23 +80,6 @@ def test_an_answer_from_a_cached_content_has_the_bits_of_the_whole_prompt(server
     counted = generate(server.url, {"generateContentRequest": body}, f"/v1/models/{MODEL}:countTokens").json()
     assert counted["totalTokens"] == usage.prompt_token_count
     assert counted["cachedContentTokenCount"] == cache.usage_metadata.total_token_count
-
-
-def test_the_client_without_threads_gets_the_same(server):
-    async def talk() -> None:
-        async with google(server.url).aio as ask:
-            wanted = types.CreateCachedContentConfig(contents=facts("red"), system_instruction=FACTS)
-            cache = await ask.caches.create(model=MODEL, config=wanted)
-            asked = config(system_instruction=None, cached_content=cache.name)
-            answer = await ask.models.generate_content(model=MODEL, contents=QUESTION, config=asked)
-            assert (answer.text, cached(answer) >= whole_blocks(cache)) == ("4821", True)
-            assert [one.name async for one in await ask.caches.list()] == [cache.name]
-            await ask.caches.update(name=cache.name, config={"ttl": "60s"})
-            await ask.caches.delete(name=cache.name)
-            with pytest.raises(errors.ClientError, match="PERMISSION_DENIED"):
-                await ask.models.generate_content(model=MODEL, contents=QUESTION, config=asked)
-
-    asyncio.run(talk())
 
 
 def test_conversations_go_on_from_a_cached_one(ask):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import json
 from typing import Annotated, Any
@@ -63,16 +62,6 @@ def test_a_second_question_about_a_document_reports_its_hit(ask):
     assert cold < 2 * BLOCK < answers[1].usage_metadata.prompt_token_count - 3 * BLOCK < warm
     [of_cache] = answers[1].usage_metadata.cache_tokens_details
     assert of_cache.token_count == warm
-
-
-def test_clients_without_threads_get_the_same(server):
-    async def talk() -> tuple[str, str]:
-        async with google(server.url).aio as ask:
-            whole = await ask.models.generate_content(model=MODEL, contents=QUESTION, config=config())
-            stream = await ask.models.generate_content_stream(model=MODEL, contents=QUESTION, config=config())
-            return whole.text, "".join([chunk.text async for chunk in stream])
-
-    assert asyncio.run(talk()) == ("4821", "4821")
 
 
 def test_a_stream_adds_up_and_its_last_chunk_has_the_reason_and_all_usage(ask):
@@ -180,18 +169,6 @@ def test_both_spellings_and_single_objects_for_lists_are_read(server):
     }
     answer = generate(server.url, written).json()
     assert answer["candidates"][0]["content"]["parts"] == [{"text": "48"}]
-
-
-def test_a_cache_salt_keeps_prompts_apart(server):
-    def cached(salt: str) -> int:
-        options = types.HttpOptions(base_url=server.url, extra_body={"cache_salt": salt})
-        asked = config(system_instruction=facts("indigo"), http_options=options)
-        with google(server.url) as ask:
-            answer = ask.models.generate_content(model=MODEL, contents=QUESTION, config=asked)
-        return answer.usage_metadata.cached_content_token_count or 0
-
-    assert [cached("g-1"), cached("g-2")] == [0, 0]
-    assert cached("g-1") > 100
 
 
 # ---------------------------------------------------------------------- forms

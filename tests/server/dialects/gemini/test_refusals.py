@@ -309,16 +309,3 @@ def test_a_time_limit_ends_answers_whole_and_streamed(llm):
         assert chunks[-1]["error"]["status"] == "DEADLINE_EXCEEDED"
         with google(server.url) as ask, pytest.raises(errors.ServerError, match="DEADLINE_EXCEEDED"):
             list(ask.models.generate_content_stream(model=MODEL, contents="x", config=LONG))
-
-
-@pytest.mark.parametrize("query", ["", "?alt=sse"])
-def test_a_client_that_leaves_frees_its_blocks(llm, query):
-    with ServerThread(llm, ServerConfig()) as server:
-        with httpx.stream("POST", f"{server.url}{STREAM}{query}", json=ENDLESS, timeout=60) as answer:
-            pieces = answer.iter_bytes()  # closes the stream when it is dropped
-            next(pieces)
-            assert server.ask(lambda engine: engine.manager.get_usage()) > 0
-        wait_until(lambda: not server.service.records.running())
-        server.ask(lambda engine: engine.check_integrity())
-        assert server.ask(lambda engine: engine.manager.get_usage()) == 0.0
-        assert server.service.records.recent(1)[0].outcome == "disconnected"

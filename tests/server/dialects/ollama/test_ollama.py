@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 
@@ -76,16 +75,6 @@ def test_a_stream_is_the_default_and_has_a_json_text_on_each_line(server):
     *lines, rest = answer.text.split("\n")
     assert rest == ""
     assert "".join(json.loads(line)["response"] for line in lines) == "4821"
-
-
-def test_clients_without_threads_get_the_same(server):
-    async def talk() -> tuple[str, str]:
-        async with ollama.AsyncClient(server.url) as ask:
-            whole = await ask.generate(MODEL, QUESTION, system=FACTS, options=GREEDY)
-            stream = await ask.chat(MODEL, FALCON, options=GREEDY, stream=True)
-            return whole.response, "".join([line.message.content async for line in stream])
-
-    assert asyncio.run(talk()) == ("4821", "4821")
 
 
 def test_a_context_goes_on_like_the_conversation_it_stands_for(server, ask):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import openai
 import pytest
 
 from foreword.server.options import ServerConfig
@@ -237,18 +235,6 @@ def test_streams_count_alike(fresh):
     )
     (*_, last) = fresh.respond([user([given(document("beryl"), LONG)])], stream=True)
     assert last.response.usage.input_tokens_details.cache_write_tokens_details.ttl_12h_tokens > 5 * BLOCK
-
-
-def test_the_async_client_gets_the_same(fresh):
-    async def both() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{fresh.url}/v1", api_key="alice", max_retries=0) as ask:
-            call = {"model": MODEL, "messages": marked("jade"), "max_tokens": 2, "prompt_cache_options": EXPLICIT}
-            return [(await ask.chat.completions.create(**call)).usage.prompt_tokens_details for _ in range(2)]
-
-    first, second = asyncio.run(both())
-    assert first.cache_write_tokens > 5 * BLOCK
-    assert second.cache_write_tokens == 0
-    assert second.cached_tokens >= first.cache_write_tokens
 
 
 def test_marks_change_no_answer(fresh):
