@@ -52,6 +52,6 @@ def test_a_tokenizer_shows_where_prompts_part() -> None:
 
 @pytest.mark.parametrize("most", [3])
 def test_what_is_told_apart_is_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.server.watch.tally.MOST_KEPT", most)
+    monkeypatch.setattr("foreword.server.watch.watcher.MOST_KEPT", most)
     tally, _ = tally_of(*([number] * 32 for number in range(10)))
     assert len(tally.as_dict()["kinds"]) == most

@@ -83,6 +83,14 @@ def test_two_calls_have_their_indices_and_results_find_their_calls(url, ask):
     assert again.json()["message"]["content"] == "It is 3."
 
 
+def test_tools_are_the_same_prefix_as_in_chat_completions(url):
+    function = {"name": "add", "description": "Adds two numbers.", "parameters": {"type": "object", "properties": {}}}
+    body = {"model": MODEL, "messages": ASK, "tools": [{"type": "function", "function": function}], "stream": False}
+    asked = post(url, "/v1/chat/completions", {**body, "max_tokens": 1}).json()["usage"]
+    found = post(url, "/api/chat", {**body, "options": {"num_predict": 1}}).json()
+    assert found["prompt_eval_count"] == asked["prompt_tokens"] == found["prompt_cached_count"] + 1
+
+
 def test_a_call_without_an_object_of_arguments_is_shown_as_text(ask):
     message = ask.chat(MODEL, [{"role": "user", "content": "odd"}], tools=[add], options={"temperature": 0}).message
     assert not message.tool_calls
