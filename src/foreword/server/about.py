@@ -25,6 +25,7 @@ from foreword.server.intake import call_of, operators_body_of, takes
 from foreword.server.service import Service
 
 router = APIRouter()
+MOST_LISTED = 256
 
 
 @router.get("/health", tags=["server"])
@@ -129,9 +130,6 @@ async def detokenize(call: Annotated[Call[DetokenizeRequest], Depends(call_of(De
         raise bad_request(f"token {largest} is out of range; ids are 0 to {size - 1}", param="tokens")
     text = await call.work(lambda: service.tokenizer.spell(body.tokens))
     return json_response({"prompt": text})
-
-
-MOST_LISTED = 256
 
 
 @router.get("/v1/cluster")

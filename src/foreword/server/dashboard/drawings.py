@@ -38,6 +38,7 @@ STATES = {
     BlockState.PINNED: ("pinned", (217, 70, 160)),
     BlockState.FREE: ("free", (148, 158, 172)),
 }
+MOST_ROWS = 20
 
 
 def count(number: float) -> str:
@@ -382,9 +383,6 @@ def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> st
         f"have kept {count(stats.ghost_hits)} tokens from being computed again, about {saved} of prefill: "
         f"{stats.hit_rate:.0%} \u2192 {stats.hit_rate_with_twice_the_blocks:.0%}.</div>"
     )
-
-
-MOST_ROWS = 20
 
 
 def model_card(service: Service, num_blocks: int) -> str:

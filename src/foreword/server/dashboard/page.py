@@ -36,6 +36,25 @@ from foreword.text import Tokenizer
 MAX_REQUESTS = 300
 MAX_PARTING_TOKENS = 400_000
 """Most tokens of all prompts that are compared; the oldest requests beyond it are left out."""
+MAX_TOKENS = 512
+DEMO_SYSTEM = (
+    "The code of the amber falcon is 4821.\n"
+    "The home of the quiet lantern is Lisbon.\n"
+    "The colour of the old compass is blue.\n"
+)
+DEMO_QUESTION = "What is the code of the amber falcon?"
+REFRESH_S = 1.0
+NUM_ROWS = 40
+NUM_RECENT = 1000
+RATE_S = 10.0
+"""Tokens per second are counted over this many seconds."""
+_FIGURES = (
+    ("Hit rate", "hit-rate"),
+    ("First token", "first-token"),
+    ("Tokens per second", "rate"),
+    ("Prefill saved", "saved"),
+    ("Pool", "usage"),
+)
 
 
 class Parting:
@@ -115,15 +134,6 @@ def _finding(finding: Finding, report: LintReport) -> str:
         f"{escape(finding.remedy)} Hit rate then: {finding.hit_rate_after:.1%}."
         f'<div class="whole" style="margin:6px 0 12px">{escape(texts)}</div></div>'
     )
-
-
-MAX_TOKENS = 512
-DEMO_SYSTEM = (
-    "The code of the amber falcon is 4821.\n"
-    "The home of the quiet lantern is Lisbon.\n"
-    "The colour of the old compass is blue.\n"
-)
-DEMO_QUESTION = "What is the code of the amber falcon?"
 
 
 class Chat:
@@ -208,13 +218,6 @@ class Chat:
 
 def _say(role: str, text: str) -> ui.html:
     return ui.html(escape(text), sanitize=False).classes(f"said {role}")
-
-
-REFRESH_S = 1.0
-NUM_ROWS = 40
-NUM_RECENT = 1000
-RATE_S = 10.0
-"""Tokens per second are counted over this many seconds."""
 
 
 class View:
@@ -370,15 +373,6 @@ class View:
             f"{draw.count(look.totals.hits)} <small>tokens, {saved}</small>",
             f"{look.usage:.0%} <small>in use, {cached / look.num_blocks:.0%} cached</small>",
         )
-
-
-_FIGURES = (
-    ("Hit rate", "hit-rate"),
-    ("First token", "first-token"),
-    ("Tokens per second", "rate"),
-    ("Prefill saved", "saved"),
-    ("Pool", "usage"),
-)
 
 
 def tokens_per_second(records: Sequence[RequestRecord], now: float) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from foreword.server.records import Listener, Records, RequestRecord
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Estimated cache sizes, as multiples of the pool."""
+MAX_WAIT_S = 5.0
 
 
 class MoreMemory:
@@ -100,9 +101,6 @@ def block_keys(prompt: Prompt, answer: Sequence[int], block_tokens: int) -> Pref
 def _salt_key(salt: str) -> np.uint64:
     digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
-
-
-MAX_WAIT_S = 5.0
 
 
 class Insight:

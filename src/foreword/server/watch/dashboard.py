@@ -42,6 +42,8 @@ _FIGURES = (
     ("Removed", "removed"),
     ("Computed again", "again"),
 )
+POLL_S = 0.2
+REPORT_S = 1.0
 
 
 class WatchView:
@@ -174,9 +176,6 @@ def _stream(report: Report) -> str:
 
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 0.2
-REPORT_S = 1.0
 
 
 class WatchThread:

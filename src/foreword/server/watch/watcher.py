@@ -36,6 +36,17 @@ NUM_WORDS = 12
 """Tokens that name a kind of prompt."""
 
 Decode = Callable[[Sequence[int]], str]
+MAX_PREFIXES = 5
+"""Common prefixes to show."""
+MAX_PREFIX_SHARE = 0.1
+"""Share of the time that the search for common prefixes may take."""
+TROUBLES = ("gaps", "resyncs", "restarts", "silences", "bad", "incomplete_replays")
+"""What went wrong in the stream, and was made good."""
+NUM_RECENT = 1000
+MAX_PAST_BLOCKS = 1_000_000
+"""Blocks of past requests that are kept to draw the curve anew when the size of the pool becomes known."""
+MIN_GROWTH = 1.1
+"""The curve is drawn anew when the pool shows itself to be larger by this factor."""
 
 
 @dataclass(slots=True)
@@ -156,18 +167,6 @@ def _largest(sums: OrderedDict[Key | str, Found]) -> list[Found]:
 
 
 logger = logging.getLogger(__name__)
-
-MAX_PREFIXES = 5
-"""Common prefixes to show."""
-MAX_PREFIX_SHARE = 0.1
-"""Share of the time that the search for common prefixes may take."""
-TROUBLES = ("gaps", "resyncs", "restarts", "silences", "bad", "incomplete_replays")
-"""What went wrong in the stream, and was made good."""
-NUM_RECENT = 1000
-MAX_PAST_BLOCKS = 1_000_000
-"""Blocks of past requests that are kept to draw the curve anew when the size of the pool becomes known."""
-MIN_GROWTH = 1.1
-"""The curve is drawn anew when the pool shows itself to be larger by this factor."""
 
 
 @dataclass(frozen=True, slots=True)

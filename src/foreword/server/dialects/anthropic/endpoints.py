@@ -29,6 +29,8 @@ router = APIRouter(tags=["anthropic"])
 
 _DEFAULT_TRIGGER = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150_000}
 """Tokens of a prompt from which an edit changes it, unless it names another number."""
+OVERLOADED = 529
+MOST_MODELS = 1000
 
 
 @router.post("/v1/messages", openapi_extra=takes(CreateMessageRequest))
@@ -104,7 +106,6 @@ def _no_edits(edit: dict[str, Any]) -> APIError:
     return bad_request(f"context_management.edits: {str(edit.get('type'))[:64]!r} is not supported by this server")
 
 
-OVERLOADED = 529
 _TYPES = {
     401: "authentication_error",
     402: "billing_error",
@@ -118,7 +119,6 @@ _TYPES = {
 }
 _STATUSES = {"timeout": 504, "engine_failed": OVERLOADED}
 """Statuses by the codes of our errors, where Anthropic's are others."""
-MOST_MODELS = 1000
 
 
 def status_of(error: APIError) -> int:

@@ -44,6 +44,8 @@ _INNER = {"items": False, "anyOf": True, "prefixItems": True}
 _NOT_ASKED = frozenset("format example propertyOrdering nullable".split())
 """Fields without a counterpart, and those that change another field."""
 JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
+MOST_CALLS = 1024
+"""Most calls of one turn that may wait for their results."""
 
 
 def json_schema(schema: Any, where: str) -> dict[str, Any]:
@@ -198,10 +200,6 @@ def read_chat(
 
 
 # ------------------------------------------------------------------- messages
-
-
-MOST_CALLS = 1024
-"""Most calls of one turn that may wait for their results."""
 
 
 class _Size(NamedTuple):

@@ -41,6 +41,7 @@ from foreword.server.service import Service, new_id
 METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 
 router = APIRouter(tags=["gemini"])
+_TYPE = "type.googleapis.com/google.rpc."
 
 
 @served(router, "POST", "models/{model:path}:generateContent", GenerateContentRequest)
@@ -125,7 +126,6 @@ _NAMES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-_TYPE = "type.googleapis.com/google.rpc."
 
 
 class Gemini(Dialect):

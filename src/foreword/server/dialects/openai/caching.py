@@ -34,6 +34,11 @@ from foreword.text.conversation import Place, joined_parts
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
 MOST_MARKS = 4
 """The latest ones count; the automatic one is one of them."""
+FORGOTTEN = "forgotten"
+"""The cache no longer has an account of the prompt: it was reset, or evicted the prompt long ago."""
+UNCACHED = "uncached"
+"""One of the two asked that the cache have no part in it."""
+HEADER = "x-foreword-cache"
 
 
 class Breakpoints:
@@ -125,11 +130,6 @@ _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_ef
 OpenAI's other reasons cannot arise: one model is served, conversations are not compacted, and neither a text's format,
 nor its verbosity, nor a service tier changes a prompt.
 """
-FORGOTTEN = "forgotten"
-"""The cache no longer has an account of the prompt: it was reset, or evicted the prompt long ago."""
-UNCACHED = "uncached"
-"""One of the two asked that the cache have no part in it."""
-HEADER = "x-foreword-cache"
 
 
 def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
