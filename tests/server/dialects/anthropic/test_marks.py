@@ -9,7 +9,7 @@ import anthropic
 import pytest
 
 from foreword.server.options import ServerConfig
-from live_server import FALCON, MODEL, ServerThread, embedded_llm, post
+from live_server import FALCON, MODEL, ServerThread, document, embedded_llm, post
 
 NUM_BLOCKS, BLOCK = 128, 16
 QUESTION = FALCON[1:]
@@ -55,10 +55,6 @@ class World(ServerThread):
 
     def entry_list(self) -> list[Any]:
         return super().ask(lambda engine: engine.entries.entries())
-
-
-def document(name: str, lines: int = 8) -> str:
-    return "".join(f"{name}, line {number}: the code of the falcon is 4821.\n" for number in range(lines))
 
 
 def text(content: str, control: Any = None) -> dict[str, Any]:

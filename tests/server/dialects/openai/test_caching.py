@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foreword.server.options import ServerConfig
-from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
+from live_server import FALCON, MODEL, ServerThread, client, document, embedded_llm, post, wait_until
 
 NUM_BLOCKS, BLOCK = 128, 16
 QUESTION = FALCON[1:]
@@ -57,10 +57,6 @@ class World(ServerThread):
         """Empty the cache, entries too."""
         wait_until(lambda: self.service.thread.num_choices == 0)
         self.ask(lambda engine: engine.reset_prefix_cache())
-
-
-def document(name: str, lines: int = 8) -> str:
-    return "".join(f"{name}, line {number}: the code of the falcon is 4821.\n" for number in range(lines))
 
 
 def user(content: Any) -> dict[str, Any]:
