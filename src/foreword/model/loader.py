@@ -33,7 +33,7 @@ from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.spec import DecoderSpec
 from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
-from foreword.model.vision.encoded import EncodedPictures
+from foreword.model.vision.encoded import EncodedPictures, RowsOfPictures
 from foreword.model.vision.load import load_vision
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ def load_model(options: ModelConfig) -> LoadedModel:
     model = _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
     if vision is None:
         return replace(model, lacks_pillow=stored.vision is not None)
-    return replace(model, pictures=EncodedPictures(vision, options.picture_cache_bytes))
+    rows = RowsOfPictures((1 + vision.num_added) * spec.hidden_size, stored.dtype)
+    return replace(model, pictures=EncodedPictures(vision, rows, options.picture_cache_bytes))
 
 
 def _has_tied_head(weights: Mapping[str, Weight]) -> bool:
