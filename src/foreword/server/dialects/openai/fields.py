@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from foreword.pictures import PictureFile, file_of_url
 from foreword.server.bodies.fields import (
@@ -350,6 +351,17 @@ class PromptEmbeds(Body):
     shape: Annotated[list[Annotated[int, Field(ge=1, le=2**31 - 1)]], Field(min_length=2, max_length=2)] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     safetensors: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_object(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise PydanticCustomError(
+                "prompt_embeds",
+                'send {{"data": base64 of little-endian values, "shape": [tokens, hidden size], "dtype": "float32"}}, '
+                'or {{"safetensors": base64 of a file of one tensor}}; files of torch.save are refused',
+            )
+        return given
 
 
 class CompletionRequest(TextCall):
