@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreword.config import ModelConfig
-from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.errors import ConfigError, ForewordError, ModelLoadError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.adapters.loaded import LoadedAdapters
@@ -179,12 +179,29 @@ class LoadedModel:
         return sorted(self.network.widths() - {self.vocab_size} | heads)
 
 
+def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
+    """A model that is written down. Raises UnreadableError or UnwrittenError if transformers is to read it."""
+    stored = read_stored(options)
+    spec = _spec_of(stored)
+    check_shapes(spec, stored.weights)
+    return stored, spec
+
+
+def why_not_written(folder: Path) -> str | None:
+    """Why a folder's model runs in transformers' modules on a CPU, if anywhere; None if it does not. Reads headers."""
+    try:
+        _read_written(ModelConfig(str(folder)))
+    except (UnreadableError, UnwrittenError) as reason:
+        return str(reason)
+    except ForewordError:  # no server runs it
+        return None
+    return None
+
+
 def load_model(options: ModelConfig) -> LoadedModel:
     """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
     try:
-        stored = read_stored(options)
-        spec = _spec_of(stored)
-        check_shapes(spec, stored.weights)
+        stored, spec = _read_written(options)
     except (UnreadableError, UnwrittenError) as reason:
         refuse_other_form(Path(options.model), reason)
         if gguf_files(Path(options.model)):
