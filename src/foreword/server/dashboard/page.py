@@ -24,7 +24,7 @@ from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.parting import Parting
 from foreword.server.dashboard.parts import Head, Html, card, confirmed, figure, window_choice
 from foreword.server.dashboard.prefixes import Prefixes
-from foreword.server.dashboard.rows import draft_rows, entry_rows, model_card, tier_rows
+from foreword.server.dashboard.rows import draft_rows, entry_rows, model_card, session_rows, tier_rows
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
@@ -89,6 +89,8 @@ class View:
                     self._tiers = Html(test_id="tiers")
             with card("Kept prefixes", "span12") as self._entries_card:
                 self._entries = Html(test_id="entries")
+            with card("Sessions", "span12") as self._sessions_card:
+                self._sessions = Html(test_id="sessions")
             self._more = self._chart("What would more memory bring", "span12", test_id="more-memory")
             self._latest = self._chart("Latest requests", "span12", test_id="latest")
             for change in self._service.template_changes:
@@ -155,6 +157,9 @@ class View:
         self._drafts.show(drafted)
         self._entries_card.set_visibility(bool(look.entries))
         self._entries.show(entry_rows(look, with_tenants=service.tenants.asks_for_keys))
+        sessions = session_rows(service)
+        self._sessions_card.set_visibility(bool(sessions))
+        self._sessions.show(sessions)
         if not has_traffic:
             return
         lately = [record for record in records if now - (record.finished_time or now) < window_s]

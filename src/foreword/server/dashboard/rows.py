@@ -1,16 +1,20 @@
-"""Cards of the page: the model, the cache's entries, what lies below the pool, and what became of drafted tokens."""
+"""Cards of the page: the model, the cache's entries, sessions, what lies below the pool, what became of drafts."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from html import escape
 
 from foreword.cache import CacheEntry
 from foreword.engine import Snapshot, TierReport, TiersReport
 from foreword.request import DraftCounts
 from foreword.server.dashboard import drawings as draw
+from foreword.server.records import SessionStats
 from foreword.server.service import Service
 
-MOST_ROWS = 20
+MOST_ROWS, MOST_LETTERS = 20, 40
+"""Of a card; of a session's id."""
 
 
 def model_card(service: Service, num_blocks: int) -> str:
@@ -51,11 +55,33 @@ def _entry_row(entry: CacheEntry, now: float, with_tenants: bool) -> str:
         "state": state,
         **({"tenant": entry.owner or "-"} if with_tenants else {}),
     }
-    return (
-        '<div class="model-facts">'
-        + "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
-        + "</div>"
-    )
+    return _facts_row(facts)
+
+
+def session_rows(service: Service) -> str:
+    """The whole card: the sessions whose requests ended last; empty if no request named one."""
+    shown = service.records.sessions(MOST_ROWS + 1)
+    with_tenants = service.tenants.asks_for_keys
+    rows = "".join(_session_row(*one, with_tenants) for one in shown[:MOST_ROWS])
+    more = "" if len(shown) <= MOST_ROWS else f" The newest {MOST_ROWS} are shown; GET /v1/cache/sessions has more."
+    return rows and f'{rows}<div class="note">Requests that have ended, since a session was last closed.{more}</div>'
+
+
+def _session_row(tenant: str, session_id: str, stats: SessionStats, with_tenants: bool) -> str:
+    facts = {
+        "session": session_id if len(session_id) <= MOST_LETTERS else f"{session_id[:MOST_LETTERS]}…",
+        "turns": draw.count(stats.requests),
+        "found": f"{stats.hit_rate:.0%} of {draw.tokens(stats.queried_tokens)}",
+        "answered": draw.tokens(stats.output_tokens),
+        "last": f"{draw.seconds(max(0.0, time.time() - stats.last_time))} ago",
+        **({"tenant": tenant} if with_tenants else {}),
+    }
+    return _facts_row(facts)
+
+
+def _facts_row(facts: Mapping[str, str]) -> str:
+    items = "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
+    return f'<div class="model-facts">{items}</div>'
 
 
 def tier_rows(report: TiersReport) -> str:
@@ -78,11 +104,7 @@ def _tier_row(tier: TierReport) -> str:
         "computed instead": f"{draw.count(loads.num_declined)} declined, {draw.count(damaged)} blocks damaged",
         "state": "works" if stats.breaker == "closed" else f"left alone after failures ({stats.breaker})",
     }
-    return (
-        '<div class="model-facts">'
-        + "".join(f"<div><span>{name}</span><b>{escape(value)}</b></div>" for name, value in facts.items())
-        + "</div>"
-    )
+    return _facts_row(facts)
 
 
 def draft_rows(drafts: DraftCounts) -> str:
