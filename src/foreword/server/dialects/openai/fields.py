@@ -358,8 +358,8 @@ class PromptEmbeds(Body):
         if not isinstance(given, dict):
             raise PydanticCustomError(
                 "prompt_embeds",
-                'send {{"data": base64 of little-endian values, "shape": [tokens, hidden size], "dtype": "float32"}}, '
-                'or {{"safetensors": base64 of a file of one tensor}}; files of torch.save are refused',
+                'send {"data": base64 of little-endian values, "shape": [tokens, hidden size], "dtype": "float32"}, '
+                'or {"safetensors": base64 of a file of one tensor}; files of torch.save are refused',
             )
         return given
 
