@@ -62,6 +62,7 @@ def _chat(body: ChatRequest, num_bytes: int) -> tuple[Chat, Caching]:
         thinking_budget=body.thinking_budget,
         marks=caching.chat_marks(len(messages)),
         num_bytes=num_bytes,
+        link=body.link,
     )
     return chat, caching
 

@@ -36,6 +36,8 @@ class ChoicesAnswer(ABC):
         self._body = body
         self._num_top = 0
         self._hides_answer = False
+        method = answer.jobs[0].record.approximate
+        self._approximate = {} if method is None else {"approximate": method}
 
     def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
         record = self.answer.jobs[0].record
@@ -46,6 +48,7 @@ class ChoicesAnswer(ABC):
             "model": self._body.model or self._service.model_name,
             "system_fingerprint": None,
             "choices": choices,
+            **self._approximate,
         }
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:

@@ -134,11 +134,6 @@ class _Completion(ChoicesAnswer):
         self._num_each = body.n or 1
         self._texts: dict[int, Detokenizer | None] = {}
         """For each choice that has begun what finds the places of its tokens; None without a tokenizer."""
-        method = answer.jobs[0].record.approximate
-        self._approximate = {} if method is None else {"approximate": method}
-
-    def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
-        return {**super()._frame(object_name, choices), **self._approximate}
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(
