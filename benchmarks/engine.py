@@ -106,6 +106,8 @@ class EngineProcess:
         environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         environment["TRANSFORMERS_VERBOSITY"] = "error"
         self._log = log
+        self.processor_s = 0.0
+        """Of all threads, in the last call."""
         self._process = subprocess.Popen(
             [python, str(script)],
             stdin=subprocess.PIPE,
@@ -140,6 +142,7 @@ class EngineProcess:
         """Seconds, and the tokens of each prompt."""
         answer = self._ask({"do": "generate", "prompts": prompts, "num_tokens": num_tokens, "sampling": sampling})
         token_ids: list[list[int]] = answer["token_ids"]
+        self.processor_s = answer["processor_seconds"]
         assert [len(tokens) for tokens in token_ids] == [num_tokens] * len(prompts), f"{self.name} stopped early"
         return answer["seconds"], token_ids
 

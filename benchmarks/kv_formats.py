@@ -12,6 +12,12 @@
 3. Quality: for ten texts, the mean over all positions of KL(own type || int8) between the next tokens' distributions,
    in nats; the largest of a text; and the share of positions whose likeliest token is the same.
 
+    python benchmarks/kv_formats.py --gguf PATH.gguf --llama-python PATH [--context 4096] [--rounds 3]
+
+llama.cpp beside it (`-ctk q8_0 -ctv q8_0`), on one GGUF file and in one run: processor time of a token after a prompt
+of `--context` random tokens, and of that prompt, each engine with its own KV and with KV in codes, in turn. Without
+`--llama-python`, foreword alone.
+
 The last line is JSON.
 """
 
@@ -20,22 +26,29 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine import EngineProcess
+from engine_drivers.protocol import Options
 from foreword.config import Dtype, ModelConfig
 from foreword.model.kv_quality import FormatPool, both_formats, quality, tokens_a_gigabyte
 from foreword.model.loader import LoadedModel, load_model
 from foreword.text import Tokenizer
 
 NUM_TEXTS, TEXT_TOKENS = 10, 256
+DECODED = 32
+"""Tokens after a prompt, when engines are compared."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -105,9 +118,49 @@ def read_texts(folder: Path, model: str) -> list[list[int]]:
     return [tokenizer.encode(path.read_text()[: 8 * TEXT_TOKENS])[:TEXT_TOKENS].tolist() for path in files]
 
 
+def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of processor time of each engine and format: the medians, and codes over own."""
+    rivals = {"foreword": ("foreword", sys.executable, "auto"), "foreword int8": ("foreword", sys.executable, "int8")}
+    if args.llama_python:
+        rivals |= {"llama.cpp": ("llama.cpp", args.llama_python, "auto")}
+        rivals |= {"llama.cpp q8_0": ("llama.cpp", args.llama_python, "q8_0")}
+    rng, threads = np.random.default_rng(0), os.cpu_count() or 1
+    found: dict[str, dict[str, list[float]]] = {name: {"prompt_ms": [], "token_ms": []} for name in rivals}
+    with TemporaryDirectory(prefix="foreword-kv-") as folder:
+        engines = {}
+        for name, (engine, python, kv) in rivals.items():
+            most = args.context + DECODED + 1
+            options = Options(args.gguf, threads, 1 << 30, most, 1, drafts=False, weights="auto", kv=kv)
+            engines[name] = EngineProcess(engine, python, options, Path(folder) / f"{name}.log")
+            print(f"{name} has started", flush=True)
+        for number in range(args.rounds + 1):
+            prompt = rng.integers(3, 40_000, args.context).tolist()
+            for name, engine in list(engines.items())[:: -1 if number % 2 else 1]:
+                engine.reset()
+                took = []
+                for count in (1, 1, 1 + DECODED):  # cold, a hit, a hit with tokens after it
+                    engine.generate([prompt], count)
+                    took.append(1000 * engine.processor_s)
+                print(f"round {number}: {name} took {', '.join(f'{ms:.0f}' for ms in took)} ms", flush=True)
+                if number:
+                    found[name]["prompt_ms"].append(took[0])
+                    found[name]["token_ms"].append((took[2] - took[1]) / DECODED)
+        for engine in engines.values():
+            engine.close()
+    medians = {name: {key: statistics.median(values) for key, values in own.items()} for name, own in found.items()}
+    names = list(medians)
+    ratios = {
+        of: {key: medians[of][key] / medians[by][key] for key in medians[of]}
+        for by, of in zip(names[::2], names[1::2], strict=True)
+    }
+    return {"file": Path(args.gguf).name, "context": args.context, "processor_ms": medians, "of own": ratios}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--gguf", help="a GGUF file: compare whole engines on it")
+    parser.add_argument("--llama-python", metavar="PATH", help="interpreter of an environment with llama-cpp-python")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=1024)
@@ -115,6 +168,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--texts", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
+    if (args.model is None) == (args.gguf is None):
+        parser.error("give a model, or --gguf PATH")
+    if args.gguf:
+        compared = beside_llama(args)
+        for name, own in compared["processor_ms"].items():
+            print(
+                f"{name:15} {own['token_ms']:7.2f} ms a token after {args.context}, {own['prompt_ms']:8.0f} ms a prompt"
+            )
+        print(json.dumps(compared))
+        return
     dtype: Dtype = args.dtype
     model = load_model(ModelConfig(args.model, dtype=dtype))
     sizes, found = tokens_a_gigabyte(model), quality(model, read_texts(args.texts, args.model))

@@ -35,6 +35,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -169,7 +171,7 @@ class Family:
 
 def _qwen(config: Any, model: Any, vision: Mapping[str, Any], **text: Any) -> Family:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    rope |= {"mrope_interleaved": True} if model is Qwen3VLForConditionalGeneration else {}
+    rope |= {"mrope_interleaved": True} if "Qwen3" in model.__name__ else {}
     size = {"shortest_edge": 64, "longest_edge": 4096}
     return Family(
         config,
@@ -204,6 +206,15 @@ FAMILIES: Mapping[str, Family] = {
         {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         head_dim=16,
         num_hidden_layers=4,
+    ),
+    "qwen3_vl_moe": _qwen(
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
+        {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
     ),
     "gemma3": Family(
         Gemma3Config,
@@ -287,11 +298,16 @@ def save_family(folder: Path, kind: str, *, is_old: bool = False) -> Path:
 
 
 def _write_as_published_first(folder: Path) -> None:
-    """The names that weights had first; in Qwen's files, fields of the language half beside the others too."""
+    """The names that weights had first; in Qwen's files, fields of the language half beside the others too.
+
+    Those with experts have them in tensors [experts, in, out].
+    """
     path = folder / "config.json"
     values = json.loads(path.read_text())
     names = [("model.language_model.", "model."), ("model.visual.", "visual.")]
-    if "qwen" in values["model_type"]:
+    if values["model_type"] == "qwen3_vl_moe":
+        names = []
+    elif "qwen" in values["model_type"]:
         text = values.pop("text_config")
         rope = text.pop("rope_parameters")
         values = {**text, **values, "rope_theta": rope["rope_theta"]}
@@ -305,7 +321,8 @@ def _write_as_published_first(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for old, new in names:
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    turned = {name: own.transpose(1, 2).contiguous() for name, own in tensors.items() if ".experts." in name}
+    save_file({**tensors, **turned}, folder / "model.safetensors", {"format": "pt"})
 
 
 class FamilyOracle:

@@ -207,6 +207,10 @@ def test_the_server_takes_raw_values_and_safetensors_and_no_pickle(llm: LLM, tab
             ("", {"safetensors": text(pickled.getvalue())}, {}, "no safetensors file"),
             ("", {"safetensors": text(pickle.dumps([1]))}, {}, "no safetensors file"),
             ("", {"safetensors": text(save({"a": rows, "b": rows + 1}))}, {}, "2 tensors"),
+            ("", text(pickled.getvalue()), {}, "files of torch.save are refused"),
+            ("", [text(raw)], {}, 'send {"data": base64 of little-endian values, "shape": [tokens, hidden size]'),
+            ("", {"data": text(raw), "shape": [70]}, {}, "prompt_embeds.shape"),
+            ("", None, {"stream_options": []}, "stream_options: Input should be a JSON object"),
             (["a", "b"], {"safetensors": text(save({"rows": rows}))}, {}, "take one prompt"),
             ("", {"safetensors": text(save({"rows": rows}))}, {"echo": True}, "echo"),
         ):

@@ -19,6 +19,7 @@ class ForewordDriver:
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             draft_tokens=0 if options.drafts is False else "auto",
+            kv_cache_dtype=options.kv,
             weight_arithmetic="int8" if options.weights == "int8" else "exact",
         )
 

@@ -44,6 +44,9 @@ class LlamaCppDriver:
         params.n_batch = BATCH_TOKENS
         params.n_seq_max = options.max_num_seqs
         params.kv_unified = True
+        if options.kv == "q8_0":  # as -ctk q8_0 -ctv q8_0; values in codes need flash attention
+            params.type_k = params.type_v = api.GGML_TYPE_Q8_0
+            params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.n_threads = params.n_threads_batch = options.num_threads
         self._context = api.llama_init_from_model(self._model, params)
         assert self._context, "llama.cpp cannot make a context"

@@ -6,7 +6,7 @@ line uses no processor time.
     -> {"model": FOLDER, "num_threads": N, "kv_bytes": N, "max_model_len": N, "max_num_seqs": N}
     <- {"version": "..."}
     -> {"do": "generate", "prompts": [[5, 17, ...], ...], "num_tokens": 64, "sampling": {}}
-    <- {"seconds": 1.25, "token_ids": [[...], ...]}
+    <- {"seconds": 1.25, "processor_seconds": 2.1, "token_ids": [[...], ...]}
     -> {"do": "reset"}            forget all cached prefixes
     <- {}
 """
@@ -34,6 +34,8 @@ class Options:
     """Whether several tokens a step are guessed from the text and checked; None: as the engine does by itself."""
     weights: str = "bfloat16"
     """foreword and vLLM know "float32" besides, foreword "auto" and "int8" (integers), llama.cpp "Q4_0"."""
+    kv: str = "auto"
+    """How KV is stored: foreword knows "int8" besides, llama.cpp "q8_0"."""
 
 
 class Driver(Protocol):
@@ -69,6 +71,7 @@ def serve(make_driver: Callable[[Options], Driver]) -> None:
             driver.reset()
             answer({})
         else:
-            started = time.perf_counter()
+            started, processor = time.perf_counter(), time.process_time()
             token_ids = driver.generate(request["prompts"], request["num_tokens"], request.get("sampling"))
-            answer({"seconds": time.perf_counter() - started, "token_ids": token_ids})
+            seconds, processor = time.perf_counter() - started, time.process_time() - processor
+            answer({"seconds": seconds, "processor_seconds": processor, "token_ids": token_ids})

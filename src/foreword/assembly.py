@@ -438,23 +438,26 @@ def build_engine(
     if config.cache.sink_token_ids:
         runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
     memory = BlockBytes(storage)
-    host = _host_tier(config.tiers, model, memory, len(layout.groups))
+    host, keys = _host_tier(config.tiers, model, memory, len(layout.groups)), block_keys(config, identity)
+    director = TierDirector(
+        [*host, *tiers],
+        memory,
+        manager,
+        identity.namespace,
+        admission=Admission(config.tiers.cache_admission, layout.block_size),
+        max_bytes_per_day=config.tiers.cache_daily_write_bytes,
+        others=_other_identities(config, identity, tiers),
+    )
+    if model.pictures is not None:
+        model.pictures.below = director.apart(keys.root)
     return Engine(
         manager,
         config.scheduler,
         runner,
         limits,
         text=None if tokenizer is None else text_tools(tokenizer, limits.eos_token_ids),
-        keys=block_keys(config, identity),
-        tiers=TierDirector(
-            [*host, *tiers],
-            memory,
-            manager,
-            identity.namespace,
-            admission=Admission(config.tiers.cache_admission, layout.block_size),
-            max_bytes_per_day=config.tiers.cache_daily_write_bytes,
-            others=_other_identities(config, identity, tiers),
-        ),
+        keys=keys,
+        tiers=director,
         seed=config.seed,
     )
 

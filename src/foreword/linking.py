@@ -17,8 +17,8 @@ What linking costs in right answers was measured with one model; `foreword pml m
      "with_gaps": {"first-16": {"prompts": 500, "lost": 9, "gained": 4}, "all": {...}}, ...}
 
 A prompt is lost if the plain prompt (`all`, without gaps between positions) was answered rightly and the method's was
-not, and gained if it is the other way round; greedy. A file without "with_gaps" covers no prompts with gaps. Further
-keys are for people.
+not, and gained if it is the other way round; greedy. A file without "with_gaps" covers no prompts with gaps, and one
+without "edits" (of the same form) no edits of chats. Further keys are for people.
 """
 
 from __future__ import annotations
@@ -237,11 +237,14 @@ class MeasuredLinks:
     """The same prompts with gaps."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """For people: tasks, seeds, times."""
+    edits: Mapping[str, Rightness] = field(default_factory=dict)
+    """Prompts that were cut in the middle, linked from what they were before."""
 
     def write(self, path: Path) -> None:
         """Write the file. Raises ConfigError if it cannot be written."""
         told = {"format": FORMAT, "model": self.model_id, "methods": _as_json(self.methods)}
         told |= {"with_gaps": _as_json(self.with_gaps)} if self.with_gaps else {}
+        told |= {"edits": _as_json(self.edits)} if self.edits else {}
         told |= self.details
         try:
             path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -262,8 +265,9 @@ class MeasuredLinks:
                 )
             if version != FORMAT:
                 raise ValueError(f"its format is {version!r:.40}, and this version reads {FORMAT}")
-            methods, with_gaps = _methods(told.pop("methods")), _methods(told.pop("with_gaps", {}))
-            return cls(str(told.pop("model")), methods, with_gaps, told)
+            methods = _methods(told.pop("methods"))
+            with_gaps, edits = (_methods(told.pop(name, {})) for name in ("with_gaps", "edits"))
+            return cls(str(told.pop("model")), methods, with_gaps, told, edits)
         except ConfigError:
             raise
         except OSError as error:
@@ -314,7 +318,7 @@ class Gate:
         found = self._measured(has_gaps).get(method)
         if not self.least or (method == EXACT and not has_gaps):
             return True
-        return found is not None and found.loss_interval[1] <= 1 - self.least
+        return self._passes(found)
 
     def check(self, method: str, *, has_gaps: bool = False) -> None:
         """Raise InvalidRequestError for a method that does not pass."""
@@ -339,6 +343,33 @@ class Gate:
             f"link={method!r} may lose {found.loss_interval[1]:.1%} with this model ({found}), and {asked}; use "
             "another method, or leave link out"
         )
+
+    def serves_edits(self, method: str) -> bool:
+        """Whether a method passes for prompts that were edited."""
+        return not self.least or method == EXACT or self._passes(self._edits.get(method))
+
+    def check_edits(self, method: str) -> None:
+        """Raise InvalidRequestError for a method that does not pass for prompts that were edited."""
+        if self.serves_edits(method):
+            return
+        found = self._edits.get(method)
+        if found is None:
+            raise InvalidRequestError(
+                f"link={method!r} was not measured for edits with this model; the operator can measure it with "
+                "`foreword pml measure --tasks independent,parameters,edit --save FILE`, and give FILE with "
+                "--link-measurements; leave link out"
+            )
+        raise InvalidRequestError(
+            f"link={method!r} may lose {found.loss_interval[1]:.1%} of edited prompts with this model ({found}), and "
+            f"this server lets it lose {1 - self.least:.1%} (95% confidence); use another method, or leave link out"
+        )
+
+    @property
+    def _edits(self) -> Mapping[str, Rightness]:
+        return {} if self.measured is None else self.measured.edits
+
+    def _passes(self, found: Rightness | None) -> bool:
+        return found is not None and found.loss_interval[1] <= 1 - self.least
 
     def _measured(self, has_gaps: bool) -> Mapping[str, Rightness]:
         if self.measured is None:

@@ -1,5 +1,7 @@
 """A follower without sockets: whatever is lost, repeated, reordered or forged, it never claims what is not there."""
 
+import random
+from collections import Counter
 from typing import Any
 
 from hypothesis import given, settings
@@ -186,8 +188,38 @@ def test_blocks_media_and_common_prefixes() -> None:
     assert mirror.remove(BlockRemoved((six,), "CPU"))
     assert (len(mirror.blocks), mirror.num_tokens) == (6, 12)
     assert mirror.counts == {"stored": 7, "removed": 1, "removed_unknown": 1}
+    ring = [bytes([number]) * 32 for number in (90, 91)]
+    for at in (0, 1):
+        mirror.store(BlockStored((ring[at],), ring[1 - at], (1, 2), 2))
+    assert mirror.common_prefixes(5) == [CommonPrefix(4, 3)]
+    for end in ring:
+        assert mirror.remove(BlockRemoved((end,)))
     mirror.store(BlockStored((eight,), eight, (1,), 1))  # its own parent
     assert mirror.common_prefixes(5) == [CommonPrefix(4, 3)]
+
+
+def test_common_prefixes_are_those_of_a_walk_from_each_end() -> None:
+    rng, mirror = random.Random(3), Mirror()
+    for number in range(400):
+        parent = key(rng.randrange(number)) if number and rng.random() < 0.9 else None
+        mirror.store(BlockStored((key(number),), parent, (number,), rng.choice([1, 1, 3])))
+    for number in range(0, 400, 7):
+        mirror.remove(BlockRemoved((key(number),)))
+    walked: dict[int, Counter[bytes]] = {}
+    for (_, _, end), block in mirror.blocks.items():
+        if ("device", 0, end) not in mirror.children:
+            path, at = [end], block
+            while at.parent is not None and ("device", 0, at.parent) in mirror.blocks:
+                path.append(at.parent)
+                at = mirror.blocks["device", 0, at.parent]
+            for place, one in enumerate(path):
+                if len(mirror.children.get(("device", 0, one), ())) > 1:
+                    length = sum(mirror.blocks["device", 0, before].block_size for before in path[place:])
+                    walked.setdefault(length, Counter())[one] += 1
+    expected = sorted((count, length) for length, counts in walked.items() for count in counts.values())
+    found = sorted((prefix.num_ends, prefix.num_tokens) for prefix in mirror.common_prefixes(1000))
+    assert len(found) > 30
+    assert found == expected
 
 
 def test_an_event_of_a_later_version_is_counted_and_passed_over() -> None:

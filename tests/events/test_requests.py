@@ -159,6 +159,9 @@ def test_times_that_are_no_times_change_nothing() -> None:
         stream.send(time)
     stream.send(1.0, stored(None, 1))
     assert [one.time for one in stream.requests.take(everything=True)] == [5.0]
+    stream = Stream()
+    stream.send(float("nan"), stored(None, 1))
+    assert [one.time for one in stream.requests.take(everything=True)] == [0.0]  # JSON has no infinity
 
 
 def test_no_events_crash_a_witness() -> None:

@@ -52,6 +52,14 @@ def test_wildcards_are_the_server_s_host() -> None:
         assert find_source(url).events == "tcp://10.0.0.7:5557"
 
 
+def test_a_loopback_address_of_another_machine_is_not_followed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"0": {**ONE, "endpoint": "tcp://127.0.0.1:5557"}}).encode()
+    monkeypatch.setattr("foreword.events.sources._answer", lambda _: answer)
+    assert find_source("http://localhost:8000").events == "tcp://127.0.0.1:5557"
+    with pytest.raises(ConfigError, match=r"at tcp://127.0.0.1:5557, which only its own machine reaches; start it"):
+        find_source("http://gpu-7.example:8000")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [

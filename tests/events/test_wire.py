@@ -260,6 +260,7 @@ def test_older_and_newer_publishers_are_understood() -> None:
         ([1.0, [["BlockRemoved", ["x"]]]], "block_hashes has something else"),
         ([1.0, [["BlockStored", [1], None, [True], 1, None, None, None]]], "token_ids has something else"),
         ([1.0, [["BlockStored", [1], None, [1], 0, None, None, None]]], "block_size=0"),
+        ([1.0, [["BlockStored", [1], None, [1], 2**40, None, None, None]]], f"block_size={2**40}"),
         ([1.0, [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1]}]], "block_size is a NoneType"),
         (
             [1.0, [{"type": "BlockStored", "block_hashes": [], "token_ids": [], "block_size": 1, "cache_salt": 1}]],

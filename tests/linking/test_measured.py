@@ -15,6 +15,7 @@ MEASURED = MeasuredLinks(
     {"none": Rightness(200, 50, 0), "first-16": Rightness(200, 12, 14)},
     {"first-16": Rightness(200, 14, 3), "all": Rightness(200, 0, 0)},
     {"seed": 3},
+    {"first-16": Rightness(200, 1, 0), "none": Rightness(200, 50, 0)},
 )
 
 
@@ -26,8 +27,22 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         "model",
         "methods",
         "with_gaps",
+        "edits",
         "seed",
     ]
+
+
+def test_edits_are_served_by_what_was_measured_of_edits() -> None:
+    gate = Gate(0.95, MEASURED)
+    for served in ("first-16", "all"):
+        gate.check_edits(served)
+    with pytest.raises(InvalidRequestError, match=r"may lose 30.9% of edited prompts .*\(50 lost and 0 gained of 200"):
+        gate.check_edits("none")
+    with pytest.raises(InvalidRequestError, match=r"'first-8' was not measured for edits .*--tasks independent"):
+        gate.check_edits("first-8")
+    with pytest.raises(InvalidRequestError, match="not measured for edits"):
+        Gate(0.95, None).check_edits("first-16")
+    Gate(0.0, None).check_edits("first-16")
 
 
 def test_a_file_without_gaps_covers_no_gaps(tmp_path: Path) -> None:

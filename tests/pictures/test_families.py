@@ -95,7 +95,7 @@ def test_a_picture_on_its_side_has_as_many_tokens_and_other_keys(folder: Path, k
         assert bits(outputs[0]) == bits(outputs[2]) != bits(outputs[1])
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "gemma3", "internvl"], indirect=False)
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "gemma3", "internvl"], indirect=False)
 def test_checkpoints_as_they_were_published_first_are_the_same_models(tmp_path: Path, kind: str) -> None:
     answers = []
     for is_old in (False, True):

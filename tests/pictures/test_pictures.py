@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,44 @@ def test_encodings_are_each_salts_own(folder: Path) -> None:
             for question in ("", "Why?"):
                 llm.generate({**given, "prompt": question + prompt}, greedy(1))
             assert llm.encoded_pictures.num_encoded == number
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("idefics3", "float32"), ("qwen3_vl", "bfloat16")])
+def test_what_was_encoded_outlives_the_process_for_its_salt_and_its_model(
+    folder: Path, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    own = folder if kind == "idefics3" else save_family(tmp_path / "model", kind)
+    question = asks("Another text, so no KV is found.", noise(96, 96))
+    question[0]["content"].reverse()
+
+    def encoded_after(**options: Any) -> tuple[Any, int, int]:
+        with LLM(str(own), **{**OPTIONS, "dtype": dtype, "max_num_encoder_input_tokens": 8}, **options) as llm:
+            assert llm.encoded_pictures is not None
+            prompt = llm._chat_prompt(question, {})
+            if salt:
+                prompt = replace(prompt, extra_keys=replace(prompt.extra_keys, salt=salt))
+            llm.engine.add_request("1", prompt, LOGPROBS)
+            while not (outputs := [one for one in llm.engine.step() if one.finished]):
+                pass
+            llm.engine.check_integrity()
+            return bits(outputs[0]), llm.encoded_pictures.num_rows, llm.encoded_pictures.num_loaded_rows
+
+    salt = ""
+    cold, num_rows, _ = encoded_after()
+    cached = {"cache_dir": str(tmp_path / "cache"), "kv_cache_dtype": "auto"}
+    with LLM(str(own), **OPTIONS | {"dtype": dtype}, **cached, cache_daily_write_bytes=1) as llm:
+        ask(llm, noise(96, 96))  # its KV is another, and nothing may be written
+    with LLM(str(own), **OPTIONS | {"dtype": dtype}, **cached) as llm:
+        ask(llm, noise(96, 96))
+        assert llm.encoded_pictures is not None
+        assert llm.encoded_pictures.num_rows == num_rows > 0
+    assert encoded_after(**cached) == (cold, 0, num_rows)
+    salt = "of somebody else"
+    assert encoded_after(**cached) == (cold, num_rows, 0)
+    assert encoded_after(**cached)[1:] == (0, 0)  # its KV is found, so nobody asks what was encoded
+    salt = ""
+    other = {"kv_cache_dtype": "int8"}  # another identity
+    assert encoded_after(**{**cached, **other})[1:] == (num_rows, 0)
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,72 @@ def test_other_endpoints_know_no_link(server: ServerThread) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "link")
 
 
+# --------------------------------------------------------------------- edits
+
+
+CHATS = "/v1/chat/completions"
+NOTES = [" ".join(f"The {kind} of item {n} is {7 * n + at}." for n in range(9)) for at, kind in enumerate(("a", "b"))]
+LONG = [
+    {"role": "system", "content": "You answer from the notes."},
+    {"role": "user", "content": NOTES[0]},
+    {"role": "assistant", "content": NOTES[1]},
+    {"role": "user", "content": "What is the code?"},
+]
+CUT = [LONG[0], {"role": "user", "content": NOTES[0][:30]}, *LONG[2:]]
+
+
+def chat(server: ServerThread, messages: Any, **more: Any) -> httpx.Response:
+    return post(server.url, CHATS, {"messages": messages, "max_tokens": 6, "temperature": 0, **more})
+
+
+def test_an_edited_chat_is_linked_from_the_newest_prompt_of_its_session(server: ServerThread, python: LLM) -> None:
+    params, own = SamplingParams(max_tokens=6, temperature=0.0), {"session_id": "edited", "link": "first-8"}
+    [before] = python.chat(LONG, params)
+    [expected] = python.chat(CUT, params, link="first-8", edited_from=list(before.prompt_token_ids))
+    assert expected.link is not None
+    first = chat(server, LONG, **own).json()  # a session that is new
+    assert "approximate" not in first
+    found = chat(server, CUT, **own).json()
+    assert found["approximate"] == "first-8"
+    assert found["choices"][0]["message"]["content"] == expected.outputs[0].text
+    assert counts(found["usage"])[1] == expected.link.linked_tokens > 50
+    streamed = pieces(chat(server, CUT, **own, stream=True).text)  # again from the prompt before, which is plain
+    assert {piece["approximate"] for piece in streamed} == {"first-8"}
+    for more in ({"session_id": "another"}, {"cache_salt": "x"}, {"link": "all"}, {"link": None}):
+        assert "approximate" not in chat(server, CUT, **{**own, **more}).json()
+
+
+def test_an_edit_whose_source_is_not_cached_is_answered_exactly(server: ServerThread) -> None:
+    own = {"session_id": "gone", "link": "none"}
+    assert "approximate" not in chat(server, LONG, **own).json()
+    server.ask(lambda engine: engine.reset_prefix_cache())
+    exact = chat(server, CUT, **own).json()
+    assert "approximate" not in exact
+    assert exact["choices"][0]["message"] == chat(server, CUT).json()["choices"][0]["message"]
+
+
+def test_links_of_chats_need_a_session_and_figures_of_edits(server: ServerThread, python: LLM, tmp_path: Path) -> None:
+    answer = chat(server, CUT, link="none")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "link")
+    assert "send session_id" in answer.json()["error"]["message"]
+    file, good = tmp_path / "links.json", {"first-8": Rightness(200, 1, 0), "none": Rightness(200, 50, 0)}
+    MeasuredLinks(python.cache_identity.model_id, {"first-16": Rightness(200, 1, 0)}, edits=good).write(file)
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_measurements=file)) as gated:
+        own = {"session_id": "gated"}
+        assert chat(gated, LONG, **own).status_code == 200
+        assert chat(gated, CUT, **own, link="first-8").json()["approximate"] == "first-8"
+        for link, message in (
+            (
+                "first-16",
+                "not measured for edits with this model; the operator can measure it with `foreword pml measure",
+            ),
+            ("none", "may lose 30.9% of edited prompts with this model"),
+            ("first", "is no method"),
+        ):
+            answer = chat(gated, CUT, **own, link=link)
+            assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
 # -------------------------------------------------------------------- counts
 
 

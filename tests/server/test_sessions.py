@@ -25,7 +25,7 @@ from foreword.server.api_errors import too_busy
 from foreword.server.hints import Hints, KvHints
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
-from live_server import MODEL, ServerThread, document, embedded_llm
+from live_server import MODEL, ServerThread, document, embedded_llm, wait_until
 
 OPERATOR, NUM_BLOCKS = "operator", 96
 
@@ -387,7 +387,7 @@ def test_hints_of_responses_have_outcomes_too_and_budgets_clip_them(world):
     assert world.call("DELETE", f"/v1/cache/entries/{told['entry']}").status_code == 200
 
 
-def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world):
+def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world, monkeypatch, caplog):
     world.complete(document("to demote"), session_id="demoted")
     before = world.ask(lambda engine: engine.manager._pool.num_given_up)
     body = {"model": MODEL, "messages": [{"role": "user", "content": document("to demote")}], "max_tokens": 2}
@@ -396,9 +396,18 @@ def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world):
         "POST", f"{world.url}/v1/chat/completions", json=body, headers={"authorization": "Bearer alice"}
     ) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
-    assert json.loads(lines[-1][6:])["foreword"]["kv_hints"][0]["outcome"] == "accepted"
+    assert json.loads(lines[-1][6:])["foreword"]["kv_hints"][0]["outcome"] == "deferred"
     assert world.ask(lambda engine: engine.manager._pool.num_given_up) > before + 5
     assert world.call("DELETE", "/v1/cache/sessions/demoted").status_code == 404, "its totals are gone too"
+
+    async def unreached(*_: Any) -> None:
+        raise too_busy(1)
+
+    monkeypatch.setattr(world.service.thread, "change", unreached)
+    told = world.complete(document("no engine"), session_id="open", kv_hints=envelope(action("demote")))
+    assert told["foreword"]["kv_hints"][0]["outcome"] == "deferred"
+    wait_until(lambda: "the session 'open' that a hint demotes stays open" in caplog.text)
+    assert world.sessions()["open"]["requests"] == 1
 
 
 def test_an_envelope_without_a_request_is_about_the_newest_prompt_of_a_session(world):

@@ -97,30 +97,33 @@ class Mirror:
         return True
 
     def common_prefixes(self, limit: int) -> list[CommonPrefix]:
-        """Where sequences part: the prefixes with which most of them begin, by blocks. Looks at all blocks."""
-        ends: Counter[BlockName] = Counter()
-        lengths: Counter[BlockName] = Counter()
-        for name in self.blocks:
-            if name in self.children:
-                continue
-            path = self._path(name)
-            length = sum(self.blocks[one].block_size for one in path)
-            for one in path:  # from the end to the beginning
-                if len(self.children.get(one, ())) > 1:
-                    ends[one] += 1
-                    lengths[one] = length
-                length -= self.blocks[one].block_size
-        return [CommonPrefix(lengths[name], count) for name, count in ends.most_common(limit)]
+        """Where sequences part: the prefixes with which most of them begin, by blocks. Looks at each block once."""
+        lengths, ends = self._lengths(), Counter[BlockName]()
+        for name in reversed(lengths):  # a block comes after all that follow it
+            ends[name] += name not in self.children
+            parent = self.blocks[name].parent
+            if parent is not None:
+                ends[*name[:2], parent] += ends[name]
+        parted = Counter({name: ends[name] for name in lengths if len(self.children.get(name, ())) > 1 and ends[name]})
+        return [CommonPrefix(lengths[name], count) for name, count in parted.most_common(limit)]
 
-    def _path(self, end: BlockName) -> list[BlockName]:
-        """A block and those before it, backwards."""
-        path = {end: None}
-        while (parent := self.blocks[end].parent) is not None:
-            end = (*end[:2], parent)
-            if end not in self.blocks or end in path:
-                break
-            path[end] = None
-        return list(path)
+    def _lengths(self) -> dict[BlockName, int]:
+        """The tokens up to the end of each block, as far as blocks before it are known; a block before its children.
+
+        A publisher may send a ring of blocks: it ends where it is met again.
+        """
+        lengths, begun = dict[BlockName, int](), set[BlockName]()
+        for name in self.blocks:
+            path, at = list[BlockName](), (name[0], name[1], name[2])
+            while at in self.blocks and at not in begun:
+                begun.add(at)
+                path.append(at)
+                at = (*at[:2], self.blocks[at].parent)  # type: ignore[assignment]  # of the first block it is None
+            length = lengths.get(at, 0)
+            for one in reversed(path):
+                length += self.blocks[one].block_size
+                lengths[one] = length
+        return lengths
 
 
 # ---------------------------------------------------------------------------------------- messages

@@ -328,8 +328,9 @@ class Requests:
         return DEVICE, self._group
 
     def _tell_time(self, time: float) -> None:
-        if math.isfinite(time):
-            self._time = max(self._time, time)
+        self._time = max(
+            self._time, time if math.isfinite(time) else 0.0
+        )  # no clock says so, and JSON has no such number
 
     def _is_followed(self, event: BlockStored) -> bool:
         """Whether the event has blocks that hold whole prefixes, of the first such group and of its blocks' size."""

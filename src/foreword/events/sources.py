@@ -56,7 +56,17 @@ def find_source(url: str, rank: int | None = None) -> EventSource:
     found, host = ranks[rank], parts.hostname or ""
     replay = found.get("replay_endpoint")
     topic = str(found.get("topic") or "")
-    return EventSource(_reachable(found["endpoint"], host), replay and _reachable(replay, host), topic)
+    events = _reachable(found["endpoint"], host)
+    if _is_loopback(urlsplit(events).hostname) and not _is_loopback(host):
+        raise ConfigError(
+            f"the engine at {url} publishes events at {events}, which only its own machine reaches; start it with "
+            '"endpoint": "tcp://*:5557" in --kv-events-config, or run foreword watch there'
+        )
+    return EventSource(events, replay and _reachable(replay, host), topic)
+
+
+def _is_loopback(host: str | None) -> bool:
+    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
 
 
 def _answer(url: str) -> bytes:

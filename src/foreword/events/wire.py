@@ -57,6 +57,9 @@ ALWAYS = {STORED: 7, REMOVED: 2, CLEARED: 0}
 """The number of fields that a map has even if they are None."""
 
 
+MOST_BLOCK_TOKENS = 2**31 - 1
+
+
 class WireError(ValueError):
     """Bytes that are no message."""
 
@@ -179,7 +182,7 @@ def _decode_stored(value_of: Callable[[str], Any]) -> Event:
     medium, group = _place(value_of)
     if size == 0 and not token_ids and medium != DEVICE:
         return UnknownEvent(f"{STORED} without tokens")  # of vLLM's OffloadingConnector
-    if size < 1:
+    if not 1 <= size <= MOST_BLOCK_TOKENS:
         raise WireError(f"block_size={size} is no number of tokens")
     extra = _check("extra_keys", value_of("extra_keys"), (list, type(None)))
     if extra is None and (salt := _check("cache_salt", value_of("cache_salt"), (str, type(None)))) is not None:

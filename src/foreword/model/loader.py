@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreword.config import ModelConfig
-from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.errors import ConfigError, ForewordError, ModelLoadError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
 from foreword.model.adapters.loaded import LoadedAdapters
@@ -33,7 +33,7 @@ from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.spec import DecoderSpec
 from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
-from foreword.model.vision.encoded import EncodedPictures
+from foreword.model.vision.encoded import EncodedPictures, RowsOfPictures
 from foreword.model.vision.load import load_vision
 
 if TYPE_CHECKING:
@@ -179,12 +179,29 @@ class LoadedModel:
         return sorted(self.network.widths() - {self.vocab_size} | heads)
 
 
+def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
+    """A model that is written down. Raises UnreadableError or UnwrittenError if transformers is to read it."""
+    stored = read_stored(options)
+    spec = _spec_of(stored)
+    check_shapes(spec, stored.weights)
+    return stored, spec
+
+
+def why_not_written(folder: Path) -> str | None:
+    """Why a folder's model runs in transformers' modules on a CPU, if anywhere; None if it does not. Reads headers."""
+    try:
+        _read_written(ModelConfig(str(folder)))
+    except (UnreadableError, UnwrittenError) as reason:
+        return str(reason)
+    except ForewordError:  # no server runs it
+        return None
+    return None
+
+
 def load_model(options: ModelConfig) -> LoadedModel:
     """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
     try:
-        stored = read_stored(options)
-        spec = _spec_of(stored)
-        check_shapes(spec, stored.weights)
+        stored, spec = _read_written(options)
     except (UnreadableError, UnwrittenError) as reason:
         refuse_other_form(Path(options.model), reason)
         if gguf_files(Path(options.model)):
@@ -204,7 +221,8 @@ def load_model(options: ModelConfig) -> LoadedModel:
     model = _written(spec, stored.weights, stored, options, stored.values.get("quantization_config"))
     if vision is None:
         return replace(model, lacks_pillow=stored.vision is not None)
-    return replace(model, pictures=EncodedPictures(vision, options.picture_cache_bytes))
+    rows = RowsOfPictures((1 + vision.num_added) * spec.hidden_size, stored.dtype)
+    return replace(model, pictures=EncodedPictures(vision, rows, options.picture_cache_bytes))
 
 
 def _has_tied_head(weights: Mapping[str, Weight]) -> bool:

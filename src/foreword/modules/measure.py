@@ -26,7 +26,7 @@ from rich.table import Table
 from foreword import LLM, __version__
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import EXACT, MeasuredLinks, Method, Rightness, Z
-from foreword.modules.questions import EDIT_LEAK, TASK_NAMES, Asked, Questions
+from foreword.modules.questions import EDIT, EDIT_LEAK, TASK_NAMES, Asked, Questions
 from foreword.modules.run import add_engine_flags, check_model
 from foreword.pml.composition import Composition
 from foreword.pml.library import SchemaPrompt
@@ -240,8 +240,13 @@ class Cell:
 
     @property
     def counts(self) -> bool:
-        """Whether a saved file counts it."""
+        """Whether a saved file counts it among prompts of parts."""
         return self.task in (*MEANT_FOR, USERS)
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether a saved file counts it among edits of chats, which have no gaps."""
+        return self.task == EDIT and not self.has_gaps
 
 
 Found = dict[Cell, dict[str, Tally]]
@@ -310,7 +315,7 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         print(json.dumps({"model_id": model_id, **report}))
     elif found:
         print_table(found, Console())
-    is_saved = args.save is not None and not any(cell.counts for cell in failing)
+    is_saved = args.save is not None and not any(cell.counts or cell.is_edit for cell in failing)
     if is_saved:
         _saved(found, model_id, report).write(args.save.expanduser())
     if failed:
@@ -379,6 +384,8 @@ def _check_save(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     if args.prompts is None:
         counted = sum(cell.counts and not cell.has_gaps for cell in cells)
         _check_number(args.questions * counted, f"of {', '.join(MEANT_FOR)}")
+        if edits := sum(cell.is_edit for cell in cells):
+            _check_number(args.questions * edits, f"of {EDIT}")
 
 
 def _check_number(num_prompts: int, which: str) -> None:
@@ -415,18 +422,21 @@ def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
 
 def _saved(found: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
     """Right answers over the prompts of the cells that count, with gaps and without. Raises ConfigError."""
-    dense = _totals({cell: own for cell, own in found.items() if not cell.has_gaps})
-    return MeasuredLinks(model_id, dense, _totals({cell: own for cell, own in found.items() if cell.has_gaps}), report)
+    counted = {cell: own for cell, own in found.items() if cell.counts}
+    dense = _totals({cell: own for cell, own in counted.items() if not cell.has_gaps})
+    with_gaps = _totals({cell: own for cell, own in counted.items() if cell.has_gaps})
+    edits = _totals({cell: own for cell, own in found.items() if cell.is_edit})
+    return MeasuredLinks(model_id, dense, with_gaps, report, edits)
 
 
 def _totals(found: Found) -> dict[str, Rightness]:
-    """Right answers over the prompts of the cells that count, together, of which a method linked anything.
+    """Right answers over the prompts of these cells, together, of which a method linked anything.
 
     Raises ConfigError if there are too few: that says nothing about linking.
     """
     totals: dict[str, Tally] = {}
     for cell, tallies in found.items():
-        for name, own in tallies.items() if cell.counts else ():
+        for name, own in tallies.items():
             if name != EXACT or cell.has_gaps:
                 totals[name] = totals.get(name, Tally()) + own
     for name, own in totals.items():

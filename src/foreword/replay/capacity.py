@@ -6,7 +6,9 @@ Knows units and the facts about KV in a model's config.json; loads no model.
 from __future__ import annotations
 
 import json
+import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,14 @@ from typing import Any
 from foreword.config.sizes import parse_bytes
 from foreword.errors import ConfigError, ModelLoadError
 
+logger = logging.getLogger(__name__)
 MAX_BLOCKS = 2**31 - 1
 """Block numbers have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
 """`model_type` of the models whose KV is latent on a CPU; that of others is expanded, though it could be."""
+IS_EXPANDED = "kv_is_expanded"
+"""A field that no file has: the folder's files make a server expand the KV."""
 SCALE_BYTES = 2
 """Of a token's keys, or values, of one head in codes of eight bits."""
 
@@ -60,9 +65,12 @@ def parse_with_unit(text: str) -> int:
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """config.json of a model's folder, or the file itself. Raises ModelLoadError."""
-    path = Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    """config.json of a model's folder, or the file itself. Raises ModelLoadError.
+
+    A folder with latent KV that `serve` would expand gets `IS_EXPANDED`, where torch is installed.
+    """
+    given = Path(model).expanduser()
+    path = given / "config.json" if given.is_dir() else given
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -72,7 +80,20 @@ def read_model_config(model: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelLoadError(f"{str(path)!r} is no model's configuration; give a model's folder or its config.json")
     text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    found = {**config, **text} if isinstance(text, dict) else config
+    if is_latent(found) and any(given.glob("*.safetensors")):
+        with suppress(ImportError):  # foreword[ops] has no torch
+            from foreword.model.loader import why_not_written
+
+            if reason := why_not_written(given):
+                logger.warning("%s runs in transformers' modules, with expanded KV: %s", model, reason)
+                return {**found, IS_EXPANDED: True}
+    return found
+
+
+def is_latent(config: dict[str, Any]) -> bool:
+    """Whether a CPU stores one vector a token and layer for all heads."""
+    return config.get("model_type") in LATENT_FAMILIES and not config.get(IS_EXPANDED)
 
 
 def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> int:
@@ -81,8 +102,8 @@ def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> 
     `kv_cache_dtype`: how `serve` stores them; "auto" is the type of the configuration.
     Raises ModelLoadError if the configuration does not say, and ConfigError for latent vectors in int8.
     """
-    is_latent = config.get("model_type") in LATENT_FAMILIES
-    if kv_cache_dtype == "int8" and is_latent:
+    latent = is_latent(config)
+    if kv_cache_dtype == "int8" and latent:
         raise ConfigError(
             "kv_cache_dtype='int8' stores keys and values of heads, and this model's KV is latent; leave it out"
         )
@@ -90,7 +111,7 @@ def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> 
     size = DTYPE_BYTES.get(dtype, 2)
     try:
         layers = int(config["num_hidden_layers"])
-        if is_latent:  # one vector for the keys and values of all heads
+        if latent:  # one vector for the keys and values of all heads
             return layers * size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
         if "kv_lora_rank" in config:

@@ -20,7 +20,7 @@ from foreword.config import SchedulerConfig
 from foreword.engine import Prompt, SimulatedScheduler, depth_first
 from foreword.errors import ConfigError
 from foreword.replay.caches import PIECES, as_token_ids
-from foreword.replay.capacity import LATENT_FAMILIES, kv_bytes_per_token
+from foreword.replay.capacity import is_latent, kv_bytes_per_token
 from foreword.replay.policies import make_policy
 from foreword.replay.trace import RecordedRequest, arrivals
 from foreword.request import Request, SamplingParams
@@ -97,7 +97,7 @@ class StepCost:
 def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
     """Weights of one layer's attention, and multiplications for each pair of a query and a position that it sees."""
     width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    if config.get("model_type") not in LATENT_FAMILIES:
+    if not is_latent(config):
         head = int(config.get("head_dim") or width // heads)
         kv_heads = int(config.get("num_key_value_heads") or heads)
         return 2 * width * head * (heads + kv_heads), 2 * heads * head

@@ -57,8 +57,9 @@ class HintsRequest(Body):
     kv_hints: KvHints
 
 
-Outcome = Literal["accepted", "clipped", "missing", "rejected", "ignored"]
-"""clipped: less than was asked; missing: nothing to act on; rejected: its payload, or this server's settings."""
+Outcome = Literal["accepted", "deferred", "clipped", "missing", "rejected", "ignored"]
+"""deferred: done once the answer has ended; clipped: less than was asked; missing: nothing to act on; rejected: its
+payload, or this server's settings."""
 WHOLE = 2**63
 """An end beyond that of any prompt: the answer is to be kept too, which marks of prompts cannot."""
 
@@ -159,6 +160,8 @@ class Hints:
                 self.note_kept(number, next(ours, None), num_prompt_tokens)
             elif hint.name == "demote" and session_id is None:
                 self.note(number, "missing", detail="the request names no session; send X-Session-ID")
+            elif hint.name == "demote":  # nobody can know yet whether an engine will answer
+                self.note(number, "deferred", detail="GET /v1/cache/sessions/ID has no such session once it is done")
             else:
                 self.note(number, "accepted")
 

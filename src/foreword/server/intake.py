@@ -106,14 +106,17 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
     first = errors[0]
     where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
-    message = f"Invalid value for {param or 'the body'}: {first['msg']}"
+    problem = first["msg"]
+    if first["type"] in ("model_type", "model_attributes_type"):  # whose text names a class of ours
+        problem = "Input should be a JSON object"
+    message = f"Invalid value for {param or 'the body'}: {problem}"
     if first["type"] == "extra_forbidden":
         remedy = "Leave it out; a server started with --ignore-unknown-fields ignores it."
         message = f"Unrecognized request argument supplied: {param}. {remedy}"
         return UnknownFieldError(message, param=param, where=where, problem=first["msg"])
     if first["type"] == "missing":
         message = f"Missing required parameter: {param or 'the body'}"
-    return InvalidFieldError(message, param=param, where=where, problem=first["msg"])
+    return InvalidFieldError(message, param=param, where=where, problem=problem)
 
 
 # --------------------------------------------------------------- the API's document

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -529,11 +529,13 @@ class Service:
         return record
 
     def _close_soon(self, tenant: Tenant, session_id: str) -> None:
-        """Close a session, without waiting. If no engine can be reached, none remembers it."""
+        """Close a session, without waiting. If no engine can be reached, the log says so, and its totals stay."""
 
         async def close() -> None:
-            with suppress(APIError):
+            try:
                 await self.close_session(tenant, session_id)
+            except APIError as error:
+                logger.warning("the session %.64r that a hint demotes stays open: %s", session_id, error)
 
         task = asyncio.create_task(close())
         self._closing.add(task)

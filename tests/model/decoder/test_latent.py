@@ -68,6 +68,23 @@ def test_families_with_latent_kv_are_those_that_capacities_know() -> None:
     assert {*found, "kimi_k2"} == set(LATENT_FAMILIES)
 
 
+def test_replay_expands_kv_where_a_server_does(
+    tiny_models: TinyModels, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, own = tmp_path / "model", RECIPES["deepseek_v3"].options
+    shutil.copytree(tiny_models.folder("deepseek_v3"), folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"a_new_field": 3}))
+    model, config = load_model(ModelConfig(str(folder), dtype="bfloat16")), read_model_config(str(folder))
+    assert "a_new_field" in caplog.text
+    assert model.plan_layout(LayoutOptions(16)).bytes_per_block == 16 * kv_bytes_per_token(
+        {**config, "dtype": "bfloat16"}
+    )
+    keys = own["qk_nope_head_dim"] + own["qk_rope_head_dim"]
+    assert kv_bytes_per_token(config, "int8") == 3 * 4 * (keys + own["v_head_dim"] + 4)  # a server would not refuse it
+    assert kv_bytes_per_token(read_model_config(str(path))) != kv_bytes_per_token(config)  # config.json alone says less
+
+
 def test_estimates_count_the_work_on_vectors(tiny_models: TinyModels) -> None:
     config = read_model_config(str(tiny_models.folder("deepseek_v3")))
     cost = StepCost.of_model(config, flops_per_s=1e12, bytes_per_s=1e10)

@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import numpy as np
@@ -23,11 +25,12 @@ from foreword.engine.tiering.loads import LoadCounts
 from foreword.engine.tiering.offers import StoreCounts
 from foreword.request import DraftCounts
 from foreword.server.dashboard import drawings
-from foreword.server.dashboard.drawings import draft_rows, tier_rows
+from foreword.server.dashboard.drawings import MOST_ROWS, draft_rows, session_rows, tier_rows
 from foreword.server.dashboard.page import RATE_S, compared, parting, tokens_per_second
 from foreword.server.dashboard.prefixes import prompt_of_prefix
 from foreword.server.options import ServerConfig
-from foreword.server.records import RequestRecord
+from foreword.server.records import Records, RequestRecord
+from foreword.server.service import Service
 from foreword.tiers.tier import TierStats
 from live_server import ServerProcess, ServerThread, embedded_llm, post
 
@@ -362,6 +365,27 @@ def test_what_clients_chose_is_escaped():
     rows = drawings.request_rows([record(10, 5)], None, with_tenants=True)
     assert "<b>alice" not in rows
     assert "&lt;b&gt;alice" in rows
+
+
+def test_sessions_are_listed_the_newest_first_with_what_they_found():
+    records = Records()
+    service = cast(Service, SimpleNamespace(records=records, tenants=SimpleNamespace(asks_for_keys=True)))
+    assert session_rows(service) == ""
+    names = [f"run-{number}" for number in range(MOST_ROWS)] + ["<i>" + "x" * 250, "run-7"]
+    for number, name in enumerate(names):
+        made = record(100, 50 if name == "run-7" else 0)
+        made.request_id, made.session_id = f"r-{number}", name
+        records.open(made)
+        records.close(made, "finished")
+    first, *others = session_rows(service).split('<div class="model-facts">')[1:]
+    assert "<b>run-7</b>" in first
+    assert "<span>turns</span><b>2</b>" in first
+    assert "50% of 200 tokens" in first
+    assert "&lt;b&gt;alice" in first
+    assert "<i>" not in others[0]
+    assert len(others[0]) < 800
+    assert len(others) == MOST_ROWS - 1
+    assert "has more" in others[-1]
 
 
 def test_a_pool_of_any_size_becomes_a_map():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from events.test_requests import Stream
-from foreword.cache import BlockStored
+from foreword.cache import BlockStored, MissReason
+from foreword.events.requests import SeenRequest, Why
 from foreword.server.watch.watcher import Tally
 from foreword.text import Tokenizer
 from real_models import real_model
@@ -48,6 +51,21 @@ def test_a_tokenizer_shows_where_prompts_part() -> None:
     assert "Friday" in tally.as_dict()["newest"][1]["why"]
     assert "instead of ' Monday" in tally.as_dict()["newest"][1]["why"]
     assert tally.as_dict()["kinds"][0]["name"].startswith("'You are a careful assistant")
+
+
+def test_a_session_s_name_steers_no_terminal_and_odd_tokens_end_no_watch() -> None:
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode()  # raises ValueError for a token of 256
+
+    tally, wild = Tally(decode), "\x1b]0;owned\x07" + "x" * 10_000
+    for name in (wild, wild + "y", "agent 7"):
+        request = SeenRequest(1.0, [1, 2], 16, 1, 2, name, Why(MissReason.NEVER_SEEN, 16, ours=(300,), theirs=(301,)))
+        tally.note(request, (256, 7))
+    shown = tally.as_dict()
+    assert [one["name"] for one in shown["sessions"]] == [repr(wild[:64]), "agent 7"]
+    assert shown["newest"][0]["session"] == repr(wild[:64])
+    assert shown["newest"][0]["why"] == "parts from a cached prompt at token 16: 300 instead of 301"
+    assert shown["kinds"][0]["name"] == "256 7"
 
 
 @pytest.mark.parametrize("most", [3])

@@ -201,6 +201,7 @@ def test_the_dashboard_shows_another_engine_s_cache_to_this_machine_alone(tmp_pa
         metrics = httpx.get(f"{url}/metrics").text
         assert "foreword_watch_found_tokens_total 128.0" in metrics
         assert 'foreword_watch_missed_tokens_total{reason="evicted"} 64.0' in metrics
+        assert "foreword_watch_is_whole 1.0" in metrics
         for path in ("/report", "/metrics", "/dashboard/"):
             refused = httpx.get(url + path, headers={"Host": "elsewhere.example"})
             assert refused.status_code == 403
@@ -245,6 +246,9 @@ def test_the_page_in_a_browser(browser) -> None:
         (["--port", "99999"], "port=99999 is not a port; use 1 to 65535"),
         (["--blocks", "0"], "a pool of 0 blocks holds nothing"),
         (["--record", "/nowhere/seen.jsonl"], "trace '/nowhere/seen.jsonl' cannot be written: No such file"),
+        (["--interval", "nan"], "interval=nan is out of range; use 0.05 to 86,400 seconds"),
+        (["--interval", "-1"], "interval=-1 is out of range"),
+        (["--reports", "0"], "reports=0 shows nothing"),
         (["--port", "x"], "invalid int value: 'x'"),
     ],
 )

@@ -17,6 +17,7 @@ import numpy as np
 
 from foreword.batch import Entries
 from foreword.cache import BlockHash, KVCacheManager, MissReason, PrefixHit, TokenSequence
+from foreword.engine.tiering.apart import PayloadsApart
 from foreword.engine.tiering.block_memory import BlockMemory, UnknownMemory
 from foreword.engine.tiering.loads import LoadCounts, Loads
 from foreword.engine.tiering.offers import DroppedKeys, Offers, StoreCounts
@@ -148,6 +149,7 @@ class TierDirector:
             manager.below = BelowThePool(self._loads, self._offers.dropped, manager, others)
         self.prefix_files = PrefixFiles(self._tiers, memory, manager, namespace)
         """Exports and imports."""
+        self._namespace = namespace
         self._num_planned = self._num_settled = 0
         self._ahead: Iterator[None] = iter(())
         """Has the system provide the memory of blocks that are given away next."""
@@ -163,6 +165,10 @@ class TierDirector:
     def names(self) -> tuple[str, ...]:
         """The tiers, the nearest first."""
         return tuple(tier.name for tier in self._tiers)
+
+    def apart(self, root: BlockHash) -> PayloadsApart | None:
+        """What keeps other payloads than blocks in the tiers; None without tiers. `root`: of all block keys."""
+        return PayloadsApart(self._tiers, self._namespace, root, self._stores) if self._tiers else None
 
     # ------------------------------------------------------------------- steps
 

@@ -117,6 +117,14 @@ class Stores:
         self.cancel()
         self._offers.clear()
 
+    def store_apart(self, run: BlockRun) -> None:
+        """Begin to store payloads that are no blocks of the pool, unless this day's bytes are spent."""
+        num_bytes = int(run.payload_bytes.sum())
+        if self._may_write(num_bytes):
+            self._bytes_today += num_bytes
+            for tier in self._tiers:
+                tier.store(run)
+
     # ------------------------------------------------------------------ chunks
 
     def _choose(self, num_planned: int) -> _Chunk | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import UnsupportedModelError
-from foreword.model.checkpoint.tensors import StoredPlace, UnreadableError
+from foreword.model.checkpoint.tensors import Place, StackedPlace, StoredPlace, UnreadableError
 
 _HEADS = "lm_head.weight", "language_model.lm_head.weight"
 
@@ -61,6 +61,7 @@ PICTURE_MODELS = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": replace(_QWEN2, language="qwen3"),
+    "qwen3_vl_moe": replace(_QWEN2, language="qwen3_moe", defaults={"num_experts_per_tok": 4}),
     "gemma3": _Family("gemma3_text", _BEFORE, _TOWER, is_tied=True, defaults=_GEMMA3),
     "mistral3": _Family("mistral", _BEFORE, _TOWER, is_tied=True),
     "llava": _Family("mistral", _BEFORE, _TOWER, defaults={"num_attention_heads": 32}),
@@ -112,7 +113,9 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if family.is_qwen:
         own = {name: value for name, value in own.items() if name not in _OF_VISION}
         own |= {**kind, **_three_positions(own)}
-        own["rope_parameters"]["mrope_interleaved"] = family.language == "qwen3"  # whatever the file says
+        own["rope_parameters"]["mrope_interleaved"] = family.language != "qwen2"  # whatever the file says
+    if family.language == "qwen3_moe":
+        own["norm_topk_prob"] = True  # likewise
     tied = raw.get("tie_word_embeddings", family.is_tied) or (family.is_qwen and own.get("tie_word_embeddings", False))
     return {**kind, **own, "dtype": dtype, "tie_word_embeddings": tied}
 
@@ -143,21 +146,43 @@ def refuse_other_form(folder: Path, reason: Exception) -> None:
 
 def parted(
     folder: Path, raw: Mapping[str, Any], places: Mapping[str, StoredPlace]
-) -> tuple[dict[str, StoredPlace], VisionFiles | None]:
+) -> tuple[dict[str, Place], VisionFiles | None]:
     """Weights of the language half by the names of its family, and the rest; None: there is no other half."""
     family = PICTURE_MODELS.get(str(raw.get("model_type")))
     if family is None:
         return dict(places), None
-    text, vision = {}, {}
+    text, vision, hidden = dict[str, Place](), {}, text_values(raw).get("hidden_size")
     for name, place in places.items():
         part = next((begin for begin in family.vision if name.startswith(begin)), None)
         own = next((begin for begin in family.text if name.startswith(begin)), None)
         if part is not None:
             vision[family.vision[part] + name.removeprefix(part)] = place
         elif own is not None:
-            text["model." + name.removeprefix(own)] = place
+            text |= _apart("model." + name.removeprefix(own), place, hidden)
         elif name in _HEADS:
             text[_HEADS[0]] = place
         else:
             raise UnreadableError(f"weight {name!r}")
     return text, VisionFiles(folder, raw, vision)
+
+
+def _apart(name: str, place: StoredPlace, hidden: Any) -> dict[str, Place]:
+    """A weight, or those of a layer's experts if the file has them in one tensor: gate, then up.
+
+    Published files have [experts, in, out], and those that transformers 5 writes [experts, out, in], which it prefers.
+    """
+    layer, found, last = name.partition(".experts.")
+    if not found or len(place.shape) != 3:
+        return {name: place}
+    parts: tuple[str, ...] = ("down_proj",)
+    is_turned = place.shape[1] != hidden
+    if last == "gate_up_proj":
+        parts, is_turned = ("gate_proj", "up_proj"), place.shape[2] != hidden
+    own = place.shape[2 if is_turned else 1] // len(parts)
+    return {
+        f"{layer}.experts.{expert}.{part}.weight": StackedPlace(
+            place, expert, range(own * at, own * (at + 1)), is_turned
+        )
+        for expert in range(place.shape[0])
+        for at, part in enumerate(parts)
+    }

@@ -66,13 +66,14 @@ def read_stored(options: ModelConfig) -> StoredModel:
     if special:
         raise UnreadableError(special[0])
     files = gguf_files(folder)
-    plain: dict[str, StoredPlace] = {}
+    plain: dict[str, Place] = {}
     vision = None
     if not files and not is_grouped:
         plain, vision = parted(folder, read_raw(folder), safetensors_places(folder))
     # Without instructions for bfloat16, rows of float32 are multiplied several times as fast, by weights as they are.
     # Experts in one tensor would become float32.
-    keeps_bits = values["dtype"] == "bfloat16" and all(len(place.shape) < 3 for place in plain.values())
+    is_apart = all(isinstance(place, StoredPlace) and len(place.shape) < 3 for place in plain.values())
+    keeps_bits = values["dtype"] == "bfloat16" and is_apart
     in_integers = options.weight_arithmetic == "int8"
     is_widened = not can_multiply() and keeps_bits
     is_widened |= (bool(files) or is_grouped) and (in_integers or not can_multiply())

@@ -152,6 +152,28 @@ class StoredPlace:
         return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class StackedPlace:
+    """Where the weight of one expert lies in a tensor of all experts: some of its outputs."""
+
+    stack: StoredPlace
+    """[experts, out, in], or [experts, in, out] if `is_turned`."""
+    expert: int
+    outputs: range
+    is_turned: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape, [out, in]."""
+        return len(self.outputs), self.stack.shape[1 if self.is_turned else 2]
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """The weight in memory of its own. Raises OSError."""
+        [own] = self.stack.rows(self.expert, (1, *self.stack.shape[1:]))
+        part: Tensor = (own.T if self.is_turned else own)[self.outputs.start : self.outputs.stop]
+        return part.to(dtype).contiguous()
+
+
 class StoredTensors(MutableMapping[str, Weight]):
     """A model's tensors by their names. What is looked up is remembered; what is popped is the caller's alone."""
 

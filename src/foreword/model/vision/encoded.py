@@ -3,16 +3,18 @@
 Encoders and image processors are transformers'. A picture's rows depend on no other picture: each is encoded alone, and
 its tiles, where a family has them, one after the other. Encoded pictures are kept by the digest of what they show and
 the salt of who shows them; the engine's thread alone may ask for them, so a new picture of several requests is encoded
-once. A tile is encoded when a step first needs one of its rows.
+once. A tile is encoded when a step first needs one of its rows, unless the tiers below the pool have it.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -85,23 +87,42 @@ class _Kept:
     """Numbers of the tiles that are encoded."""
 
 
+class RowsOfPictures(NamedTuple):
+    """The form of a model's rows."""
+
+    width: int
+    dtype: torch.dtype
+
+
+class Below(Protocol):
+    """Where rows go that memory may lose, and that outlive the process."""
+
+    def load(self, names: Sequence[str], payloads: Sequence[memoryview]) -> Sequence[bool]:
+        """Fill the payloads that are known there; says which those are."""
+
+    def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
+        """Begin to store payloads, which change no more."""
+
+
 class EncodedPictures:
     """The rows of the pictures that were shown last."""
 
-    def __init__(self, vision: Vision, max_bytes: int) -> None:
+    def __init__(self, vision: Vision, form: RowsOfPictures, max_bytes: int) -> None:
         """`max_bytes`: most memory of kept rows; the last picture stays in any case, for its next chunk."""
-        self.vision, self.max_bytes = vision, max_bytes
+        self.vision, self.max_bytes, self._form = vision, max_bytes, form
+        self.below: Below | None = None
+        """None: there is nothing below."""
         self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()
         """By salt and digest of a picture."""
-        self.num_bytes = self.num_encoded = self.num_found = self.num_rows = 0
+        self.num_bytes = self.num_encoded = self.num_found = self.num_rows = self.num_loaded_rows = 0
         """Memory of kept rows; how often a picture was begun to be encoded, how often its rows were there, and the rows
-        that were encoded."""
+        that were encoded and loaded."""
         self.seconds = 0.0
         """Time that encoding took."""
 
     def without_weights(self) -> EncodedPictures:
         """The same of another process, which encodes nothing."""
-        return EncodedPictures(self.vision.without_weights(), 0)
+        return EncodedPictures(self.vision.without_weights(), self._form, 0)
 
     def missing(self, picture: Picture, rows: range, salt: str | None = None) -> list[range]:
         """The tiles that must be encoded for these rows of a picture, as ranges of its rows.
@@ -120,14 +141,26 @@ class EncodedPictures:
         Rows are kept under `salt` alone, lest time tell who else showed the picture.
         """
         key, missing = (salt, picture.digest), self.missing(picture, rows, salt)
+        self.num_found += not missing
+        if missing and self.below is not None:
+            self._load(self.below, picture, key, missing)
+            missing = self.missing(picture, rows, salt)
         if missing:
             self._encode(picture, key, missing)
-        else:
-            self.num_found += 1
         self._kept.move_to_end(key)
         while self.num_bytes > self.max_bytes and len(self._kept) > 1:
             self.num_bytes -= self._kept.popitem(last=False)[1].rows.nbytes
         return self._kept[key].rows[rows.start : rows.stop]
+
+    def _load(self, below: Below, picture: Picture, key: tuple[str | None, str], missing: list[range]) -> None:
+        """Keep those of some tiles that are below."""
+        size = self.vision.tile_rows(picture.shape)
+        loaded = torch.empty((size * len(missing), self._form.width), dtype=self._form.dtype)
+        found = below.load([_name(key, tile) for tile in missing], _payloads(loaded, len(missing)))
+        for tile, rows, is_there in zip(missing, torch.split(loaded, size), found, strict=True):
+            if is_there:
+                self._keep(picture, key, tile.start, rows)
+                self.num_loaded_rows += size
 
     def _encode(self, picture: Picture, key: tuple[str | None, str], missing: list[range]) -> None:
         """Encode tiles that stand side by side; those among them that are kept keep their bits."""
@@ -135,13 +168,31 @@ class EncodedPictures:
         first, end = missing[0].start, missing[-1].stop
         made = self.vision.encode(picture.pixels(), slice(first // size, end // size))
         assert len(made) == end - first, "the image processor cuts pictures otherwise"
-        if key not in self._kept:
-            whole = made.new_empty(self.vision.num_rows(picture.shape), made.shape[1])
-            self._kept[key] = _Kept(whole, set())
-            self.num_bytes += whole.nbytes
-            self.num_encoded += 1
-        kept = self._kept[key]
-        kept.rows[first:end] = made
-        kept.tiles.update(range(first // size, end // size))
+        assert (made.shape[1], made.dtype) == self._form, "the encoder makes other rows"
+        self.num_encoded += key not in self._kept
+        self._keep(picture, key, first, made)
         self.seconds += time.monotonic() - started
         self.num_rows += len(made)
+        if self.below is not None:
+            self.below.store([_name(key, tile) for tile in missing], _payloads(made, len(missing)))
+
+    def _keep(self, picture: Picture, key: tuple[str | None, str], first: int, rows: Tensor) -> None:
+        """Keep rows of whole tiles, from a picture's row `first` on."""
+        if key not in self._kept:
+            whole = rows.new_empty(self.vision.num_rows(picture.shape), self._form.width)
+            self._kept[key] = _Kept(whole, set())
+            self.num_bytes += whole.nbytes
+        kept, size = self._kept[key], self.vision.tile_rows(picture.shape)
+        kept.rows[first : first + len(rows)] = rows
+        kept.tiles.update(range(first // size, (first + len(rows)) // size))
+
+
+def _name(key: tuple[str | None, str], tile: range) -> str:
+    """What names a tile below: whose it is, what it shows, and which of the picture's rows it has."""
+    return json.dumps(["picture", *key, tile.start, tile.stop])
+
+
+def _payloads(rows: Tensor, count: int) -> list[memoryview]:
+    """The memory of `count` equal pieces of some rows."""
+    own = rows.contiguous().view(torch.uint8).numpy().reshape(count, -1)
+    return [memoryview(piece) for piece in own]  # type: ignore[arg-type]

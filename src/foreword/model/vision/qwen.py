@@ -21,6 +21,7 @@ _ENCODERS = {
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLVisionModel"),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeVisionModel"),
 }
 """`model_type` -> transformers' names of its config and of its encoder."""
 _SIGN = "<|image_pad|>"

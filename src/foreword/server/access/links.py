@@ -6,12 +6,15 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import EXACT, Gate, MeasuredLinks, Method
 from foreword.pml.composition import Composition
 from foreword.server.options import ServerConfig
+
+if TYPE_CHECKING:
+    from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +61,30 @@ class ServedLinks:
             logger.info("links: %s", _in_words(gate), extra={"fields": {"event": "links", "gate": gate.least}})
         return cls(gate, max_source_tokens)
 
+    def method_of_edits(self, name: str) -> Method:
+        """The method of an edited chat. Raises InvalidRequestError for one that is not served."""
+        method = self._known(name)
+        if self.gate is not None:
+            self.gate.check_edits(method.name)
+        return method
+
     def method(self, name: str) -> Method:
         """The method of a request. Raises InvalidRequestError for one that is unknown, or that no prompt is served by.
 
         `check_parts` decides for a prompt, which may have gaps between its positions.
         """
+        method = self._known(name)
+        if self.gate is not None and not self.gate.serves(method.name, has_gaps=True):
+            self.gate.check(method.name)
+        return method
+
+    def _known(self, name: str) -> Method:
         if self.gate is None:
             raise InvalidRequestError(
                 f"link={name!r} is refused: this server links nothing: its operator has to start it with "
                 "--allow-links; leave link out"
             )
-        method = Method.parse(name)
-        if not self.gate.serves(method.name, has_gaps=True):
-            self.gate.check(method.name)
-        return method
+        return Method.parse(name)
 
     def check_parts(self, method: Method, composition: Composition) -> None:
         """Raise InvalidRequestError for a method that is not served for these parts: positions may have gaps.
@@ -113,6 +126,19 @@ class ServedLinks:
             )
 
 
+async def composed(service: Service, method: Method | None, num_choices: int, compose: Callable[[], T]) -> T:
+    """What `compose` makes of a prompt, beside the event loop. One choice by a pass of the model runs at a time.
+
+    Raises APIError 429 if the queue has no room.
+    """
+    if method is None or method.percent is None:  # a short body may name long modules
+        return await service.crews.modules.run(compose)
+    service.check_room(num_choices)  # a choice of links is a pass of the model
+    async with service.links.choosing:
+        service.check_room(num_choices)  # others may have come meanwhile
+        return await to_its_end(compose)  # which keeps the turn as long as it takes
+
+
 async def to_its_end(function: Callable[[], T]) -> T:
     """Run a function in a thread. A caller that is cancelled waits for it, as the thread goes on anyhow."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
@@ -135,8 +161,9 @@ def _in_words(gate: Gate) -> str:
     if gate.measured is None:
         return f"served are all, of link_gate={gate.least:g}; without link_measurements nothing else is"
     served = [name for name in gate.measured.methods if gate.serves(name)]
+    edits = [name for name in gate.measured.edits if gate.serves_edits(name)]
     with_gaps = [name for name in gate.measured.with_gaps if gate.serves(name, has_gaps=True)]
     return (
         f"served are {', '.join(dict.fromkeys([EXACT, *served]))}, of link_gate={gate.least:g}; with gaps between "
-        f"positions {', '.join(with_gaps) or 'no method'}"
+        f"positions {', '.join(with_gaps) or 'no method'}; for edits of chats {', '.join(edits) or 'no method'}"
     )

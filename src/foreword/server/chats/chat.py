@@ -15,6 +15,7 @@ from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_scan import parse_json
+from foreword.server.chats.edits import linked_to_session
 from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
 from foreword.server.crews import off_loop
 from foreword.server.service import Caller, ChatMark, Ending, Service, digests
@@ -88,6 +89,8 @@ class Chat:
     """Tokens of an earlier answer and its prompt, before these messages."""
     num_bytes: int = 0
     """Length of the body that asked; work on long ones leaves the event loop."""
+    link: str | None = None
+    """The method by which what follows an edit is copied from the session's newest prompt; None: nothing is."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -194,6 +197,8 @@ async def start_chat(
         prompt = service.fit(await _continued(service, chat), params)
     else:
         prompt = service.fit(await service.conversation(messages, inputs, chat.ending, marks), params)
+    if chat.link is not None:
+        prompt = await linked_to_session(service, caller, prompt, chat.link, params)
     caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs | chat.system)))
     turn, limits = Turn(service.tokenizer, prompt.token_ids), service.llm.engine.limits
     limit = turn.limit(

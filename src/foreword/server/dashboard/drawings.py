@@ -24,7 +24,7 @@ from foreword.replay.curve import CurvePoint
 from foreword.request import DraftCounts
 from foreword.server.observe.explanations import IN_WORDS, LOAD_FAILURES_IN_WORDS, NEW_TEXT, text_of
 from foreword.server.observe.metrics import mostly_found
-from foreword.server.records import RequestRecord
+from foreword.server.records import RequestRecord, SessionStats
 from foreword.server.service import Service
 from foreword.text import Tokenizer
 
@@ -38,7 +38,8 @@ STATES = {
     BlockState.PINNED: ("pinned", (217, 70, 160)),
     BlockState.FREE: ("free", (148, 158, 172)),
 }
-MOST_ROWS = 20
+MOST_ROWS, MOST_LETTERS = 20, 40
+"""Of a card; of a session's id."""
 
 
 def count(number: float) -> str:
@@ -323,6 +324,11 @@ def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
     )
 
 
+def facts_row(facts: Mapping[str, str]) -> str:
+    """Names and what stands for each, in a row."""
+    return f'<div class="model-facts">{pairs(facts.items())}</div>'
+
+
 def pairs(facts: Iterable[tuple[str, object]]) -> str:
     """Names and what stands for each."""
     return "".join(f"<div><span>{escape(name)}</span><b>{escape(str(value))}</b></div>" for name, value in facts)
@@ -423,7 +429,28 @@ def _entry_row(entry: CacheEntry, now: float, with_tenants: bool) -> str:
         "state": state,
         **({"tenant": entry.owner or "-"} if with_tenants else {}),
     }
-    return f'<div class="model-facts">{pairs(facts.items())}</div>'
+    return facts_row(facts)
+
+
+def session_rows(service: Service) -> str:
+    """The whole card: the sessions whose requests ended last; empty if no request named one."""
+    shown = service.records.sessions(MOST_ROWS + 1)
+    with_tenants = service.tenants.asks_for_keys
+    rows = "".join(_session_row(*one, with_tenants) for one in shown[:MOST_ROWS])
+    more = "" if len(shown) <= MOST_ROWS else f" The newest {MOST_ROWS} are shown; GET /v1/cache/sessions has more."
+    return rows and f'{rows}<div class="note">Requests that have ended, since a session was last closed.{more}</div>'
+
+
+def _session_row(tenant: str, session_id: str, stats: SessionStats, with_tenants: bool) -> str:
+    facts = {
+        "session": session_id if len(session_id) <= MOST_LETTERS else f"{session_id[:MOST_LETTERS]}…",
+        "turns": count(stats.requests),
+        "found": f"{stats.hit_rate:.0%} of {tokens(stats.queried_tokens)}",
+        "answered": tokens(stats.output_tokens),
+        "last": f"{seconds(max(0.0, time.time() - stats.last_time))} ago",
+        **({"tenant": tenant} if with_tenants else {}),
+    }
+    return facts_row(facts)
 
 
 def tier_rows(report: TiersReport) -> str:
@@ -446,7 +473,7 @@ def _tier_row(tier: TierReport) -> str:
         "computed instead": f"{count(loads.num_declined)} declined, {count(damaged)} blocks damaged",
         "state": "works" if stats.breaker == "closed" else f"left alone after failures ({stats.breaker})",
     }
-    return f'<div class="model-facts">{pairs(facts.items())}</div>'
+    return facts_row(facts)
 
 
 def draft_rows(drafts: DraftCounts) -> str:

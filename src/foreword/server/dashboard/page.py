@@ -25,7 +25,7 @@ from foreword.request import SamplingParams
 from foreword.server.access.tenants import ANYBODY, DASHBOARD, Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
-from foreword.server.dashboard.drawings import draft_rows, entry_rows, memory_curve, model_card, tier_rows
+from foreword.server.dashboard.drawings import draft_rows, entry_rows, memory_curve, model_card, session_rows, tier_rows
 from foreword.server.dashboard.parts import Head, Html, card, confirmed, figure, window_choice
 from foreword.server.dashboard.prefixes import Prefixes
 from foreword.server.observe.metrics import mostly_found
@@ -273,6 +273,8 @@ class View:
                     self._tiers = Html(test_id="tiers")
             with card("Kept prefixes", "span12") as self._entries_card:
                 self._entries = Html(test_id="entries")
+            with card("Sessions", "span12") as self._sessions_card:
+                self._sessions = Html(test_id="sessions")
             self._more = self._chart("What would more memory bring", "span12", test_id="more-memory")
             self._latest = self._chart("Latest requests", "span12", test_id="latest")
             for change in self._service.template_changes:
@@ -339,6 +341,9 @@ class View:
         self._drafts.show(drafted)
         self._entries_card.set_visibility(bool(look.entries))
         self._entries.show(entry_rows(look, with_tenants=service.tenants.asks_for_keys))
+        sessions = session_rows(service)
+        self._sessions_card.set_visibility(bool(sessions))
+        self._sessions.show(sessions)
         if not has_traffic:
             return
         lately = [record for record in records if now - (record.finished_time or now) < window_s]

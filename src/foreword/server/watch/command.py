@@ -26,6 +26,7 @@ from foreword.events.subscriber import Subscriber
 from foreword.server.observe.explanations import IN_WORDS
 from foreword.server.watch.watcher import Decode, Report, Watcher
 
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.05, 86_400
 NUM_SHOWN = 3
 """Sessions, kinds of prompts and requests in the table."""
 
@@ -68,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow an engine until interrupted; returns the exit code."""
+    if not LEAST_INTERVAL_S <= args.interval <= MOST_INTERVAL_S:
+        raise ConfigError(
+            f"interval={args.interval:g} is out of range; use {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:,} seconds"
+        )
+    if args.reports is not None and args.reports < 1:
+        raise ConfigError(f"reports={args.reports} shows nothing; use at least 1, or leave it out")
     serve = None if args.port is None else _server(args)
     if args.events.startswith(("http://", "https://")):
         source = find_source(args.events, args.rank)
@@ -87,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             serve(watcher)
             return 0
         console = Console()
-        reports = _reports(watcher, max(0.05, args.interval), args.reports)
+        reports = _reports(watcher, args.interval, args.reports)
         if args.json:
             for report in reports:
                 print(json.dumps(report.as_dict()), flush=True)

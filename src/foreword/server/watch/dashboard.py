@@ -172,7 +172,7 @@ def _stream(report: Report) -> str:
         "other sizes ignored": draw.count(report.seen.other_sizes),
         "recorded": "-" if report.num_recorded is None else draw.requests(report.num_recorded),
     }
-    return f'<div class="model-facts">{draw.pairs(facts.items())}</div>'
+    return draw.facts_row(facts)
 
 
 logger = logging.getLogger(__name__)
@@ -247,6 +247,8 @@ def make_app(watcher: Watcher, name: str, operators: Operators) -> FastAPI:
             operators.check(request.scope)
         except APIError as error:
             return _refusal(request, error)
+        if thread.failure is not None:  # old numbers would look like an engine at rest
+            return Response(f"{thread.failure}\n", 503, media_type="text/plain")
         return Response(exposition(thread.latest), media_type=CONTENT_TYPE_LATEST)
 
     mount_page(app, operators, name, lambda: WatchView(name, thread), _refusal)
@@ -282,6 +284,11 @@ class _Metrics(Collector):
             missed.add_metric((reason,), report.why["reasons"].get(reason, {"tokens": 0})["tokens"])
         yield missed
         yield GaugeMetricFamily("foreword_watch_blocks", "Blocks that the cache holds.", value=report.blocks)
+        yield GaugeMetricFamily(
+            "foreword_watch_is_whole",
+            "1 if all events came; 0 while some are missing or nobody answers.",
+            value=report.state == "exact",
+        )
         yield GaugeMetricFamily(
             "foreword_watch_is_exact", "1 if the rate is exact, 0 for a bound.", value=report.is_exact
         )

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ MOST_KEPT = 10_000
 """Sessions and kinds that are told apart; beyond, those without a request for the longest time are forgotten."""
 NUM_NEWEST = 20
 """Requests that a report explains one by one."""
+MOST_LETTERS = 64
+"""Of a session's name that are told apart and shown."""
 NUM_WORDS = 12
 """Tokens that name a kind of prompt."""
 
@@ -85,13 +88,13 @@ class Tally:
             self.misses[reason] += 1
         self.most_agreed_tokens = max(self.most_agreed_tokens, request.why.num_tokens, request.num_found_tokens)
         if request.session_id is not None:
-            _add(self._sessions, request.session_id, request.session_id, request)
+            _add(self._sessions, request.session_id[:MOST_LETTERS], _shown(request.session_id), request)
         first = request.keys[0]
         _add(self._kinds, first, self._text(first_tokens) or str(first), request)
         self._newest.append(
             {
                 "time": request.time,
-                "session": request.session_id,
+                "session": None if request.session_id is None else _shown(request.session_id),
                 "tokens": request.num_prompt_tokens,
                 "found": request.num_found_tokens,
                 "why": self.story(request),
@@ -101,7 +104,10 @@ class Tally:
     def _text(self, tokens: Sequence[int] | None) -> str:
         """The text of the first of these tokens, or their numbers."""
         shown = [] if tokens is None else list(tokens[:NUM_WORDS])
-        return repr(self._decode(shown)) if self._decode is not None else " ".join(map(str, shown))
+        if self._decode is not None:
+            with suppress(OverflowError, ValueError, TypeError, LookupError):  # ids that the tokenizer has not
+                return repr(self._decode(shown))
+        return " ".join(map(str, shown))
 
     def story(self, request: SeenRequest) -> str:
         """Why a request missed the rest of its prompt, in a sentence."""
@@ -150,6 +156,11 @@ class Tally:
             "kinds": [one.as_dict() for one in _largest(self._kinds)],
             "newest": list(self._newest),
         }
+
+
+def _shown(name: str) -> str:
+    """A client's name for its session, which may be long or steer a terminal."""
+    return name if len(name) <= MOST_LETTERS and name.isprintable() else repr(name[:MOST_LETTERS])
 
 
 def _add(sums: OrderedDict[Key | str, Found], key: Key | str, name: str, request: SeenRequest) -> None:

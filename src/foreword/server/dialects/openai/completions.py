@@ -79,6 +79,8 @@ class ChoicesAnswer(ABC):
         self._body = body
         self._num_top = 0
         self._hides_answer = False
+        method = answer.jobs[0].record.approximate
+        self._approximate = {} if method is None else {"approximate": method}
 
     def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
         record = self.answer.jobs[0].record
@@ -89,6 +91,7 @@ class ChoicesAnswer(ABC):
             "model": self._body.model or self._service.model_name,
             "system_fingerprint": None,
             "choices": choices,
+            **self._approximate,
         }
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
@@ -186,6 +189,7 @@ def _chat(body: ChatRequest, num_bytes: int) -> tuple[Chat, Caching]:
         thinking_budget=body.thinking_budget,
         marks=caching.chat_marks(len(messages)),
         num_bytes=num_bytes,
+        link=body.link,
     )
     return chat, caching
 
@@ -388,11 +392,6 @@ class _Completion(ChoicesAnswer):
         self._num_each = body.n or 1
         self._texts: dict[int, Detokenizer | None] = {}
         """For each choice that has begun what finds the places of its tokens; None without a tokenizer."""
-        method = answer.jobs[0].record.approximate
-        self._approximate = {} if method is None else {"approximate": method}
-
-    def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
-        return {**super()._frame(object_name, choices), **self._approximate}
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(

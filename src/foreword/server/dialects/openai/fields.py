@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Discriminator, Field, Tag, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from foreword.pictures import PictureFile, file_of_url
 from foreword.server.bodies.fields import (
@@ -328,6 +329,12 @@ class ChatRequest(_ChoicesCall):
     continue_final_message: bool = False
     chat_template_kwargs: TemplateInputs | None = None
     thinking_budget: Count | None = None
+    link: Annotated[str, Field(max_length=32)] | None = Field(
+        None,
+        description="Method by which what follows an edit is copied from the session's newest prompt, such as "
+        "first-16. Approximate: the answer says so in `approximate`. Left out: exact. The server must allow it "
+        "(--allow-links), with figures of edits (`foreword pml measure --tasks independent,parameters,edit`).",
+    )
 
 
 class TextCall(_ChoicesCall):
@@ -349,6 +356,17 @@ class PromptEmbeds(Body):
     shape: Annotated[list[Annotated[int, Field(ge=1, le=2**31 - 1)]], Field(min_length=2, max_length=2)] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     safetensors: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_object(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise PydanticCustomError(
+                "prompt_embeds",
+                'send {"data": base64 of little-endian values, "shape": [tokens, hidden size], "dtype": "float32"}, '
+                'or {"safetensors": base64 of a file of one tensor}; files of torch.save are refused',
+            )
+        return given
 
 
 class CompletionRequest(TextCall):

@@ -18,7 +18,7 @@ from foreword.linking import LinkExplanation, Method, explain_parts
 from foreword.pml.composition import Composition
 from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
-from foreword.server.access.links import to_its_end
+from foreword.server.access.links import composed
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Call
 from foreword.server.dialects.openai.completions import complete
@@ -114,14 +114,7 @@ class _Parts:
 
     async def prompt(self) -> tuple[Prompt, Composition | None]:
         """The engine's prompt, and the parts that it is linked from. Raises APIError and InvalidRequestError."""
-        method, service = self.method, self.service
-        if method is None or method.percent is None:  # a short body may name long modules
-            return await service.crews.modules.run(self._prompt)
-        num_choices = self.body.n or 1
-        service.check_room(num_choices)  # a choice of links is a pass of the model
-        async with service.links.choosing:
-            service.check_room(num_choices)  # others may have come meanwhile
-            return await to_its_end(self._prompt)  # which keeps the turn as long as it takes
+        return await composed(self.service, self.method, self.body.n or 1, self._prompt)
 
     def _prompt(self) -> tuple[Prompt, Composition | None]:
         service, method = self.service, self.method
