@@ -49,9 +49,17 @@ class Pool:
         """The state as one batch, from the events that made it."""
         mirror = new_mirror()
         for batch in self.batches:
-            mirror.observe(batch, 0.0)
+            observe(mirror, batch, 0.0)
         stored = [BlockStored((key,), parent, (), 2) for key, parent in mirror.parents.items()]
         return EventBatch(self.life, len(self.batches) - 1, tuple(stored))
+
+
+def observe(mirror: ReplicaMirror, batch: EventBatch, now: float) -> None:
+    mirror.learn(lambda: mirror.follower.take(batch), now)
+
+
+def install(mirror: ReplicaMirror, snapshot: EventBatch, now: float) -> None:
+    mirror.learn(lambda: mirror.follower.install(snapshot), now)
 
 
 def new_mirror():
@@ -65,9 +73,9 @@ def test_a_mirror_equals_the_pool_after_every_batch(prompts, resets):
     for number, content in enumerate(prompts):
         if number in resets:
             pool.reset()
-            mirror.observe(pool.batches[-1], number)
+            observe(mirror, pool.batches[-1], number)
         keys.update(pool.take(content))
-        mirror.observe(pool.batches[-1], number)
+        observe(mirror, pool.batches[-1], number)
         assert mirror.is_synced
         assert set(mirror.parents) == pool.held()
         mirror.check_integrity(list(keys))
@@ -81,7 +89,7 @@ def test_dropped_doubled_and_reordered_batches_never_leave_a_wrong_mirror_that_c
     for number in range(len(pool.batches)):
         exact = new_mirror()
         for batch in pool.batches[: number + 1]:
-            exact.observe(batch, 0.0)
+            observe(exact, batch, 0.0)
         states.append(set(exact.parents))
     sent = [batch for batch in pool.batches for _ in range(rng.choice((0, 1, 1, 2) if lossy else (1, 1, 2)))]
     for at in range(len(sent) - 1):
@@ -89,13 +97,13 @@ def test_dropped_doubled_and_reordered_batches_never_leave_a_wrong_mirror_that_c
             sent[at], sent[at + 1] = sent[at + 1], sent[at]
     newest = -1
     for batch in sent:
-        mirror.observe(batch, 0.0)
+        observe(mirror, batch, 0.0)
         newest = max(newest, batch.number)
         if mirror.is_synced:
             assert set(mirror.parents) == states[newest]
     if not lossy:
         assert mirror.is_synced
-    mirror.install(pool.snapshot(), 0.0)
+    install(mirror, pool.snapshot(), 0.0)
     assert mirror.is_synced
     assert set(mirror.parents) == states[-1] == pool.held()
     mirror.check_integrity(keys)
@@ -107,14 +115,14 @@ def test_batches_after_a_snapshot_are_kept_while_it_is_under_way_and_those_it_in
         pool.take(content)
     snapshot = pool.snapshot()
     pool.take([1, 1, 1])
-    mirror.observe(pool.batches[1], 0.0)
-    mirror.observe(pool.batches[2], 0.0)
+    observe(mirror, pool.batches[1], 0.0)
+    observe(mirror, pool.batches[2], 0.0)
     assert not mirror.is_synced
     assert mirror.follower.counts["gaps"] == 0, "it was never synced"
-    mirror.install(snapshot, 0.0)
+    install(mirror, snapshot, 0.0)
     assert mirror.is_synced
     assert len(mirror.parents) == 6
-    mirror.install(snapshot, 0.0)  # older than what is known by now
+    install(mirror, snapshot, 0.0)  # older than what is known by now
     assert len(mirror.parents) == 6
 
 
@@ -123,10 +131,10 @@ def test_a_replica_restarted_at_the_same_address_is_followed_from_its_first_batc
         old, new, mirror = Pool(lives[0]), Pool(lives[1]), new_mirror()
         keys = [key for content in ([0, 1], [1, 1]) for key in old.take(content)]
         for batch in old.batches:
-            mirror.observe(batch, 0.0)
+            observe(mirror, batch, 0.0)
         mirror.claim([b"expected"])
         keys += new.take([0, 0, 1])
-        mirror.observe(new.batches[0], 0.0)
+        observe(mirror, new.batches[0], 0.0)
         assert mirror.is_synced
         assert mirror.follower.counts["restarts"] == 1
         assert set(mirror.parents) == new.held()
@@ -134,21 +142,21 @@ def test_a_replica_restarted_at_the_same_address_is_followed_from_its_first_batc
         late = Pool(b"c")
         for content in ([0], [1]):
             late.take(content)
-        mirror.observe(late.batches[1], 0.0)
+        observe(mirror, late.batches[1], 0.0)
         assert not mirror.is_synced
         assert not mirror.parents
 
 
 def test_a_reset_closes_a_gap_and_a_removal_of_an_unknown_block_needs_a_snapshot():
     mirror = new_mirror()
-    mirror.observe(EventBatch(b"a", 0, (BlockStored((b"x",), None, (), 2),)), 0.0)
-    mirror.observe(EventBatch(b"a", 1, (BlockRemoved((b"y",)),)), 0.0)
+    observe(mirror, EventBatch(b"a", 0, (BlockStored((b"x",), None, (), 2),)), 0.0)
+    observe(mirror, EventBatch(b"a", 1, (BlockRemoved((b"y",)),)), 0.0)
     assert not mirror.is_synced
     assert mirror.follower.counts["gaps"] == 1
-    mirror.observe(EventBatch(b"a", 2), 0.0)
+    observe(mirror, EventBatch(b"a", 2), 0.0)
     assert not mirror.is_synced
     reset = (BlockRemoved((b"z",)), AllBlocksCleared(), BlockStored((b"w",), None, (), 2))
-    mirror.observe(EventBatch(b"a", 7, reset), 0.0)
+    observe(mirror, EventBatch(b"a", 7, reset), 0.0)
     assert mirror.is_synced
     assert set(mirror.parents) == {b"w"}
 
@@ -160,7 +168,7 @@ def test_blocks_of_other_groups_and_media_are_not_taken_for_blocks_on_the_device
         BlockStored((b"y",), None, (), 2, group_idx=1),
         BlockRemoved((b"x",), medium="cpu"),
     )
-    mirror.observe(EventBatch(b"a", 0, events), 0.0)
+    observe(mirror, EventBatch(b"a", 0, events), 0.0)
     assert mirror.is_synced
     assert not mirror.parents
 
@@ -197,7 +205,7 @@ def test_a_search_finds_what_the_walk_finds_on_the_mirrors_of_radix_pools(prompt
     mirrors = [ReplicaMirror(slot, index, ReuseAges()) for slot in range(40)]
     for slot, content in prompts:
         pools[slot].take(content)
-        mirrors[slot].observe(pools[slot].batches[-1], 0.0)
+        observe(mirrors[slot], pools[slot].batches[-1], 0.0)
     several = [Pool().take(content) for _, content in [*prompts, (0, [1] * 30)]]
     for mask in ((1 << 40) - 1, among & (1 << 40) - 1):
         walked = [index.depths(keys, mask, 40).tolist() for keys in several]

@@ -17,7 +17,6 @@ from events.engine_with_events import EVERYTHING, EngineWithEvents, reachable
 from events.proxy import Proxy
 from events.test_sockets import free_port
 from foreword.cluster import ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest, Standing
-from foreword.config import EventsConfig
 from foreword.events.core_feed import CoreFeed
 
 WHOLE = replace(EVERYTHING, kv_events_hashes="bytes")
@@ -95,30 +94,6 @@ def test_a_mirror_equals_the_pool_after_lost_repeated_reordered_and_damaged_mess
     asyncio.run(run())
 
 
-def test_a_replica_that_restarts_at_the_same_address_is_credited_only_with_its_new_blocks() -> None:
-    async def run() -> None:
-        ports = [free_port() for _ in range(2)]
-        config = EventsConfig(
-            kv_events=f"tcp://*:{ports[0]}",
-            kv_events_snapshot=f"tcp://127.0.0.1:{ports[1]}",
-            kv_events_hashes="bytes",
-        )
-        async with feeding("r") as (core, feed):
-            with EngineWithEvents(config, seed=1) as first:
-                follow(feed, "r", first)
-                first.work()
-                await until(lambda: is_equal(core, "r", first))
-            for life in (2, 3):
-                with EngineWithEvents(config, seed=life) as again:
-                    again.work()
-                    await until(lambda engine=again: is_equal(core, "r", engine))
-                    assert again.held() != first.held()
-                    core.check_integrity(list(again.held() | first.held()))
-            assert core.mirror("r").follower.counts["restarts"] == 2
-
-    asyncio.run(run())
-
-
 def test_a_router_that_comes_late_or_stands_still_loses_nothing() -> None:
     """The loop stands still while the engine works: the engine does not wait, and the mirror is right afterwards."""
 
@@ -132,25 +107,6 @@ def test_a_router_that_comes_late_or_stands_still_loses_nothing() -> None:
                 assert engine.publisher._feed._next_number > 200
                 await until(lambda: is_equal(core, "r", engine))
                 assert core.mirror("r").follower.counts["gaps"] == 0
-
-    asyncio.run(run())
-
-
-def test_what_a_publisher_drops_is_a_gap_and_a_snapshot_fills_it() -> None:
-    async def run() -> None:
-        with EngineWithEvents(WHOLE, seed=3, max_waiting_blocks=8) as engine:
-            async with feeding("r") as (core, feed):
-                follow(feed, "r", engine)
-                engine.work(5)
-                await until(lambda: is_equal(core, "r", engine))
-                counts = core.mirror("r").follower.counts
-                before = counts["snapshots"]
-                for _ in range(10):
-                    engine.publisher._feed._has_rung = True  # nobody wakes the publisher until its next heartbeat
-                    engine.work(10)
-                await until(lambda: is_equal(core, "r", engine))
-                assert counts["gaps"] > 0
-                assert counts["snapshots"] > before
 
     asyncio.run(run())
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from foreword.cache import BlockRemoved, BlockStored
-from foreword.cluster.follower import EventBatch, Follower
+from foreword.cluster.follower import Follower
 from foreword.cluster.holders import HolderIndex, Key
 from foreword.cluster.reuse_ages import ReuseAges
 
@@ -41,20 +41,8 @@ class ReplicaMirror:
 
     # ------------------------------------------------------------------ events
 
-    def observe(self, batch: EventBatch, now: float) -> None:
-        """Take the next batch."""
-        self.learn(lambda: self.follower.take(batch), now)
-
-    def install(self, snapshot: EventBatch, now: float) -> None:
-        """Take the replica's whole state."""
-        self.learn(lambda: self.follower.install(snapshot), now)
-
-    def forget(self, now: float) -> None:
-        """Drop everything, claims too: the replica's process has ended, or its events have."""
-        self.learn(self.follower.fall_silent, now)
-
     def learn(self, tell_follower: Callable[[], object], now: float) -> None:
-        """Let the follower take what has arrived. If the replica's process has ended, its claims have, too."""
+        """Let the follower take what has arrived. Claims end with the replica's process, and with its events."""
         counts, self._now = self.follower.counts, now
         lives = counts["restarts"] + counts["silences"]
         tell_follower()

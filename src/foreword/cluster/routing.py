@@ -141,8 +141,7 @@ class RoutingCore:
         lost = [reservation for reservation, work in self._loads.open.items() if work.slot == slot]
         for reservation in lost:
             self.release(reservation, now)
-        self._mirrors[slot].forget(now)
-        self._note_mirror(slot, now)
+        self.learn(name, Follower.fall_silent, now)
         self._ring.remove(slot)
         self._loads.rates.leave(slot)
         self._open_prefixes &= ~(1 << slot)

@@ -46,12 +46,10 @@ STABLE_BLOCKS = 2
 BEAT_S = 1.0
 
 
-class FirstToken:
+def first_token(fleet: Fleet) -> FloatArray:
     """The least predicted time to the first token: what the replica has to do, and what it lacks of the prompt."""
-
-    def __call__(self, fleet: Fleet) -> FloatArray:
-        costs: FloatArray = fleet.backlog_s + fleet.prefill_s
-        return costs
+    costs: FloatArray = fleet.backlog_s + fleet.prefill_s
+    return costs
 
 
 class BoundedHash:
@@ -118,47 +116,41 @@ class RayPrefix:
         return _shortest_queue(fleet, -fleet.hit_blocks)
 
 
-class SglangCacheAware:
+def sglang_cache_aware(fleet: Fleet) -> FloatArray:
     """SGLang's gateway, `cache_aware`: the longest match if it is more than half of the prompt, else the smallest tree.
 
     The shortest queue is chosen if the longest has more than 32 requests more and is more than 1.1 times as long.
     """
-
-    def __call__(self, fleet: Fleet) -> FloatArray:
-        queues = fleet.num_waiting[fleet.usable]
-        longest, shortest = int(queues.max()), int(queues.min())
-        if longest - shortest > 32 and longest > 1.1 * shortest:
-            return fleet.num_waiting.astype(np.float64)
-        if fleet.hit_blocks[fleet.usable].max() > 0.5 * len(fleet.request.keys):
-            return _shortest_queue(fleet, -fleet.hit_blocks)
-        return _shortest_queue(fleet, fleet.num_blocks - fleet.free_blocks)
+    queues = fleet.num_waiting[fleet.usable]
+    longest, shortest = int(queues.max()), int(queues.min())
+    if longest - shortest > 32 and longest > 1.1 * shortest:
+        return fleet.num_waiting.astype(np.float64)
+    if fleet.hit_blocks[fleet.usable].max() > 0.5 * len(fleet.request.keys):
+        return _shortest_queue(fleet, -fleet.hit_blocks)
+    return _shortest_queue(fleet, fleet.num_blocks - fleet.free_blocks)
 
 
-class LlmD:
+def llm_d(fleet: Fleet) -> FloatArray:
     """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue.
 
     Of four readings of "free share" (nothing, blocks held, prompts open, prompts waiting) the last waited least.
     """
-
-    def __call__(self, fleet: Fleet) -> FloatArray:
-        matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
-        used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
-        queues = fleet.num_waiting[fleet.usable]
-        shortest, spread = int(queues.min()), max(1, int(queues.max() - queues.min()))
-        score: FloatArray = 2 * matched + (1 - used) + (1 - (fleet.num_waiting - shortest) / spread)
-        return -score
+    matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
+    used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
+    queues = fleet.num_waiting[fleet.usable]
+    shortest, spread = int(queues.min()), max(1, int(queues.max() - queues.min()))
+    score: FloatArray = 2 * matched + (1 - used) + (1 - (fleet.num_waiting - shortest) / spread)
+    return -score
 
 
-class Dynamo:
+def dynamo(fleet: Fleet) -> FloatArray:
     """NVIDIA Dynamo's cost: blocks to prefill, those under way included.
 
     Blocks that decode are left out: they delay nobody in this simulation, and with them the rule waits longer.
     """
-
-    def __call__(self, fleet: Fleet) -> FloatArray:
-        missing = fleet.waiting_tokens + fleet.request.num_tokens - fleet.hit_blocks * fleet.block_tokens
-        costs: FloatArray = np.maximum(missing, 0) / fleet.block_tokens
-        return costs
+    missing = fleet.waiting_tokens + fleet.request.num_tokens - fleet.hit_blocks * fleet.block_tokens
+    costs: FloatArray = np.maximum(missing, 0) / fleet.block_tokens
+    return costs
 
 
 def _shortest_queue(fleet: Fleet, first: Int64Array) -> FloatArray:
@@ -169,15 +161,15 @@ def _shortest_queue(fleet: Fleet, first: Int64Array) -> FloatArray:
 
 _RULES: dict[str, Callable[[], Rule | None]] = {
     COST: lambda: None,
-    "first_token": FirstToken,
+    "first_token": lambda: first_token,
     "bounded_hash": BoundedHash,
     "round_robin": RoundRobin,
     "power_of_two": PowerOfTwo,
     "ray": lambda: RayPrefix(float("inf")),
     "ray_10": lambda: RayPrefix(10),
-    "sglang": SglangCacheAware,
-    "llm_d": LlmD,
-    "dynamo": Dynamo,
+    "sglang": lambda: sglang_cache_aware,
+    "llm_d": lambda: llm_d,
+    "dynamo": lambda: dynamo,
 }
 RULES = tuple(_RULES)
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from foreword.cache.account.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
-from foreword.cache.keys.sequence import TokenSequence, common_length
+from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
 MAX_UNCOUNTED_HITS = 64
 """Hits that may wait to be counted; a forgotten block or a query usually counts them earlier."""
@@ -134,11 +134,11 @@ class GroupLedger:
     def keys_of(self, sequence: TokenSequence) -> Sequence[BlockHash]:
         """The keys of the group's full blocks of a sequence; do not change them."""
         hashes = sequence.block_hashes()
-        return hashes if self.width == 1 else self._of_numbers(hashes, range(len(hashes) // self.width))
+        return hashes if self.width == 1 else keys_of_group(hashes, self.width, 0, len(hashes) // self.width)
 
     def stored(self, sequence: TokenSequence, numbers: range, block_ids: BlockIds) -> None:
         """Record that the sequence's blocks `numbers` of this group were indexed as `block_ids`."""
-        keys = self._of_numbers(sequence.block_hashes(), numbers)
+        keys = keys_of_group(sequence.block_hashes(), self.width, numbers.start, numbers.stop)
         self._keys[block_ids] = keys
         copies = self._num_copies
         new: Sequence[int] = range(len(keys))
@@ -156,7 +156,7 @@ class GroupLedger:
                 self._ghosts.pop(keys[at], None)
             self.drop_oldest_ghosts()
         if sequence.extra_keys != NO_EXTRA_KEYS:
-            plain = self._of_numbers(sequence.plain_block_hashes(), numbers)
+            plain = keys_of_group(sequence.plain_block_hashes(), self.width, numbers.start, numbers.stop)
             salted = sequence.extra_keys.salt
             for at in new:
                 if keys[at] == plain[at]:  # the salt begins later
@@ -215,12 +215,12 @@ class GroupLedger:
         if (number + 1) * self.width > sequence.num_full_blocks:
             return MissReason.PARTIAL_BLOCK, None
         numbers = range(number, number + 1)
-        (key,) = self._of_numbers(sequence.block_hashes(), numbers)
+        (key,) = keys_of_group(sequence.block_hashes(), self.width, numbers.start, numbers.stop)
         if key in self._num_copies:
             return None
         if key in self._ghosts:
             return MissReason.EVICTED, self._ghosts[key]
-        (plain,) = self._of_numbers(sequence.plain_block_hashes(), numbers)
+        (plain,) = keys_of_group(sequence.plain_block_hashes(), self.width, numbers.start, numbers.stop)
         return self._difference(plain, sequence.extra_keys), None
 
     def _difference(self, plain: BlockHash, own: ExtraKeys) -> MissReason:
@@ -242,7 +242,7 @@ class GroupLedger:
         if not self._ghosts:
             return 0
         numbers = range(first, sequence.num_full_blocks // self.width)
-        ghosts = map(self._ghosts.get, self._of_numbers(sequence.block_hashes(), numbers))
+        ghosts = map(self._ghosts.get, keys_of_group(sequence.block_hashes(), self.width, numbers.start, numbers.stop))
         return sum(1 for _ in takewhile(lambda ghost: ghost and ghost.cause is EvictionCause.REUSED, ghosts))
 
     def num_under_salt(self, prefix: str) -> int:
@@ -272,11 +272,6 @@ class GroupLedger:
         salted = Counter(extra_keys.salt for _, extra_keys in self._variant_of.values())
         assert salted == self._num_salted, "the ledger miscounts a salt's keys"
 
-    def _of_numbers(self, hashes: Sequence[BlockHash], numbers: range) -> Sequence[BlockHash]:
-        """Keys of the group's blocks with these numbers."""
-        width = self.width
-        return hashes[(numbers.start + 1) * width - 1 : numbers.stop * width : width]
-
     def _forget_variant(self, key: BlockHash) -> None:
         plain, extra_keys = self._variant_of.pop(key)
         self._num_salted[extra_keys.salt] -= 1
@@ -300,7 +295,7 @@ class GroupLedger:
             extra = sequence.extra_keys.of_blocks(first * size, size, last - first)
             events.append(
                 BlockStored(
-                    block_hashes=tuple(self._of_numbers(hashes, range(first, last))),
+                    block_hashes=tuple(keys_of_group(hashes, width, first, last)),
                     parent_block_hash=hashes[first * width - 1] if first else None,
                     token_ids=tuple(sequence.token_ids[first * size : last * size].tolist()),
                     block_size=size,

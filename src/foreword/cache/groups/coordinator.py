@@ -101,25 +101,19 @@ class KVCacheCoordinator:
     # ------------------------------------------------- blocks that come from elsewhere, or go there
 
     def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
-        """For each group, the keys of the sequence's full blocks, as far as others may find them."""
+        """`KVCacheManager.keys_by_group`."""
         return [[] for _ in self.managers]
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
-        """The tables of the longest hit if the blocks with these keys, by group, were in the pool too.
-
-        Such a block's entry is ELSEWHERE. Changes nothing.
-        """
+        """`KVCacheManager.find_hit_with`."""
         return self.nothing.tables
 
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
-        """For each group, the blocks with the keys of `keys_by_group`; NULL_BLOCK where the pool lacks one."""
+        """`KVCacheManager.cached_blocks`."""
         return list(self.nothing.tables)
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
-        """Index held blocks, filled from elsewhere, as the group's blocks number `first` and on.
-
-        False, and no change, if the blocks before them are gone and these could not be found without them.
-        """
+        """`KVCacheManager.adopt`."""
         return False
 
     def take_apart(self, count: int) -> BlockIds:

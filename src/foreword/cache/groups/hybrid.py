@@ -15,7 +15,7 @@ from foreword.cache.groups.managers import BlockFinder, GroupSpec, MambaSpec
 from foreword.cache.index.hash_index import GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.index.prefix_index import PrefixHit
 from foreword.cache.keys.hashing import BlockHash
-from foreword.cache.keys.sequence import TokenSequence
+from foreword.cache.keys.sequence import TokenSequence, keys_of_group
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
@@ -102,8 +102,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     def _keys(self, group_id: int, sequence: TokenSequence, first: int, last: int) -> list[BlockHash]:
         """Keys of the group's blocks number `first` to `last` (exclusive)."""
-        hashes, width = sequence.block_hashes(), self._keys_per_block[group_id]
-        return hashes[first:last] if width == 1 else hashes[(first + 1) * width - 1 : last * width : width]
+        return keys_of_group(sequence.block_hashes(), self._keys_per_block[group_id], first, last)
 
     def _finder(self, group_id: int) -> BlockFinder:
         find = self._index.finder(group_id)

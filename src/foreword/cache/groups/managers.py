@@ -116,8 +116,8 @@ class SingleTypeKVCacheManager(ABC):
     readable_in_same_step = True
     """Whether a step may read blocks that another request of the same batch writes: KV, but not states."""
 
-    def __init__(self, block_size: int, tables: BlockTable, reach: int | None = None) -> None:
-        """`reach`: the most positions, itself included, that one position attends to; None: all."""
+    def __init__(self, block_size: int, tables: BlockTable, reach: int = 0) -> None:
+        """`reach`: the most positions, itself included, that one position attends to; 0: all."""
         self.block_size = block_size
         self.tables = tables
         self._reach = reach
@@ -182,7 +182,7 @@ class SingleTypeKVCacheManager(ABC):
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` holds at a time, in steps of at most `max_step_tokens`."""
         num_blocks = -(-num_tokens // self.block_size)
-        if self._reach is None:
+        if not self._reach:
             return num_blocks
         span = self._reach - 1 + max_step_tokens
         return min(num_blocks, 1 - (1 - span) // self.block_size)
@@ -308,23 +308,15 @@ class SinkFullAttentionManager(FullAttentionManager):
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """Needs the blocks that the window before the next position touches."""
 
-    def __init__(self, spec: SlidingWindowSpec, tables: BlockTable) -> None:
-        super().__init__(spec.block_size, tables, spec.window)
-        self._window = spec.window
-
     def first_needed_block(self, position: Position) -> Position:
-        return (position - self._window + 1) // self.block_size
+        return (position - self._reach + 1) // self.block_size
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     """Needs the blocks of the next position's chunk."""
 
-    def __init__(self, spec: ChunkedLocalSpec, tables: BlockTable) -> None:
-        super().__init__(spec.block_size, tables, spec.chunk)
-        self._chunk = spec.chunk
-
     def first_needed_block(self, position: Position) -> Position:
-        return position // self._chunk * self._chunk // self.block_size
+        return position // self._reach * self._reach // self.block_size
 
 
 class MambaManager(SingleTypeKVCacheManager):
@@ -418,8 +410,8 @@ def make_group_manager(spec: GroupSpec, tables: BlockTable, alignment: int) -> S
         case SinkFullSpec():
             return SinkFullAttentionManager(spec, tables)
         case SlidingWindowSpec():
-            return SlidingWindowManager(spec, tables)
+            return SlidingWindowManager(spec.block_size, tables, spec.window)
         case ChunkedLocalSpec():
-            return ChunkedLocalAttentionManager(spec, tables)
+            return ChunkedLocalAttentionManager(spec.block_size, tables, spec.chunk)
         case MambaSpec():
             return MambaManager(spec, tables, alignment)

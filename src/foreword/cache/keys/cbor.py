@@ -6,8 +6,6 @@ nothing needs one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -21,11 +19,6 @@ def encode_head(major_type: int, value: int) -> bytes:
         return bytes([major_type << 5 | value])
     width = 1 if value < 1 << 8 else 2 if value < 1 << 16 else 4 if value < 1 << 32 else 8
     return bytes([major_type << 5 | 23 + width.bit_length()]) + value.to_bytes(width, "big")
-
-
-def encode_texts(texts: Sequence[str]) -> bytes:
-    """An array of text strings."""
-    return encode(tuple(texts))
 
 
 def encode(value: object) -> bytes:

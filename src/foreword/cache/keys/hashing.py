@@ -317,6 +317,6 @@ def _encode_tokens(hash_fn: HashFunction, token_ids: TokenArray, block_size: int
 def _encode_extra(hash_fn: HashFunction, extra_keys: Sequence[str]) -> bytes:
     """The part of a block's message that stands for its extra keys."""
     if hash_fn.encoding == "cbor":
-        return cbor.encode_texts(extra_keys) if extra_keys else cbor.NULL
+        return cbor.encode(tuple(extra_keys) or None)
     # Length-prefixed, so that no two lists of keys give the same bytes.
     return b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in extra_keys)

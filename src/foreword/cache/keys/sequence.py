@@ -182,6 +182,11 @@ class TokenSequence:
         return hashes
 
 
+def keys_of_group(keys: list[BlockHash], width: int, first: int, last: int) -> list[BlockHash]:
+    """Of a chain's keys, those of a group's blocks number `first` to `last` (exclusive), each `width` keys wide."""
+    return keys[first:last] if width == 1 else keys[(first + 1) * width - 1 : last * width : width]
+
+
 def common_length(ours: TokenArray, theirs: TokenArray) -> int:
     """The length of the common prefix of two arrays of tokens."""
     length = min(len(ours), len(theirs))
