@@ -6,16 +6,14 @@
 from foreword.cluster.decision import (
     Candidate as Candidate,
     Decision as Decision,
+    DecisionLog as DecisionLog,
+    Explanation as Explanation,
     Fleet as Fleet,
+    LogCounts as LogCounts,
+    Reason as Reason,
     Reservation as Reservation,
     RoutingRequest as RoutingRequest,
     Standing as Standing,
-)
-from foreword.cluster.explain import (
-    DecisionLog as DecisionLog,
-    Explanation as Explanation,
-    LogCounts as LogCounts,
-    Reason as Reason,
 )
 from foreword.cluster.follower import EventBatch as EventBatch
 from foreword.cluster.holders import CopiedRun as CopiedRun

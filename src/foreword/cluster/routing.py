@@ -37,9 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_ids import Int64Array
-from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
+from foreword.cluster.decision import Decision, DecisionLog, Fleet, Reservation, RoutingRequest
 from foreword.cluster.demand import Demand, PromptNode, lost_shares
-from foreword.cluster.explain import DecisionLog
 from foreword.cluster.follower import EventBatch, Follower
 from foreword.cluster.holders import HolderIndex, Key, SourceHits
 from foreword.cluster.loads import Loads, Work

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from foreword.cache import PIN, TokenSequence
 from foreword.cluster import CopiedRun, Decision, RoutingCore, RoutingRequest
-from foreword.cluster.explain import DecisionLog, Explanation
+from foreword.cluster.decision import DecisionLog, Explanation
 from foreword.cluster.holders import Key
 from foreword.engine import Engine
 from foreword.errors import NoReplicaError

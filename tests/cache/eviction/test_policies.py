@@ -11,7 +11,10 @@ from foreword.replay.policies import POLICIES, make_policy
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_gives_blocks_in_the_order_of_its_model(name):
     for life in lives(name, 600, 1, 2, 5, 12, 17, 40, 63):
-        assert life.policy.in_order().tolist() == life.model.in_order()
+        order = life.policy.in_order().tolist()
+        assert order == life.model.in_order()
+        assert sorted(order + sorted(set(life.held))) == list(range(life.num_blocks)), "a block is lost, or there twice"
+        life.policy.check_integrity()
 
 
 def cached_chain(policy, count):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_world import first_read
 from foreword.cache import (
     NULL_BLOCK,
     ChunkedLocalSpec,
@@ -31,17 +32,6 @@ from foreword.cache.groups.choose import get_kv_cache_coordinator
 from foreword.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------ oracle
-
-
-def first_read(spec, position):
-    """First position that computing `position` reads."""
-    match spec:
-        case SlidingWindowSpec():
-            return max(0, position - spec.window + 1)
-        case ChunkedLocalSpec():
-            return next(p for p in range(position, -1, -1) if p % spec.chunk == 0)
-        case _:
-            return 0
 
 
 def needed_blocks(spec, length):

@@ -16,10 +16,10 @@ class BlockTable:
     The array doubles when rows or columns run out. Entries beyond a row's length are meaningless.
     """
 
-    def __init__(self, num_rows: int = 16, num_columns: int = 64) -> None:
-        self._ids: BlockIds = np.zeros((num_rows, num_columns), np.int32)
-        self._lengths: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
-        self._free_rows = list(range(num_rows - 1, -1, -1))
+    def __init__(self) -> None:
+        self._ids: BlockIds = np.zeros((16, 64), np.int32)
+        self._lengths: npt.NDArray[np.int32] = np.zeros(16, np.int32)
+        self._free_rows = list(range(15, -1, -1))
 
     def open_row(self) -> int:
         """Open an empty row; returns its number."""
