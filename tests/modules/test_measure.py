@@ -156,7 +156,7 @@ def test_a_cell_that_does_not_count_keeps_no_file_from_being_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foreword.modules.measure.LEAST_PROMPTS", 4)
-    args = ["--questions", "4", "--tasks", "parameters,hops", "--contexts", "256", "--parts", "2"]
+    args = ["--questions", "4", "--tasks", "parameters,hops,edit", "--contexts", "256", "--parts", "2"]
     args += ["--methods", "none", "--save", str(tmp_path / "links.json")]
     assert main(["pml", "measure", *MODEL, *args]) == 2
     told = capsys.readouterr().err
@@ -164,7 +164,8 @@ def test_a_cell_that_does_not_count_keeps_no_file_from_being_saved(
     assert "is written without it" in told
     found = MeasuredLinks.read(tmp_path / "links.json")
     assert found.methods["none"].num_prompts == 4
-    assert [cell["task"] for cell in found.details["cells"]] == ["parameters"]
+    assert found.edits["none"].num_prompts == 4, "edits are counted apart"
+    assert [cell["task"] for cell in found.details["cells"]] == ["parameters", "edit"]
 
 
 def test_a_prompt_with_gaps_counts_for_every_method_whatever_it_links() -> None:

@@ -121,7 +121,7 @@ class Stores:
         """Begin to store payloads that are no blocks of the pool, unless this day's bytes are spent."""
         num_bytes = int(run.payload_bytes.sum())
         if self._may_write(num_bytes):
-            self._bytes_today += num_bytes
+            self._bytes_today += num_bytes * len(self._tiers)
             for tier in self._tiers:
                 tier.store(run)
 
