@@ -12,11 +12,11 @@
 3. Quality: for ten texts, the mean over all positions of KL(own type || int8) between the next tokens' distributions,
    in nats; the largest of a text; and the share of positions whose likeliest token is the same.
 
-    python benchmarks/kv_formats.py --gguf PATH.gguf --llama-python PATH [--context 4096] [--rounds 3]
+    python benchmarks/kv_formats.py --gguf PATH.gguf --llama-python PATH [--context 4096] [--rounds 3] [--threads 1]
 
 llama.cpp beside it (`-ctk q8_0 -ctv q8_0`), on one GGUF file and in one run: processor time of a token after a prompt
 of `--context` random tokens, and of that prompt, each engine with its own KV and with KV in codes, in turn. Without
-`--llama-python`, foreword alone.
+`--llama-python`, foreword alone. On a busy machine take one thread: several spin while they wait for each other.
 
 The last line is JSON.
 """
@@ -124,16 +124,16 @@ def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
     if args.llama_python:
         rivals |= {"llama.cpp": ("llama.cpp", args.llama_python, "auto")}
         rivals |= {"llama.cpp q8_0": ("llama.cpp", args.llama_python, "q8_0")}
-    rng, threads = np.random.default_rng(0), os.cpu_count() or 1
+    rng = np.random.default_rng(0)
     found: dict[str, dict[str, list[float]]] = {name: {"prompt_ms": [], "token_ms": []} for name in rivals}
     with TemporaryDirectory(prefix="foreword-kv-") as folder:
         engines = {}
         for name, (engine, python, kv) in rivals.items():
             most = args.context + DECODED + 1
-            options = Options(args.gguf, threads, 1 << 30, most, 1, drafts=False, weights="auto", kv=kv)
+            options = Options(args.gguf, args.threads, 1 << 30, most, 1, drafts=False, weights="auto", kv=kv)
             engines[name] = EngineProcess(engine, python, options, Path(folder) / f"{name}.log")
-            print(f"{name} has started", flush=True)
-        for number in range(args.rounds + 1):
+            engines[name].generate([rng.integers(3, 40_000, 64).tolist()], 2)  # what a first call does besides
+        for number in range(args.rounds):
             prompt = rng.integers(3, 40_000, args.context).tolist()
             for name, engine in list(engines.items())[:: -1 if number % 2 else 1]:
                 engine.reset()
@@ -142,9 +142,8 @@ def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
                     engine.generate([prompt], count)
                     took.append(1000 * engine.processor_s)
                 print(f"round {number}: {name} took {', '.join(f'{ms:.0f}' for ms in took)} ms", flush=True)
-                if number:
-                    found[name]["prompt_ms"].append(took[0])
-                    found[name]["token_ms"].append((took[2] - took[1]) / DECODED)
+                found[name]["prompt_ms"].append(took[0])
+                found[name]["token_ms"].append((took[2] - took[1]) / DECODED)
         for engine in engines.values():
             engine.close()
     medians = {name: {key: statistics.median(values) for key, values in own.items()} for name, own in found.items()}
@@ -153,7 +152,13 @@ def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
         of: {key: medians[of][key] / medians[by][key] for key in medians[of]}
         for by, of in zip(names[::2], names[1::2], strict=True)
     }
-    return {"file": Path(args.gguf).name, "context": args.context, "processor_ms": medians, "of own": ratios}
+    return {
+        "file": Path(args.gguf).name,
+        "context": args.context,
+        "threads": args.threads,
+        "processor_ms": medians,
+        "of own": ratios,
+    }
 
 
 def main() -> None:
@@ -166,6 +171,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--requests", default="1,4")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine, with --gguf")
     parser.add_argument("--texts", type=Path, default=ROOT / "docs")
     args = parser.parse_args()
     if (args.model is None) == (args.gguf is None):
