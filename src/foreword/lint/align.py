@@ -59,7 +59,7 @@ def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
             start, start_theirs, free = start - free, start_theirs - free, 0
             if start >= end:
                 continue
-        back = _common_end(ours[start - free : start], theirs[start_theirs - free : start_theirs])
+        back = common_length(ours[start - free : start][::-1], theirs[start_theirs - free : start_theirs][::-1])
         start, start_theirs = start - back, start_theirs - back
         ahead = chain[number + 1] if number + 1 < len(chain) else end_of_both
         length = common_length(ours[start : ahead.ours + begin], theirs[start_theirs : ahead.theirs + begin])
@@ -68,10 +68,6 @@ def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
         elif length:
             blocks.append(Block(start, start_theirs, length))
     return blocks
-
-
-def _common_end(ours: TokenIds, theirs: TokenIds) -> int:
-    return common_length(ours[::-1], theirs[::-1])
 
 
 def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:

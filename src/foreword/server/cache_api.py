@@ -422,7 +422,7 @@ def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
     record = next((one for one in ended if one.session_id == session_id and one.first_scheduled_time), None)
     if record is None:
         raise UnusableHintError("missing", f"none of the last {MAX_RECORDS} requests is of this session")
-    if record.spans or record.jumps or record.link_method or record.adapter or record.adapter_begins_inside:
+    if not record.is_plain:
         raise UnusableHintError("missing", "the session's newest prompt has pictures, embeddings, links or an adapter")
     if record.salt != service.tenants.namespace(tenant, None):
         raise UnusableHintError("missing", "the session's newest prompt has a cache_salt")

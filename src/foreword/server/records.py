@@ -157,6 +157,11 @@ class RequestRecord:
         return namespace_of(self.salt, self.adapter)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its KV lies under its tokens and its salt alone."""
+        return not (self.spans or self.jumps or self.link_method or self.adapter or self.adapter_begins_inside)
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 

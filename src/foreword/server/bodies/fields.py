@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 MAX_TOKEN_ID = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -34,6 +42,8 @@ Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 _UNSUPPORTED = "unsupported"
 Unsupported = Annotated[Any, _UNSUPPORTED]
 """A field for a feature that this engine lacks: it is known, and refused by its name."""
+Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+"""Of an integer that some clients write as 40.0."""
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 256
 """Most names that are logged and remembered."""

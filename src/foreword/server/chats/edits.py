@@ -73,10 +73,7 @@ def _newest(service: Service, caller: Caller, salt: str | None) -> RequestRecord
         (
             one
             for one in service.records.recent(MAX_RECORDS, caller.tenant.name)
-            if one.session_id == caller.session_id
-            and one.first_scheduled_time
-            and one.salt == salt
-            and not (one.spans or one.jumps or one.link_method or one.adapter or one.adapter_begins_inside)
+            if one.session_id == caller.session_id and one.first_scheduled_time and one.salt == salt and one.is_plain
         ),
         None,
     )

@@ -73,7 +73,8 @@ async def _chat(call: Call[CreateMessageRequest | CountMessageTokensRequest]) ->
     call.refuse_unsupported("{}: not supported by this server; leave it out")
     for edit in (body.context_management and body.context_management.edits) or ():
         if _changes_something(edit, service.max_model_len):
-            raise _no_edits(edit)
+            kind = str(edit.get("type"))[:64]
+            raise bad_request(f"context_management.edits: {kind!r} is not supported by this server")
     return await call.work(lambda: chat_of(service, body, call.num_bytes))
 
 
@@ -100,10 +101,6 @@ def _changes_something(edit: dict[str, Any], max_model_len: int) -> bool:
         value = trigger.get("value")
         num_tokens = value if trigger.get("type") == "input_tokens" and isinstance(value, int) else 0
     return num_tokens < max_model_len
-
-
-def _no_edits(edit: dict[str, Any]) -> APIError:
-    return bad_request(f"context_management.edits: {str(edit.get('type'))[:64]!r} is not supported by this server")
 
 
 _TYPES = {

@@ -27,6 +27,7 @@ from foreword.server.bodies.fields import (
     Salt,
     SessionId,
     Unsupported,
+    Whole,
     Word,
 )
 from foreword.server.intake import takes
@@ -69,12 +70,6 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-def _whole(value: Any) -> Any:
-    """A whole number that was sent as 3.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = BeforeValidator(_whole)
 Listed = BeforeValidator(_listed)
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_.:-]{0,127}$")]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from foreword.server.bodies.fields import (
     Body,
@@ -20,15 +20,10 @@ from foreword.server.bodies.fields import (
     SessionId,
     TokenIds,
     Unsupported,
+    Whole,
 )
 
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), le=2**63 - 1)]
-"""An integer; some clients write it as 40.0."""
+Integer = Annotated[int, Whole, Field(ge=-(2**63), le=2**63 - 1)]
 KeepAlive = Annotated[str, Field(max_length=64)] | float
 Name = Annotated[str, Field(max_length=256)]
 
@@ -36,23 +31,23 @@ Name = Annotated[str, Field(max_length=256)]
 class Options(Body):
     """`options`."""
 
-    num_predict: Whole | None = None
+    num_predict: Integer | None = None
     """Most tokens of the answer; 0 and less: as many as fit."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    top_k: Whole | None = None
+    top_k: Integer | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Probability | None = None
-    seed: Whole | None = None
+    seed: Integer | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    num_ctx: Whole | None = None
+    num_ctx: Integer | None = None
     # Accepted, without effect here.
     numa: bool | None = None
-    num_batch: Whole | None = None
-    num_gpu: Whole | None = None
-    main_gpu: Whole | None = None
+    num_batch: Integer | None = None
+    num_gpu: Integer | None = None
+    main_gpu: Integer | None = None
     low_vram: bool | None = None
     f16_kv: bool | None = None
     logits_all: bool | None = None
@@ -60,9 +55,9 @@ class Options(Body):
     use_mmap: bool | None = None
     use_mlock: bool | None = None
     embedding_only: bool | None = None
-    num_thread: Whole | None = None
-    num_keep: Whole | None = None
-    repeat_last_n: Whole | None = None
+    num_thread: Integer | None = None
+    num_keep: Integer | None = None
+    repeat_last_n: Integer | None = None
     penalize_newline: bool | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None

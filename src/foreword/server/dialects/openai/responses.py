@@ -399,10 +399,6 @@ async def delete_response(response_id: str, request: Request, tenant: Authorized
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def _why_incomplete(finish_reason: str | None) -> str:
-    return "content_filter" if finish_reason == "content_filter" else "max_output_tokens"
-
-
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     """The format of a response's text, as chat writes it."""
     if text is None or text.format is None:
@@ -485,11 +481,12 @@ class _ResponseAnswer:
         status = "completed" if finish_reason == "stop" or is_prewarm else "incomplete"
         events = [] if is_prewarm else [*self._output.finish(status)]
         items = self._output.items
+        why = finish_reason if finish_reason == "content_filter" else "max_output_tokens"
         response = self._response(
             status,
             output=items,
             usage=self._usage(),
-            incomplete_details=None if status == "completed" else {"reason": _why_incomplete(finish_reason)},
+            incomplete_details=None if status == "completed" else {"reason": why},
             completed_at=int(time.time()),
             **self._extras.of(self.answer),
         )
