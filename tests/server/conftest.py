@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from live_server import ServerProcess
+from foreword.llm import LLM
+from live_server import ServerProcess, embedded_llm
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,13 @@ def linking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S
     log = tmp_path_factory.mktemp("linking_server") / "log"
     with log.open("w") as file, ServerProcess(*options, log=file) as process:
         yield process, log
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """The shipped model, for servers in this process."""
+    with embedded_llm() as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

@@ -23,15 +23,9 @@ from foreword.errors import EngineError
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from foreword.server.run import AnnouncingServer
-from live_server import ENDLESS, ServerProcess, ServerThread, embedded_llm, post, wait_until
+from live_server import ENDLESS, ServerProcess, ServerThread, post, wait_until
 
 MB = 2**20
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with embedded_llm() as llm:
-        yield llm
 
 
 @pytest.fixture

@@ -21,15 +21,9 @@ from foreword.server.options import ServerConfig
 from foreword.server.records import Listener, Records, RequestRecord
 from hash_runner import HashEngine, continuation
 from late_runner import VOCAB_SIZE, LateRunner
-from live_server import ENDLESS, FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
+from live_server import ENDLESS, FALCON, MODEL, ServerThread, client, post, wait_until
 
 LONG = {"model": MODEL, "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "temperature": 2, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with embedded_llm() as llm:
-        yield llm
 
 
 @pytest.fixture

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.llm import LLM
 from foreword.server.options import ServerConfig
-from live_server import ServerThread, embedded_llm, post
+from live_server import ServerThread, post
 
 ASK = {"prompt": "x", "max_tokens": 1}
 PAGE = "https://chat.example.com"
 KEYS = '[alice]\nkeys = ["sk-alice"]\n'
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with embedded_llm() as llm:
-        yield llm
 
 
 def preflight(url: str, origin: str) -> httpx.Response:

@@ -289,12 +289,6 @@ def test_lower_priorities_go_first_where_the_scheduler_looks_at_them():
             thread.join(60)
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with embedded_llm() as llm:
-        yield llm
-
-
 @pytest.mark.parametrize(("wanted", "pattern"), GRAMMARS, ids=str)
 def test_offline_answers_have_structure(llm: LLM, wanted: dict[str, Any], pattern: str):
     params = SamplingParams(temperature=2, max_tokens=60, structured_outputs=StructuredOutputsParams(**wanted))
