@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import ssl
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_configure() -> None:
+    gc.disable()  # until all is imported: it would go through half a million objects again and again
     check_device()
     read_certificates_once()
 
@@ -59,26 +59,16 @@ def read_certificates_once() -> None:
 
 
 def pytest_collection_finish() -> None:
-    freeze_imported_modules()
-
-
-NUM_FROZEN_MODULES = 0
-
-
-def freeze_imported_modules() -> None:
-    """They are half a million objects, which the collector would go through at the end of each LLM."""
-    global NUM_FROZEN_MODULES
-    NUM_FROZEN_MODULES = len(sys.modules)
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def frozen_modules() -> Iterator[None]:
-    """What the tests of a file imported is frozen after them, too."""
+def frozen_after_each_file() -> Iterator[None]:
+    """What a file leaves behind is of the session: each end of an LLM would go through all of it again."""
     yield
-    if len(sys.modules) > NUM_FROZEN_MODULES + 100:
-        gc.collect()  # or garbage would stay for good
-        freeze_imported_modules()
+    gc.collect()  # or garbage would stay for good
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -237,12 +237,13 @@ def with_facts(content: bytes, facts: dict[str, int]) -> bytes:
 
 
 def test_every_flipped_byte_is_found(short_file: Path, tmp_path: Path) -> None:
-    """Every byte of the manifest, of the header after it and of the digest, and 50 anywhere."""
+    """Every seventh byte of the manifest and the header after it, all of its head and of the digest, and 50 more."""
     content, path = bytearray(short_file.read_bytes()), tmp_path / "flipped.fwkv"
     with PrefixFile(RealFiles(), short_file) as found:
         [header] = found.runs
     rng, size = np.random.default_rng(3), len(content)
-    places = [*range(header.offset + header.header_bytes), *range(size - DIGEST_BYTES, size)]
+    places = [*range(HEAD_BYTES), *range(int(rng.integers(7)), header.offset + header.header_bytes, 7)]
+    places += range(size - DIGEST_BYTES, size)
     path.write_bytes(content)
     missed = []
     with path.open("r+b", buffering=0) as file:

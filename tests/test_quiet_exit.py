@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from foreword import LLM, SamplingParams
@@ -30,6 +32,7 @@ def errors_of(*arguments: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(PROGRESS)]
 
 
+@pytest.mark.slow
 def test_no_library_complains_about_a_program(chat_model: Path) -> None:
     assert errors_of("-c", PROGRAM, str(chat_model)) == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -59,33 +60,30 @@ def bits(output: RequestOutput) -> list[Any]:
     [
         *((name, "bfloat16" if name in ("gemma3_text", "qwen3_next") else "float32", "auto") for name in KINDS),
         *(pytest.param(name, "float32", "auto", marks=SLOW) for name in ("gemma3_text", "qwen3_next")),
-        pytest.param("qwen2", "bfloat16", "auto", marks=SLOW),
         ("qwen2", "bfloat16", "int8"),
         ("deepseek_v3", "bfloat16", "auto"),
         ("gemma3_text", "float32", "int8"),
-        *(pytest.param(name, "float32", "int8", marks=SLOW) for name in ("qwen2", "qwen3_next", "falcon_h1")),
+        *(pytest.param(name, "float32", "int8", marks=SLOW) for name in ("qwen3_next", "falcon_h1")),
     ],
 )
 def test_a_restart_keeps_hits_and_bits(tiny_models: TinyModels, tmp_path: Path, name: str, dtype: str, kv: str) -> None:
     """Disk, memory and computing give the same tokens and the same log probabilities."""
     folder = tiny_models.folder(name)
-    with open_llm(folder, dtype=dtype, kv_cache_dtype=kv) as llm:
+    with open_llm(folder, dtype=dtype, kv_cache_dtype=kv, cache_dir=tmp_path / "cache") as llm:
         computed = generate(llm)
         from_memory = generate(llm)
-    with open_llm(folder, dtype=dtype, kv_cache_dtype=kv, cache_dir=tmp_path / "cache") as llm:
-        first = generate(llm)
     with open_llm(folder, dtype=dtype, kv_cache_dtype=kv, cache_dir=tmp_path / "cache") as llm:
         from_disk = generate(llm)
         loads = llm.engine.report_tiers().tiers[0].loads
         llm.engine.check_integrity()
-    assert first.num_cached_tokens == computed.num_cached_tokens == 0
+    assert computed.num_cached_tokens == 0
     assert from_disk.num_cached_tokens > 600
     assert from_disk.num_cached_tokens <= from_memory.num_cached_tokens
     assert from_disk.num_cached_tokens > from_memory.num_cached_tokens - 16, "whole blocks, all of them"
     assert (loads.num_loads, loads.num_tokens) == (1, from_disk.num_cached_tokens // 16 * 16)
     assert sum(from_disk.cached_tokens_by_tier.values()) == from_disk.num_cached_tokens
     assert from_disk.cached_tokens_by_tier["disk"] >= from_disk.num_cached_tokens - 16
-    assert bits(from_disk) == bits(from_memory) == bits(first) == bits(computed)
+    assert bits(from_disk) == bits(from_memory) == bits(computed)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -126,25 +124,18 @@ def test_what_the_pool_has_lost_comes_back_from_disk(tiny_models: TinyModels, tm
         llm.engine.check_integrity()
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_another_model_or_arithmetic_finds_nothing(tiny_models: TinyModels, tmp_path: Path) -> None:
-    with open_llm(tiny_models.folder("qwen2"), dtype="float32", cache_dir=tmp_path / "cache") as llm:
-        generate(llm)
-    for options in (
-        {"dtype": "bfloat16"},
-        {"dtype": "float32", "key_salt": "other"},
-        {"dtype": "float32", "kv_cache_dtype": "int8"},
-        {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-    ):
-        with open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "cache", **options) as llm:
-            assert generate(llm).num_cached_tokens == 0
-    with open_llm(tiny_models.folder("llama"), dtype="float32", cache_dir=tmp_path / "cache") as llm:
-        assert generate(llm).num_cached_tokens == 0
-
-
 def reason_of(output: RequestOutput) -> str | None:
     assert output.explanation is not None
     return output.explanation.reason
+
+
+@pytest.fixture(scope="module")
+def stored(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run in float32 left on disk."""
+    cache = tmp_path_factory.mktemp("stored") / "cache"
+    with open_llm(tiny_models.folder("qwen2"), dtype="float32", cache_dir=cache) as llm:
+        generate(llm)
+    return cache
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -160,18 +151,18 @@ def reason_of(output: RequestOutput) -> str | None:
     ],
 )
 def test_a_miss_says_that_the_disk_has_the_prompt_of_another_identity(
-    tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any], reason: str
+    tiny_models: TinyModels, stored: Path, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
     folder, cache = tiny_models.folder("qwen2"), tmp_path / "cache"
-    with open_llm(folder, dtype="float32", cache_dir=cache) as llm:
-        generate(llm)
+    shutil.copytree(stored, cache)
     with open_llm(folder, **{"dtype": "float32", "cache_dir": cache, **options}) as llm:
         other = random_tokens(np.random.default_rng(6), 100)
         tenants = {"prompt_token_ids": PROMPT, "cache_salt": "another tenant"}
         assert llm.explain({"prompt_token_ids": PROMPT}).reason == reason
         assert llm.explain({"prompt_token_ids": other}).reason == "never_seen"
         assert llm.explain(tenants).reason == "never_seen", "another tenant must not learn it"
-        assert reason_of(generate(llm, PROMPT[:40])) == reason
+        first = generate(llm, PROMPT[:40])
+        assert (first.num_cached_tokens, reason_of(first)) == (0, reason)
         assert reason_of(generate(llm, PROMPT[:32] + other)) == "never_seen", "the prompts differ after the hit"
         assert reason_of(generate(llm)) == reason, "the rest, after a hit of two blocks"
         assert llm.engine.manager.stats.misses[reason] >= 2

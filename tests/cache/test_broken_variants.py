@@ -13,6 +13,7 @@ import pytest
 
 from cache_world import GROUPS, KINDS, World, drive
 from foreword.cache import NULL_BLOCK
+from lanes import SLOW
 
 PREFIX_KINDS = ("hash", "radix", "verified")
 HASH_KINDS = ("hash", "verified")
@@ -374,7 +375,14 @@ def is_noticed(kind, breaks, seed):
     return False
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, (kinds, _) in VARIANTS.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kinds[(number + more) % len(kinds)], name, marks=SLOW if more else ())
+        for number, (name, (kinds, _)) in enumerate(VARIANTS.items())
+        for more in range(min(2, len(kinds)))
+    ],
+)
 def test_the_integrity_check_notices_that(name, kind):
     breaks = VARIANTS[name][1]
     assert any(is_noticed(kind, breaks, seed) for seed in range(20))

@@ -13,7 +13,7 @@ def keys(text):
     return [text[: at + 1] for at in range(len(text))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.text("ab", max_size=7), st.sampled_from(["stays", "leaves", "first leaves"])), max_size=30),
     st.sampled_from([6, 1000]),

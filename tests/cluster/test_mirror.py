@@ -81,7 +81,7 @@ def test_a_mirror_equals_the_pool_after_every_batch(prompts, resets):
         mirror.check_integrity(list(keys))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(PROMPTS, st.randoms(use_true_random=False), st.booleans())
 def test_dropped_doubled_and_reordered_batches_never_leave_a_wrong_mirror_that_claims_to_be_right(prompts, rng, lossy):
     pool, mirror, states = Pool(), new_mirror(), []
@@ -173,7 +173,7 @@ def test_blocks_of_other_groups_and_media_are_not_taken_for_blocks_on_the_device
     assert not mirror.parents
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 11)), max_size=60),
     st.lists(st.integers(0, 20), max_size=25),

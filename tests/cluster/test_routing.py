@@ -44,7 +44,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ACTIONS, st.booleans(), st.sampled_from([(100.0,), (50.0, 200.0)]))
 def test_no_request_queues_longer_than_its_hit_is_worth(actions, priced, rates):
     core = make_core(rates=rates, num_blocks=12, price_weight=float(priced))
@@ -86,7 +86,7 @@ def test_no_request_queues_longer_than_its_hit_is_worth(actions, priced, rates):
     assert core.export_load().updates == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 9)), max_size=12),
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=12),
@@ -335,7 +335,7 @@ def loads_of(core):
     return decision.fleet.backlog_s.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["new", "first", "end", "drop"])), max_size=30))
 def test_routers_that_share_updates_agree_on_the_load_and_recover_from_lost_ones(actions):
     cores = [make_core(share_load=True, router=f"router-{n}") for n in range(2)]

@@ -86,7 +86,7 @@ def test_in_another_order_documents_draw_it_too():
 DOCUMENTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abcd"), st.integers(0, DOCUMENT)), max_size=8),
     st.lists(st.tuples(st.integers(0, 2), DOCUMENTS, st.integers(0, 22)), max_size=3),

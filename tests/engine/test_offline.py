@@ -33,7 +33,7 @@ def order(prompts: list[Prompt], cached: Any = lambda prompt: 0) -> list[int]:
 TOKENS = st.lists(st.integers(0, 1), max_size=16).map(lambda bits: [*bits, 1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(TOKENS, max_size=12))
 def test_prompts_that_share_a_block_stand_together_and_none_is_lost(tokens) -> None:
     numbers = order([prompt_of(one) for one in tokens])

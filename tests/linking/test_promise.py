@@ -26,7 +26,7 @@ def open_llm(tiny_models: TinyModels, model: str, dtype: str = "float32", **opti
     return LLM(str(tiny_models.folder(model)), dtype=dtype, **settings)
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda model: "-".join(model))
+@pytest.fixture(scope="module", params=[*MODELS[:2], *slow(MODELS[2])], ids="-".join)
 def llm(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[LLM]:
     model, dtype, index = request.param
     with open_llm(tiny_models, model, dtype, prefix_index=index) as opened:

@@ -71,10 +71,10 @@ def test_hits_of_every_length_around_windows_chunks_and_cells(
     """Windows of 8 and 24, chunks of 12, blocks and cells of 4."""
     prompt = random_tokens(np.random.default_rng(1), 53)
     hits = []
-    for num_shared in (1, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 23, 24, 25, 37, 52, 53):
+    for num_shared in (3, 4, 7, 9, 12, 13, 23, 25, 53):
         engine = build_engine(model, block_size=4)
         complete(engine, [prompt[:num_shared]], greedy(1), name="first")
-        outputs = complete(engine, [prompt], greedy(3), name="second")
+        outputs = complete(engine, [prompt], greedy(2), name="second")
         assert_oracle_agrees(tiny_models, family, outputs)
         hits.append(outputs[0].num_cached_tokens)
         assert hits[-1] == longest_hit(engine, num_shared, len(prompt))
@@ -97,8 +97,8 @@ def test_cells_and_blocks_of_different_sizes(
     engine = build_engine(
         model, block_size=4, state_block_size=state_block_size, state_interval=12, max_num_batched_tokens=19
     )
-    cold = complete(engine, prompts, greedy(NUM_TOKENS), name="cold")
-    warm = complete(engine, prompts, greedy(NUM_TOKENS), name="warm")
+    cold = complete(engine, prompts, greedy(4), name="cold")
+    warm = complete(engine, prompts, greedy(4), name="warm")
     assert_oracle_agrees(tiny_models, family, cold + warm)
     assert all(output.num_cached_tokens >= 36 for output in warm)
 
@@ -136,24 +136,12 @@ def test_several_continuations_share_a_prompt(tiny_models: TinyModels, family: s
     engine = build_engine(model, block_size=4, num_blocks=96)
     output = add(engine, "request", prompt, greedy(NUM_TOKENS, n=3))
     drain(engine)
-    expected = tiny_models.oracle(family).greedy(prompt, NUM_TOKENS)
-    assert [completion.token_ids for completion in output.outputs] == [expected] * 3
+    assert_oracle_agrees(tiny_models, family, [output])
+    assert [completion.token_ids for completion in output.outputs] == [output.outputs[0].token_ids] * 3
     assert engine.num_computed_tokens <= 50 + 2 * (50 - 48) + 3 * NUM_TOKENS
 
 
-def test_a_conversation_hits_its_own_beginning(tiny_models: TinyModels, family: str, model: LoadedModel) -> None:
-    """Its answers too, but where layers are recurrent: what was generated one by one is computed again in cells."""
-    rng = np.random.default_rng(6)
-    engine = build_engine(model, block_size=4, num_blocks=128)
-    history, num_known = random_tokens(rng, 21), 0
-    for turn in range(4):
-        [output] = complete(engine, [history], greedy(NUM_TOKENS), name=f"turn-{turn}")
-        assert_oracle_agrees(tiny_models, family, [output])
-        assert output.num_cached_tokens == longest_hit(engine, num_known, len(history))
-        num_known = len(history) + (0 if family in RECURRENT else NUM_TOKENS - 1)
-        history = history + output.outputs[0].token_ids + random_tokens(rng, 5)
-
-
+@pytest.mark.parametrize("family", ["llama4_text", "qwen3_next", "lfm2"])
 def test_aborting_one_request_does_not_disturb_the_others(
     tiny_models: TinyModels, family: str, model: LoadedModel
 ) -> None:
@@ -273,7 +261,15 @@ class OracleRunner(ModelRunner):
         return entry.end % states.interval == 0 or entry.end in request.state_positions
 
 
-@pytest.mark.parametrize(("num_blocks", "seed"), [(24, 0), (64, 1)])
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "seed"),
+    [
+        pytest.param(family, *pool, marks=SLOW if family in MORE_OF_A_KIND or (n + m) % 2 else ())
+        for n, family in enumerate(FAMILIES)
+        for m, pool in enumerate([(24, 0), (64, 1)])
+        if family not in MORE_OF_A_KIND or (n + m) % 2
+    ],
+)
 def test_tables_and_hits_of_a_live_engine_are_what_the_oracle_says(
     tiny_models: TinyModels, family: str, model: LoadedModel, num_blocks: int, seed: int
 ) -> None:
@@ -329,7 +325,7 @@ def test_blocks_that_a_group_needs_end_a_hit_when_they_are_evicted_and_no_others
             if not victims:
                 continue
             manager.evict_blocks(np.array([held[n] for n in victims[:1] if n in held], np.int32))
-            outputs = complete(engine, [prompt], greedy(NUM_TOKENS), name="second")
+            outputs = complete(engine, [prompt], greedy(3), name="second")
             assert_oracle_agrees(tiny_models, family, outputs)
             if needed:
                 assert outputs[0].num_cached_tokens < most

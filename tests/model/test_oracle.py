@@ -17,9 +17,9 @@ from tiny_models import RECIPES, TinyModels, add, build_engine, complete, drain,
 FAMILIES = sorted(RECIPES)
 DIFFERENT_FAMILIES = ["llama", "gemma2", "gpt_oss", "qwen3_moe", "smollm3"]
 """One of each kind: plain, softcap, sinks, experts, layers without rotary embeddings; three have windows."""
-KINDS = [*DIFFERENT_FAMILIES, "llama4_text", "mamba2", "qwen3_next", "falcon_h1", "lfm2"]
-"""Those, chunks, and the kinds of recurrent layers."""
-NUM_TOKENS = 12
+KINDS = [*DIFFERENT_FAMILIES, "llama4_text", "deepseek_v3", "mamba2", "qwen3_next", "falcon_h1", "lfm2"]
+"""Those, chunks, latent KV, and the kinds of recurrent layers."""
+NUM_TOKENS = 8
 SHAPES = [(1, 37), (4, 7), (16, 5), (16, 2048)]
 """Block sizes, and budgets of a step: chunks of 5, 7 and 37 tokens split blocks unevenly."""
 
@@ -48,24 +48,22 @@ def model(tiny_models: TinyModels, family: str) -> LoadedModel:
     return tiny_models.loaded(family)
 
 
-def test_the_oracle_tells_prompts_apart(tiny_models: TinyModels, family: str) -> None:
-    """A model that always says the same would let every other test here pass. One pass says what generating says."""
-    oracle, prompts = tiny_models.oracle(family), conversation_starts()
-    answers = [tuple(oracle.greedy(prompt, 8)) for prompt in prompts]
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert tuple(oracle.likeliest(prompt, answer)) == answer
-    assert len(set(answers)) == 5
-    assert sum(len(set(answer)) for answer in answers) > 2 * len(answers)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])
+def test_one_pass_of_the_oracle_says_what_generating_says(tiny_models: TinyModels, family: str) -> None:
+    oracle = tiny_models.oracle(family)
+    for prompt in conversation_starts():
+        answer = oracle.greedy(prompt, NUM_TOKENS)
+        assert oracle.likeliest(prompt, answer) == answer
 
 
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [(name, shape) for n, name in enumerate(FAMILIES) for shape in SHAPES if name == "llama" or shape == SHAPES[n % 4]],
-)
+@pytest.mark.parametrize(("family", "shape"), [(name, SHAPES[n % 4]) for n, name in enumerate(FAMILIES)])
 def test_a_mixed_batch_cold_and_warm(
     tiny_models: TinyModels, family: str, model: LoadedModel, shape: tuple[int, int]
 ) -> None:
-    """Each family has one shape; `test_every_chunk_size_with_every_block_size` tries more of them."""
+    """Each family has one shape; `test_chunk_sizes_with_block_sizes` tries more of them.
+
+    Answers differ: a model that always said the same would let every other test here pass.
+    """
     block_size, budget = shape
     engine = build_engine(model, num_blocks=1024 // block_size, block_size=block_size, max_num_batched_tokens=budget)
     prompts = conversation_starts()
@@ -73,25 +71,13 @@ def test_a_mixed_batch_cold_and_warm(
     computed_cold = engine.num_computed_tokens
     warm = complete(engine, prompts, greedy(NUM_TOKENS), name="warm")
     assert_oracle_agrees(tiny_models, family, cold + warm)
+    answers = [tuple(output.outputs[0].token_ids) for output in cold]
+    assert len(set(answers)) == 5
+    assert sum(len(set(answer)) for answer in answers) > 2 * len(answers)
     assert engine.num_computed_tokens - computed_cold < computed_cold
     for output in warm:
         length = len(output.prompt_token_ids)
         assert output.num_cached_tokens == longest_hit(engine, length, length)
-
-
-@pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
-def test_one_request_at_a_time(tiny_models: TinyModels, family: str, model: LoadedModel) -> None:
-    engine = build_engine(model, block_size=4)
-    for number, prompt in enumerate(conversation_starts()):
-        assert_oracle_agrees(tiny_models, family, complete(engine, [prompt], greedy(NUM_TOKENS), name=f"{number}"))
-
-
-@pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
-def test_without_prefix_caching(tiny_models: TinyModels, family: str, model: LoadedModel) -> None:
-    engine = build_engine(model, block_size=4, num_blocks=128, enable_prefix_caching=False, max_num_batched_tokens=37)
-    outputs = complete(engine, conversation_starts(), greedy(NUM_TOKENS))
-    assert_oracle_agrees(tiny_models, family, outputs)
-    assert all(output.num_cached_tokens == 0 for output in outputs)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +85,8 @@ def test_without_prefix_caching(tiny_models: TinyModels, family: str, model: Loa
     [
         *((family, True) for family in KINDS),
         *((family, False) for family in ("falcon_h1", "llama")),
-        *(pytest.param(family, True, marks=SLOW) for family in FAMILIES if family not in KINDS),
-        *(pytest.param(family, False, marks=SLOW) for family in DIFFERENT_FAMILIES if family != "llama"),
+        *(pytest.param(family, True, marks=SLOW) for family in ("bloom", "gemma4_text", "granitemoehybrid")),
+        pytest.param("gpt_oss", False, marks=SLOW),
     ],
 )
 def test_a_pool_so_small_that_requests_are_preempted(
@@ -115,7 +101,9 @@ def test_a_pool_so_small_that_requests_are_preempted(
         max_num_batched_tokens=11,
         enable_prefix_caching=enable_prefix_caching,
     )
-    assert_oracle_agrees(tiny_models, family, complete(engine, prompts, greedy(2 * NUM_TOKENS)))
+    outputs = complete(engine, prompts, greedy(24))
+    assert_oracle_agrees(tiny_models, family, outputs)
+    assert enable_prefix_caching or all(output.num_cached_tokens == 0 for output in outputs)
     if not model.layers and not enable_prefix_caching:
         return  # a recurrent request never grows, so it is never preempted
     assert engine.scheduler.num_preemptions > 0
@@ -125,7 +113,7 @@ def test_a_pool_so_small_that_requests_are_preempted(
 
 
 @pytest.mark.parametrize(
-    ("family", "num_blocks_of_prompt"), [*((family, 3) for family in FAMILIES), ("llama", 1), ("falcon_h1", 1)]
+    ("family", "num_blocks_of_prompt"), [*((family, 3) for family in KINDS), ("llama", 1), ("falcon_h1", 1)]
 )
 def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token(
     tiny_models: TinyModels, family: str, model: LoadedModel, num_blocks_of_prompt: int
@@ -139,7 +127,7 @@ def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token(
     assert hit == len(prompt) - 1 or not engine.manager.has_one_full_group
     assert engine.num_computed_tokens == 2 * len(prompt) - hit
     assert warm[0].num_cached_tokens == hit
-    longer = complete(engine, [prompt], greedy(NUM_TOKENS), name="longer")
+    longer = complete(engine, [prompt], greedy(3), name="longer")
     assert_oracle_agrees(tiny_models, family, cold + warm + longer)
 
 
@@ -151,7 +139,7 @@ def test_a_second_turn_reads_the_kv_of_the_first_answer(
     history = random_tokens(rng, 21)
     outputs = []
     num_computed = 0
-    for turn in range(3):
+    for turn in range(2):
         [output] = complete(engine, [history], greedy(NUM_TOKENS), name=f"turn-{turn}")
         outputs.append(output)
         assert output.num_cached_tokens == longest_hit(engine, num_computed, len(history))
@@ -161,7 +149,7 @@ def test_a_second_turn_reads_the_kv_of_the_first_answer(
     assert_oracle_agrees(tiny_models, family, outputs)
 
 
-@pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_requests_that_join_while_others_decode(tiny_models: TinyModels, family: str, model: LoadedModel) -> None:
     engine = build_engine(model, block_size=4, num_blocks=128, max_num_batched_tokens=7)
     outputs = []
@@ -174,12 +162,12 @@ def test_requests_that_join_while_others_decode(tiny_models: TinyModels, family:
     assert_oracle_agrees(tiny_models, family, outputs)
 
 
-@pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "smollm3"])
 def test_evicted_prefixes_are_computed_again(tiny_models: TinyModels, family: str, model: LoadedModel) -> None:
     rng = np.random.default_rng(6)
     engine = build_engine(model, num_blocks=12, block_size=4)
     prompts = [random_tokens(rng, 24) for _ in range(3)]
-    for repeat in range(3):
+    for repeat in range(2):
         for number, prompt in enumerate(prompts):
             outputs = complete(engine, [prompt], greedy(NUM_TOKENS), name=f"{repeat}-{number}")
             assert_oracle_agrees(tiny_models, family, outputs)
@@ -188,9 +176,9 @@ def test_evicted_prefixes_are_computed_again(tiny_models: TinyModels, family: st
 
 @pytest.mark.parametrize(
     ("block_size", "budget"),
-    [(1, 5), (1, 129), (3, 1), (3, 7), (4, 5), (4, 37), (16, 1), (16, 7), (16, 129), (48, 5), (48, 37)],
+    [(1, 5), (3, 7), (4, 37), (16, 1), (48, 129)],
 )
-def test_every_chunk_size_with_every_block_size(tiny_models: TinyModels, block_size: int, budget: int) -> None:
+def test_chunk_sizes_with_block_sizes(tiny_models: TinyModels, block_size: int, budget: int) -> None:
     engine = build_engine(
         tiny_models.loaded("llama"),
         num_blocks=1 + 1024 // block_size,
@@ -217,7 +205,7 @@ def test_prompts_longer_than_a_chunk_and_a_tile_of_attention(
     ]
 
 
-@pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_aborting_one_request_does_not_disturb_the_others(
     tiny_models: TinyModels, family: str, model: LoadedModel
 ) -> None:

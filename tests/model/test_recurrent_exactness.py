@@ -20,7 +20,6 @@ from foreword.model.loader import LoadedModel
 from foreword.model.self_check import find_inexactness
 from foreword.model.state_runs import StateRun
 from foreword.request import RequestOutput, SamplingParams
-from lanes import SLOW
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, random_tokens
 
 FAMILIES = ["mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
@@ -180,13 +179,8 @@ def bits_alone_on_grid(model: LoadedModel, grid: int, prompt: list[int], params:
     return bits_of(output)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("falcon_h1", "float32"), pytest.param("qwen3_next", "bfloat16", marks=SLOW)]
-)
-def test_whatever_happens_to_requests_their_bits_are_those_alone(
-    tiny_models: TinyModels, family: str, dtype: Dtype
-) -> None:
-    traffic = Traffic(tiny_models.loaded(family, dtype), seed=1, num_requests=9)
+def test_whatever_happens_to_requests_their_bits_are_those_alone(falcon: LoadedModel) -> None:
+    traffic = Traffic(falcon, seed=1, num_requests=9)
     traffic.run()
     assert all(traffic.happened.values()), traffic.happened
 
@@ -197,10 +191,10 @@ def test_whatever_happens_in_much_traffic_their_bits_are_those_alone(
     tiny_models: TinyModels, family: str, dtype: Dtype
 ) -> None:
     happened = {"hits": 0, "preemptions": 0, "aborts": 0}
-    for seed in range(3):
-        traffic = Traffic(tiny_models.loaded(family, dtype), seed, num_requests=25, happened=happened)
+    for seed in (1, 2):
+        traffic = Traffic(tiny_models.loaded(family, dtype), seed, num_requests=16, happened=happened)
         traffic.run()
-    assert happened["preemptions"] > 10
+    assert happened["preemptions"] > 5
     assert all(happened.values())
 
 

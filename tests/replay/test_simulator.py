@@ -70,7 +70,7 @@ def test_value_is_never_below_lru_on_the_recorded_traces_and_closes_part_of_the_
     result = simulate(
         TraceReader(TRACES / f"mooncake_{name}_trace.jsonl"),
         ["lru", "value", "optimum"],
-        blocks(30_000, 10_000, 1000, 400),
+        blocks(10_000, 1000, 400),
     )
     found = result.hit_ratios()
     gaps = {}

@@ -674,6 +674,7 @@ def test_wrong_options_are_told_before_a_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_with_the_option_links_and_says_so(linking_server: tuple[ServerProcess, Path]) -> None:
     process, log = linking_server
     answer = post(process.url, PATH, {**documents(16), "link": "none"})

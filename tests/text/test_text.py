@@ -38,7 +38,7 @@ STRICT_TEMPLATE = (
     "{% if messages[0]['role'] != 'user' %}{{ raise_exception('start with the user') }}{% endif %}" + CHAT_TEMPLATE
 )
 
-PROPERTY = settings(deadline=None, max_examples=150)
+PROPERTY = settings(deadline=None, max_examples=60)
 
 
 def byte_level_backend() -> Backend:

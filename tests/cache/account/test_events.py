@@ -123,8 +123,7 @@ def test_groups_report_under_their_own_number():
     assert [(type(event), event.group_idx) for event in taken(manager)] == [(BlockRemoved, 0), (BlockRemoved, 1)]
 
 
-@pytest.mark.parametrize("index", ["hash", "radix"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("index", "seed"), [("hash", 0), ("radix", 1), ("radix", 2)])
 def test_replaying_all_events_rebuilds_the_index(index, seed):
     """After every operation: the same keys, the same tokens behind them, and the same hits."""
     rng = random.Random(seed)

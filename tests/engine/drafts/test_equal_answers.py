@@ -23,10 +23,13 @@ FAMILIES = sorted(set(RECIPES) - RECURRENT)
 BFLOAT16 = ["llama", "gpt_oss", "gemma2", "llama4_text", "odd_llama", "mqa_llama", "wide_deepseek"]
 FEW = [("llama", "float32"), ("gemma2", "bfloat16"), ("llama4_text", "float32"), ("qwen2", "bfloat16", "int8")]
 """Full attention, windows, and chunks with experts; KV in codes."""
-CASES = [(family, "bfloat16" if family in BFLOAT16 else "float32") for family in FAMILIES]
+KINDS = ["bloom", "deepseek_v3", "gemma4_text", "qwen3_moe", *BFLOAT16]
+"""Those of other attention, of other heads, and with experts; the others are slow."""
+CASES = [(family, "bfloat16" if family in BFLOAT16 else "float32") for family in KINDS]
+MORE_CASES = [(family, "float32") for family in [*sorted(set(FAMILIES) - set(KINDS)), "gemma2", "llama"]]
 
 
-@pytest.fixture(scope="module", params=CASES + slow(*((family, "float32") for family in BFLOAT16)), ids="-".join)
+@pytest.fixture(scope="module", params=CASES + slow(*MORE_CASES), ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
     family, dtype = request.param
     return tiny_models.loaded(family, dtype)
@@ -100,13 +103,11 @@ def told_from(outputs: Sequence[RequestOutput], rng: np.random.Generator) -> Gue
 def test_answers_are_equal_whatever_is_drafted(model: LoadedModel) -> None:
     each = [random_params(number) for number in range(4)]
     plain = run(build_engine(model, num_blocks=128, block_size=4), each)
-    options = [{}, {"enable_prefix_caching": False, "max_num_batched_tokens": 19}]
-    for number, option in enumerate(options):
-        engine = build_engine(model, num_blocks=128, block_size=4, **option)
-        drafting = draft_as_told(engine, told_from(plain, np.random.default_rng(number)), 8)
-        assert contents(run(engine, each)) == contents(plain)
-        assert drafting.counts.num_accepted > 5
-        assert drafting.counts.num_rejected > 0
+    engine = build_engine(model, num_blocks=128, block_size=4, max_num_batched_tokens=19)
+    drafting = draft_as_told(engine, told_from(plain, np.random.default_rng(1)), 8)
+    assert contents(run(engine, each)) == contents(plain)
+    assert drafting.counts.num_accepted > 5
+    assert drafting.counts.num_rejected > 0
 
 
 @pytest.fixture(scope="module", params=FEW, ids="-".join)
@@ -116,11 +117,11 @@ def one_of_few(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Loade
     return in_codes(loaded) if coded and loaded.device.type == "cpu" else loaded
 
 
-@pytest.mark.parametrize("seed", range(40, 60, 4))
+@pytest.mark.parametrize("seed", [40, 44, 48])
 def test_answers_are_equal_with_many_options(one_of_few: LoadedModel, seed: int) -> None:
     each = [random_params(seed + number) for number in range(4)]
     plain = run(build_engine(one_of_few, num_blocks=128, block_size=4), each)
-    engine = build_engine(one_of_few, num_blocks=128, block_size=4)
+    engine = build_engine(one_of_few, num_blocks=128, block_size=4, enable_prefix_caching=seed != 44)
     draft_as_told(engine, told_from(plain, np.random.default_rng(seed)), 8)
     assert contents(run(engine, each)) == contents(plain)
 

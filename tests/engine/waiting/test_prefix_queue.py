@@ -186,7 +186,7 @@ def arrivals_of(num_blocks: int) -> st.SearchStrategy[list[tuple[float, list[int
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(arrivals_of(3), st.sampled_from([0.0, 3.0, 20.0, 100.0]), st.sampled_from([6, 9, 40]))
 def test_no_request_waits_longer_than_in_order_of_arrival_and_the_bound(arrivals, bound, num_blocks) -> None:
     """Alone in the engine, each request starts no later than if all before it were computed whole, and the bound."""
@@ -200,7 +200,7 @@ def test_no_request_waits_longer_than_in_order_of_arrival_and_the_bound(arrivals
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     arrivals_of(12),
     st.sampled_from([0.0, 5.0, 30.0]),

@@ -13,7 +13,7 @@ def serve(turns: Turns, tenant: str | None, num_tokens: int) -> None:
     turns.check_integrity(["a", "b", "c"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(*[st.integers(1, 300)] * 3), min_size=1, max_size=80), st.sampled_from([1, 10, 100]))
 def test_tenants_that_always_wait_differ_by_a_quantum_and_their_largest_request(costs, quantum) -> None:
     turns = Turns(quantum)

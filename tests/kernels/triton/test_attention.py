@@ -40,7 +40,7 @@ def check(case: Case, options: AttentionOptions, device: torch.device) -> None:
     torch.testing.assert_close(result, case.expected(options), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 5, *(pytest.param(seed, marks=SLOW) for seed in range(6, 24))])
+@pytest.mark.parametrize("seed", [0, 1, 5, *(pytest.param(seed, marks=SLOW) for seed in range(6, 14))])
 def test_random_ragged_batches_agree_with_naive_attention(seed: int, device: torch.device) -> None:
     rng = np.random.default_rng(seed)
     shape = random_shape(rng, DTYPES[seed % 3])
@@ -112,8 +112,7 @@ def test_huge_scores_neither_overflow_nor_vanish(device: torch.device) -> None:
     torch.testing.assert_close(result, case.expected(options), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, 2.0), (torch.bfloat16, None)])
 def test_scores_rise_towards_the_query(dtype: torch.dtype, softcap: float | None, device: torch.device) -> None:
     case = Case(Shape(4, 2, 16, 16, 16, dtype), [(256, 300), (290, 291), (0, 3)], np.random.default_rng(18))
     check(case, AttentionOptions(0.25, softcap=softcap, slopes=torch.tensor([0.9, 0.25, 2**-4, 2**-8])), device)
@@ -184,7 +183,7 @@ def check_equal_bits(
     cut = int(rng.integers(length - 60, length))
     assert torch.equal(ask(whole, options, device, [(0, cut)]), expected[:cut])
     assert torch.equal(ask(whole, options, device, [(cut, length)], [(0, 30), (299, 300)]), expected[cut:])
-    for position in (length - 1, *rng.integers(0, length, 2).tolist()):
+    for position in (length - 1, int(rng.integers(0, length))):
         alone = ask(whole, options, device, [(position, position + 1)], [(310, 311), (0, 1), (7, 50)])
         assert torch.equal(alone[0], expected[position])
 
@@ -194,6 +193,7 @@ def test_a_query_has_the_same_bits_in_every_batch(dtype: torch.dtype, device: to
     check_equal_bits(Shape(3, 1, 20, 24, 16, dtype), 0, device, longest=290)
 
 
+@SLOW
 def test_so_it_has_with_slopes(device: torch.device) -> None:
     options = AttentionOptions(0.2, slopes=torch.tensor([0.5, 0.06, 0.004], device=device))
     check_equal_bits(Shape(3, 1, 20, 24, 16, torch.bfloat16), 0, device, 290, options)
@@ -202,7 +202,7 @@ def test_so_it_has_with_slopes(device: torch.device) -> None:
 @SLOW
 @pytest.mark.parametrize(
     ("seed", "dtype"),
-    [*((seed, dtype) for seed in (3, 5, 11) for dtype in DTYPES), (8, DTYPES[1]), (9, DTYPES[2])],  # large heads
+    [*zip((3, 5, 11), DTYPES, strict=True), (8, DTYPES[1]), (9, DTYPES[2])],  # the last two: large heads
 )
 def test_a_query_has_the_same_bits_in_every_batch_of_many_shapes(
     seed: int, dtype: torch.dtype, device: torch.device
@@ -229,13 +229,13 @@ def check_sharing(seed: int, dtype: torch.dtype, device: torch.device, longest: 
     assert torch.equal(case.run(TritonAttention(), options, device=device), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(dtype, marks=SLOW) for dtype in DTYPES)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=SLOW)])
 def test_sharing_chunks_changes_no_bit(dtype: torch.dtype, device: torch.device) -> None:
     check_sharing(6, dtype, device, longest=400)
 
 
 @SLOW
-@settings(LENIENT, max_examples=8)
+@settings(LENIENT, max_examples=4)
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(DTYPES))
 def test_sharing_random_chunks_changes_no_bit(seed: int, dtype: torch.dtype, device: torch.device) -> None:
     check_sharing(seed, dtype, device, longest=900)

@@ -15,20 +15,10 @@ TEXTS = [
     "The capital of France is",
     "Water boils at a temperature of",
     "def fibonacci(n):\n    if n < 2:\n        return n\n",
-    "Once upon a time, in a village by the sea, there lived",
     "Liebe Kolleginnen und Kollegen, ich möchte",
-    "1, 1, 2, 3, 5, 8, 13,",
-    "The three laws of motion say that",
     "SELECT name, COUNT(*) FROM visits WHERE",
-    "Il était une fois une petite fille qui",
-    "Q: What is 17 times 3?\nA:",
     '{"name": "Ada", "born": 1815, "works": [',
-    "<html>\n<head>\n<title>",
     "天気がいいから、",
-    "To be, or not to be, that is the",
-    "Ingredients:\n- 200 g flour\n- 2 eggs\n-",
-    "import numpy as np\n\ndef softmax(x):",
-    "Dear Sir or Madam,\n\nI am writing to",
     "x",
     "The sun rises in the east. " * 12,
     "The list of numbers: " + ", ".join(map(str, range(250))) + ",",
@@ -42,7 +32,6 @@ NUM_TOKENS = 12
 def test_a_real_model_answers_as_transformers_does(name: str, family: str) -> None:
     folder: Path = real_model(name)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
-    assert len(TEXTS) == 20
     with LLM(str(folder), dtype="float32", max_model_len=2048, kv_cache_memory_bytes=512 << 20) as llm:
         assert llm.engine._runner._model.code == {"family": family}  # type: ignore[attr-defined]
         cold = llm.generate(TEXTS, params)

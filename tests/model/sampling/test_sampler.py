@@ -152,7 +152,7 @@ SPECIAL_BITS = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F7F, 0xFF7F, 
 """Both zeros, infinities, not-a-numbers, and largest and least of each sign."""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.lists(st.sampled_from((*SPECIAL_BITS, 0x3F80, 0xBF80)) | st.integers(0, 0xFFFF), min_size=9, max_size=9),

@@ -287,6 +287,7 @@ def test_with_keys_the_browser_asks_for_the_operators_key(browser):
         context.close()
 
 
+@pytest.mark.slow
 def test_without_the_key_neither_page_nor_socket_nor_files_open(locked_server):
     server, _ = locked_server
     socket = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=polling"
@@ -303,6 +304,7 @@ def test_without_the_key_neither_page_nor_socket_nor_files_open(locked_server):
     assert httpx.get(f"{server.url}/dashboard/", headers=stolen).status_code == 403
 
 
+@pytest.mark.slow
 def test_a_server_without_dashboard_has_none(linking_server):
     server, _ = linking_server
     assert httpx.get(f"{server.url}/dashboard/").status_code == 404

@@ -25,6 +25,7 @@ def ask_and_leave(url: str, path: str, method: str = "GET") -> None:
         leaving.sendall(f"{method} {path} HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\n\r\n".encode())
 
 
+@pytest.mark.slow
 def test_clients_that_leave_before_their_answer_leave_nothing_in_the_log(tmp_path: Path):
     with (tmp_path / "log").open("w+") as log, ServerProcess(log=log) as server:
         page = httpx.get(f"{server.url}/dashboard/").text

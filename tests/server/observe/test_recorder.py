@@ -148,6 +148,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 ASK = {"prompt": DOCUMENT, "max_tokens": 2, "ignore_eos": True}
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_stops_nobody_and_is_written_once_it_can_again(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     with ServerProcess("--record", str(file)) as server:

@@ -53,7 +53,7 @@ def test_what_a_sound_file_has(tmp_path: Path, sound: bytes) -> None:
     assert file.tensors["two"].rows(0, 3).shape == (3, 34)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_of_any_kind_is_a_clear_error_or_none(tmp_path: Path, sound: bytes, data: st.DataObject) -> None:
     """Cut, and with 1, 4 or 8 bytes overwritten by extremes."""

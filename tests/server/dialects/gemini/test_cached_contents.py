@@ -208,47 +208,43 @@ _NO_TIMES = ("tomorrow", "2099-01-01", "2099-01-01T00:00:00", "2099-13-01T00:00:
 _TOO_SMALL = "Cached content is too small. total_token_count=8, min_total_token_count=16"
 
 
-@pytest.mark.parametrize(
-    ("change", "field", "message"),
-    [
-        *(({"ttl": ttl}, "ttl", "is not a time to live") for ttl in _NO_TTLS),
-        ({"ttl": "999999999999s"}, "ttl", "ends after 9999-12-31"),
-        ({"ttl": "9" * 60}, "ttl", "is not a time"),
-        ({"ttl": "9" * 99 + "s"}, "ttl", "at most 64 characters"),
-        ({"ttl": 300}, "ttl", "valid string"),
-        ({"ttl": "9s", "expireTime": "2099-01-01T00:00:00Z"}, "expireTime", "cannot be combined"),
-        ({"expireTime": "2020-01-01T00:00:00Z"}, "expireTime", "has passed"),
-        *(
-            ({"expire_time": text}, "expireTime", "is not a time")
-            for text in _NO_TIMES
-        ),
-        ({"contents": [{"parts": [{"text": "x"}]}]}, None, _TOO_SMALL),
-        ({"contents": None}, "contents", "nothing to cache"),
-        ({"contents": []}, "contents", "at least 1 item"),
-        ({"contents": [{"parts": [{"inlineData": {"data": "AA==", "mimeType": "image/png"}}]}]}, None, "no images"),
-        ({"contents": [{"parts": [{"text": "x " * 3000}]}]}, None, "tokens"),
-        ({"contents": [{"parts": [{"text": "x", "partMetadata": {"a": "\ud800"}}]}]}, None, "surrogate"),
-        ({"model": None}, "model", "string"),
-        ({"name": "cachedContents/mine"}, None, "name is not supported"),
-        ({"kmsKeyName": "k"}, None, "kmsKeyName is not supported"),
-        ({"displayName": "x" * 129}, "displayName", "at most 128"),
-        ({"colour": 1}, "colour", 'Unknown name "colour": Cannot find field.'),
-        ({"tools": [{"googleSearch": {}}]}, None, "googleSearch is not supported"),
-        ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, None, "only allowed with functionDeclarations"),
-    ],
-    ids=lambda value: f"{value}"[:40] if isinstance(value, dict) else "",
-)  # fmt: skip
-def test_what_cannot_be_kept_is_refused_and_leaves_nothing(server, change, field, message):
-    body = json.dumps({**BODY, **change})  # with escapes, as JSON may write half of a surrogate
-    given = {"content": body, "headers": {"Content-Type": "application/json"}}
-    answer = httpx.post(f"{server.url}/v1beta/cachedContents", **given, timeout=60)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["status"]) == (400, "INVALID_ARGUMENT")
-    assert message in error["message"]
-    if field is not None:
-        assert error["details"][0]["fieldViolations"][0]["field"] == field
-    assert httpx.get(f"{server.url}/v1beta/cachedContents").json() == {}
-    assert entries(server) == {}
+_NOT_KEPT = [
+    *(({"ttl": ttl}, "ttl", "is not a time to live") for ttl in _NO_TTLS),
+    ({"ttl": "999999999999s"}, "ttl", "ends after 9999-12-31"),
+    ({"ttl": "9" * 60}, "ttl", "is not a time"),
+    ({"ttl": "9" * 99 + "s"}, "ttl", "at most 64 characters"),
+    ({"ttl": 300}, "ttl", "valid string"),
+    ({"ttl": "9s", "expireTime": "2099-01-01T00:00:00Z"}, "expireTime", "cannot be combined"),
+    ({"expireTime": "2020-01-01T00:00:00Z"}, "expireTime", "has passed"),
+    *(({"expire_time": text}, "expireTime", "is not a time") for text in _NO_TIMES),
+    ({"contents": [{"parts": [{"text": "x"}]}]}, None, _TOO_SMALL),
+    ({"contents": None}, "contents", "nothing to cache"),
+    ({"contents": []}, "contents", "at least 1 item"),
+    ({"contents": [{"parts": [{"inlineData": {"data": "AA==", "mimeType": "image/png"}}]}]}, None, "no images"),
+    ({"contents": [{"parts": [{"text": "x " * 3000}]}]}, None, "tokens"),
+    ({"contents": [{"parts": [{"text": "x", "partMetadata": {"a": "\ud800"}}]}]}, None, "surrogate"),
+    ({"model": None}, "model", "string"),
+    ({"name": "cachedContents/mine"}, None, "name is not supported"),
+    ({"kmsKeyName": "k"}, None, "kmsKeyName is not supported"),
+    ({"displayName": "x" * 129}, "displayName", "at most 128"),
+    ({"colour": 1}, "colour", 'Unknown name "colour": Cannot find field.'),
+    ({"tools": [{"googleSearch": {}}]}, None, "googleSearch is not supported"),
+    ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, None, "only allowed with functionDeclarations"),
+]
+
+
+def test_what_cannot_be_kept_is_refused_and_leaves_nothing(server):
+    for change, field, message in _NOT_KEPT:
+        body = json.dumps({**BODY, **change})  # with escapes, as JSON may write half of a surrogate
+        given = {"content": body, "headers": {"Content-Type": "application/json"}}
+        answer = httpx.post(f"{server.url}/v1beta/cachedContents", **given, timeout=60)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["status"]) == (400, "INVALID_ARGUMENT"), change
+        assert message in error["message"], change
+        if field is not None:
+            assert error["details"][0]["fieldViolations"][0]["field"] == field, change
+        assert httpx.get(f"{server.url}/v1beta/cachedContents").json() == {}, change
+        assert entries(server) == {}, change
 
 
 def test_each_tenants_number_is_bounded(small_llm, tmp_path):
