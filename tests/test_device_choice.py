@@ -11,6 +11,7 @@ import pytest
 import torch
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_run_on_cuda_without_a_device_says_so_and_fails() -> None:
     done = subprocess.run(

@@ -83,7 +83,7 @@ def test_an_imported_prefix_hits_with_the_same_bits(tiny_models: TinyModels, tmp
         assert bits(found) == bits(expected)
 
 
-@pytest.mark.parametrize("index", ["radix", "hash"])
+@pytest.mark.parametrize("index", ["radix", *slow("hash")])
 def test_a_pool_that_has_the_head_takes_the_rest(tiny_models: TinyModels, tmp_path: Path, index: str) -> None:
     """A salted prompt, whose salt the file names because its text was asked for."""
     folder, path, salted = tiny_models.folder("qwen2"), tmp_path / "manual.fwkv", {**PROMPT, "cache_salt": "tenant"}

@@ -57,6 +57,7 @@ for command in (
 """
 
 
+@pytest.mark.slow
 def test_the_tools_for_operators_run_where_deploy_ops_txt_alone_is_installed(tmp_path: Path) -> None:
     """That is without torch, transformers, ray and web servers."""
     body = {"messages": [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "content": "Say hello."}]}

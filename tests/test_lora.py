@@ -169,6 +169,7 @@ def test_what_cannot_have_adapters_says_so(folder: Path, tiny_models: TinyModels
         LLM(str(folder), max_loras=0, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_real_model_runs_under_an_adapter(tmp_path: Path) -> None:
     base = real_model("smollm2")
     shrunk = save_adapter(tmp_path / "one", base, rank=16, size=0.1)

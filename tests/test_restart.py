@@ -36,6 +36,7 @@ KINDS = {
     "qwen3_next": "recurrent, and full attention",
     "falcon_h1": "both in every layer",
 }
+ALL_KINDS_OF_LAYERS = ("qwen2", "gemma3_text", "qwen3_next")
 PROMPT = random_tokens(np.random.default_rng(5), 700)
 
 
@@ -58,9 +59,11 @@ def bits(output: RequestOutput) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "dtype", "kv"),
     [
-        *((name, "bfloat16" if name in ("gemma3_text", "qwen3_next") else "float32", "auto") for name in KINDS),
-        *(pytest.param(name, "float32", "auto", marks=SLOW) for name in ("gemma3_text", "qwen3_next")),
-        ("qwen2", "bfloat16", "int8"),
+        ("qwen2", "float32", "auto"),
+        ("gemma3_text", "bfloat16", "auto"),
+        ("qwen3_next", "bfloat16", "auto"),
+        *(pytest.param(name, "float32", "auto", marks=SLOW) for name in KINDS if name not in ALL_KINDS_OF_LAYERS),
+        pytest.param("qwen2", "bfloat16", "int8", marks=SLOW),
         ("deepseek_v3", "bfloat16", "auto"),
         ("gemma3_text", "float32", "int8"),
         *(pytest.param(name, "float32", "int8", marks=SLOW) for name in ("qwen3_next", "falcon_h1")),
@@ -233,6 +236,7 @@ def test_a_flipped_byte_on_disk_is_computed_again(tiny_models: TinyModels, tmp_p
         assert llm.engine.report_tiers().tiers[0].loads.blocks_by_outcome["corrupt"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_a_script_that_never_closes_its_llm_still_stores(tiny_models: TinyModels, tmp_path: Path) -> None:
     script = (

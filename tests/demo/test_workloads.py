@@ -115,6 +115,7 @@ def test_the_embedded_model_ends_its_answer_by_itself(engines):
     assert (answer.text, answer.finish_reason) == (question.answer, "stop")
 
 
+@pytest.mark.slow
 def test_questions_about_the_documentation_find_it_and_are_answered_alike(engines):
     answers = list(ask_all(*engines))
     assert [answer.question for answer in answers] == list(QUESTIONS)

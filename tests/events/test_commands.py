@@ -106,6 +106,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
             LLM("nowhere", **options)
 
 
+@pytest.mark.slow
 def test_watch_says_that_nobody_answers_and_what_to_start(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

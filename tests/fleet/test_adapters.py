@@ -129,6 +129,7 @@ def test_a_folder_that_a_replica_cannot_read_is_503_and_not_named(
     assert_nothing_is_left(two)
 
 
+@pytest.mark.slow
 def test_a_new_replica_is_warmed_under_the_adapter(folders: dict[str, Path], alone: LLM) -> None:
     config = ServerConfig(lora_modules=(f"sql={folders['sql']}", f"expert={folders['expert']}"))
     prompts = {"sql": prompt_of(5), "expert": prompt_of(6, invoked=True)}

@@ -23,6 +23,7 @@ def three() -> Iterator[Fleet]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_prefix_that_nobody_computes_is_handed_over_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreword.fleet.warmth.WARM_S", 0.2)
     with fleet(2) as two:
@@ -75,6 +76,7 @@ def test_replicas_whose_engine_has_failed_are_passed_over_and_no_request_is_blam
         assert found.on_loop(lambda: list(found.door.core._loads.open)) == []
 
 
+@pytest.mark.slow
 def test_a_replica_that_never_answers_a_call_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, three: Fleet
 ) -> None:
@@ -204,6 +206,7 @@ def metrics(url: str) -> str:
     return httpx.get(f"{url}/metrics", timeout=60).text
 
 
+@pytest.mark.slow
 def test_the_only_replica_that_was_stopped_goes_on_with_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where several prompts of one call wait for each other, and one is asked only while it keeps some waiting."""
     monkeypatch.setattr("foreword.fleet.pulse.LOOK_S", 0.05)

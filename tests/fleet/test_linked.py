@@ -118,6 +118,7 @@ def test_documents_draw_a_prompt_that_has_them_in_another_order(counts: bool, mo
             assert num_computed == in_prompt + 120
 
 
+@pytest.mark.slow
 def test_a_new_replica_is_warmed_with_nothing_that_stands_after_a_gap() -> None:
     schema = """<schema name="notes"><system>You answer from the notes.</system>
       <module name="falcon"> The code of the amber falcon is 4821. </module>

@@ -245,6 +245,7 @@ def test_hits_are_those_of_one_pool_and_work_is_spread_evenly(alone: ServerThrea
         assert max(three.link.requests.values()) <= 1.25 * 24 / 3, three.link.requests
 
 
+@pytest.mark.slow
 def test_a_flood_of_one_system_prompt_is_spread_and_everybody_holds_it() -> None:
     """Replicas of its own: one rate was measured, which the others are taken to have."""
     prompts = [long_prompt(6, question) for question in range(1, 97)]
@@ -488,6 +489,7 @@ def test_a_replica_that_warms_up_takes_requests_when_no_other_can() -> None:
         assert_nothing_is_left(two)
 
 
+@pytest.mark.slow
 def test_a_replica_whose_warm_up_ends_before_it_begins_takes_requests() -> None:
     with fleet(2) as two:
         facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))

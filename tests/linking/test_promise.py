@@ -202,6 +202,7 @@ def test_salts_have_sources_of_their_own(tiny_models: TinyModels) -> None:
         assert llm.engine.num_computed_tokens - computed > sum(len(one) for one in prompt["documents"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_a_flood_of_orders_does_not_evict_the_documents(tiny_models: TinyModels) -> None:
     """As many orders as you like cost copies, not documents: linked blocks are evicted first."""

@@ -54,6 +54,7 @@ def test_it_reports_each_task_and_method(capsys: pytest.CaptureFixture[str]) -> 
     assert found == {**measured(capsys, *MODEL, *args, "--methods", "none,all"), "cells": found["cells"]}
 
 
+@pytest.mark.slow
 def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
     documents = [f"The code of the amber falcon is {number}.\n" * 5 for number in (12, 34, 56)]

@@ -48,7 +48,7 @@ def bits_of(answer: Any) -> Any:
 def test_tokens_are_those_of_transformers(folder: Path, kind: str) -> None:
     oracle = FamilyOracle(folder, kind)
     with LLM(str(folder), **OPTIONS) as llm:
-        for images in ([], [WIDE], [HIGH], [noise(20, 8)], [WIDE, HIGH], [noise(200, 3)]):
+        for images in ([], [WIDE], [noise(20, 8)], [WIDE, HIGH], [noise(200, 3)]):
             messages = asks(QUESTION, *images)
             prompt, answer = oracle.answer(messages, 8)
             for expected_hit in (False, True):

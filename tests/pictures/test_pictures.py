@@ -141,7 +141,7 @@ def test_two_requests_with_one_new_picture_encode_it_once_and_a_hit_encodes_noth
         assert encoded.num_encoded == 3
 
 
-@pytest.mark.parametrize(("kind", "most", "piece"), [("idefics3", 8, 8), ("idefics3", 1, 4), ("gemma3", 1, 16)])
+@pytest.mark.parametrize(("kind", "most", "piece"), [("idefics3", 1, 4), ("gemma3", 1, 16)])
 def test_a_step_encodes_no_more_than_its_budget_and_others_go_on(
     folder: Path, tmp_path: Path, kind: str, most: int, piece: int
 ) -> None:

@@ -368,7 +368,7 @@ def test_modules_that_are_left_out_have_no_influence() -> None:
     assert one.prompt({"a": {}}) == other.prompt({"a": {}})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(children(3), st.randoms(use_true_random=False))
 def test_a_prompt_has_the_same_tokens_wherever_its_parts_stand(drawn: tuple[Child, ...], random: Random) -> None:
     text = SchemaText(WORDS.encode, (), PLACEHOLDER, lambda _before, role: (f" <{role}> ", " </> "), lambda _role: "")

@@ -275,7 +275,7 @@ def _written(child: Child) -> str:
     return f"<module name={quoteattr(child.name)}{cache}{scaffold}{recompute}>{inner}</module>"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(children(3))
 def test_a_schema_reads_as_it_was_before_it_was_written(drawn: tuple[Child, ...]) -> None:
     schema = Schema("s", Module("", drawn))

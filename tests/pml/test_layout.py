@@ -184,7 +184,7 @@ def ancestors(path: str) -> list[str]:
     return ["/".join(names[: count + 1]) for count in range(len(names))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(children(3))
 def test_positions_are_shared_only_by_alternatives(drawn: tuple[Child, ...]) -> None:
     words = Words()

@@ -123,6 +123,7 @@ def test_the_busiest_replica_is_set_beside_all_replicas_those_without_work_too()
     assert serve([], num_replicas=8).work_max_over_mean == 0.0
 
 
+@pytest.mark.slow
 def test_late_events_cost_little_and_are_seen_in_the_counts():
     trace = recorded()
     fresh, stale = serve(trace, num_blocks=1000), serve(trace, num_blocks=1000, event_delay_s=1.0)
@@ -132,6 +133,7 @@ def test_late_events_cost_little_and_are_seen_in_the_counts():
     assert stale.overcredited_tokens > serve(trace).overcredited_tokens
 
 
+@pytest.mark.slow
 def test_routers_that_share_reservations_wait_less_than_routers_that_do_not():
     trace = recorded(spacing_s=0.005)
     alone = serve(trace)
@@ -143,6 +145,7 @@ def test_routers_that_share_reservations_wait_less_than_routers_that_do_not():
     assert shared.mean_ttft_s < 1.3 * alone.mean_ttft_s
 
 
+@pytest.mark.slow
 def test_routers_that_take_turns_decide_a_burst_almost_as_well_as_one():
     """All requests of two seconds arrive at one moment, as in recordings with coarse times."""
     trace = [one._replace(timestamp_ms=one.timestamp_ms // 2000 * 2000) for one in recorded(spacing_s=0.2)]
@@ -190,6 +193,7 @@ def test_a_faster_replica_computes_more():
     assert computed["replica-0"] + computed["replica-2"] > 1.8 * (computed["replica-1"] + computed["replica-3"])
 
 
+@pytest.mark.slow
 def test_other_policies_run_in_the_replicas_pools():
     trace = recorded()
     assert serve(trace, eviction_policy="value").hit_ratio != serve(trace).hit_ratio
@@ -213,6 +217,7 @@ def test_mistakes_are_refused():
         serve(recorded(50), changes=(FleetChange(0.1, "nobody", joins=False),))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded trace is not here")
 def test_the_recording_whose_prompts_all_begin_alike_does_not_go_to_one_replica():
     trace = list(TraceReader(MOONCAKE, max_requests=1200))

@@ -141,6 +141,7 @@ def test_a_cache_that_holds_more_answers_sooner():
     assert large.ttft_ms["p50"] < small.ttft_ms["p50"]
 
 
+@pytest.mark.slow
 def test_replicas_share_the_load_and_routing_by_prefix_finds_more():
     trace = recorded(chat(np.random.default_rng(3), 400), spacing_s=0.005)
     found = {

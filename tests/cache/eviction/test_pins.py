@@ -263,7 +263,7 @@ def test_random_pins_lose_no_block_and_match_a_plain_model(name):
     pool = BlockPool(num_blocks, on_reuse=lambda _: None, policy=policy)
     counts, cached, plain, broken = np.zeros(num_blocks, np.int32), set(), PlainPins(4, 3), 0
     full = [0, 0]
-    for _ in range(1200):
+    for _ in range(600):
         kind = rng.random()
         if kind < 0.25 and pool.get_num_free_blocks():
             expected = pool.free_block_ids().tolist()

@@ -53,6 +53,7 @@ def goes_before_a_new_one(policy, number, new):
     return order.index(known) < order.index(fresh)
 
 
+@pytest.mark.slow
 def test_value_knows_evicted_blocks_again_by_key_and_forgets_the_oldest():
     """Two prompts return long after they were evicted. One that stays away for too long is as good as new."""
     policy, fresh = ValuePolicy(16), iter(range(1000, 10**9))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ def check_with_drafts(llm: LLM, params: SamplingParams) -> None:
     llm.engine.draft(0)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize(("form", "temperature"), [*zip(FORMS, cycle((0.0, 2.0)))], ids=str)
 def test_structured_answers_are_equal(llm: LLM, form: dict[str, Any], temperature: float) -> None:
     wanted = StructuredOutputsParams(**form)
     for seed in range(2):

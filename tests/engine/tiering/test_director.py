@@ -223,6 +223,7 @@ def test_an_idle_engine_has_memory_provided_for_what_is_used_next(monkeypatch: p
     world.manager.release_blocks(taken)
 
 
+@pytest.mark.slow
 def test_a_tier_that_hangs_costs_a_stated_time() -> None:
     tier = LateTier()
     fill(tier)

@@ -45,6 +45,7 @@ def run(source: str, copy: Path, **environment: str) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, "-c", source], env=names, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_what_the_12_bit_format_inlines_is_part_of_the_key_of_its_code(copy: Path, tmp_path: Path) -> None:
     """Else an edit of an emitter would leave weights packed by the code from before it. Triton's files are apart."""
     cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
@@ -55,6 +56,7 @@ def test_what_the_12_bit_format_inlines_is_part_of_the_key_of_its_code(copy: Pat
         assert run(COUNT_UPPER_BYTES, copy, **cache).stdout.split() == ["12", num_hits]
 
 
+@pytest.mark.slow
 def test_a_function_that_inlines_an_edited_one_computes_what_the_edit_says(copy: Path, tmp_path: Path) -> None:
     kernels = copy / "foreword" / "kernels"
     (kernels / "cpu" / "part.py").write_text(

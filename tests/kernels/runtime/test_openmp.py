@@ -133,6 +133,7 @@ print(json.dumps([before, after, later[0]]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(openmp._GET_AND_SET is None, reason="these calls are not known here")
 def test_turns_get_short_and_nothing_else_of_a_thread_changes() -> None:
     before, after, later = run(TURNS)

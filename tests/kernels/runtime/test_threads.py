@@ -111,6 +111,7 @@ assert (rows[-1] == 40).all()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["OMP_THREAD_LIMIT=3", *slow("OMP_THREAD_LIMIT=1", "OMP_DYNAMIC=true")])
 def test_threads_that_the_system_does_not_give_are_not_waited_for(setting: str) -> None:
     script = FEWER.replace("{path!r}", repr(sys.path))

@@ -24,6 +24,7 @@ from foreword.kernels.select import make_kernel
 from foreword.kernels.step_plan import FEW_QUERIES, plan_step
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.kernels.triton.plan import decoding_shape, lay_out, lay_out_alone
+from lanes import slow
 from paged_case import Case, Shape, random_options, random_shape, random_spans, share_blocks
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -193,10 +194,10 @@ def test_a_query_has_the_same_bits_in_every_batch(dtype: torch.dtype, device: to
     check_equal_bits(Shape(3, 1, 20, 24, 16, dtype), 0, device, longest=290)
 
 
-@SLOW
-def test_so_it_has_with_slopes(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", slow(torch.bfloat16))
+def test_so_it_has_with_slopes(dtype: torch.dtype, device: torch.device) -> None:
     options = AttentionOptions(0.2, slopes=torch.tensor([0.5, 0.06, 0.004], device=device))
-    check_equal_bits(Shape(3, 1, 20, 24, 16, torch.bfloat16), 0, device, 290, options)
+    check_equal_bits(Shape(3, 1, 20, 24, 16, dtype), 0, device, 290, options)
 
 
 @SLOW
