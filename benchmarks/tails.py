@@ -111,7 +111,7 @@ def demo() -> dict[str, Any]:
         rates = {}
         for keep_tails in (False, True):
             with embedded_model() as path, LLM(str(path), kv_cache_memory_bytes=EMBEDDED_KV_BYTES) as llm:
-                llm.engine.manager._coordinator._index.keeps_tails = keep_tails  # type: ignore[attr-defined]
+                llm.engine.manager._coordinator.index.keeps_tails = keep_tails  # type: ignore[attr-defined]
                 turns = run_workload(llm, workload)
                 prompts = sum(turn.num_prompt_tokens for turn in turns)
                 rates[keep_tails] = sum(turn.num_cached_tokens for turn in turns) / prompts

@@ -33,7 +33,7 @@ def variant(*kinds):
 
 
 def index_of(manager):
-    return manager._coordinator._index
+    return manager._coordinator.index
 
 
 # --------------------------------------------------------------------------------------- pool and queue

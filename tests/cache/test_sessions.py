@@ -291,7 +291,7 @@ def test_closing_gives_up_exactly_the_blocks_that_no_other_session_used(groups):
     for _ in range(400):
         if rng.random() < 0.3:
             session = rng.choice("abc")
-            cached = set(manager._coordinator.indexed_block_ids().tolist())
+            cached = set(manager._coordinator.index.block_ids().tolist())
             early = set(manager._pool._given_up.free.in_order().tolist())
             expected = {block for block in cached - early if users.get(block) == {session}}
             chosen = manager.close_session(session)

@@ -122,7 +122,7 @@ def explain_lookup(
     elif below is not None and reason in MAY_LIE_BELOW:
         was_here = reason is MissReason.EVICTED
         reason = below.why_missed(sequence, hit.num_shared_tokens, was_here=was_here) or reason
-    divergence = coordinator.diverges(sequence, MAX_CONTINUATION_TOKENS)
+    divergence = coordinator.index.diverges(sequence, MAX_CONTINUATION_TOKENS)
     num_filling = 0
     if divergence is not None and divergence.position > hit.num_tokens:
         num_filling = coordinator.find_hit_of_next_step(sequence).num_tokens - hit.num_tokens

@@ -626,11 +626,11 @@ class KVCacheManager(EntryKeeper):
 
     def get_num_cached_blocks(self) -> int:
         """Full blocks that hold an indexed prefix, held by requests or not."""
-        return self._coordinator.num_indexed
+        return len(self._coordinator.index)
 
     def get_num_tails(self) -> int:
         """Partly filled blocks that hold the end of an indexed prefix; nobody holds them."""
-        return self._coordinator.num_tails
+        return self._coordinator.index.num_tails
 
     def num_cached_tokens(self) -> int:
         """Tokens whose KV is cached in full blocks, in the group that has most of them; duplicates count."""
@@ -644,8 +644,8 @@ class KVCacheManager(EntryKeeper):
     def block_states(self) -> npt.NDArray[np.uint8]:
         """The present state of each block, as `BlockState` numbers, [num_blocks] (a copy)."""
         states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
-        states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
-        states[self._coordinator.tail_block_ids()] = BlockState.CACHED
+        states[self._coordinator.index.block_ids()] = BlockState.CACHED
+        states[self._coordinator.index.tail_block_ids()] = BlockState.CACHED
         states[self._pool.ref_counts() > 0] = BlockState.IN_USE
         if self._pins is not None:
             states[self._pins.pinned_block_ids()] = BlockState.PINNED
@@ -656,14 +656,15 @@ class KVCacheManager(EntryKeeper):
 
         With `under_salt`, only prefixes under salts that begin with it.
         """
-        return self._coordinator.top_prefixes(limit, under_salt)
+        reuses = None if self.ledger is None else self.ledger.num_reuses()
+        return self._coordinator.index.top(limit, reuses, under_salt)
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
         """At most `num_tokens` tokens that followed all of a sequence in a cached one, under the same extra keys.
 
         Of several ways to go on, the last one that was cached. Empty if none is known, or if the index has no tokens.
         """
-        return self._coordinator.following(sequence, num_tokens)
+        return self._coordinator.index.following(sequence, num_tokens)
 
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they will be given away (a copy)."""
@@ -673,7 +674,7 @@ class KVCacheManager(EntryKeeper):
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
         rows = list(self._row_of.values())
         if self._session_blocks is not None:
-            self._session_blocks.check_integrity(self._coordinator.indexed_block_ids(), rows)
+            self._session_blocks.check_integrity(self._coordinator.index.block_ids(), rows)
         assert self._row_of == {s.request_id: row for row, s in self._sequences.items()}, "rows and requests differ"
         self._coordinator.check_integrity(rows, self._sequences.__getitem__)
         for manager in self._coordinator.managers:

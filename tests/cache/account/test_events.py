@@ -164,7 +164,7 @@ def test_replaying_all_events_rebuilds_the_index(index, seed):
 
 def findable(manager):
     """Keys of the index itself, computed from what it holds."""
-    index = manager._coordinator._index
+    index = manager._coordinator.index
     if isinstance(index, HashIndex):
         return set(map(index.key_of, index.block_ids().tolist()))
     keys = set()

@@ -80,7 +80,7 @@ def test_the_fixed_point_is_the_longest_length_on_which_all_groups_agree(specs, 
         for number in range(num_tokens // spec.block_size):
             if rng.random() < share:
                 keys = coordinator._keys(group, sequence, number, number + 1)
-                coordinator._index.insert(group, keys, np.array([next_id], np.int32))
+                coordinator.index.insert(group, keys, np.array([next_id], np.int32))
                 cached[group, number] = next_id
                 next_id += 1
 
@@ -520,9 +520,9 @@ def test_the_policy_learns_what_the_index_forgot_with_no_manager_in_between(name
     coordinator.tables.close_row(row)
     for block_id in block_ids:  # the head first, so that it goes first
         coordinator.pool.free_blocks(np.array([block_id], np.int32))
-    assert (coordinator.num_indexed, policy.num_empty) == (3, 1)
+    assert (len(coordinator.index), policy.num_empty) == (3, 1)
     given = coordinator.pool.get_new_blocks(2)
     assert block_ids[0] in given
-    assert (coordinator.num_indexed, policy.num_empty) == (0, 2), "the two below the head hold nothing now"
+    assert (len(coordinator.index), policy.num_empty) == (0, 2), "the two below the head hold nothing now"
     assert set(coordinator.pool.get_new_blocks(2).tolist()) == set(block_ids[1:].tolist())
     assert coordinator.stats.evictions == 3

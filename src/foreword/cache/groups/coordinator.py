@@ -24,8 +24,8 @@ from foreword.cache.blocks.block_table import MultiGroupBlockTable
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.managers import GroupSpec, make_group_manager
 from foreword.cache.index.hash_index import GroupedHashIndex
-from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixHit, PrefixIndex, PrefixNode
-from foreword.cache.keys.hashing import BlockHash, TokenArray
+from foreword.cache.index.prefix_index import PartialBlock, PrefixHit, PrefixIndex
+from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_NOTES = 1024
@@ -54,9 +54,10 @@ class KVCacheCoordinator:
         self.pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self.stats = PrefixCacheStats()
         """Counts since the last `clear`: evictions here, lookups by the manager."""
-        self._index = index
+        self.index = index
+        """The blocks that can be found."""
         self._ledger = ledger
-        self._indexed_now: set[int] = set()
+        self.indexed_now: set[int] = set()
         self._noted: list[BlockIds] = []
         self._held_apart: Int64Array = np.zeros(num_blocks, np.int64)
         """Block -> number of its holders that are no rows."""
@@ -71,20 +72,11 @@ class KVCacheCoordinator:
         """Whether nothing changes while a row grows within a block."""
         self.nothing = PrefixHit((NO_BLOCKS,) * len(groups), None, 0, 0)
 
-    # ------------------------------------------------------------------- index
-
-    @property
-    def num_indexed(self) -> int:
-        """The number of blocks that can be found, including duplicates."""
-        return len(self._index)
-
-    def indexed_block_ids(self) -> BlockIds:
-        """The blocks that can be found (a copy)."""
-        return self._index.block_ids()
+    # ------------------------------------------------------------------ lookup
 
     def num_indexed_by_group(self) -> list[int]:
-        """`num_indexed` of each group."""
-        return [self.num_indexed] * len(self.managers)
+        """For each group, the number of its blocks that can be found, including duplicates."""
+        return [len(self.index)] * len(self.managers)
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
@@ -158,58 +150,37 @@ class KVCacheCoordinator:
 
     def forget(self, block_ids: BlockIds, cause: EvictionCause) -> None:
         """Forget the contents of these blocks. Rows that hold them keep them."""
-        forgotten = self._index.remove(block_ids)
+        forgotten = self.index.remove(block_ids)
         self.pool.note_forgotten(forgotten)
         if self._ledger is not None:
             self._ledger.removed(forgotten, cause, self.pool.get_usage())
 
     def _forget_reused(self, block_ids: BlockIds) -> BlockIds:
         """Forget blocks that the pool gives away. Returns all blocks that can no longer be found."""
-        num_indexed, num_tails = self.num_indexed, self.num_tails
-        forgotten = self._index.remove(block_ids)
-        self.stats.evictions += num_indexed - self.num_indexed
-        self.stats.tail_evictions += num_tails - self.num_tails
+        num_indexed, num_tails = len(self.index), self.index.num_tails
+        forgotten = self.index.remove(block_ids)
+        self.stats.evictions += num_indexed - len(self.index)
+        self.stats.tail_evictions += num_tails - self.index.num_tails
         if self._ledger is not None:
             self._ledger.removed(forgotten, EvictionCause.REUSED, self.pool.get_usage())
         return forgotten
 
     def clear(self) -> None:
         """Forget everything, and restart the counters."""
-        self._index.clear()
+        self.index.clear()
         self.stats = PrefixCacheStats()
         self.pool.note_forgotten(np.arange(self.pool.num_blocks, dtype=np.int32))
         if self._ledger is not None:
             self._ledger.cleared()
 
-    # --------------------------------------- tails and trees: only some indexes of one full group have them
+    # ------------------------------------------------- tails: only some indexes of one full group have them
 
     def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
         """The cached part of the block after the last cached full block, even if this step fills it."""
         return None
 
-    @property
-    def num_tails(self) -> int:
-        """The number of partly filled blocks that can be found; `num_indexed` does not count them."""
-        return 0
-
-    def tail_block_ids(self) -> BlockIds:
-        """The partly filled blocks that can be found (a copy)."""
-        return NO_BLOCKS
-
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index the part of the row's first `num_tokens` tokens after their last full block. The row is closed next."""
-
-    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
-        """`PrefixIndex.top`; None without such an index."""
-        return None
-
-    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        """`PrefixIndex.following`; empty without such an index."""
-        return NO_BLOCKS
-
-    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
-        """`PrefixIndex.diverges`; None without such an index."""
-        return None
 
     # ------------------------------------------------- reasons of misses; they need a ledger
 
@@ -225,7 +196,7 @@ class KVCacheCoordinator:
 
     def begin_step(self) -> None:
         """Begin a new batch: the blocks that were indexed before have been computed."""
-        self._indexed_now.clear()
+        self.indexed_now.clear()
         self._noted.clear()
         if self._ledger is not None:
             self._ledger.begin_step()
@@ -248,11 +219,11 @@ class KVCacheCoordinator:
     def fills(self, block_ids: Iterable[int]) -> bool:
         """Whether this step fills any of these blocks: they may be indexed, but must not be copied or read yet."""
         self._gather_notes()
-        return not self._indexed_now.isdisjoint(block_ids)
+        return not self.indexed_now.isdisjoint(block_ids)
 
     def _gather_notes(self) -> None:
         for block_ids in self._noted:
-            self._indexed_now.update(block_ids.tolist())
+            self.indexed_now.update(block_ids.tolist())
         self._noted.clear()
 
     # -------------------------------------------------------------- allocation
@@ -422,7 +393,7 @@ class KVCacheCoordinator:
                 full = len(sequence_of(row)) // manager.block_size
                 assert manager.num_indexed[row] <= full, "a block was indexed too early"
         self.pool.check_integrity(counts)
-        self._index.check_integrity()
+        self.index.check_integrity()
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):

@@ -34,7 +34,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         the tokens that one may find of the other           ----
     """
 
-    _index: GroupedHashIndex[BlockHash]
+    index: GroupedHashIndex[BlockHash]
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
 
     def num_indexed_by_group(self) -> list[int]:
-        return [self._index.num_indexed(group_id) for group_id in range(len(self.managers))]
+        return [self.index.num_indexed(group_id) for group_id in range(len(self.managers))]
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """Each group lowers the bound to its longest hit, until a whole round leaves the bound unchanged.
@@ -105,7 +105,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return keys_of_group(sequence.block_hashes(), self._keys_per_block[group_id], first, last)
 
     def _finder(self, group_id: int) -> BlockFinder:
-        find = self._index.finder(group_id)
+        find = self.index.finder(group_id)
         if self.managers[group_id].readable_in_same_step:
             return find
 
@@ -168,7 +168,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     ) -> None:
         """Index blocks as the group's blocks with these numbers, and report them."""
         keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
-        self._index.insert(group_id, keys, block_ids)
+        self.index.insert(group_id, keys, block_ids)
         note(block_ids, numbers.start)
         if self.pool.wants_keys:
             own = [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
@@ -204,11 +204,11 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 sequence = sequence_of(row)
                 keys = self._keys(group_id, sequence, 0, len(sequence) // manager.block_size)
                 for number, block_id in enumerate(manager.tables.row(row).tolist()):
-                    if block_id == NULL_BLOCK or self._index.key_of(block_id) is None:
+                    if block_id == NULL_BLOCK or self.index.key_of(block_id) is None:
                         continue
-                    assert self._index.group_of(block_id) == group_id, (
+                    assert self.index.group_of(block_id) == group_id, (
                         "a block is held in one group and indexed in another"
                     )
-                    assert self._index.key_of(block_id) in keys[number : number + 1], (
+                    assert self.index.key_of(block_id) in keys[number : number + 1], (
                         f"block {block_id} is indexed as something else than its holder's block number {number}"
                     )

@@ -11,8 +11,8 @@ from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, SequenceOfRow
 from foreword.cache.groups.managers import GroupSpec
-from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PartialBlock, PrefixHit, PrefixIndex, PrefixNode
-from foreword.cache.keys.hashing import BlockHash, TokenArray
+from foreword.cache.index.prefix_index import NO_MATCH, PartialBlock, PrefixHit, PrefixIndex
+from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 
@@ -23,7 +23,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     filled the copy, the table takes the indexed block, and the copy is freed.
     """
 
-    _index: PrefixIndex
+    index: PrefixIndex
 
     def __init__(
         self,
@@ -45,16 +45,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         self._filled: list[tuple[int, int, BlockIds]] = []
         """Blocks that the current step fills, for deduplication: row, number of the first block, block ids."""
 
-    @property
-    def num_tails(self) -> int:
-        return self._index.num_tails
-
-    def tail_block_ids(self) -> BlockIds:
-        return self._index.tail_block_ids()
-
-    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
-        return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses(), under_salt)
-
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         hit = self.find_hit_of_next_step(sequence)
         if hit.partial is None or not self.fills((hit.partial.block_id,)):
@@ -63,7 +53,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         return PrefixHit(hit.tables, None, hit.num_shared_tokens, hit.num_shared_tokens)
 
     def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
-        match = self._index.match(sequence)
+        match = self.index.match(sequence)
         if match is NO_MATCH:
             return self.nothing
         block_ids, partial = match.block_ids, match.partial
@@ -80,28 +70,28 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         return PrefixHit((block_ids,), partial, num_tokens, num_shared)
 
     def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
-        return self._index.match(sequence).partial
+        return self.index.match(sequence).partial
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        return self._index.holds(sequence, block)
+        return self.index.holds(sequence, block)
 
     def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
         return [sequence.block_hashes()]
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
-        found, keys = self._index.match(sequence).block_ids, sequence.block_hashes()
+        found, keys = self.index.match(sequence).block_ids, sequence.block_hashes()
         end = len(found)
         while end < len(keys) and sequence.may_hit(end) and keys[end] in elsewhere[0]:
             end += 1
         return (np.concatenate((found, np.full(end - len(found), ELSEWHERE, np.int32))),)
 
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
-        found = self._index.match(sequence).block_ids
+        found = self.index.match(sequence).block_ids
         rest = np.full(sequence.num_full_blocks - len(found), NULL_BLOCK, np.int32)
         return [np.concatenate((found, rest))]
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
-        if len(self._index.match(sequence).block_ids) != first or not self._index.insert(sequence, first, block_ids):
+        if len(self.index.match(sequence).block_ids) != first or not self.index.insert(sequence, first, block_ids):
             return False
         self._note_adopted(block_ids, first)
         self._report(sequence, first, block_ids)
@@ -113,7 +103,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         if num_full > first:
             block_ids = self._manager.tables.row(row)[first:num_full].copy()
             self._manager.num_indexed[row] = num_full
-            if not self._index.insert(sequence, first, block_ids):
+            if not self.index.insert(sequence, first, block_ids):
                 return
             num_lasting = _num_lasting(sequence, first, len(block_ids))
             self._note_indexed(block_ids[:num_lasting], first)
@@ -129,7 +119,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index a tail. Events do not report tails, which have no keys: listeners count full blocks."""
-        if not self._index.keeps_tails:
+        if not self.index.keeps_tails:
             return
         self.cache_blocks(row, sequence, num_tokens)  # the last token of a block may be known only now
         number, num_rest = divmod(num_tokens, self._size)
@@ -137,7 +127,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             return
         block_id = int(self._manager.tables.row(row)[number])
         tail = np.array([block_id], np.int32)
-        if not self.pool.count_held_once(tail) or not self._index.insert_tail(sequence, num_tokens, block_id):
+        if not self.pool.count_held_once(tail) or not self.index.insert_tail(sequence, num_tokens, block_id):
             return
         self._noted.append(tail)  # a step that still runs may fill it, too late for a copy in this step
         self.pool.note_tail(block_id)
@@ -157,7 +147,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         if any(sequence.linked_from is not None for sequence in sequences):
             super().cache_blocks_each(rows, sequence_of, ends)
             return
-        inserted = self._index.insert_each(sequences, numbers, block_ids)
+        inserted = self.index.insert_each(sequences, numbers, block_ids)
         if all(inserted):
             self._note_indexed_each(block_ids, last)
         else:
@@ -182,7 +172,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         for row, first, block_ids in self._filled:
             self._deduplicate(row, first, block_ids)
         self._filled.clear()
-        superseded = self._index.superseded_tails()
+        superseded = self.index.superseded_tails()
         if len(superseded):  # pinned tails stay
             self.forget(superseded.compress(self.pool.is_tail(superseded)), EvictionCause.DUPLICATE)
 
@@ -190,7 +180,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         """Let the row's table take the indexed blocks in place of copies, and free the copies."""
         table = self._manager.tables.row(row)
         for number, block_id in enumerate(block_ids.tolist(), first):
-            original = self._index.original_of(block_id)
+            original = self.index.original_of(block_id)
             if original is None or number >= len(table) or table[number] != block_id:
                 continue  # it has no duplicate, or its request has ended
             self.forget(np.array([block_id], np.int32), EvictionCause.DUPLICATE)
@@ -204,7 +194,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         number = len(hit.block_ids)
         # `reason` is None if another prompt's block has the same key: only an index that verifies tokens notices that.
         reason, eviction = self._account.reason(sequence, number) or (MissReason.NEVER_SEEN, None)
-        if self._index.keeps_tails and reason in (MissReason.PARTIAL_BLOCK, MissReason.NEVER_SEEN):
+        if self.index.keeps_tails and reason in (MissReason.PARTIAL_BLOCK, MissReason.NEVER_SEEN):
             tail = self._ledger.tails.eviction_after(sequence, number, hit.num_tokens - hit.num_shared_tokens)
             return (MissReason.NEVER_SEEN, None) if tail is None else (MissReason.EVICTED, tail)
         return reason, eviction
@@ -213,21 +203,15 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         assert self._account is not None
         return self._account.num_ghost_hits(sequence, len(hit.block_ids)) * self._size
 
-    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        return self._index.following(sequence, num_tokens)
-
-    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
-        return self._index.diverges(sequence, num_tokens)
-
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         for row in rows:
-            self._index.check_table(sequence_of(row), self._manager.tables.row(row))
-        known = np.concatenate((self._index.tail_block_ids(), self._index.block_ids()))
+            self.index.check_table(sequence_of(row), self._manager.tables.row(row))
+        known = np.concatenate((self.index.tail_block_ids(), self.index.block_ids()))
         assert self.pool.tail_block_ids() <= set(known.tolist()), "the pool keeps a tail that cannot be found"
         if self._ledger is not None:
-            self._ledger.check_integrity(len(self._index))
-            assert self._ledger.tails.block_ids() == set(self._index.tail_block_ids().tolist()), (
+            self._ledger.check_integrity(len(self.index))
+            assert self._ledger.tails.block_ids() == set(self.index.tail_block_ids().tolist()), (
                 "ledger and index know different tails"
             )
 

@@ -72,7 +72,28 @@ class BlockHashToBlockMap(Generic[Key]):
             del self.duplicates[key]
 
 
-class GroupedHashIndex(Generic[Key]):
+class _KeysAlone:
+    """What an index of keys answers where others know the tokens: it has no tails and no tree."""
+
+    keeps_tails = False
+    num_tails = 0
+
+    def tail_block_ids(self) -> BlockIds:
+        return NO_BLOCKS
+
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        return None
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        return NO_BLOCKS
+
+    def top(
+        self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
+    ) -> list[PrefixNode] | None:
+        return None
+
+
+class GroupedHashIndex(_KeysAlone, Generic[Key]):
     """Blocks of several groups that share one pool."""
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -153,7 +174,7 @@ class GroupedHashIndex(Generic[Key]):
         assert self._num_indexed == len(keyed), "the index miscounts itself"
 
 
-class HashIndex:
+class HashIndex(_KeysAlone):
     """Blocks by their chained hash, as in vLLM v1.
 
     Lookups find the first block with a key. Later blocks with the same key are duplicates: one of them takes its place
@@ -165,9 +186,6 @@ class HashIndex:
 
     Only full blocks have keys, so there are no tails.
     """
-
-    keeps_tails = False
-    num_tails = 0
 
     def __init__(self, num_blocks: int, *, verify_tokens: bool = False) -> None:
         self._blocks = GroupedHashIndex[BlockHash | VerifiedPrefix](num_blocks, 1)
@@ -185,12 +203,6 @@ class HashIndex:
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         keys = self._known_keys(sequence)
         return block < len(keys) and self._blocks.finder(0)(keys[block]) is not None
-
-    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
-        return None  # keys do not say in which token they differ
-
-    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        return NO_BLOCKS  # keys do not say which tokens they stand for
 
     def original_of(self, block_id: int) -> int | None:
         key = self._blocks.key_of(block_id)
@@ -220,9 +232,6 @@ class HashIndex:
     def superseded_tails(self) -> BlockIds:
         return NO_BLOCKS
 
-    def tail_block_ids(self) -> BlockIds:
-        return NO_BLOCKS
-
     def remove(self, block_ids: BlockIds) -> BlockIds:
         if self._prefixes is not None:
             for key in map(self._blocks.key_of, block_ids.tolist()):
@@ -242,11 +251,6 @@ class HashIndex:
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    def top(
-        self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
-    ) -> list[PrefixNode] | None:
-        return None  # keys do not say which tokens they stand for
 
     def block_ids(self) -> BlockIds:
         return self._blocks.block_ids()
