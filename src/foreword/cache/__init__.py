@@ -24,7 +24,13 @@ from foreword.cache.account.ledger import (
     MissReason as MissReason,
 )
 from foreword.cache.account.stats import CachingMetrics as CachingMetrics, PrefixCacheStats as PrefixCacheStats
-from foreword.cache.block_ids import BlockIds as BlockIds, NO_BLOCKS as NO_BLOCKS, NULL_BLOCK as NULL_BLOCK
+from foreword.cache.block_ids import (
+    NO_BLOCKS as NO_BLOCKS,
+    NULL_BLOCK as NULL_BLOCK,
+    BlockIds as BlockIds,
+    elsewhere as elsewhere,
+    in_pool as in_pool,
+)
 from foreword.cache.blocks.block_allocator import (
     PrefixCachingBlock as PrefixCachingBlock,
     PrefixCachingBlockAllocator as PrefixCachingBlockAllocator,
@@ -100,12 +106,7 @@ from foreword.cache.keys.hashing import (
 )
 from foreword.cache.keys.links import jump_span as jump_span, linked_span as linked_span
 from foreword.cache.keys.sequence import TokenSequence as TokenSequence, common_length as common_length
-from foreword.cache.manager import (
-    BlockState as BlockState,
-    KVCacheManager as KVCacheManager,
-    elsewhere as elsewhere,
-    in_pool as in_pool,
-)
+from foreword.cache.manager import BlockState as BlockState, KVCacheManager as KVCacheManager
 from foreword.cache.payloads import PayloadCache as PayloadCache, PayloadHit as PayloadHit, Spill as Spill
 from foreword.cache.slot_index import SlotIndex as SlotIndex, SlotMatch as SlotMatch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 NULL_BLOCK = -1
 """Table entry of a block that is not needed; no block of the pool has this id."""
+ELSEWHERE = -2
+"""Table entry of a block that is not in the pool, but in a place from which it can be loaded."""
 
 
 def without_null(entries: BlockIds) -> BlockIds:
@@ -32,3 +34,15 @@ def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
     if beyond >= num_blocks:
         raise AllocationError(f"block {beyond} is not in this pool; its {num_blocks} blocks are 0 to {num_blocks - 1}")
     return np.array([block_id for block_id in distinct if block_id >= 0], np.int32)
+
+
+def elsewhere(table: BlockIds) -> BlockIds:
+    """The numbers of a table's blocks that are not in the pool, ascending."""
+    return np.flatnonzero(table == ELSEWHERE).astype(np.int32)
+
+
+def in_pool(tables: Sequence[BlockIds]) -> BlockIds:
+    """The blocks of all these tables that are in the pool."""
+    entries = np.concatenate(tables)
+    found: BlockIds = entries[(entries != ELSEWHERE) & (entries != NULL_BLOCK)]
+    return found

@@ -42,14 +42,14 @@ import numpy.typing as npt
 from foreword.cache.account.ledger import CacheLedger, EvictionCause
 from foreword.cache.account.sessions import SessionBlocks
 from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
-from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids, without_null
+from foreword.cache.block_ids import BlockIds, Int64Array, as_block_ids, without_null
 from foreword.cache.blocks.block_pool import KVCacheBlock, KVCacheBlocks
 from foreword.cache.entries import EntryKeeper
 from foreword.cache.eviction.policies import make_policy
 from foreword.cache.eviction.policy import EvictionPolicy, LearningPolicy
 from foreword.cache.explain import Below, LookupExplanation, explain_lookup
 from foreword.cache.groups.choose import get_kv_cache_coordinator, is_one_full_group
-from foreword.cache.groups.coordinator import ELSEWHERE, Keys
+from foreword.cache.groups.coordinator import Keys
 from foreword.cache.groups.managers import FullAttentionSpec, GroupSpec, MambaManager, Position
 from foreword.cache.index.prefix_index import PrefixHit, PrefixIndex, PrefixNode
 from foreword.cache.keys.hashing import BlockHash, TokenArray
@@ -137,6 +137,8 @@ class KVCacheManager(EntryKeeper):
         self._copied: dict[int, tuple[int, int]] = {}
         """Row that began with a copy -> tokens in shared blocks, and tokens in these and the copied blocks."""
         self._copies: list[tuple[int, int]] = []
+        self._held_apart: BlockIds = np.zeros(num_blocks, np.int32)
+        """Block -> number of its holders that are no requests."""
         self._session_blocks: SessionBlocks | None = None
         """None until a request of a session is admitted."""
 
@@ -463,7 +465,9 @@ class KVCacheManager(EntryKeeper):
     def _give_up(self, number: int) -> int:
         assert self._session_blocks is not None
         block_ids = self._session_blocks.take(number)
-        block_ids = block_ids[~self._coordinator.is_in_a_row(block_ids)]
+        block_ids = block_ids[
+            self._pool.ref_counts()[block_ids] == self._held_apart[block_ids]
+        ]  # no request holds them
         if self._pins is not None:
             block_ids = block_ids[~np.isin(block_ids, self._pins.pinned_block_ids())]
         return self._pool.give_up(block_ids)
@@ -518,7 +522,11 @@ class KVCacheManager(EntryKeeper):
 
     def take_blocks(self, count: int) -> BlockIds | None:
         """Take blocks to be filled, which nothing finds before `adopt`; None, and no change, if fewer are free."""
-        return self._coordinator.take_apart(count) if count <= self.get_num_free_blocks() else None
+        if count > self.get_num_free_blocks():
+            return None
+        block_ids = self._pool.get_new_blocks(count)
+        self._held_apart[block_ids] += 1
+        return block_ids
 
     def next_empty(self, num_blocks: int) -> BlockIds:
         """Of the blocks that hold nothing, those that are given away next, at most `num_blocks`. Changes nothing."""
@@ -526,7 +534,8 @@ class KVCacheManager(EntryKeeper):
 
     def hold_blocks(self, block_ids: BlockIds) -> None:
         """Keep these (distinct) blocks, which a lookup found, from being given away; no use of them is counted."""
-        self._coordinator.hold_apart(block_ids)
+        self._pool.hold(block_ids)
+        self._held_apart[block_ids] += 1
 
     def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
         """Hold the first blocks of a sequence, to copy them in the next step, and count a use of them.
@@ -537,13 +546,14 @@ class KVCacheManager(EntryKeeper):
         if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
             return None
         block_ids: BlockIds = table[:num_blocks].copy()
-        self._coordinator.hold_apart(block_ids)
+        self.hold_blocks(block_ids)
         self._pool.note_use(block_ids)
         return block_ids
 
     def release_blocks(self, block_ids: BlockIds) -> None:
         """Release blocks that were taken or held. Those that are indexed stay cached; the last are evicted first."""
-        self._coordinator.release_apart(block_ids)
+        self._held_apart[block_ids] -= 1
+        self._pool.free_blocks(block_ids[::-1].copy())
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         """Index taken blocks, now filled, as the group's blocks number `first` and on of `sequence`.
@@ -676,7 +686,7 @@ class KVCacheManager(EntryKeeper):
         if self._session_blocks is not None:
             self._session_blocks.check_integrity(self._coordinator.index.block_ids(), rows)
         assert self._row_of == {s.request_id: row for row, s in self._sequences.items()}, "rows and requests differ"
-        self._coordinator.check_integrity(rows, self._sequences.__getitem__)
+        self._coordinator.check_integrity(rows, self._sequences.__getitem__, self._held_apart)
         for manager in self._coordinator.managers:
             for row in rows:
                 num_slots = int(self._num_slots[row])
@@ -684,15 +694,3 @@ class KVCacheManager(EntryKeeper):
                     f"{self._sequences[row].request_id!r} has slots for {num_slots} tokens, but not the blocks for them"
                 )
                 assert manager.num_indexed[row] * manager.block_size <= num_slots, "an uncomputed block is indexed"
-
-
-def elsewhere(table: BlockIds) -> BlockIds:
-    """The numbers of a table's blocks that are not in the pool, ascending."""
-    return np.flatnonzero(table == ELSEWHERE).astype(np.int32)
-
-
-def in_pool(tables: Sequence[BlockIds]) -> BlockIds:
-    """The blocks of all these tables that are in the pool."""
-    entries = np.concatenate(tables)
-    found: BlockIds = entries[(entries != ELSEWHERE) & (entries != NULL_BLOCK)]
-    return found

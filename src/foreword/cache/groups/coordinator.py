@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.account.stats import PrefixCacheStats
@@ -30,8 +29,6 @@ from foreword.cache.keys.sequence import TokenSequence
 
 MAX_NOTES = 1024
 """The number of notes of filled blocks to keep unread; most steps never read them."""
-ELSEWHERE = -2
-"""Table entry of a block that is not in the pool, but in a place from which it can be loaded."""
 SequenceOfRow = Callable[[int], TokenSequence]
 Keys = Sequence[BlockHash]
 
@@ -59,8 +56,6 @@ class KVCacheCoordinator:
         self._ledger = ledger
         self.indexed_now: set[int] = set()
         self._noted: list[BlockIds] = []
-        self._held_apart: Int64Array = np.zeros(num_blocks, np.int64)
-        """Block -> number of its holders that are no rows."""
         self.tables = MultiGroupBlockTable(len(groups))
         self.managers = tuple(
             make_group_manager(spec, tables, self.alignment)
@@ -107,27 +102,6 @@ class KVCacheCoordinator:
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         """`KVCacheManager.adopt`."""
         return False
-
-    def take_apart(self, count: int) -> BlockIds:
-        """Take new blocks for a holder that is no row; at most as many as are free."""
-        block_ids = self.pool.get_new_blocks(count)
-        self._held_apart[block_ids] += 1
-        return block_ids
-
-    def hold_apart(self, block_ids: BlockIds) -> None:
-        """Hold these (distinct) blocks for a holder that is no row."""
-        self.pool.hold(block_ids)
-        self._held_apart[block_ids] += 1
-
-    def is_in_a_row(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Whether a row holds each of these blocks."""
-        held: npt.NDArray[np.bool_] = self.pool.ref_counts()[block_ids] > self._held_apart[block_ids]
-        return held
-
-    def release_apart(self, block_ids: BlockIds) -> None:
-        """Release what `take_apart` or `hold_apart` held, the last ones first."""
-        self._held_apart[block_ids] -= 1
-        self.pool.free_blocks(block_ids[::-1].copy())
 
     # ------------------------------------------------------------------- rows' blocks in the index
 
@@ -376,11 +350,13 @@ class KVCacheCoordinator:
 
     # --------------------------------------------------------------- integrity
 
-    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
-        """Raise AssertionError if counts, queue, tables and index contradict each other."""
-        counts = np.zeros(self.pool.num_blocks, np.int32)
+    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow, held_apart: BlockIds) -> None:
+        """Raise AssertionError if counts, queue, tables and index contradict each other.
+
+        `held_apart`: block -> number of its holders that are no rows.
+        """
+        counts = held_apart.copy()
         counts[self.held_for_ever()] += 1
-        counts += self._held_apart.astype(np.int32)
         owner = np.full(self.pool.num_blocks, -1)
         for group_id, manager in enumerate(self.managers):
             for row in rows:

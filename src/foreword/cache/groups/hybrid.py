@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence, Set
 import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
-from foreword.cache.block_ids import NULL_BLOCK, BlockIds
+from foreword.cache.block_ids import ELSEWHERE, NULL_BLOCK, BlockIds
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, SequenceOfRow
+from foreword.cache.groups.coordinator import Keys, KVCacheCoordinator, SequenceOfRow
 from foreword.cache.groups.managers import BlockFinder, GroupSpec, MambaSpec
 from foreword.cache.index.hash_index import GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.index.prefix_index import PrefixHit
@@ -197,8 +197,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         group_id = self._order[0]
         return self._accounts[group_id].num_ghost_hits(sequence, len(hit.tables[group_id])) * self.block_sizes[group_id]
 
-    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
-        super().check_integrity(rows, sequence_of)
+    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow, held_apart: BlockIds) -> None:
+        super().check_integrity(rows, sequence_of, held_apart)
         for group_id, manager in enumerate(self.managers):
             for row in rows:
                 sequence = sequence_of(row)

@@ -7,9 +7,9 @@ from collections.abc import Sequence, Set
 import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
-from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array
+from foreword.cache.block_ids import ELSEWHERE, NULL_BLOCK, BlockIds, Int64Array
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, SequenceOfRow
+from foreword.cache.groups.coordinator import Keys, KVCacheCoordinator, SequenceOfRow
 from foreword.cache.groups.managers import GroupSpec
 from foreword.cache.index.prefix_index import NO_MATCH, PartialBlock, PrefixHit, PrefixIndex
 from foreword.cache.keys.hashing import BlockHash
@@ -203,8 +203,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         assert self._account is not None
         return self._account.num_ghost_hits(sequence, len(hit.block_ids)) * self._size
 
-    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
-        super().check_integrity(rows, sequence_of)
+    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow, held_apart: BlockIds) -> None:
+        super().check_integrity(rows, sequence_of, held_apart)
         for row in rows:
             self.index.check_table(sequence_of(row), self._manager.tables.row(row))
         known = np.concatenate((self.index.tail_block_ids(), self.index.block_ids()))
