@@ -14,8 +14,6 @@ from foreword.errors import ConfigError
 from foreword.tiers.cipher import AesGcm, PlainText, block_name, read_secret
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.run_format import PAGE, block_checksum
-from foreword.tiers.disk.segments import NewBlocks, Places
-from foreword.tiers.tier import BlockKeys
 from tiers.block_world import (
     NAMESPACE,
     OPTIONS,
@@ -89,37 +87,20 @@ def test_an_encrypted_tier_gives_back_what_it_stored_also_after_a_restart(tmp_pa
         assert load(tier, keys_of(range(60))).num_done == 60
 
 
-def test_another_keys_ciphertext_in_a_blocks_place_is_refused(tmp_path, encrypting):
+def test_another_keys_ciphertext_in_a_blocks_place_is_refused(tmp_path, encrypting, monkeypatch):
     """An attacker gives block 0 the place of block 1, with a checksum that fits: only the cipher notices."""
     with opened(tmp_path / "cache", encrypting) as tier:
         store(tier, keys_of([0, 1]))
-        state = tier._state
-        keys = keys_of([0])
-        places = state.index.locate(keys_of([1]), 0)
-        stored_bytes = int(places.stored_bytes[0])
-        begin = int(places.pages[0]) * PAGE
+        places = tier._state.index.locate(keys_of([1]), 0)
+        begin = int(places["page"][0]) * PAGE
         content = segment_files(tmp_path / "cache")[0].read_bytes()[begin : begin + 2 * PAGE]
-        checksum = block_checksum(NAMESPACE, 0, key_of(0), stored_bytes, memoryview(content))
-        state.index.insert(forged(keys, places, checksum))
-        assert load(tier, keys).by_reason() == {"corrupt": 1}
+        checksum = block_checksum(NAMESPACE, 0, key_of(0), int(places["stored_bytes"][0]), memoryview(content))
+        places["checksum"] = np.frombuffer(checksum, np.uint8)
+        monkeypatch.setattr(tier._state.index, "locate", lambda keys, now: places)
+        assert load(tier, keys_of([0])).by_reason() == {"corrupt": 1}
     # Without a cipher such a forgery would be served: a checksum alone does not know who wrote.
     plain = PlainText()
     assert plain.open(block_name(NAMESPACE, 0, key_of(0)), memoryview(content), memoryview(b"")) is not None
-
-
-def forged(keys: BlockKeys, places: Places, checksum: bytes) -> NewBlocks:
-    return NewBlocks(
-        keys,
-        places.segments,
-        places.pages,
-        places.stored_bytes,
-        np.frombuffer(checksum, np.uint8).reshape(1, 16),
-        np.zeros(1, np.uint32),
-        np.ones(1, np.uint32),
-        np.ones(1, np.float32),
-        np.zeros(1, np.uint8),
-        np.zeros(1, np.uint8),
-    )
 
 
 @pytest.mark.parametrize("has_snapshot", [True, False])

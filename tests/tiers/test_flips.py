@@ -85,7 +85,7 @@ def test_every_flip_in_a_file_that_is_in_use_is_caught_by_a_load(tmp_path):
                 # It was stored again at the end; go on with the damaged place by forgetting all and scanning again.
                 tier.forget(keys)
                 file.truncate(len(content))
-                segment = tier._state.table.own()[0]
+                segment = tier._state.index.own_segments()[0]
                 segment.num_bytes = 0
                 tier._scanner._scan(segment)
                 assert tier.lookup(keys).all()

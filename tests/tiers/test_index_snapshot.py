@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from foreword.tiers.clock import EPOCH, Clock
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.run_format import NO_CIPHER
-from foreword.tiers.disk.segment_index import SegmentIndex, Snapshot, read_snapshot, write_snapshot
-from foreword.tiers.disk.segments import Segment
+from foreword.tiers.disk.segment_index import SegmentIndex, Snapshot, read_snapshot, worth_of, write_snapshot
 from tiers.block_world import keys_of
-from tiers.test_segment_index import blocks
+from tiers.test_segment_index import insert, segment_of
 
 YEAR_S = 365 * 24 * 3600
 FILES = RealFiles()
@@ -23,26 +23,32 @@ def clock_at(wall_s: float) -> Clock:
     return Clock(wall=lambda: wall_s, monotonic=lambda: 0.0)
 
 
-def segment(segment_id: int, num_bytes: int = 1 << 20) -> Segment:
-    return Segment(segment_id, Path(f"{segment_id:06d}-00000000.fwseg"), is_own=True, num_bytes=num_bytes)
+def save(index: SegmentIndex, path: Path, numbers: list[int], clock: Clock, num_bytes: int = 1 << 20) -> None:
+    """Write the snapshot of these segments, which have that size."""
+    segments = [segment_of(index, number) for number in numbers]
+    for segment in segments:
+        segment.num_bytes = num_bytes
+    write_snapshot(FILES, path, index.snapshot(segments), clock, NO_CIPHER)
 
 
 def written(path: Path, *, expires_in_s: int = 0, wall_s: float = 1e9) -> SegmentIndex:
     """A snapshot of 20 blocks in segment 3 and 5 blocks in segment 1; another 2 blocks are not in it."""
     index, clock = SegmentIndex(), clock_at(wall_s)
     expires = EPOCH + expires_in_s if expires_in_s else 0
-    index.insert(blocks(keys_of(range(20)), segment=3, expires=expires))
-    index.insert(blocks(keys_of(range(20, 25), group_id=1), segment=1))
-    index.insert(blocks(keys_of(range(30, 32)), segment=2))
-    write_snapshot(FILES, path, index, [segment(3), segment(1)], clock, NO_CIPHER)
+    insert(index, keys_of(range(20)), segment=3, expires=expires)
+    insert(index, keys_of(range(20, 25), group_id=1), segment=1)
+    insert(index, keys_of(range(30, 32)), segment=2)
+    save(index, path, [3, 1], clock)
     return index
 
 
 def read(path: Path, wall_s: float = 1e9) -> tuple[Snapshot, SegmentIndex]:
+    """A snapshot, and the index of a process that knows another segment and these."""
     snapshot = read_snapshot(FILES, path, clock_at(wall_s), NO_CIPHER)
     assert snapshot is not None
     index = SegmentIndex()
-    index.insert_rows(snapshot.columns, snapshot.names)
+    segment_of(index, 77)
+    index.insert_snapshot(snapshot, [index.add_segment(Path(name), is_own=True) for name, _ in snapshot.segments])
     index.check_integrity()
     return snapshot, index
 
@@ -52,19 +58,37 @@ def test_a_snapshot_brings_back_the_blocks_of_its_segments(tmp_path):
     snapshot, index = read(tmp_path / "index")
     assert snapshot.segments == [("000003-00000000.fwseg", 1 << 20), ("000001-00000000.fwseg", 1 << 20)]
     assert len(index) == 25
-    for keys, number in [(keys_of(range(20)), 0), (keys_of(range(20, 25), group_id=1), 1)]:
+    for keys, number in [(keys_of(range(20)), 3), (keys_of(range(20, 25), group_id=1), 1)]:
         old, new = before.locate(keys, EPOCH), index.locate(keys, EPOCH)
-        assert (new.segments == number).all()
-        assert np.array_equal(new.pages, old.pages)
-        assert np.array_equal(new.checksums, old.checksums)
-        assert np.array_equal(new.stored_bytes, old.stored_bytes)
+        assert (new["segment"] == segment_of(index, number).id).all()
+        for column in ("page", "checksum", "stored_bytes"):
+            assert np.array_equal(new[column], old[column])
+
+
+def test_blocks_of_segments_that_are_gone_stay_out(tmp_path):
+    written(tmp_path / "index")
+    snapshot = read_snapshot(FILES, tmp_path / "index", clock_at(1e9), NO_CIPHER)
+    assert snapshot is not None
+    index = SegmentIndex()
+    lost = segment_of(index, 3)
+    index.remove_segment(lost)
+    index.insert_snapshot(snapshot, [lost, None])
+    assert len(index) == 0
 
 
 def test_an_empty_snapshot_comes_back_empty(tmp_path):
-    write_snapshot(FILES, tmp_path / "index", SegmentIndex(), [], clock_at(0), NO_CIPHER)
+    save(SegmentIndex(), tmp_path / "index", [], clock_at(0))
     snapshot, index = read(tmp_path / "index")
     assert snapshot.segments == []
     assert len(index) == 0
+
+
+def test_a_snapshot_of_the_first_version_costs_a_scan_and_a_line(tmp_path, caplog):
+    caplog.set_level("INFO")
+    body = b"FWIDX\0\0\1" + (0).to_bytes(8, "little")
+    (tmp_path / "index").write_bytes(body + xxhash.xxh3_128_digest(body))
+    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER) is None
+    assert "another version of foreword" in caplog.text
 
 
 def test_there_is_no_snapshot_where_there_is_no_file(tmp_path):
@@ -98,8 +122,8 @@ def test_a_snapshot_of_every_other_length_is_refused(tmp_path):
 
 def test_what_lies_beyond_its_segment_is_refused(tmp_path):
     index = SegmentIndex()
-    index.insert(blocks(keys_of(range(20)), segment=3))
-    write_snapshot(FILES, tmp_path / "index", index, [segment(3, num_bytes=19 * 4096)], clock_at(0), NO_CIPHER)
+    insert(index, keys_of(range(20)), segment=3)
+    save(index, tmp_path / "index", [3], clock_at(0), num_bytes=19 * 4096)
     assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER) is None
 
 
@@ -119,11 +143,11 @@ def test_a_clock_that_jumps_ten_years_ahead_ends_what_expires_and_nothing_else(t
     assert not index.contains(keys_of(range(20)), EPOCH).any()
     assert index.contains(keys_of(range(20, 25), group_id=1), EPOCH).all()
     places = index.locate(keys_of(range(20, 25), group_id=1), EPOCH)
-    assert (index.worth_of(places.rows, EPOCH) >= 0).all()
+    assert (worth_of(places, EPOCH) >= 0).all()
 
 
 def test_a_clock_that_jumps_back_makes_no_block_younger_than_new(tmp_path):
     written(tmp_path / "index")
     _, index = read(tmp_path / "index", 1e9 - 10 * YEAR_S)
     places = index.locate(keys_of(range(20)), EPOCH)
-    assert (index.worth_of(places.rows, EPOCH) <= 1).all()
+    assert (worth_of(places, EPOCH) <= 1).all()

@@ -28,7 +28,7 @@ import numpy as np
 
 from foreword.config import CacheConfig
 from foreword.errors import ConfigError
-from foreword.tiers.disk.files import FileLayer, close_quietly, read_fully, write_fully
+from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
 from foreword.tiers.disk.run_format import NO_CIPHER, PAGE, RunBuffer, RunHeader, padded, run_bytes_of, split_run
 from foreword.tiers.disk.segments import Damage, read_block, scan_runs
 from foreword.tiers.identity import CacheIdentity
@@ -212,7 +212,7 @@ class PrefixFile:
     Close it, or use it as a context manager.
     """
 
-    def __init__(self, files: FileLayer, path: Path) -> None:
+    def __init__(self, files: RealFiles, path: Path) -> None:
         self.path, self._files = path, files
         real = Path(os.path.realpath(path.expanduser()))
         try:
@@ -352,7 +352,7 @@ def store_prefix_file(found: PrefixFile, tier: Tier) -> ImportReport:
     return ImportReport(num_stored, found.facts["num_tokens"] if num_stored == found.num_blocks else 0)
 
 
-def write_prefix_file(files: FileLayer, path: Path, facts: Facts, run: BlockRun, *, overwrite: bool = False) -> int:
+def write_prefix_file(files: RealFiles, path: Path, facts: Facts, run: BlockRun, *, overwrite: bool = False) -> int:
     """Write blocks to a new file, mode 0600; returns its size in bytes. Raises ConfigError.
 
     `facts` are those of `manifest_facts` with `keys` and `num_tokens`. After an error the path is as it was.
@@ -380,7 +380,7 @@ def write_prefix_file(files: FileLayer, path: Path, facts: Facts, run: BlockRun,
     return num_bytes
 
 
-def _write(files: FileLayer, fd: int, facts: Facts, run: BlockRun) -> int:
+def _write(files: RealFiles, fd: int, facts: Facts, run: BlockRun) -> int:
     parts = split_run(run.payload_bytes, np.arange(len(run.keys)))
     sizes = {"num_blocks": len(run.keys), "run_bytes": sum(run_bytes_of(run.payload_bytes[part]) for part in parts)}
     manifest = encode_manifest({**facts, **sizes, "namespace": run.keys.namespace.hex()})
@@ -401,7 +401,7 @@ def _write(files: FileLayer, fd: int, facts: Facts, run: BlockRun) -> int:
     return offset + digest.digest_size
 
 
-def _sync_folder(files: FileLayer, folder: Path) -> None:
+def _sync_folder(files: RealFiles, folder: Path) -> None:
     """Make a new name survive a loss of power, where the file system can."""
     with contextlib.suppress(OSError):
         fd = files.open_for_reading(folder)

@@ -196,9 +196,13 @@ class JobThread(Generic[Job]):
         work: Callable[[Job], None],
         max_amount: int,
         idle: Callable[[], float | None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`work` ends its job's ticket. `idle` is called without a job; it says after how long to call it again."""
-        self._work, self._idle = work, idle
+        """`work` ends its job's ticket. `idle` is called between jobs; it says after how long to call it again.
+
+        `at_end` is the last that the thread does.
+        """
+        self._work, self._idle, self._at_end = work, idle, at_end
         self._max_amount = max_amount
         self._queue: deque[tuple[Job, int]] = deque()
         self._wake = threading.Condition()
@@ -244,9 +248,13 @@ class JobThread(Generic[Job]):
     def join(self, timeout_s: float) -> None:
         """After `stop_after`: wait for the thread for at most `timeout_s` seconds, and cancel what is left."""
         self._thread.join(timeout_s)
+        self._cancel_queued()
+
+    def _cancel_queued(self) -> None:
         with self._wake:
             left = list(self._queue)
             self._queue.clear()
+            self._amount -= sum(amount for _, amount in left)
         for job, _ in left:
             job.ticket.cancel()
 
@@ -258,7 +266,7 @@ class JobThread(Generic[Job]):
                     self._wake.wait(pause_s)
                 self._is_woken = False
                 if self._closes_at is not None and (not self._queue or time.monotonic() >= self._closes_at):
-                    return
+                    break
                 job, amount = self._queue.popleft() if self._queue else (None, 0)
             try:
                 if job is not None:
@@ -271,3 +279,5 @@ class JobThread(Generic[Job]):
             finally:
                 with self._wake:
                     self._amount -= amount
+        self._cancel_queued()
+        self._at_end()

@@ -36,7 +36,7 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
 from foreword.tiers.disk.directory import check_private
-from foreword.tiers.disk.files import FileLayer, RealFiles, close_quietly, read_fully, write_fully
+from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
 
 OVERHEAD_BYTES = 1024
 """Estimated bytes of a resource besides its source."""
@@ -125,7 +125,7 @@ def open_folder(options: TierConfig, model_id: str) -> ContentFolder | None:
 class ContentFolder:
     """Reads and writes cached contents. Any thread may call it, one at a time."""
 
-    def __init__(self, files: FileLayer, cipher: Cipher) -> None:
+    def __init__(self, files: RealFiles, cipher: Cipher) -> None:
         self._files = files
         self._cipher = cipher
         self._path = Path()

@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 
 from foreword.errors import ConfigError
-from foreword.tiers.disk.files import FileLayer
+from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.segments import segment_number
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class CacheDirectory:
     `close` releases our folder's lock; then another process may take the folder.
     """
 
-    def __init__(self, files: FileLayer, path: Path) -> None:
+    def __init__(self, files: RealFiles, path: Path) -> None:
         self._files = files
         self._lock_fds: list[int] = []
         self.path = Path(os.path.realpath(path.expanduser()))
@@ -167,12 +167,12 @@ class CacheDirectory:
         return moved
 
 
-def homes_in(files: FileLayer, root: Path) -> list[Path]:
+def homes_in(files: RealFiles, root: Path) -> list[Path]:
     """The folders of processes, dead or alive, in a cache's inner folder. Raises OSError."""
     return [root / name for name in sorted(files.list_folder(root)) if _is_home(name)]
 
 
-def segments_in(files: FileLayer, home: Path) -> list[Path]:
+def segments_in(files: RealFiles, home: Path) -> list[Path]:
     """The segment files in a folder, oldest first; empty if the folder is gone. Raises OSError."""
     try:
         names = files.list_folder(home)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from pathlib import Path
 from typing import Self
 
@@ -23,12 +22,11 @@ import numpy.typing as npt
 from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.directory import CacheDirectory, unusable
-from foreword.tiers.disk.files import FileLayer, RealFiles, can_leave_cache, close_quietly, physical_bytes
+from foreword.tiers.disk.files import RealFiles, can_leave_cache, close_quietly, physical_bytes
 from foreword.tiers.disk.loader import Loader
 from foreword.tiers.disk.manifest import Facts, read_manifests, write_manifest
 from foreword.tiers.disk.scanner import Scanner
 from foreword.tiers.disk.segment_index import SegmentIndex
-from foreword.tiers.disk.segments import Segment, SegmentTable
 from foreword.tiers.disk.state import DiskOptions, DiskState
 from foreword.tiers.disk.storer import Storer
 from foreword.tiers.ticket import Outcome, Ticket
@@ -56,7 +54,7 @@ class DiskTier:
         path: Path | str,
         options: DiskOptions = DiskOptions(),  # noqa: B008 - frozen
         *,
-        files: FileLayer | None = None,
+        files: RealFiles | None = None,
         clock: Clock | None = None,
     ) -> None:
         options.check()
@@ -71,7 +69,6 @@ class DiskTier:
                 files,
                 clock or Clock(),
                 directory,
-                SegmentTable(),
                 SegmentIndex(),
                 cipher,
                 leaves_cache=_leaves_cache(files, directory.home / PROBE_NAME),
@@ -87,7 +84,7 @@ class DiskTier:
             directory.close()
             raise
         self._loader.start()
-        self._storer.start()
+        self._storer.thread.start()
         self._is_closed = False
         logger.info(
             "cache on disk: %s, at most %.1f GB, %.1f GB there",
@@ -178,7 +175,9 @@ class DiskTier:
         if self._is_closed:
             return
         self._is_closed = True
-        self._storer.close(flush_s, PATIENCE_S)
+        self._storer.thread.stop_after(flush_s)
+        self._state.closing.set()
+        self._storer.thread.join(flush_s + PATIENCE_S)
         self._loader.close(PATIENCE_S)
         self._scanner.close(PATIENCE_S)
         with contextlib.suppress(OSError):
@@ -191,37 +190,18 @@ class DiskTier:
         stats.num_blocks = len(state.index)
         stats.stored_bytes, stats.shared_bytes = space.own_bytes, space.used_bytes
         stats.budget_bytes = space.budget_bytes
-        stats.load_bytes_per_s = self._loader.bytes_per_s
-        stats.queued_load_bytes, stats.queued_store_bytes = self._loader.queued_bytes, self._storer.queued_bytes
+        stats.load_bytes_per_s = self._loader.rate.bytes_per_s
+        stats.queued_load_bytes, stats.queued_store_bytes = self._loader.thread.amount, self._storer.thread.amount
         stats.is_scanned = self._scanner.finished.is_set()
         return stats
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless index and table agree; see `Tier.check_integrity`.
-
-        A run that is being indexed while its segment is lost or evicted settles a moment later, which is waited for.
-        """
-        state = self._state
-        state.index.check_integrity()
-        deadline = time.monotonic() + PATIENCE_S
-        named = self._named_segments()
-        while any(segment is None for _, segment, _ in named) and time.monotonic() < deadline:
-            time.sleep(0.001)
-            named = self._named_segments()
-        for number, segment, end in named:
-            assert segment is not None, f"the index names segment {number}, which is not known"
-            assert not segment.is_scanned or end <= segment.num_bytes, f"a block ends beyond {segment.path.name}"
-        assert sum(segment.is_open for segment in state.table.all()) <= 1, "two segments are open"
-        assert self._loader.queued_bytes >= 0
-        assert self._storer.queued_bytes >= 0
-
-    def _named_segments(self) -> list[tuple[int, Segment | None, int]]:
-        """The segments that the index names: number, segment if it is known, and the end of its last block."""
-        table = self._state.table
-        return [(number, table.get(number), end) for number, end in self._state.index.ends_by_segment().items()]
+        """Raise AssertionError unless the index agrees with itself; see `Tier.check_integrity`."""
+        self._state.index.check_integrity()
+        assert min(self._loader.thread.amount, self._storer.thread.amount) >= 0
 
 
-def _used_bytes(files: FileLayer, directory: CacheDirectory) -> int:
+def _used_bytes(files: RealFiles, directory: CacheDirectory) -> int:
     """Physical bytes of everybody's segments. Raises OSError."""
     total = 0
     for home in [directory.home, *directory.other_homes()]:
@@ -231,7 +211,7 @@ def _used_bytes(files: FileLayer, directory: CacheDirectory) -> int:
     return total
 
 
-def _leaves_cache(files: FileLayer, path: Path) -> bool:
+def _leaves_cache(files: RealFiles, path: Path) -> bool:
     """Whether the kernel knows RWF_DONTCACHE in that folder."""
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.tiers.disk.files import close_quietly
-from foreword.tiers.disk.run_format import RunHeader
-from foreword.tiers.disk.segments import Damage, Places, Segment, scan_runs
+from foreword.tiers.disk.run_format import PAGE, RunHeader
+from foreword.tiers.disk.segment_index import Rows, worth_of
+from foreword.tiers.disk.segments import Damage, Segment, scan_runs
 from foreword.tiers.disk.state import DiskState
 from foreword.tiers.tier import PINNED
 
@@ -27,19 +27,9 @@ logger = logging.getLogger(__name__)
 COPIED_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Keepers:
-    """Blocks of one run that are to be copied forward."""
-
-    header: RunHeader
-    chosen: npt.NDArray[np.int64]
-    """Indices of its entries."""
-    places: Places
-    """Of the chosen blocks."""
-
-
-Copy = Callable[[int, Keepers], int]
-"""Copies blocks from an open segment to the newest one; returns their number. Raises OSError."""
+Copy = Callable[[int, Segment, RunHeader, npt.NDArray[np.int64]], int]
+"""Copies blocks of a run of a segment, whose file is open, to the newest one: descriptor, segment, run, indices in the
+run. Returns their number. Raises OSError."""
 
 
 class Evictor:
@@ -59,20 +49,19 @@ class Evictor:
             return False
         if copies:
             self._copy_best(victim)
-        removed = self._state.index.forget_segment(victim.id)
+        # Before its file: one that cannot be removed must not be chosen forever.
+        removed = self._state.index.remove_segment(victim)
         self._state.count(num_evicted=removed)
-        # First of all the table: a file that cannot be removed must not be chosen forever.
-        self._state.table.remove(victim)
         with contextlib.suppress(FileNotFoundError):
             self._state.files.unlink(victim.path)
         logger.debug("evicted %s with %d blocks", victim.path.name, removed)
         return True
 
     def _choose(self) -> Segment | None:
-        candidates = [segment for segment in self._state.table.own() if not segment.is_open]
+        candidates = [segment for segment in self._state.index.own_segments() if not segment.is_open]
         if not candidates:
             return None
-        worth, pinned = self._state.index.segment_worth(self._state.clock.now_s(), self._state.table.num_ids)
+        worth, pinned = self._state.index.segment_worth(self._state.clock.now_s())
         scanned = [
             segment
             for segment in candidates
@@ -91,48 +80,36 @@ class Evictor:
         except OSError:
             return
         try:
-            for keepers in self._keepers(fd, victim):
-                self._state.count(num_copied_forward=self._copy(fd, keepers))
+            for header, chosen in self._keepers(fd, victim):
+                self._state.count(num_copied_forward=self._copy(fd, victim, header, chosen))
         except OSError as error:
             logger.warning("blocks of %s could not be copied forward: %s", victim.path.name, error)
         finally:
             close_quietly(files, fd)
 
-    def _keepers(self, fd: int, victim: Segment) -> list[Keepers]:
-        """The blocks to copy, run by run, in the order in which they lie."""
+    def _keepers(self, fd: int, victim: Segment) -> list[tuple[RunHeader, npt.NDArray[np.int64]]]:
+        """The blocks to copy in the order in which they lie: runs, and indices of their entries."""
         state, now = self._state, self._state.clock.now_s()
         headers = [
             found
             for found in scan_runs(state.files, fd, 0, victim.num_bytes, uncached=state.leaves_cache)
             if not isinstance(found, Damage) and found.cipher_id == state.cipher.cipher_id
         ]
-        located = [self._still_there(header, victim, now) for header in headers]
-        worth = [np.where(places.rows >= 0, state.index.worth_of(places.rows, now), -1.0) for places in located]
-        pins = [(header.entries["flags"] & PINNED) != 0 for header in headers]
         if not headers:
             return []
-        limit = state.index.mean_worth(now)
-        merit = np.concatenate(
-            [np.where(pin & (value >= 0), np.inf, value) for pin, value in zip(pins, worth, strict=True)]
-        )
+        merit = np.concatenate([self._merit(header, victim, now) for header in headers])
         sizes = np.concatenate([header.entries["stored_bytes"].astype(np.int64) for header in headers])
         best = np.argsort(-merit, kind="stable")
-        best = best[merit[best] > limit]
+        best = best[merit[best] > state.index.mean_worth(now)]
         best = best[np.cumsum(sizes[best]) <= COPIED_SHARE * victim.physical_bytes]
-        chosen = np.zeros(len(merit), bool)
-        chosen[best] = True
-        keepers, begin = [], 0
-        for header, places in zip(headers, located, strict=True):
-            mine = np.flatnonzero(chosen[begin : begin + len(places)])
-            begin += len(places)
-            if len(mine):
-                keepers.append(Keepers(header, mine, places.select(mine)))
-        return keepers
+        is_best = np.isin(np.arange(len(merit)), best)
+        parts = np.split(is_best, np.cumsum([len(header.entries) for header in headers])[:-1])
+        return [(header, np.flatnonzero(part)) for header, part in zip(headers, parts, strict=True) if part.any()]
 
-    def _still_there(self, header: RunHeader, victim: Segment, now: int) -> Places:
-        """Where a run's blocks lie now; rows are -1 for those that are gone or lie elsewhere."""
-        places = self._state.index.locate(header.keys(), now)
-        own = header.offset // 4096 + header.entries["page"].astype(np.int64)
-        here = (places.rows >= 0) & (places.segments == victim.id) & (places.pages == own)
-        places.rows[~here] = -1
-        return places
+    def _merit(self, header: RunHeader, victim: Segment, now: int) -> npt.NDArray[np.float64]:
+        """The worth of a run's blocks, [blocks]; infinite if they are pinned, -1 if they are gone or lie elsewhere."""
+        rows: Rows = self._state.index.locate(header.keys(), now)
+        own = header.offset // PAGE + header.entries["page"]
+        is_here = (rows["name"] != 0) & (rows["segment"] == victim.id) & (rows["page"] == own)
+        worth = np.where(header.entries["flags"] & PINNED, np.inf, worth_of(rows, now))
+        return np.where(is_here, worth, -1.0)

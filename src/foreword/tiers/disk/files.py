@@ -1,6 +1,6 @@
 """The file layer: every call that the disk tier makes of the operating system.
 
-Tests put layers in its place that fail, tear or lose what was written, so the tier does no I/O beside it.
+Tests derive layers from it that fail, tear or lose what was written, so the tier does no I/O beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 RWF_DONTCACHE = 0x80
 """Flag of preadv2 and pwritev2 since Linux 6.14: leave the page cache as it is."""
@@ -27,66 +27,11 @@ class Space(NamedTuple):
     is_read_only: bool
 
 
-class FileLayer(Protocol):
+class RealFiles:
     """What the disk tier asks of the operating system. Every method raises OSError as `os` does."""
 
     def make_folder(self, path: Path) -> None:
         """Make one folder with mode 0700 whatever the umask. Its parent must be there."""
-        ...
-
-    def list_folder(self, path: Path) -> list[str]: ...
-
-    def stat(self, path: Path) -> os.stat_result:
-        """Of the path itself: a symbolic link is not followed."""
-        ...
-
-    def fstat(self, fd: int) -> os.stat_result: ...
-
-    def create(self, path: Path) -> int:
-        """Open a new file for reading and writing, mode 0600 whatever the umask; it must not exist."""
-        ...
-
-    def open_for_reading(self, path: Path) -> int:
-        """Open a file; a symbolic link is refused."""
-        ...
-
-    def open_lock(self, path: Path) -> int:
-        """Open a lock file, and make it if it is not there, mode 0600."""
-        ...
-
-    def try_lock(self, fd: int) -> bool:
-        """Take the lock of an open lock file unless another holds it; closing the file releases it."""
-        ...
-
-    def close(self, fd: int) -> None: ...
-
-    def read(self, fd: int, out: memoryview, offset: int, *, uncached: bool) -> int:
-        """Read up to `len(out)` bytes; 0 at the end of the file."""
-        ...
-
-    def write(self, fd: int, data: memoryview, offset: int, *, uncached: bool) -> int:
-        """Write up to `len(data)` bytes; returns the number written."""
-        ...
-
-    def sync(self, fd: int) -> None:
-        """Wait until the file's content would survive a loss of power."""
-        ...
-
-    def truncate(self, fd: int, num_bytes: int) -> None: ...
-
-    def rename(self, source: Path, target: Path) -> None: ...
-
-    def unlink(self, path: Path) -> None: ...
-
-    def remove_folder(self, path: Path) -> None: ...
-
-    def space(self, path: Path) -> Space: ...
-
-
-class RealFiles:
-    """The operating system itself."""
-
-    def make_folder(self, path: Path) -> None:
         os.mkdir(path, FOLDER_MODE)
         os.chmod(path, FOLDER_MODE)
 
@@ -94,22 +39,27 @@ class RealFiles:
         return os.listdir(path)
 
     def stat(self, path: Path) -> os.stat_result:
+        """Of the path itself: a symbolic link is not followed."""
         return os.lstat(path)
 
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 
     def create(self, path: Path) -> int:
+        """Open a new file for reading and writing, mode 0600 whatever the umask; it must not exist."""
         return self._private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open_for_reading(self, path: Path) -> int:
+        """Open a file; a symbolic link is refused."""
         # Without O_NONBLOCK a FIFO put in a file's place would hold up the thread forever.
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def open_lock(self, path: Path) -> int:
+        """Open a lock file, and make it if it is not there, mode 0600."""
         return self._private(path, os.O_RDWR | os.O_CREAT)
 
     def try_lock(self, fd: int) -> bool:
+        """Take the lock of an open lock file unless another holds it; closing the file releases it."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -122,12 +72,15 @@ class RealFiles:
         os.close(fd)
 
     def read(self, fd: int, out: memoryview, offset: int, *, uncached: bool) -> int:
+        """Read up to `len(out)` bytes; 0 at the end of the file."""
         return os.preadv(fd, [out], offset, RWF_DONTCACHE if uncached else 0)
 
     def write(self, fd: int, data: memoryview, offset: int, *, uncached: bool) -> int:
+        """Write up to `len(data)` bytes; returns the number written."""
         return os.pwritev(fd, [data], offset, RWF_DONTCACHE if uncached else 0)
 
     def sync(self, fd: int) -> None:
+        """Wait until the file's content would survive a loss of power."""
         os.fdatasync(fd)
 
     def truncate(self, fd: int, num_bytes: int) -> None:
@@ -144,9 +97,8 @@ class RealFiles:
 
     def space(self, path: Path) -> Space:
         found = os.statvfs(path)
-        return Space(
-            found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, bool(found.f_flag & os.ST_RDONLY)
-        )
+        is_read_only = bool(found.f_flag & os.ST_RDONLY)
+        return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, is_read_only)
 
     def _private(self, path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
@@ -158,7 +110,7 @@ class RealFiles:
         return fd
 
 
-def read_fully(files: FileLayer, fd: int, out: memoryview, offset: int, *, uncached: bool) -> int:
+def read_fully(files: RealFiles, fd: int, out: memoryview, offset: int, *, uncached: bool) -> int:
     """Read until `out` is full or the file ends; returns the number of bytes read."""
     done = 0
     while done < len(out):
@@ -169,7 +121,7 @@ def read_fully(files: FileLayer, fd: int, out: memoryview, offset: int, *, uncac
     return done
 
 
-def write_fully(files: FileLayer, fd: int, data: memoryview, offset: int, *, uncached: bool) -> None:
+def write_fully(files: RealFiles, fd: int, data: memoryview, offset: int, *, uncached: bool) -> None:
     """Write all of `data`. Raises OSError; then the file has any part of it."""
     done = 0
     while done < len(data):
@@ -179,13 +131,13 @@ def write_fully(files: FileLayer, fd: int, data: memoryview, offset: int, *, unc
         done += count
 
 
-def close_quietly(files: FileLayer, fd: int) -> None:
+def close_quietly(files: RealFiles, fd: int) -> None:
     """Close a file that was read, or whose content does not matter any more."""
     with contextlib.suppress(OSError):
         files.close(fd)
 
 
-def can_leave_cache(files: FileLayer, fd: int) -> bool:
+def can_leave_cache(files: RealFiles, fd: int) -> bool:
     """Whether the kernel and this file system know RWF_DONTCACHE; tried with a page in an empty file."""
     page = memoryview(bytearray(4096))
     try:

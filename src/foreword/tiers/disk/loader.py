@@ -18,7 +18,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,11 +27,11 @@ import numpy.typing as npt
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk.files import close_quietly, read_fully
 from foreword.tiers.disk.run_format import PAGE, block_checksum, padded
-from foreword.tiers.disk.segments import Places
-from foreword.tiers.disk.state import DiskState, is_forgotten
+from foreword.tiers.disk.segment_index import Rows
+from foreword.tiers.disk.state import DiskState
 from foreword.tiers.load_rate import LoadRate
 from foreword.tiers.rare_warning import RareWarning
-from foreword.tiers.ticket import Outcome, Ticket
+from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
 
 logger = logging.getLogger(__name__)
@@ -81,18 +80,18 @@ class Extent:
     """Index, begin and end of each."""
 
 
-def extents_of(places: Places, indices: npt.NDArray[np.int64]) -> Iterator[Extent]:
-    """The blocks at these places, in order, as extents."""
+def extents_of(places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[Extent]:
+    """The blocks of these rows at these indices, in order, as extents."""
     blocks: list[tuple[int, int, int]] = []
     segment, last_end = -1, 0
     for index in indices.tolist():
-        begin = int(places.pages[index]) * PAGE
-        end = begin + padded(int(places.stored_bytes[index]))
-        near = segment == places.segments[index] and last_end <= begin <= last_end + MAX_GAP_PAGES * PAGE
+        begin = int(places["page"][index]) * PAGE
+        end = begin + padded(int(places["stored_bytes"][index]))
+        near = segment == places["segment"][index] and last_end <= begin <= last_end + MAX_GAP_PAGES * PAGE
         if blocks and not near:
             yield Extent(segment, blocks[0][1], last_end, blocks)
             blocks = []
-        segment, last_end = int(places.segments[index]), end
+        segment, last_end = int(places["segment"][index]), end
         blocks.append((index, begin, end))
     if blocks:
         yield Extent(segment, blocks[0][1], last_end, blocks)
@@ -140,7 +139,7 @@ class ReadAhead:
         self._asked.put(None)
         self._thread.join(timeout_s)
 
-    def contents(self, places: Places, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Piece, Content]]:
+    def contents(self, places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Piece, Content]]:
         """The content of the blocks at these places, piece by piece, in order."""
         max_bytes = self._state.options.staging_bytes
         pieces = [piece for extent in extents_of(places, indices) for piece in pieces_of(extent, max_bytes)]
@@ -206,13 +205,13 @@ class ReadAhead:
         if self._file is not None and self._file[0] == segment_id:
             return self._file[1]
         self._close()
-        segment = self._state.table.get(segment_id)
+        segment = self._state.index.segment(segment_id)
         if segment is None:
             return None
         try:
             fd = self._state.files.open_for_reading(segment.path)
         except FileNotFoundError:
-            self._state.lose_segment(segment)
+            self._state.index.remove_segment(segment)
             return None
         self._file = segment_id, fd
         return fd
@@ -242,41 +241,25 @@ class Load:
     sink: BlockSink
     ticket: Ticket
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self.payload_bytes.sum())
-
 
 class Loader:
     """Loads in the order in which they were asked for. `start` begins its threads, `close` ends them."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
-        self._queue: deque[Load] = deque()
-        self._wake = threading.Condition()
-        self._queued_bytes = 0
-        self._rate = LoadRate()
+        self.rate = LoadRate()
         self._reader = ReadAhead(state)
         self._opened = np.empty(0, np.uint8)
         """A decrypted payload."""
-        self._thread = threading.Thread(target=self._run, name="foreword-tier-load", daemon=True)
+        self.thread: JobThread[Load] = JobThread("foreword-tier-load", self._load, state.options.max_queued_load_bytes)
 
     def start(self) -> None:
         self._reader.start()
-        self._thread.start()
-
-    @property
-    def queued_bytes(self) -> int:
-        return self._queued_bytes
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Of recent loads; 0 before the first."""
-        return self._rate.bytes_per_s
+        self.thread.start()
 
     def estimate_s(self, num_bytes: int) -> float:
         """Seconds until a load that is asked for now would end."""
-        return self._rate.estimate_s(self._queued_bytes + num_bytes)
+        return self.rate.estimate_s(self.thread.amount + num_bytes)
 
     def add(
         self,
@@ -289,52 +272,20 @@ class Loader:
         """Queue a load; a full queue ends its ticket at once."""
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
-            self._state.index.forget(keys.select(is_forgotten(outcomes)))
+            self._state.index.forget(keys.select(np.isin(outcomes, FORGOTTEN)))
             self._state.count_load(outcomes)
 
         ticket = Ticket(len(keys), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
-        load = Load(keys, payload_bytes, sink, ticket)
-        with self._wake:
-            if self._state.closing.is_set():
-                refusal = Outcome.CANCELLED
-            elif len(self._queue) >= self._state.options.max_queued_loads:
-                refusal = Outcome.QUEUE_FULL
-            else:
-                self._queue.append(load)
-                self._queued_bytes += load.num_bytes
-                self._wake.notify()
-                return ticket
-        ticket.finish(refusal)
+        self.thread.add(Load(keys, payload_bytes, sink, ticket), int(payload_bytes.sum()))
         return ticket
 
     def close(self, timeout_s: float) -> None:
         """Cancel what is queued and end the threads; one that hangs in the system is left to itself."""
-        with self._wake:
-            waiting = list(self._queue)
-            self._wake.notify_all()
-        for load in waiting:
-            load.ticket.cancel()
-        self._thread.join(timeout_s)
+        self.thread.stop_after(0.0)
+        self.thread.join(timeout_s)
         self._reader.close(timeout_s)
 
     # ------------------------------------------------------------------------------ the loading thread
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self._state.closing.is_set():
-                    self._wake.wait()
-                if not self._queue:
-                    return
-                load = self._queue.popleft()
-            try:
-                self._load(load)
-            except Exception:
-                logger.exception("a load from disk failed unexpectedly; its blocks are computed instead")
-                load.ticket.finish(Outcome.IO_ERROR)
-            finally:
-                with self._wake:
-                    self._queued_bytes -= load.num_bytes
 
     def _load(self, load: Load) -> None:
         if load.ticket.done:
@@ -343,7 +294,7 @@ class Loader:
         places = self._state.index.locate(load.keys, self._state.clock.now_s())
         stored = load.payload_bytes + self._state.cipher.overhead_bytes
         # A block of another length is of another layout: whoever wrote it, it is not what is asked for.
-        fits = (places.rows >= 0) & (places.stored_bytes == stored)
+        fits = (places["name"] != 0) & (places["stored_bytes"] == stored)
         load.ticket.settle(np.flatnonzero(~fits), Outcome.MISSING)
         for piece, content in self._reader.contents(places, np.flatnonzero(fits)):
             if load.ticket.done or self._state.closing.is_set():
@@ -351,19 +302,19 @@ class Loader:
             self._deliver(load, piece, places, content)
         loaded = np.flatnonzero(load.ticket.outcomes_so_far() == Outcome.DONE)
         if len(loaded):
-            self._state.index.touch(places.select(loaded), self._state.clock.now_s())
+            self._state.index.touch(load.keys.select(loaded), self._state.clock.now_s())
             num_bytes = int(load.payload_bytes[loaded].sum())
             self._state.count(num_loaded=len(loaded), loaded_bytes=num_bytes)
-            self._rate.measure(num_bytes, time.monotonic() - began)
+            self.rate.measure(num_bytes, time.monotonic() - began)
         load.ticket.finish(Outcome.CANCELLED)
         if Outcome.TIMEOUT in load.ticket.report.outcomes:
-            self._rate.measure_late(int(load.payload_bytes[loaded].sum()), time.monotonic() - began)
+            self.rate.measure_late(int(load.payload_bytes[loaded].sum()), time.monotonic() - began)
 
-    def _deliver(self, load: Load, piece: Piece, places: Places, content: Content) -> None:
+    def _deliver(self, load: Load, piece: Piece, places: Rows, content: Content) -> None:
         """Verify the blocks of a piece and hand them over."""
         for index in piece.indices:
-            start = int(places.pages[index]) * PAGE - content.offset
-            stored_bytes = int(places.stored_bytes[index])
+            start = int(places["page"][index]) * PAGE - content.offset
+            stored_bytes = int(places["stored_bytes"][index])
             end = start + padded(stored_bytes)
             if start < 0 or end > len(content.data):  # not read, or the file is shorter than it was
                 load.ticket.settle(index, content.error or Outcome.MISSING)
@@ -372,7 +323,7 @@ class Loader:
             key, group_id = load.keys.keys[index].tobytes(), int(load.keys.group_ids[index])
             checksum = block_checksum(load.keys.namespace, group_id, key, stored_bytes, data[start:end])
             payload = None
-            if checksum == places.checksums[index].tobytes():
+            if checksum == places["checksum"][index].tobytes():
                 name = block_name(load.keys.namespace, group_id, key)
                 stored = data[start : start + stored_bytes]
                 payload = self._state.cipher.open(name, stored, self._room(stored_bytes))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from foreword.tiers.disk.files import FileLayer, close_quietly, read_fully, write_fully
+from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
 from foreword.tiers.identity import CacheIdentity
 
 _NAME = re.compile(r"[0-9a-f]{32}\.json")
@@ -57,7 +57,7 @@ class Manifests(NamedTuple):
     """Why, of the others."""
 
 
-def write_manifest(files: FileLayer, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:
+def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:
     """Write the manifest of a namespace into `root`, unless it is there already; it replaces an old one at once.
 
     It is written in `home`, the caller's own folder, whose files go when its process is dead. Raises OSError.
@@ -85,7 +85,7 @@ def manifest_path(root: Path, namespace: bytes) -> Path:
     return root / f"{namespace.hex()}.json"
 
 
-def read_manifests(files: FileLayer, root: Path) -> Manifests:
+def read_manifests(files: RealFiles, root: Path) -> Manifests:
     """All manifests in a cache's inner folder. Raises OSError if the folder cannot be listed."""
     found = Manifests({}, {})
     for name in sorted(files.list_folder(root)):
@@ -102,7 +102,7 @@ def read_manifests(files: FileLayer, root: Path) -> Manifests:
     return found
 
 
-def _read(files: FileLayer, path: Path) -> dict[str, Any]:
+def _read(files: RealFiles, path: Path) -> dict[str, Any]:
     """The facts in a manifest. Raises OSError, or ValueError with the reason if it is not sound."""
     fd = files.open_for_reading(path)
     try:

@@ -29,7 +29,7 @@ A run in the making (`RunBuffer`) is one buffer: blocks, and their header before
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,11 @@ class RunHeader:
     def keys(self) -> BlockKeys:
         """Names of its blocks."""
         return BlockKeys(self.namespace, self.entries["group"], self.entries["key"])
+
+    def within(self, num_bytes: int) -> RunHeader:
+        """This header with those blocks alone that end within a file of that size."""
+        ends = self.offset + self.entries["page"].astype(np.int64) * PAGE + self.entries["stored_bytes"]
+        return self if ends.max() <= num_bytes else replace(self, entries=self.entries[ends <= num_bytes])
 
 
 def padded(num_bytes: int) -> int:

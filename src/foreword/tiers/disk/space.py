@@ -33,7 +33,7 @@ class SpaceBook:
     @property
     def own_bytes(self) -> int:
         """Physical bytes of this process's segments and snapshot."""
-        return self._snapshot_bytes + sum(segment.physical_bytes for segment in self._state.table.own())
+        return self._snapshot_bytes + sum(segment.physical_bytes for segment in self._state.index.own_segments())
 
     @property
     def used_bytes(self) -> int:
@@ -52,11 +52,11 @@ class SpaceBook:
     def refresh(self) -> None:
         """Look at all sizes again. Raises OSError."""
         files, directory = self._state.files, self._state.directory
-        for segment in self._state.table.own():
+        for segment in self._state.index.own_segments():
             try:
                 self.measure(segment)
             except FileNotFoundError:
-                self._state.lose_segment(segment)
+                self._state.index.remove_segment(segment)
         self._snapshot_bytes = self._bytes_of_snapshot()
         others = directory.other_homes()
         total = 0

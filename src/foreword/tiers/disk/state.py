@@ -10,17 +10,12 @@ import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import Cipher
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.directory import CacheDirectory
-from foreword.tiers.disk.files import FileLayer
+from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.segment_index import SegmentIndex
-from foreword.tiers.disk.segments import Segment, SegmentTable
-from foreword.tiers.ticket import FORGOTTEN
 from foreword.tiers.tier import TierCounts
 
 logger = logging.getLogger(__name__)
@@ -45,9 +40,9 @@ class DiskOptions:
     """Size at which a segment is sealed; None: a 32nd of the budget, at most 256 MiB."""
     key_file: Path | None = None
     """File with the secret of AES-256-GCM; None: payloads are not encrypted."""
-    max_queued_loads: int = 1024
+    max_queued_load_bytes: int = 1 << 30
     max_queued_store_bytes: int = 256 << 20
-    """Payload bytes that wait to be stored; beyond them a store is dropped."""
+    """Payload bytes that wait; beyond them jobs are dropped."""
     staging_bytes: int = 4 << 20
     """Bytes read at once; there are two such buffers."""
     upkeep_s: float = 5.0
@@ -59,7 +54,8 @@ class DiskOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""
-        for name in ("budget_bytes", "segment_bytes", "staging_bytes", "max_queued_store_bytes", "max_queued_loads"):
+        queues = ("max_queued_load_bytes", "max_queued_store_bytes")
+        for name in ("budget_bytes", "segment_bytes", "staging_bytes", *queues):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value} is not positive; give a larger number, or leave it out")
@@ -93,27 +89,11 @@ class DiskState(TierCounts):
 
     options: DiskOptions
     """Completed: without None, apart from `key_file`."""
-    files: FileLayer
+    files: RealFiles
     clock: Clock
     directory: CacheDirectory
-    table: SegmentTable
     index: SegmentIndex
     cipher: Cipher
     leaves_cache: bool
     """The kernel knows RWF_DONTCACHE, so reads and writes leave the page cache alone."""
     closing: threading.Event = field(default_factory=threading.Event)
-
-    def lose_segment(self, segment: Segment) -> None:
-        """Forget a segment whose file is gone, with its blocks."""
-        self.table.remove(segment)
-        self.index.forget_segment(segment.id)
-
-    def drop_if_lost(self, segment: Segment) -> None:
-        """Forget the blocks of a segment that was lost or evicted while they were being indexed."""
-        if self.table.get(segment.id) is None:
-            self.index.forget_segment(segment.id)
-
-
-def is_forgotten(outcomes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Which blocks of a load are no longer found after it, [blocks]."""
-    return np.isin(outcomes, FORGOTTEN)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,14 +21,14 @@ import numpy.typing as npt
 
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
-from foreword.tiers.disk.eviction import Evictor, Keepers
+from foreword.tiers.disk.eviction import Evictor
 from foreword.tiers.disk.files import close_quietly, write_fully
-from foreword.tiers.disk.run_format import PAGE, RunBuffer, RunHeader, run_bytes_of, split_run
+from foreword.tiers.disk.run_format import RunBuffer, RunHeader, run_bytes_of, split_run
 from foreword.tiers.disk.segment_index import snapshot_bytes, write_snapshot
-from foreword.tiers.disk.segments import Segment, new_blocks, read_block
+from foreword.tiers.disk.segments import Segment, read_block
 from foreword.tiers.disk.space import SpaceBook
 from foreword.tiers.disk.state import DiskState
-from foreword.tiers.ticket import Outcome, Ticket
+from foreword.tiers.ticket import JobThread, Outcome, Ticket
 from foreword.tiers.tier import BlockRun, DoneCallback
 
 logger = logging.getLogger(__name__)
@@ -71,29 +69,22 @@ class SegmentWriter:
         created = state.clock.wall_s()
         expires = 0 if run.ttl_s is None else created + max(1, int(run.ttl_s))
         segment, header = self._write(run.keys.namespace, created, expires)
-        moments = state.clock.expiry_of(created, expires), state.clock.now_s()
-        state.index.insert(new_blocks(header.entries, run.keys.select(kept), segment.id, header.offset, *moments))
-        state.drop_if_lost(segment)
+        state.index.insert(header, segment, expires=state.clock.expiry_of(created, expires), used=state.clock.now_s())
         return kept
 
-    def copy(self, fd: int, keepers: Keepers) -> int:
-        """Copy blocks from an open segment as they are, once they are verified; returns the number copied."""
-        files, header, buffer, copied = self._state.files, keepers.header, self._buffer, 0
+    def copy(self, fd: int, source: Segment, header: RunHeader, chosen: npt.NDArray[np.int64]) -> int:
+        """Copy blocks of a run of an open segment as they are, once they are verified; returns the number copied."""
+        files, buffer, copied = self._state.files, self._buffer, 0
         lengths = header.entries["stored_bytes"].astype(np.int64)
-        position = {index: at for at, index in enumerate(keepers.chosen.tolist())}
-        for part in split_run(lengths, keepers.chosen):
+        for part in split_run(lengths, chosen):
             buffer.begin(lengths[part])
             for index in part.tolist():
                 out = buffer.place(int(lengths[index]))
                 if read_block(files, fd, header, index, out, uncached=self._state.leaves_cache):
                     buffer.copy(header, index)
-            kept = buffer.kept
-            if len(kept):
-                segment, written = self._write(header.namespace, header.created_s, header.expires_s)
-                pages = (written.offset // PAGE + written.entries["page"]).astype(np.uint32)
-                moved = keepers.places.select(np.array([position[index] for index in kept.tolist()]))
-                copied += self._state.index.move(moved, segment.id, pages)
-                self._state.drop_if_lost(segment)
+            if len(buffer.kept):
+                target, written = self._write(header.namespace, header.created_s, header.expires_s)
+                copied += self._state.index.move(written, source, target)
         return copied
 
     def seal(self) -> None:
@@ -110,7 +101,7 @@ class SegmentWriter:
         try:
             self._space.measure(segment)
         except FileNotFoundError:  # somebody removed it
-            self._state.lose_segment(segment)
+            self._state.index.remove_segment(segment)
 
     # ------------------------------------------------------------------------------ within
 
@@ -151,7 +142,7 @@ class SegmentWriter:
 
     def _segment_for(self, num_bytes: int) -> Segment:
         """The open segment if the run fits into it, otherwise a new one."""
-        if self._open is not None and self._state.table.get(self._open.id) is None:
+        if self._open is not None and self._state.index.segment(self._open.id) is None:
             self._drop_open()  # the loader found that its file is gone
         if self._open is not None and self._open.num_bytes + num_bytes > self._space.segment_bytes:
             try:
@@ -159,11 +150,11 @@ class SegmentWriter:
             except OSError as error:  # a sync that fails may have lost what was written, which then does not verify
                 logger.warning("a segment could not be sealed: %s", error)
         if self._open is None:
-            segment = self._state.table.open_new(self._state.directory.home)
+            segment = self._state.index.open_segment(self._state.directory.home)
             try:
                 self._fd = self._state.files.create(segment.path)
             except OSError:
-                self._state.table.remove(segment)
+                self._state.index.remove_segment(segment)
                 raise
             self._open = segment
         return self._open
@@ -171,7 +162,7 @@ class SegmentWriter:
     def _drop_open(self) -> None:
         """Give up the open segment, whose file somebody removed."""
         assert self._open is not None
-        self._state.lose_segment(self._open)
+        self._state.index.remove_segment(self._open)
         close_quietly(self._state.files, self._fd)
         self._open, self._fd = None, -1
 
@@ -186,7 +177,7 @@ class SegmentWriter:
         try:
             self.seal()
             if offset == 0:  # otherwise the next eviction would take it, and free nothing
-                self._state.lose_segment(segment)
+                self._state.index.remove_segment(segment)
                 self._state.files.unlink(segment.path)
         except OSError as error:
             logger.warning("a segment could not be sealed: %s", error)
@@ -199,105 +190,46 @@ class Store:
     run: BlockRun
     ticket: Ticket
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self.run.payload_bytes.sum())
-
 
 class Storer:
-    """Stores in the order in which they were asked for. `start` begins its thread, `close` ends it."""
+    """Stores in the order in which they were asked for, and looks after the directory in between."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
-        self._space = SpaceBook(state)
-        self._writer = SegmentWriter(state, self._space)
+        self.space = SpaceBook(state)
+        """For statistics."""
+        self._writer = SegmentWriter(state, self.space)
         self._evictor = Evictor(state, self._writer.copy)
-        self._queue: deque[Store] = deque()
-        self._wake = threading.Condition()
-        self._queued_bytes = 0
-        self._flush_until = 0.0
         self._pause_s = 0.0
         self._paused_until = 0.0
         self._next_upkeep = 0.0
         self._next_snapshot = time.monotonic() + state.options.snapshot_s
         self._saved_at_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="foreword-tier-store", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def queued_bytes(self) -> int:
-        return self._queued_bytes
-
-    @property
-    def space(self) -> SpaceBook:
-        """For statistics."""
-        return self._space
+        self.thread: JobThread[Store] = JobThread(
+            "foreword-tier-store", self._store, state.options.max_queued_store_bytes, self._between, self._end
+        )
 
     def add(self, run: BlockRun, on_done: DoneCallback | None) -> Ticket:
         """Queue a run; a full queue drops it at once."""
         ticket = Ticket(len(run.keys), before_done=self._state.count_store, on_done=on_done)
-        store = Store(run, ticket)
-        with self._wake:
-            if self._state.closing.is_set():
-                refusal = Outcome.CANCELLED
-            elif self._queued_bytes + store.num_bytes > self._state.options.max_queued_store_bytes:
-                refusal = Outcome.QUEUE_FULL
-            else:
-                self._queue.append(store)
-                self._queued_bytes += store.num_bytes
-                self._wake.notify()
-                return ticket
-        ticket.finish(refusal)
+        self.thread.add(Store(run, ticket), int(run.payload_bytes.sum()))
         return ticket
-
-    def close(self, flush_s: float, patience_s: float) -> None:
-        """Set `closing`, store what is queued for at most `flush_s` seconds, cancel the rest, seal, save the index.
-
-        A thread that hangs in the system is left to itself after another `patience_s` seconds.
-        """
-        with self._wake:
-            self._flush_until = time.monotonic() + flush_s
-            self._state.closing.set()
-            self._wake.notify_all()
-        self._thread.join(flush_s + patience_s)
-        for store in self._emptied():
-            store.ticket.cancel()
 
     # ------------------------------------------------------------------------------ the storing thread
 
-    def _run(self) -> None:
-        while True:
-            if time.monotonic() >= self._next_upkeep:
-                self._next_upkeep = time.monotonic() + self._state.options.upkeep_s
-                self._attempt(self._look_after, "the cache directory could not be looked after")
-            store = self._next()
-            if store is not None:
-                self._store(store)
-            elif self._state.closing.is_set():
-                break
-        for store in self._emptied():
-            store.ticket.cancel()
+    def _between(self) -> float:
+        """Look after the directory if it is time; returns when to come back."""
+        if time.monotonic() >= self._next_upkeep:
+            self._next_upkeep = time.monotonic() + self._state.options.upkeep_s
+            self._attempt(self._look_after, "the cache directory could not be looked after")
+        return max(0.0, self._next_upkeep - time.monotonic())
+
+    def _end(self) -> None:
         self._attempt(self._writer.seal, "the last segment could not be sealed")
         self._attempt(self._save, "the index could not be saved")
 
-    def _next(self) -> Store | None:
-        """The next run; None if it is time for something else."""
-        with self._wake:
-            if not self._queue and not self._state.closing.is_set():
-                self._wake.wait(max(0.0, self._next_upkeep - time.monotonic()))
-            flushed = self._state.closing.is_set() and time.monotonic() >= self._flush_until
-            return self._queue.popleft() if self._queue and not flushed else None
-
-    def _emptied(self) -> list[Store]:
-        with self._wake:
-            left = list(self._queue)
-            self._queue.clear()
-            self._queued_bytes = 0
-        return left
-
     def _store(self, store: Store) -> None:
+        self._between()
         try:
             if not store.ticket.done:
                 self._write_parts(store)
@@ -305,12 +237,6 @@ class Storer:
         except OSError as error:
             self._pause(error)
             store.ticket.finish(Outcome.IO_ERROR)
-        except Exception:
-            logger.exception("a store to disk failed unexpectedly; its blocks are dropped")
-            store.ticket.finish(Outcome.IO_ERROR)
-        finally:
-            with self._wake:
-                self._queued_bytes = max(0, self._queued_bytes - store.num_bytes)
 
     def _write_parts(self, store: Store) -> None:
         run, ticket = store.run, store.ticket
@@ -333,11 +259,11 @@ class Storer:
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until `num_bytes` can be written; False if that cannot be reached."""
         # A quarter of a segment stays free, for what eviction copies forward before it unlinks.
-        reserve = self._space.segment_bytes // 4
-        if num_bytes + reserve > self._space.budget_bytes:
+        reserve = self.space.segment_bytes // 4
+        if num_bytes + reserve > self.space.budget_bytes:
             return False
-        while self._space.shortfall(num_bytes + reserve) > 0:
-            if not self._space.may_evict or not self._evict():
+        while self.space.shortfall(num_bytes + reserve) > 0:
+            if not self.space.may_evict or not self._evict():
                 return False
         return True
 
@@ -373,9 +299,9 @@ class Storer:
     def _look_after(self) -> None:
         """Expiry, sizes, other processes' shares, and the snapshot if it is time."""
         self._state.index.forget_expired(self._state.clock.now_s())
-        self._space.refresh()
-        while self._space.used_bytes > self._space.budget_bytes or self._space.must_give_way:
-            if not self._space.may_evict or not self._evict():
+        self.space.refresh()
+        while self.space.used_bytes > self.space.budget_bytes or self.space.must_give_way:
+            if not self.space.may_evict or not self._evict():
                 break
         written = self._state.stats.written_bytes - self._saved_at_bytes
         enough = max(1, SNAPSHOT_SHARE * snapshot_bytes(len(self._state.index)))
@@ -386,10 +312,9 @@ class Storer:
         """Write the snapshot of our segments."""
         self._next_snapshot = time.monotonic() + self._state.options.snapshot_s
         self._saved_at_bytes = self._state.stats.written_bytes
-        scanned = [segment for segment in self._state.table.own() if segment.is_scanned]
-        path = self._state.directory.home / SNAPSHOT_NAME
         state = self._state
-        write_snapshot(state.files, path, state.index, scanned, state.clock, state.cipher.cipher_id)
+        scanned = state.index.snapshot([segment for segment in state.index.own_segments() if segment.is_scanned])
+        write_snapshot(state.files, state.directory.home / SNAPSHOT_NAME, scanned, state.clock, state.cipher.cipher_id)
 
 
 def repeated(run: BlockRun) -> npt.NDArray[np.bool_]:

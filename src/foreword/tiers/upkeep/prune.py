@@ -26,7 +26,7 @@ from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.manifest import manifest_path
 from foreword.tiers.disk.segments import Damage
 from foreword.tiers.upkeep.stats import print_unreadable
-from foreword.tiers.upkeep.survey import SegmentFile, Survey, held, whole_blocks
+from foreword.tiers.upkeep.survey import SegmentFile, Survey, held
 from foreword.tiers.upkeep.table import counted
 from foreword.tiers.upkeep.verify import add_key_argument, cipher_of, verdicts
 
@@ -92,8 +92,7 @@ def contents_of(found: Survey) -> list[Content]:
     for content in contents:
         for header in found.runs(content.segment):
             if not isinstance(header, Damage):
-                num_whole = int(whole_blocks(header, content.segment.num_bytes).sum())
-                content.blocks[header.namespace] += num_whole
+                content.blocks[header.namespace] += len(header.within(content.segment.num_bytes).entries)
                 content.newest_s = max(content.newest_s, header.created_s)
     return contents
 

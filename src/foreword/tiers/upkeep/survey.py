@@ -31,9 +31,9 @@ from foreword.tiers.disk.directory import (
     segments_in,
     unusable,
 )
-from foreword.tiers.disk.files import FileLayer, Space, close_quietly, physical_bytes
+from foreword.tiers.disk.files import RealFiles, Space, close_quietly, physical_bytes
 from foreword.tiers.disk.manifest import Facts, Manifests, read_manifests
-from foreword.tiers.disk.run_format import PAGE, RunHeader
+from foreword.tiers.disk.run_format import RunHeader
 from foreword.tiers.disk.segments import Damage, scan_runs
 from foreword.tiers.tier import PINNED
 
@@ -75,7 +75,7 @@ class SegmentFile:
 class Survey:
     """What lies in a cache directory."""
 
-    files: FileLayer
+    files: RealFiles
     path: Path
     space: Space
     manifests: Manifests
@@ -115,7 +115,7 @@ class Survey:
             self.unreadable[path] = f"cannot be read: {error.strerror}"
 
 
-def survey(files: FileLayer, path: Path) -> Survey:
+def survey(files: RealFiles, path: Path) -> Survey:
     """Look at a cache directory. Raises ConfigError if it is none, or is not safe or readable."""
     try:
         return _survey(files, _checked(files, path))
@@ -124,7 +124,7 @@ def survey(files: FileLayer, path: Path) -> Survey:
 
 
 @contextmanager
-def held(files: FileLayer, path: Path) -> Iterator[Survey]:
+def held(files: RealFiles, path: Path) -> Iterator[Survey]:
     """Look at a cache directory while nobody takes over a dead process's folder. Raises ConfigError."""
     janitor = -1
     try:
@@ -143,7 +143,7 @@ def held(files: FileLayer, path: Path) -> Iterator[Survey]:
             close_quietly(files, janitor)
 
 
-def _checked(files: FileLayer, path: Path) -> Path:
+def _checked(files: RealFiles, path: Path) -> Path:
     """The real path of a cache directory. Raises ConfigError and OSError."""
     real = Path(os.path.realpath(path.expanduser()))
     try:
@@ -157,7 +157,7 @@ def _checked(files: FileLayer, path: Path) -> Path:
     return real
 
 
-def _survey(files: FileLayer, path: Path) -> Survey:
+def _survey(files: RealFiles, path: Path) -> Survey:
     root = path / VERSION
     found = Survey(files, path, files.space(path), read_manifests(files, root))
     for folder in homes_in(files, root):
@@ -187,7 +187,7 @@ def _survey(files: FileLayer, path: Path) -> Survey:
     return found
 
 
-def _home(files: FileLayer, folder: Path) -> Home:
+def _home(files: RealFiles, folder: Path) -> Home:
     try:
         lock = files.open_for_reading(folder / LOCK_NAME)
     except FileNotFoundError:
@@ -280,9 +280,9 @@ class Tally:
         ]
         return ", ".join(part for part in parts if part) or UNKNOWN
 
-    def add(self, header: RunHeader, whole: npt.NDArray[np.bool_], now_s: float) -> None:
-        """Count the blocks of a run that are whole."""
-        entries = header.entries[whole]
+    def add(self, header: RunHeader, now_s: float) -> None:
+        """Count the blocks of a run."""
+        entries = header.entries
         if not len(entries):
             return
         payload_bytes = int(entries["stored_bytes"].sum())
@@ -326,12 +326,6 @@ class Tally:
         }
 
 
-def whole_blocks(header: RunHeader, num_bytes: int) -> npt.NDArray[np.bool_]:
-    """Which blocks of a run end within a file of that size, [blocks]."""
-    ends = header.offset + header.entries["page"].astype(np.int64) * PAGE + header.entries["stored_bytes"]
-    return np.asarray(ends <= num_bytes)
-
-
 def tallies(found: Survey) -> list[Tally]:
     """The blocks of every namespace that has blocks or a manifest, most bytes first. Reads all headers."""
     now_s = time.time()
@@ -341,10 +335,9 @@ def tallies(found: Survey) -> list[Tally]:
         for header in found.runs(segment):
             if isinstance(header, Damage):
                 continue
-            whole = whole_blocks(header, segment.num_bytes)
-            tally = by_namespace.setdefault(header.namespace, Tally(header.namespace, {}))
-            tally.add(header, whole, now_s)
-            entries = header.entries[whole]
+            header = header.within(segment.num_bytes)
+            by_namespace.setdefault(header.namespace, Tally(header.namespace, {})).add(header, now_s)
+            entries = header.entries
             for group_id in np.unique(entries["group"]).tolist():
                 own = entries["key"][entries["group"] == group_id]
                 keys.setdefault((header.namespace, group_id), []).append(own)

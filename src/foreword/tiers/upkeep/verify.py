@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foreword.config.sizes import format_bytes
 from foreword.tiers.cipher import NO_CIPHER_ID, AesGcm, Cipher, block_name, read_secret
-from foreword.tiers.disk.files import FileLayer, RealFiles, close_quietly
+from foreword.tiers.disk.files import RealFiles, close_quietly
 from foreword.tiers.disk.run_format import PAGE, RunHeader, padded
 from foreword.tiers.disk.segments import Damage, read_block, scan_runs
 from foreword.tiers.upkeep.survey import SegmentFile, Survey, survey
@@ -131,7 +131,7 @@ def verify_segment(found: Survey, segment: SegmentFile, cipher: Cipher | None, a
     return verdict
 
 
-def _can_leave_cache(files: FileLayer, fd: int) -> bool:
+def _can_leave_cache(files: RealFiles, fd: int) -> bool:
     """Whether a file can be read without filling the page cache, which a server beside us needs."""
     try:
         files.read(fd, memoryview(bytearray(PAGE)), 0, uncached=True)
@@ -143,7 +143,7 @@ def _can_leave_cache(files: FileLayer, fd: int) -> bool:
 class _RunReader:
     """Reads the runs of one open segment."""
 
-    def __init__(self, files: FileLayer, fd: int, name: str, cipher: Cipher | None, *, uncached: bool) -> None:
+    def __init__(self, files: RealFiles, fd: int, name: str, cipher: Cipher | None, *, uncached: bool) -> None:
         self._files, self._fd, self._name, self._cipher = files, fd, name, cipher
         self.uncached = uncached
 
