@@ -39,8 +39,8 @@ import numpy as np
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.files import RWF_DONTCACHE
-from foreword.tiers.disk.run_format import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
 from foreword.tiers.disk.segment_index import SegmentIndex, read_snapshot, write_snapshot
+from foreword.tiers.disk.segments import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
 from tiers_blocks import (

@@ -14,9 +14,8 @@ import numpy as np
 
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.disk_tier import DiskTier
-from foreword.tiers.disk.run_format import NO_CIPHER, PAGE
 from foreword.tiers.disk.segment_index import read_snapshot
-from foreword.tiers.disk.segments import Damage, scan_runs
+from foreword.tiers.disk.segments import NO_CIPHER, PAGE, Damage, scan_runs
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.disk.run_format import RunHeader
-from foreword.tiers.disk.segments import scan_runs
+from foreword.tiers.disk.segments import RunHeader, scan_runs
 from tiers.block_world import (
     NAMESPACE,
     OPTIONS,

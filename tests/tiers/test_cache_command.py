@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreword.tiers.disk.run_format import PAGE, block_checksum, encode_header, padded
+from foreword.tiers.disk.segments import PAGE, block_checksum, encode_header, padded
 from foreword.tiers.upkeep import table
 from tiers.block_world import (
     BLOCK_BYTES,

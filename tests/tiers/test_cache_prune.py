@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from foreword.tiers.disk.run_format import PAGE
+from foreword.tiers.disk.segments import PAGE
 from foreword.tiers.upkeep import survey as survey_module
 from tiers.block_world import (
     NAMESPACE,

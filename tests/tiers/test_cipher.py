@@ -13,7 +13,7 @@ import pytest
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import AesGcm, PlainText, block_name, read_secret
 from foreword.tiers.disk.disk_tier import DiskTier
-from foreword.tiers.disk.run_format import PAGE, block_checksum
+from foreword.tiers.disk.segments import PAGE, block_checksum
 from tiers.block_world import (
     NAMESPACE,
     OPTIONS,

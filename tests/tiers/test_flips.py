@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.disk.run_format import PAGE, RunHeader, block_checksum, padded
-from foreword.tiers.disk.segments import Damage, scan_runs
+from foreword.tiers.disk.segments import PAGE, Damage, RunHeader, block_checksum, padded, scan_runs
 from foreword.tiers.tier import Buffers
 from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, opened, segment_files, store
 

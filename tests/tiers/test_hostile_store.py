@@ -15,7 +15,7 @@ import pytest
 
 from foreword.tiers.rare_warning import PERIOD_S, RareWarning
 from foreword.tiers.store.valkey_tier import ValkeyTier
-from foreword.tiers.store.value import HEADER_BYTES, names_of, server_key
+from foreword.tiers.store.value import HEADER_BYTES, server_key
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import Buffers
 from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, store, until
@@ -150,7 +150,7 @@ def test_many_bad_values_are_one_line(caplog) -> None:
     keys = keys_of(range(40))
     with ValkeyTier(server.url, OPTIONS) as tier:
         store(tier, keys)
-        for name in names_of(keys):
+        for name in keys.names():
             server.client().set(server_key(name), b"x" * 200)
         with caplog.at_level(logging.WARNING):
             assert load(tier, keys).by_reason() == {"corrupt": 40}

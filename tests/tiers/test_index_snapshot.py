@@ -10,8 +10,8 @@ import xxhash
 
 from foreword.tiers.clock import EPOCH, Clock
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.disk.run_format import NO_CIPHER
 from foreword.tiers.disk.segment_index import SegmentIndex, Snapshot, read_snapshot, worth_of, write_snapshot
+from foreword.tiers.disk.segments import NO_CIPHER
 from tiers.block_world import keys_of
 from tiers.test_segment_index import insert, segment_of
 

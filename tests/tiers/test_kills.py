@@ -53,12 +53,11 @@ def test_after_a_kill_while_storing_no_wrong_block_is_served(tmp_path, num_kills
     for _ in range(num_kills):
         child = start_child(tmp_path, first)
         for _ in range(rng.randrange(1, 12)):
-            child.stdout.readline()
+            first = int(child.stdout.readline())
         try:
             child.wait(rng.random() * 0.02)  # anywhere between two lines
         except subprocess.TimeoutExpired:
-            last = kill(child)
-        first = max(first, last)
+            first = max(first, kill(child))
         with opened(tmp_path, OPTIONS) as tier:
             report = load(tier, keys_of(range(4 * first + 8)))
             loaded += report.num_done

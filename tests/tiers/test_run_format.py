@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from foreword.tiers.disk.run_format import (
+from foreword.tiers.disk.segments import (
     ENTRY,
     NO_CIPHER,
     PAGE,

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreword.tiers.disk.run_format import ENTRY, NO_CIPHER, PAGE, RunHeader
 from foreword.tiers.disk.segment_index import SegmentIndex, worth_of
-from foreword.tiers.disk.segments import Segment, segment_number
+from foreword.tiers.disk.segments import ENTRY, NO_CIPHER, PAGE, RunHeader, Segment, segment_number
 from foreword.tiers.tier import PINNED, BlockKeys
 from tiers.block_world import NAMESPACE, OTHER_NAMESPACE, keys_of
 

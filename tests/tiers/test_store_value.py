@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, names_of, server_key
+from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, server_key
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import EXACT
 from tiers.block_world import keys_of, payloads_of
@@ -22,7 +22,7 @@ def value_of(number: int, form: ValueFormat = PLAIN) -> bytearray:
 
 
 def name_of(number: int, group_id: int = 0) -> bytes:
-    return names_of(keys_of([number], group_id=group_id))[0]
+    return keys_of([number], group_id=group_id).names()[0]
 
 
 def verify(value: bytes, form: ValueFormat = PLAIN, name: bytes = name_of(1), num_bytes: int = NUM_BYTES) -> Outcome:

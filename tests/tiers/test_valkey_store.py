@@ -20,7 +20,7 @@ from foreword.errors import ConfigError
 from foreword.tiers.store.client import StoreServer
 from foreword.tiers.store.state import StoreOptions
 from foreword.tiers.store.valkey_tier import ValkeyTier
-from foreword.tiers.store.value import HEADER_BYTES, names_of, server_key
+from foreword.tiers.store.value import HEADER_BYTES, server_key
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
 from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, payloads_of, probe, run_of, store, until
@@ -64,7 +64,7 @@ def own_server() -> Iterator[Callable[..., Server]]:
 
 
 def key_in_store(number: int) -> str:
-    return server_key(names_of(keys_of([number]))[0])
+    return server_key(keys_of([number]).names()[0])
 
 
 def begin_load(tier: ValkeyTier, keys: BlockKeys, deadline_s: float, reached: Callable[[], None]) -> Ticket:

@@ -29,8 +29,18 @@ import numpy as np
 from foreword.config import CacheConfig
 from foreword.errors import ConfigError
 from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
-from foreword.tiers.disk.run_format import NO_CIPHER, PAGE, RunBuffer, RunHeader, padded, run_bytes_of, split_run
-from foreword.tiers.disk.segments import Damage, read_block, scan_runs
+from foreword.tiers.disk.segments import (
+    NO_CIPHER,
+    PAGE,
+    Damage,
+    RunBuffer,
+    RunHeader,
+    padded,
+    read_block,
+    run_bytes_of,
+    scan_runs,
+    split_run,
+)
 from foreword.tiers.identity import CacheIdentity
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockRun, Tier

@@ -56,6 +56,15 @@ class BlockKeys:
     def __len__(self) -> int:
         return len(self.group_ids)
 
+    def names(self) -> list[bytes]:
+        """Namespace, group and key of each block as one string of 50 bytes."""
+        rows = np.empty((len(self), NAMESPACE_BYTES + 2 + KEY_BYTES), np.uint8)
+        rows[:, :NAMESPACE_BYTES] = np.frombuffer(self.namespace, np.uint8)
+        rows[:, NAMESPACE_BYTES : NAMESPACE_BYTES + 2] = self.group_ids.astype("<u2")[:, None].view(np.uint8)
+        rows[:, NAMESPACE_BYTES + 2 :] = self.keys
+        names: list[bytes] = rows.view(f"V{rows.shape[1]}").ravel().tolist()
+        return names
+
     def select(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> BlockKeys:
         """The chosen names, in order."""
         return BlockKeys(self.namespace, self.group_ids[chosen], self.keys[chosen])

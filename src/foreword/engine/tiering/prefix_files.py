@@ -17,7 +17,7 @@ from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Par
 from foreword.engine.tiering.stores import cached_parts, run_of
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.disk.run_format import RunHeader
+from foreword.tiers.disk.segments import RunHeader
 from foreword.tiers.prefix_file import (
     ExportReport,
     Facts,

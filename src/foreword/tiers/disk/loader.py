@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk.files import close_quietly, read_fully
-from foreword.tiers.disk.run_format import PAGE, block_checksum, padded
 from foreword.tiers.disk.segment_index import Rows
+from foreword.tiers.disk.segments import PAGE, block_checksum, padded
 from foreword.tiers.disk.state import DiskState
 from foreword.tiers.load_rate import LoadRate
 from foreword.tiers.rare_warning import RareWarning

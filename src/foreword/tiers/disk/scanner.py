@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
 from foreword.tiers.disk.files import close_quietly, physical_bytes
-from foreword.tiers.disk.run_format import PAGE, RunHeader
 from foreword.tiers.disk.segment_index import read_snapshot
-from foreword.tiers.disk.segments import Damage, Segment, scan_runs
+from foreword.tiers.disk.segments import PAGE, Damage, RunHeader, Segment, scan_runs
 from foreword.tiers.disk.state import DiskState
 
 logger = logging.getLogger(__name__)

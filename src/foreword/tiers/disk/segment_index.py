@@ -31,8 +31,7 @@ import xxhash
 
 from foreword.tiers.clock import LATEST, Clock
 from foreword.tiers.disk.files import RealFiles, read_fully, write_fully
-from foreword.tiers.disk.run_format import PAGE, RunHeader, padded
-from foreword.tiers.disk.segments import SUFFIX, Segment, segment_number
+from foreword.tiers.disk.segments import PAGE, SUFFIX, RunHeader, Segment, padded, segment_number
 from foreword.tiers.tier import PINNED, BlockKeys, BoolArray
 
 logger = logging.getLogger(__name__)

@@ -1,35 +1,202 @@
-"""Segments: files that are rows of runs, and the scan that finds runs by their headers.
+"""Segments: files that are rows of runs, in format fwseg, version 1, and the scan that finds runs by their headers.
 
 A segment is appended to by one thread of one process, sealed once, then only read, and unlinked whole. Its name is
 `000042-9f3a1c07.fwseg`: a number that grows, so that the last one of a live process is the one that it may be writing,
-and chance, so that no name is used twice.
+and chance, so that no name is used twice. A run is a header of whole pages, then the payloads, each padded with zeros
+to a page:
+
+    | header: page 0 ... | block 0 ......... pad | block 1 ......... pad | ...
+    ^ run offset         ^ page of block 0       ^ page of block 1       pages of 4,096 bytes, from the run's start
+
+The header holds all that is needed to find the blocks again without an index (as in restic's and borg's packs):
+
+    0   magic "FWRUN", version 1       56  created, seconds since 1970      88  offset of the run in its segment
+    8   bytes of the header            64  expires, seconds; 0: never       96  entries of 72 bytes, one a block
+    12  number of blocks               72  writer's version                 ..  zeros
+    16  sequence number                76  0                                -16 xxh3-128 of the header before it
+    24  namespace, 16 bytes            80  bytes of the run
+    40  cipher's id, 16 bytes
+
+    entry: key 32, xxh3-128 of the padded payload 16, parent (index in the run or -1) int32, group uint16, flags uint16,
+           stored bytes uint32, page uint32, value float32, 0 uint32                          all numbers little endian
+
+The checksum of a block is seeded with its name and length. A block that is sound but is another's does not verify.
+
+A run in the making (`RunBuffer`) is one buffer: blocks, and their header before them.
+
+    begin(lengths)    | room for the header |
+    place, add        |                     | block 0 ... pad | block 1 ... pad |
+    finish            |      | header       | block 0 ... pad | block 1 ... pad |   no gap
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from foreword.tiers.disk.files import RealFiles, read_fully
-from foreword.tiers.disk.run_format import (
-    MAGIC,
-    MAX_HEADER_BYTES,
-    PAGE,
-    RunHeader,
-    block_checksum,
-    decode_header,
-    header_length,
-    padded,
-)
+from foreword.tiers.tier import KEY_BYTES, NAMESPACE_BYTES, BlockKeys, BlockRun
 
+PAGE = 4096
+MAGIC = b"FWRUN\0\0\1"
+WRITER_VERSION = 1
+CHECKSUM_BYTES = 16
+NO_CIPHER = bytes(16)
+MAX_RUN_BYTES = 8 << 20
+"""Of a run that we write, unless a single block is longer."""
+MAX_HEADER_BYTES = 1 << 20
+MAX_STORED_BYTES = 1 << 30
+"""Of a block; a header that says more is damaged."""
 SUFFIX = ".fwseg"
 _NAME = re.compile(r"(\d{6,})-[0-9a-f]{8}\.fwseg")
 RESYNC_BYTES = 1 << 20
 """Read at once where headers are looked for page by page."""
+_HEAD = struct.Struct("<8sIIQ16s16sQQIIQQ")
+ENTRY = np.dtype(
+    [
+        ("key", "u1", (KEY_BYTES,)),
+        ("checksum", "u1", (CHECKSUM_BYTES,)),
+        ("parent", "<i4"),
+        ("group", "<u2"),
+        ("flags", "<u2"),
+        ("stored_bytes", "<u4"),
+        ("page", "<u4"),
+        ("value", "<f4"),
+        ("reserved", "<u4"),
+    ]
+)
+IndexArray = npt.NDArray[np.int64]
+
+assert _HEAD.size == 96
+assert ENTRY.itemsize == 72
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What a run says of itself. `entries` has dtype `ENTRY`, [blocks]."""
+
+    header_bytes: int
+    run_bytes: int
+    sequence: int
+    namespace: bytes
+    cipher_id: bytes
+    created_s: int
+    expires_s: int
+    offset: int
+    entries: npt.NDArray[np.void]
+
+    def keys(self) -> BlockKeys:
+        """Names of its blocks."""
+        return BlockKeys(self.namespace, self.entries["group"], self.entries["key"])
+
+    def within(self, num_bytes: int) -> RunHeader:
+        """This header with those blocks alone that end within a file of that size."""
+        ends = self.offset + self.entries["page"].astype(np.int64) * PAGE + self.entries["stored_bytes"]
+        return self if ends.max() <= num_bytes else replace(self, entries=self.entries[ends <= num_bytes])
+
+
+def padded(num_bytes: int) -> int:
+    """The bytes of whole pages that hold `num_bytes`."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def header_bytes_of(num_blocks: int) -> int:
+    """The length of the header of a run with that number of blocks."""
+    return padded(_HEAD.size + num_blocks * ENTRY.itemsize + CHECKSUM_BYTES)
+
+
+def block_checksum(namespace: bytes, group_id: int, key: bytes, stored_bytes: int, payload: memoryview) -> bytes:
+    """xxh3-128 of a stored payload with its padding, seeded with the block's name and length; 16 bytes."""
+    name = struct.pack("<16sHI", namespace, group_id, stored_bytes) + key
+    return xxhash.xxh3_128_digest(payload, seed=xxhash.xxh3_64_intdigest(name))
+
+
+def encode_header(header: RunHeader) -> bytes:
+    """The pages of a run's header."""
+    entries = np.ascontiguousarray(header.entries, ENTRY)
+    assert header.header_bytes == header_bytes_of(len(entries))
+    head = _HEAD.pack(
+        MAGIC,
+        header.header_bytes,
+        len(entries),
+        header.sequence,
+        header.namespace,
+        header.cipher_id,
+        header.created_s,
+        header.expires_s,
+        WRITER_VERSION,
+        0,
+        header.run_bytes,
+        header.offset,
+    )
+    body = (head + entries.tobytes()).ljust(header.header_bytes - CHECKSUM_BYTES, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def header_length(first_bytes: memoryview | bytes) -> int | None:
+    """The length of the header that begins with these bytes (at least 16); None if no header can begin so."""
+    if len(first_bytes) < 16 or bytes(first_bytes[:8]) != MAGIC:
+        return None
+    header_bytes, count = struct.unpack_from("<II", first_bytes, 8)
+    if count < 1 or header_bytes > MAX_HEADER_BYTES or header_bytes != header_bytes_of(count):
+        return None
+    return int(header_bytes)
+
+
+def decode_header(pages: memoryview | bytes, offset: int) -> RunHeader | None:
+    """The header that fills `pages`, found at `offset` in its segment; None if anything in it is not as written."""
+    if header_length(pages) != len(pages):
+        return None
+    body = bytes(pages[:-CHECKSUM_BYTES])
+    if xxhash.xxh3_128_digest(body) != bytes(pages[-CHECKSUM_BYTES:]):
+        return None
+    _, header_bytes, count, sequence, namespace, cipher_id, created, expires, version, _, run_bytes, own_offset = (
+        _HEAD.unpack_from(body)
+    )
+    entries = np.frombuffer(body, ENTRY, count, _HEAD.size)
+    starts = entries["page"].astype(np.int64) * PAGE
+    lengths = entries["stored_bytes"].astype(np.int64)
+    plausible = (
+        version == WRITER_VERSION
+        and own_offset == offset
+        and len(namespace) == NAMESPACE_BYTES
+        and header_bytes < run_bytes <= 1 << 40
+        and run_bytes % PAGE == 0
+        and bool(np.all((lengths > 0) & (lengths <= MAX_STORED_BYTES)))
+        and bool(np.all((starts >= header_bytes) & (starts + lengths <= run_bytes)))
+        and bool(np.all((entries["parent"] >= -1) & (entries["parent"] < np.arange(count))))
+        and bool(np.all(np.isfinite(entries["value"])))
+    )
+    if not plausible:
+        return None
+    return RunHeader(header_bytes, run_bytes, sequence, namespace, cipher_id, created, expires, own_offset, entries)
+
+
+def split_run(stored_bytes: IndexArray, chosen: IndexArray) -> list[IndexArray]:
+    """The chosen blocks as parts that are written at once, each of at most `MAX_RUN_BYTES`."""
+    parts: list[list[int]] = [[]]
+    total = 0
+    for index in chosen.tolist():
+        size = padded(int(stored_bytes[index]))
+        part = parts[-1]
+        if part and header_bytes_of(len(part) + 1) + total + size > MAX_RUN_BYTES:
+            parts.append([])
+            total = 0
+        parts[-1].append(index)
+        total += size
+    return [np.array(part, np.int64) for part in parts if part]
+
+
+def run_bytes_of(stored_bytes: IndexArray) -> int:
+    """Bytes of a run of blocks with these stored lengths."""
+    return header_bytes_of(len(stored_bytes)) + sum(padded(size) for size in stored_bytes.tolist())
 
 
 @dataclass(slots=True)
@@ -124,3 +291,76 @@ def _next_header(files: RealFiles, fd: int, begin: int, end: int, buffer: memory
         if count < RESYNC_BYTES // PAGE:
             break
     return end
+
+
+class RunBuffer:
+    """Gathers one run after the other. What `place` and `finish` return is valid until the next `begin`."""
+
+    def __init__(self) -> None:
+        self._data = np.zeros(MAX_RUN_BYTES, np.uint8)
+        self._entries = np.zeros(0, ENTRY)
+        self._first = self._end = 0
+        self._kept: dict[int, int] = {}
+        """Index in what was given: index in the run."""
+
+    def begin(self, stored_bytes: IndexArray) -> None:
+        """Begin a run of at most as many blocks as these, which have these stored lengths."""
+        num_bytes = run_bytes_of(stored_bytes)
+        if len(self._data) < num_bytes:  # one block is longer than a run usually is
+            self._data = np.zeros(num_bytes, np.uint8)
+        self._entries = np.zeros(len(stored_bytes), ENTRY)
+        self._first = self._end = header_bytes_of(len(stored_bytes))
+        self._kept = {}
+
+    def place(self, stored_bytes: int) -> memoryview:
+        """Where the next block goes as it is stored, with its padding, which is zeros already."""
+        end = self._end + padded(stored_bytes)
+        self._data[self._end + stored_bytes : end] = 0
+        return self._data[self._end : end].data
+
+    def add(self, run: BlockRun, index: int, stored_bytes: int) -> None:
+        """Keep what was written to `place` as the `index`-th block of `run`."""
+        key, group_id = run.keys.keys[index], int(run.keys.group_ids[index])
+        payload = self._data[self._end : self._end + padded(stored_bytes)].data
+        entry = self._entries[len(self._kept)]
+        entry["key"], entry["group"] = key, group_id
+        checksum = block_checksum(run.keys.namespace, group_id, key.tobytes(), stored_bytes, payload)
+        entry["checksum"] = np.frombuffer(checksum, np.uint8)
+        entry["parent"] = self._kept.get(int(run.parents[index]), -1)
+        entry["flags"], entry["value"] = run.flags[index], run.values[index]
+        entry["stored_bytes"] = stored_bytes
+        self._keep(index, stored_bytes)
+
+    def copy(self, header: RunHeader, index: int) -> None:
+        """Keep what was written to `place` as the `index`-th block of another run; its parent is not in this one."""
+        self._entries[len(self._kept)] = header.entries[index]
+        self._entries["parent"][len(self._kept)] = -1
+        self._keep(index, int(header.entries[index]["stored_bytes"]))
+
+    def _keep(self, index: int, stored_bytes: int) -> None:
+        self._entries["page"][len(self._kept)] = self._end // PAGE
+        self._kept[index] = len(self._kept)
+        self._end += padded(stored_bytes)
+
+    @property
+    def kept(self) -> IndexArray:
+        """The indices of the blocks that were kept, in the order of the run."""
+        return np.array(list(self._kept), np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the run as it is."""
+        return self._end - self._first + header_bytes_of(len(self._kept))
+
+    def finish(
+        self, sequence: int, namespace: bytes, cipher_id: bytes, offset: int, *, created_s: int, expires_s: int
+    ) -> tuple[RunHeader, memoryview]:
+        """The header of the run at `offset` of its file, and all its bytes; there is at least one block."""
+        # Blocks that were left out leave a gap in the header's room, which must have the length that its count says.
+        length, entries = header_bytes_of(len(self._kept)), self._entries[: len(self._kept)]
+        begin = self._first - length
+        entries["page"] -= begin // PAGE
+        numbers = length, self._end - begin, sequence
+        header = RunHeader(*numbers, namespace, cipher_id, created_s, expires_s, offset, entries)
+        self._data[begin : self._first] = np.frombuffer(encode_header(header), np.uint8)
+        return header, self._data[begin : self._end].data

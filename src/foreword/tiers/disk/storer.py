@@ -6,10 +6,23 @@ the system has failed to write. Nobody waits for it.
 `SegmentWriter` gathers runs in a buffer and appends them to the newest segment. A run is written by one call, header
 first. There is no sync before its blocks are found: what a crash tears does not verify. A segment is synced once, when
 it is sealed.
+
+`SpaceBook` knows what may be used: a budget in physical bytes, a floor of free space, shares of several processes. All
+processes together keep to the budget, each by looking at everybody's files and changing its own alone. A process that
+is alone may use all of it. When others come, it gives way segment by segment until it is at its share. Between two
+looks each process may write what was free at its last look, so they may exceed the budget for a moment, by one run
+each.
+
+`Evictor` chooses the segment with the least worth a physical byte: a block is worth the seconds that a hit saves, times
+(1 + its loads), halved for every six hours since its last load. So what was loaded often and lately stays, and a large
+segment of which little is left goes early. Blocks that are worth more than the tier's mean, and pinned ones, are copied
+to the newest segment first, the best ones first, at most a quarter of the segment. A segment of which more is pinned
+stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
@@ -21,15 +34,22 @@ import numpy.typing as npt
 
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
-from foreword.tiers.disk.eviction import Evictor
-from foreword.tiers.disk.files import close_quietly, write_fully
-from foreword.tiers.disk.run_format import RunBuffer, RunHeader, run_bytes_of, split_run
-from foreword.tiers.disk.segment_index import snapshot_bytes, write_snapshot
-from foreword.tiers.disk.segments import Segment, read_block
-from foreword.tiers.disk.space import SpaceBook
+from foreword.tiers.disk.files import close_quietly, physical_bytes, write_fully
+from foreword.tiers.disk.segment_index import Rows, snapshot_bytes, worth_of, write_snapshot
+from foreword.tiers.disk.segments import (
+    PAGE,
+    Damage,
+    RunBuffer,
+    RunHeader,
+    Segment,
+    read_block,
+    run_bytes_of,
+    scan_runs,
+    split_run,
+)
 from foreword.tiers.disk.state import DiskState
 from foreword.tiers.ticket import JobThread, Outcome, Ticket
-from foreword.tiers.tier import BlockRun, DoneCallback
+from foreword.tiers.tier import PINNED, BlockRun, DoneCallback
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
@@ -39,6 +59,85 @@ SNAPSHOT_SHARE = 20
 """Bytes stored for each byte of a snapshot, at the least, so that snapshots do not wear the disk."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Work = Callable[[], object]
+COPIED_SHARE = 0.25
+"""Of a segment that goes: the most that is copied forward."""
+
+
+class SpaceBook:
+    """What is used and what is left. The storing thread alone calls it; `refresh` and `measure` read the disk."""
+
+    def __init__(self, state: DiskState) -> None:
+        options = state.options
+        assert options.budget_bytes is not None
+        assert options.segment_bytes is not None
+        assert options.min_free_bytes is not None
+        self._state = state
+        self.budget_bytes: int = options.budget_bytes
+        self.segment_bytes: int = options.segment_bytes
+        self._min_free_bytes: int = options.min_free_bytes
+        self._other_bytes = 0
+        self._num_processes = 1
+        self._snapshot_bytes = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Physical bytes of this process's segments and snapshot."""
+        return self._snapshot_bytes + sum(segment.physical_bytes for segment in self._state.index.own_segments())
+
+    @property
+    def used_bytes(self) -> int:
+        """Physical bytes of everybody's files, as of the last look."""
+        return self.own_bytes + self._other_bytes
+
+    @property
+    def share_bytes(self) -> int:
+        """What each process may keep when others want room."""
+        return self.budget_bytes // self._num_processes
+
+    def measure(self, segment: Segment) -> None:
+        """Look at the size of one of our segments. Raises OSError."""
+        segment.physical_bytes = physical_bytes(self._state.files.stat(segment.path))
+
+    def refresh(self) -> None:
+        """Look at all sizes again. Raises OSError."""
+        files, directory = self._state.files, self._state.directory
+        for segment in self._state.index.own_segments():
+            try:
+                self.measure(segment)
+            except FileNotFoundError:
+                self._state.index.remove_segment(segment)
+        self._snapshot_bytes = self._bytes_of_snapshot()
+        others = directory.other_homes()
+        total = 0
+        for home in others:
+            for path in [*directory.segments_of(home), home / SNAPSHOT_NAME]:
+                try:
+                    total += physical_bytes(files.stat(path))
+                except FileNotFoundError:  # evicted meanwhile
+                    continue
+        self._other_bytes, self._num_processes = total, 1 + len(others)
+
+    def shortfall(self, num_bytes: int) -> int:
+        """Bytes that must go before `num_bytes` can be written; 0 or less: there is room. Raises OSError."""
+        free = self._state.files.space(self._state.directory.home).free_bytes
+        return max(self.used_bytes + num_bytes - self.budget_bytes, self._min_free_bytes + num_bytes - free)
+
+    @property
+    def may_evict(self) -> bool:
+        """This process has more than what others must leave it."""
+        return self._num_processes == 1 or self.own_bytes > self.share_bytes
+
+    @property
+    def must_give_way(self) -> bool:
+        """Others need room for a segment, and this process has more than its share."""
+        crowded = self.used_bytes + self.segment_bytes > self.budget_bytes
+        return self._num_processes > 1 and crowded and self.own_bytes > self.share_bytes
+
+    def _bytes_of_snapshot(self) -> int:
+        try:
+            return physical_bytes(self._state.files.stat(self._state.directory.home / SNAPSHOT_NAME))
+        except FileNotFoundError:
+            return 0
 
 
 class SegmentWriter:
@@ -183,6 +282,89 @@ class SegmentWriter:
             logger.warning("a segment could not be sealed: %s", error)
 
 
+class Evictor:
+    """Unlinks segments. The storing thread alone calls it."""
+
+    def __init__(self, state: DiskState, writer: SegmentWriter) -> None:
+        self._state = state
+        self._writer = writer
+
+    def evict_one(self, *, copies: bool) -> bool:
+        """Unlink the segment that is worth least, and copy its best blocks if `copies`. False if none can go.
+
+        Raises OSError if the file cannot be unlinked; then it is no longer ours to count on and others may go.
+        """
+        victim = self._choose()
+        if victim is None:
+            return False
+        if copies:
+            self._copy_best(victim)
+        # Before its file: one that cannot be removed must not be chosen forever.
+        removed = self._state.index.remove_segment(victim)
+        self._state.count(num_evicted=removed)
+        with contextlib.suppress(FileNotFoundError):
+            self._state.files.unlink(victim.path)
+        logger.debug("evicted %s with %d blocks", victim.path.name, removed)
+        return True
+
+    def _choose(self) -> Segment | None:
+        candidates = [segment for segment in self._state.index.own_segments() if not segment.is_open]
+        if not candidates:
+            return None
+        worth, pinned = self._state.index.segment_worth(self._state.clock.now_s())
+        scanned = [
+            segment
+            for segment in candidates
+            if segment.is_scanned and pinned[segment.id] <= COPIED_SHARE * max(1, segment.physical_bytes)
+        ]
+        if scanned:
+            return min(scanned, key=lambda segment: worth[segment.id] / max(1, segment.physical_bytes))
+        # Nobody knows yet what the others hold. The oldest goes.
+        return next((segment for segment in candidates if not segment.is_scanned), None)
+
+    def _copy_best(self, victim: Segment) -> None:
+        """Copy the best blocks of a segment forward, as far as that succeeds."""
+        files = self._state.files
+        try:
+            fd = files.open_for_reading(victim.path)
+        except OSError:
+            return
+        try:
+            for header, chosen in self._keepers(fd, victim):
+                self._state.count(num_copied_forward=self._writer.copy(fd, victim, header, chosen))
+        except OSError as error:
+            logger.warning("blocks of %s could not be copied forward: %s", victim.path.name, error)
+        finally:
+            close_quietly(files, fd)
+
+    def _keepers(self, fd: int, victim: Segment) -> list[tuple[RunHeader, npt.NDArray[np.int64]]]:
+        """The blocks to copy in the order in which they lie: runs, and indices of their entries."""
+        state, now = self._state, self._state.clock.now_s()
+        headers = [
+            found
+            for found in scan_runs(state.files, fd, 0, victim.num_bytes, uncached=state.leaves_cache)
+            if not isinstance(found, Damage) and found.cipher_id == state.cipher.cipher_id
+        ]
+        if not headers:
+            return []
+        merit = np.concatenate([self._merit(header, victim, now) for header in headers])
+        sizes = np.concatenate([header.entries["stored_bytes"].astype(np.int64) for header in headers])
+        best = np.argsort(-merit, kind="stable")
+        best = best[merit[best] > state.index.mean_worth(now)]
+        best = best[np.cumsum(sizes[best]) <= COPIED_SHARE * victim.physical_bytes]
+        is_best = np.isin(np.arange(len(merit)), best)
+        parts = np.split(is_best, np.cumsum([len(header.entries) for header in headers])[:-1])
+        return [(header, np.flatnonzero(part)) for header, part in zip(headers, parts, strict=True) if part.any()]
+
+    def _merit(self, header: RunHeader, victim: Segment, now: int) -> npt.NDArray[np.float64]:
+        """The worth of a run's blocks, [blocks]; infinite if they are pinned, -1 if they are gone or lie elsewhere."""
+        rows: Rows = self._state.index.locate(header.keys(), now)
+        own = header.offset // PAGE + header.entries["page"]
+        is_here = (rows["name"] != 0) & (rows["segment"] == victim.id) & (rows["page"] == own)
+        worth = np.where(header.entries["flags"] & PINNED, np.inf, worth_of(rows, now))
+        return np.where(is_here, worth, -1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """A store under way."""
@@ -199,7 +381,7 @@ class Storer:
         self.space = SpaceBook(state)
         """For statistics."""
         self._writer = SegmentWriter(state, self.space)
-        self._evictor = Evictor(state, self._writer.copy)
+        self._evictor = Evictor(state, self._writer)
         self._pause_s = 0.0
         self._paused_until = 0.0
         self._next_upkeep = 0.0
@@ -319,8 +501,6 @@ class Storer:
 
 def repeated(run: BlockRun) -> npt.NDArray[np.bool_]:
     """Which blocks of a run have the name of an earlier one, [blocks]."""
-    names = np.concatenate([run.keys.keys, run.keys.group_ids.astype("<u2")[:, None].view(np.uint8)], axis=1)
-    _, first = np.unique(names, axis=0, return_index=True)
-    again = np.ones(len(names), bool)
-    again[first] = False
-    return again
+    names = run.keys.names()
+    first = dict(zip(reversed(names), range(len(names) - 1, -1, -1), strict=True))
+    return np.array([first[name] != index for index, name in enumerate(names)], bool)

@@ -85,7 +85,7 @@ class HostTier:
 
     def lookup(self, keys: BlockKeys) -> BoolArray:
         """Which blocks are here, [blocks]; see `Tier.lookup`."""
-        found = self._contains(_names(keys))
+        found = self._contains(keys.names())
         self._counts.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(found)))
         return found
 
@@ -95,7 +95,7 @@ class HostTier:
         if self._is_closed:
             ticket.cancel()
             return ticket
-        found = self._contains(_names(keys))
+        found = self._contains(keys.names())
         ticket.settle(np.flatnonzero(found), Outcome.PRESENT)
         ticket.finish(Outcome.MISSING)
         return ticket
@@ -110,7 +110,7 @@ class HostTier:
         on_done: DoneCallback | None = None,
     ) -> Ticket:
         """Begin to load blocks into `sink`; see `Tier.load`."""
-        names = _names(keys)
+        names = keys.names()
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
             self._forget(names[at] for at in np.flatnonzero(np.isin(outcomes, FORGOTTEN)))
@@ -127,13 +127,13 @@ class HostTier:
     def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
         """Begin to store a run; see `Tier.store`."""
         ticket = Ticket(len(run.keys), before_done=self._counts.count_store, on_done=on_done)
-        job = _Job(_names(run.keys), run.payload_bytes.tolist(), ticket, run=run)
+        job = _Job(run.keys.names(), run.payload_bytes.tolist(), ticket, run=run)
         self._thread.add(job, int(run.payload_bytes.sum()))
         return ticket
 
     def forget(self, keys: BlockKeys) -> None:
         """Blocks that `lookup` must not find again; their places are free."""
-        self._forget(_names(keys))
+        self._forget(keys.names())
 
     def close(self, flush_s: float) -> None:
         """Store what is queued for at most `flush_s` seconds, and forget everything; see `Tier.close`."""
@@ -247,10 +247,3 @@ class HostTier:
                 place = self._index.pop(name, None)
                 if place is not None:
                     self._free.append(place.number)
-
-
-def _names(keys: BlockKeys) -> list[Name]:
-    """Namespace, group and key of each block, joined."""
-    groups = keys.group_ids.astype("<u2").tobytes()
-    joined = keys.keys.tobytes()
-    return [keys.namespace + groups[2 * at : 2 * at + 2] + joined[32 * at : 32 * at + 32] for at in range(len(keys))]

@@ -35,7 +35,7 @@ from foreword.tiers.load_rate import LoadRate
 from foreword.tiers.rare_warning import RareWarning
 from foreword.tiers.store.client import Link, Refusal, Reply, ServerGoneError, ServerRefusedError, StoreServer
 from foreword.tiers.store.state import CircuitBreaker, StoreOptions, StoreState, StoreView
-from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, names_of, server_key
+from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, server_key
 from foreword.tiers.ticket import FORGOTTEN, JobThread, Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
 
@@ -412,7 +412,7 @@ class ValkeyTier:
 
         See `Tier.lookup`. Nothing is found while the breaker is open.
         """
-        names = names_of(keys)
+        names = keys.names()
         present, unknown = self._state.view.look(names)
         if self._state.closing.is_set() or not self._state.breaker.is_closed:
             present[:] = False
@@ -423,7 +423,7 @@ class ValkeyTier:
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
         """Ask the server which blocks are here; see `Tier.probe`."""
-        return self._asker.probe(names_of(keys), deadline_s, on_done)
+        return self._asker.probe(keys.names(), deadline_s, on_done)
 
     def load(
         self,
@@ -435,7 +435,7 @@ class ValkeyTier:
         on_done: DoneCallback | None = None,
     ) -> Ticket:
         """Begin to load blocks into `sink`; see `Tier.load`. While the breaker is open all are IO_ERROR at once."""
-        return self._loader.add(names_of(keys), payload_bytes.tolist(), sink, deadline_s, on_done)
+        return self._loader.add(keys.names(), payload_bytes.tolist(), sink, deadline_s, on_done)
 
     def estimate_load_s(self, num_bytes: int) -> float:
         """Seconds until a load of that size would end; see `Tier.estimate_load_s`."""
@@ -443,11 +443,11 @@ class ValkeyTier:
 
     def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
         """Begin to store a run; see `Tier.store`. NO_ROOM while the breaker is open or the server refuses to write."""
-        return self._writer.add(names_of(run.keys), run, on_done)
+        return self._writer.add(run.keys.names(), run, on_done)
 
     def forget(self, keys: BlockKeys) -> None:
         """Blocks that `lookup` must not find again until this process stores them. Others still find them."""
-        self._state.view.refuse(names_of(keys))
+        self._state.view.refuse(keys.names())
 
     def close(self, flush_s: float) -> None:
         """Store what is queued for at most `flush_s` seconds and cancel the rest; see `Tier.close`."""

@@ -15,11 +15,9 @@ import hashlib
 import hmac
 import struct
 
-import numpy as np
-
-from foreword.tiers.disk.run_format import block_checksum
+from foreword.tiers.disk.segments import block_checksum
 from foreword.tiers.ticket import Outcome
-from foreword.tiers.tier import KEY_BYTES, NAMESPACE_BYTES, BlockKeys
+from foreword.tiers.tier import NAMESPACE_BYTES
 
 MAGIC = b"FWBLK\0\0\1"
 KEY_PREFIX = "fw1:"
@@ -29,16 +27,6 @@ _NAME = struct.Struct("<8s16s32sII")
 _CHECKSUM, _MAC, _FLAGS, HEADER_BYTES = 64, 80, 96, 100
 _PERSON = b"foreword block 1"
 assert _NAME.size == _CHECKSUM
-
-
-def names_of(keys: BlockKeys) -> list[bytes]:
-    """Namespace, group and key of each block as one string of 50 bytes."""
-    rows = np.empty((len(keys), NAMESPACE_BYTES + 2 + KEY_BYTES), np.uint8)
-    rows[:, :NAMESPACE_BYTES] = np.frombuffer(keys.namespace, np.uint8)
-    rows[:, NAMESPACE_BYTES : NAMESPACE_BYTES + 2] = keys.group_ids.astype("<u2")[:, None].view(np.uint8)
-    rows[:, NAMESPACE_BYTES + 2 :] = keys.keys
-    names: list[bytes] = rows.view(f"V{rows.shape[1]}").ravel().tolist()
-    return names
 
 
 def server_key(name: bytes) -> str:

@@ -1,8 +1,7 @@
 """`foreword cache prune DIR`: deletes segments that are old, damaged, of other models, or too many.
 
-Whole segments go, for the format has no smaller unit
-that could be freed. A segment that a live process may be writing stays. A process whose sealed segments go finds their
-blocks missing, and computes them.
+Whole segments go, for the format has no smaller unit that could be freed. A segment that a live process may be writing
+stays. A process whose sealed segments go finds their blocks missing, and computes them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -64,6 +62,9 @@ class Content:
     """Number of whole blocks by namespace."""
     newest_s: int = 0
     """When its newest run was written; 0 if it has none."""
+    reason: str = ""
+    """Why it is to go; empty if it stays."""
+    is_deleted: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -76,14 +77,15 @@ class Content:
 
 
 @dataclass(slots=True)
-class Choice:
-    """What goes."""
+class Result:
+    """What was done, beside what each `Content` says."""
 
-    reasons: dict[SegmentFile, str]
     num_mixed: int = 0
     """Segments that stay because blocks of other namespaces lie in them too."""
     excess_bytes: int = 0
     """Physical bytes beyond `max_bytes` that stay because a process may be writing them."""
+    failed: dict[Path, str] = field(default_factory=dict)
+    """Files that could not be deleted, and why."""
 
 
 def contents_of(found: Survey) -> list[Content]:
@@ -97,44 +99,35 @@ def contents_of(found: Survey) -> list[Content]:
     return contents
 
 
-def choose(found: Survey, contents: list[Content], wish: Wish, cipher: Cipher | None) -> Choice:
-    """The segments that a wish means. Raises ConfigError for namespaces and models that are not there.
+def choose(found: Survey, contents: list[Content], wish: Wish, cipher: Cipher | None) -> Result:
+    """Give the segments that a wish means a reason. Raises ConfigError for namespaces and models that are not there.
 
     Segments that a process may be writing are among them only as far as they were wished for: the caller spares them.
     """
-    choice = Choice({})
+    result = Result()
     unwanted = _unwanted(found, contents, wish)
     damaged = verdicts(found, cipher) if wish.damaged else {}
     now_s = time.time()
     for content in contents:
-        segment, own = content.segment, set(content.blocks)
-        verdict = damaged.get(segment.path)
+        own, verdict = set(content.blocks), damaged.get(content.segment.path)
         if verdict and verdict.findings:
-            choice.reasons[segment] = f"damage; {verdict.num_sound:,} of its blocks are sound and go too"
+            content.reason = f"damage; {verdict.num_sound:,} of its blocks are sound and go too"
         elif own and own <= unwanted:
-            choice.reasons[segment] = "other namespaces" if wish.kept_model else "its namespace"
+            content.reason = "other namespaces" if wish.kept_model else "its namespace"
         elif wish.older_than_s is not None and now_s - content.written_s > wish.older_than_s:
-            choice.reasons[segment] = "its age"
+            content.reason = "its age"
         elif wish.everything:
-            choice.reasons[segment] = "all"
-        choice.num_mixed += segment not in choice.reasons and bool(own & unwanted)
-    if wish.max_bytes is not None:
-        _shrink(found, contents, choice, wish.max_bytes)
-    return choice
-
-
-def _shrink(found: Survey, contents: list[Content], choice: Choice, max_bytes: int) -> None:
-    """Choose the oldest segments until the rest fits."""
-    excess = found.physical_bytes - max_bytes
-    excess -= sum(segment.physical_bytes for segment in choice.reasons if not segment.may_grow)
-    for content in sorted(contents, key=lambda content: content.written_s):
-        segment = content.segment
-        if excess <= 0:
-            break
-        if segment not in choice.reasons and not segment.may_grow:
-            choice.reasons[segment] = f"beyond {format_bytes(max_bytes)}"
-            excess -= segment.physical_bytes
-    choice.excess_bytes = max(0, excess)
+            content.reason = "all"
+        result.num_mixed += not content.reason and bool(own & unwanted)
+    if wish.max_bytes is not None:  # the oldest go until the rest fits
+        excess = found.physical_bytes - wish.max_bytes
+        excess -= sum(one.segment.physical_bytes for one in contents if one.reason and not one.segment.may_grow)
+        for content in sorted(contents, key=lambda content: content.written_s):
+            if excess > 0 and not content.reason and not content.segment.may_grow:
+                content.reason = f"beyond {format_bytes(wish.max_bytes)}"
+                excess -= content.segment.physical_bytes
+        result.excess_bytes = max(0, excess)
+    return result
 
 
 def _unwanted(found: Survey, contents: list[Content], wish: Wish) -> set[bytes]:
@@ -171,17 +164,6 @@ def parse_age(text: str) -> float:
     return float(Fraction(match[1]) * UNITS_S[match[2]])
 
 
-@dataclass(slots=True)
-class Deletion:
-    """What was deleted, or would be."""
-
-    deleted: list[tuple[Content, str]] = field(default_factory=list)
-    """Segments and reasons."""
-    spared: list[Content] = field(default_factory=list)
-    """Segments that a live process may be writing."""
-    failed: dict[Path, str] = field(default_factory=dict)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword cache prune`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the cache's directory")
@@ -211,47 +193,36 @@ def run(args: argparse.Namespace) -> int:
     cipher = cipher_of(args.key_file)
     with held(RealFiles(), args.directory) as found:
         contents = contents_of(found)
-        choice = choose(found, contents, wish, cipher)
-        deletion = _delete(found, contents, choice, dry=args.dry_run)
+        result = choose(found, contents, wish, cipher)
+        for content in contents:
+            path = content.segment.path
+            if content.reason and not content.segment.may_grow:
+                content.is_deleted = args.dry_run or _removed(found, path, result)
         if not args.dry_run:
-            _tidy(found, contents, deletion, unsound_too=wish.damaged or wish.everything)
-    _print(found, choice, deletion, dry=args.dry_run)
-    for content, _ in deletion.deleted:
-        found.unreadable.pop(content.segment.path, None)
-    print_unreadable(found)
-    return 1 if deletion.failed else 0
-
-
-def _delete(found: Survey, contents: list[Content], choice: Choice, *, dry: bool) -> Deletion:
-    deletion = Deletion()
+            _tidy(found, contents, result, unsound_too=wish.damaged or wish.everything)
+    _print(found, contents, result, dry=args.dry_run)
     for content in contents:
-        segment = content.segment
-        if segment not in choice.reasons:
-            continue
-        if segment.may_grow:
-            deletion.spared.append(content)
-        elif dry or _removed(found.files.unlink, segment.path, deletion):
-            deletion.deleted.append((content, choice.reasons[segment]))
-    return deletion
+        if content.is_deleted:
+            found.unreadable.pop(content.segment.path, None)
+    print_unreadable(found)
+    return 1 if result.failed else 0
 
 
-def _removed(remove: Callable[[Path], None], path: Path, deletion: Deletion) -> bool:
+def _removed(found: Survey, path: Path, result: Result) -> bool:
     """Remove a file; True if it is gone by our hand."""
     try:
-        remove(path)
+        found.files.unlink(path)
     except FileNotFoundError:
         return False
     except OSError as error:
-        deletion.failed[path] = f"cannot be deleted: {error.strerror}"
+        result.failed[path] = f"cannot be deleted: {error.strerror}"
         return False
     return True
 
 
-def _tidy(found: Survey, contents: list[Content], deletion: Deletion, *, unsound_too: bool) -> None:
+def _tidy(found: Survey, contents: list[Content], result: Result, *, unsound_too: bool) -> None:
     """Remove the folders of dead processes that hold no segment now, and manifests of namespaces without blocks."""
     files = found.files
-    deleted = {content.segment for content, _ in deletion.deleted}
-    kept = [content for content in contents if content.segment not in deleted]
     for home in found.homes:
         with contextlib.suppress(OSError):  # what is no file of the cache stays, and so does its folder
             if not home.is_live and not segments_in(files, home.path):
@@ -260,29 +231,32 @@ def _tidy(found: Survey, contents: list[Content], deletion: Deletion, *, unsound
                 files.remove_folder(home.path)
     if unsound_too:
         for path in list(found.manifests.unsound):
-            if _removed(files.unlink, path, deletion):
+            if _removed(found, path, result):
                 del found.manifests.unsound[path]
     if any(home.is_live for home in found.homes) or found.unreadable:
         return  # a live process may be about to store the first block of a namespace
-    left = {namespace for content in kept for namespace in content.blocks}
+    left = {namespace for content in contents if not content.is_deleted for namespace in content.blocks}
     for namespace in found.manifests.facts.keys() - left:
-        _removed(files.unlink, manifest_path(found.path / VERSION, namespace), deletion)
+        _removed(found, manifest_path(found.path / VERSION, namespace), result)
 
 
-def _print(found: Survey, choice: Choice, deletion: Deletion, *, dry: bool) -> None:
+def _print(found: Survey, contents: list[Content], result: Result, *, dry: bool) -> None:
     verb = "would delete" if dry else "deleted"
-    for content, reason in deletion.deleted:
+    deleted = [content for content in contents if content.is_deleted]
+    for content in deleted:
         size = format_bytes(content.segment.physical_bytes)
-        print(f"{verb} {found.name(content.segment.path)}: {counted(content.num_blocks, 'block')}, {size} ({reason})")
-    num_blocks = sum(content.num_blocks for content, _ in deletion.deleted)
-    size = format_bytes(sum(content.segment.physical_bytes for content, _ in deletion.deleted))
-    print(f"{verb} {counted(len(deletion.deleted), 'segment')}, {counted(num_blocks, 'block')}, {size}")
-    for content in deletion.spared:
-        name, home = found.name(content.segment.path), content.segment.home
-        print(f"kept {name}: {home.owner} may be writing it; end that process, or wait until it begins a new segment")
-    if choice.num_mixed:
-        print(f"kept {counted(choice.num_mixed, 'segment')} in which blocks of other namespaces lie too")
-    if choice.excess_bytes:
-        print(f"{format_bytes(choice.excess_bytes)} more than --max-size stay: processes are writing them, or indexes")
-    for path, reason in deletion.failed.items():
+        what = f"{counted(content.num_blocks, 'block')}, {size} ({content.reason})"
+        print(f"{verb} {found.name(content.segment.path)}: {what}")
+    num_blocks = sum(content.num_blocks for content in deleted)
+    size = format_bytes(sum(content.segment.physical_bytes for content in deleted))
+    print(f"{verb} {counted(len(deleted), 'segment')}, {counted(num_blocks, 'block')}, {size}")
+    for content in contents:
+        if content.reason and content.segment.may_grow:
+            name, owner = found.name(content.segment.path), content.segment.home.owner
+            print(f"kept {name}: {owner} may be writing it; end that process, or wait until it begins a new segment")
+    if result.num_mixed:
+        print(f"kept {counted(result.num_mixed, 'segment')} in which blocks of other namespaces lie too")
+    if result.excess_bytes:
+        print(f"{format_bytes(result.excess_bytes)} more than --max-size stay: processes are writing them, or indexes")
+    for path, reason in result.failed.items():
         print(f"foreword: {found.name(path)} {reason}", file=sys.stderr)

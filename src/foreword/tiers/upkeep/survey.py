@@ -33,8 +33,7 @@ from foreword.tiers.disk.directory import (
 )
 from foreword.tiers.disk.files import RealFiles, Space, close_quietly, physical_bytes
 from foreword.tiers.disk.manifest import Facts, Manifests, read_manifests
-from foreword.tiers.disk.run_format import RunHeader
-from foreword.tiers.disk.segments import Damage, scan_runs
+from foreword.tiers.disk.segments import Damage, RunHeader, scan_runs
 from foreword.tiers.tier import PINNED
 
 QUIET_S = 60.0

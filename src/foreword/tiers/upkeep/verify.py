@@ -13,8 +13,7 @@ from pathlib import Path
 from foreword.config.sizes import format_bytes
 from foreword.tiers.cipher import NO_CIPHER_ID, AesGcm, Cipher, block_name, read_secret
 from foreword.tiers.disk.files import RealFiles, close_quietly
-from foreword.tiers.disk.run_format import PAGE, RunHeader, padded
-from foreword.tiers.disk.segments import Damage, read_block, scan_runs
+from foreword.tiers.disk.segments import PAGE, Damage, RunHeader, padded, read_block, scan_runs
 from foreword.tiers.upkeep.survey import SegmentFile, Survey, survey
 from foreword.tiers.upkeep.table import ProgressLine, counted
 
