@@ -55,12 +55,11 @@ def check_with_drafts(llm: LLM, params: SamplingParams) -> None:
     def half_right(request: Request, most: int) -> list[int]:
         return right(request, int(rng.integers(0, 4))) + random_tokens(rng, 3)
 
-    for guess in (right, half_right):
-        for draft_tokens in (1, 3, 9):
-            drafting = draft_as_told(llm.engine, guess, draft_tokens)
-            assert contents(run(llm, params)) == contents(plain)
-            llm.engine.check_integrity()
-            assert drafting.counts.num_accepted
+    for guess, draft_tokens in ((right, 1), (right, 9), (half_right, 3), (half_right, 9)):
+        drafting = draft_as_told(llm.engine, guess, draft_tokens)
+        assert contents(run(llm, params)) == contents(plain)
+        llm.engine.check_integrity()
+        assert drafting.counts.num_accepted
     llm.engine.draft(6)
     assert contents(run(llm, params)) == contents(plain)
     llm.engine.draft(0)
