@@ -25,7 +25,7 @@ from foreword.model.loader import LoadedModel, load_model
 from foreword.model.passes import RowPadding
 from foreword.model.runner import ModelRunner
 from foreword.model.self_check import find_inexactness
-from lanes import slow_half
+from lanes import slow, slow_half
 from tiny_models import (
     Recipe,
     TinyModels,
@@ -206,14 +206,20 @@ def test_preemption_does_not_show(model: LoadedModel, prompt: list[int], cold: R
 
 
 @pytest.fixture(
-    params=slow_half(
-        [
-            *itertools.product(RECURRENT, ["float32", "bfloat16"]),
+    params=[
+        ("mamba2", "float32"),
+        ("qwen3_next", "bfloat16"),
+        ("falcon_h1", "float32", "int8"),
+        ("lfm2", "bfloat16"),
+        *slow(
+            *zip(RECURRENT, itertools.cycle(("bfloat16", "float32"))),
+            ("bamba", "bfloat16"),
+            ("granitemoehybrid", "bfloat16"),
             ("mamba2", "float16"),
             ("falcon_h1", "float16"),
-            *itertools.product(["qwen3_next", "falcon_h1"], ["float32", "bfloat16"], ["int8"]),
-        ]
-    ),
+            ("qwen3_next", "bfloat16", "int8"),
+        ),
+    ],
     ids="-".join,
 )
 def recurrent(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:

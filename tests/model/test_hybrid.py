@@ -40,8 +40,8 @@ from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, 
 WINDOWED = ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text", "gemma4_text"]
 RECURRENT = ["mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
 FAMILIES = WINDOWED + RECURRENT
-MORE_OF_A_KIND = ["gemma3_text", "cohere2", "granitemoehybrid", "bamba"]
-"""Their layers remember as those of gemma2, gpt_oss, falcon_h1 and nemotron_h."""
+MORE_OF_A_KIND = ["gemma3_text", "cohere2", "mistral", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
+"""Their layers remember as those of gemma2, gpt_oss, mamba2 and qwen3_next, in other mixtures."""
 NUM_TOKENS = 8
 
 
