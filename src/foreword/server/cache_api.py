@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -307,21 +307,13 @@ async def delete_entry(entry_id: str, request: Request) -> Response:
     return json_response({"id": entry_id, "object": "cache.entry", "deleted": True})
 
 
-async def _visible(request: Request) -> _Visible:
+async def _visible(request: Request) -> Callable[[CacheEntry], bool]:
+    """Whether the caller may see and change an entry."""
     service = service_of(request)
     if service.operators.is_operator(request.scope):
-        return _Visible(is_operator=True)
-    return _Visible(owner=service.tenants.owner(await authorized(request)))
-
-
-class _Visible:
-    """Which entries a caller may see and change."""
-
-    def __init__(self, owner: str | None = None, *, is_operator: bool = False) -> None:
-        self._owner, self._is_operator = owner, is_operator
-
-    def __call__(self, entry: CacheEntry) -> bool:
-        return self._is_operator or entry.owner == self._owner
+        return lambda entry: True
+    owner = service.tenants.owner(await authorized(request))
+    return lambda entry: entry.owner == owner
 
 
 async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[str, Any]:
