@@ -401,7 +401,7 @@ def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world, monk
     assert world.call("DELETE", "/v1/cache/sessions/demoted").status_code == 404, "its totals are gone too"
 
     async def unreached(*_: Any) -> None:
-        raise too_busy(1)
+        raise too_busy("The queue is full.", 1)
 
     monkeypatch.setattr(world.service.thread, "change", unreached)
     told = world.complete(document("no engine"), session_id="open", kv_hints=envelope(action("demote")))
