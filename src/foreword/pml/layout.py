@@ -169,7 +169,12 @@ class Layout:
 
         With its scaffold if all of it is imported, otherwise alone: a module that is left out has no influence.
         """
-        return self._source(path, self._scaffold(path, imported))
+        own_ids = self.boxes[path].own_ids
+        if not path:
+            return Source(own_ids)  # its own text begins with the opening
+        scaffold = self._scaffold(path, imported)
+        before = self.text.opening + tuple(one for name in scaffold for one in self.boxes[name].own_ids)
+        return Source(before + own_ids, len(before), path)
 
     def _scaffold(self, path: str, imported: Mapping[str, object]) -> tuple[str, ...]:
         scaffold = self.boxes[path].module.scaffold
@@ -180,13 +185,6 @@ class Layout:
         own = len(self.boxes[path].own_ids)
         scaffold = sum(len(self.boxes[name].own_ids) for name in self._scaffold(path, imported))
         return own + scaffold + (len(self.text.opening) if path else 0)
-
-    def _source(self, path: str, scaffold: tuple[str, ...]) -> Source:
-        own_ids = self.boxes[path].own_ids
-        if not path:
-            return Source(own_ids)  # its own text begins with the opening
-        before = self.text.opening + tuple(one for name in scaffold for one in self.boxes[name].own_ids)
-        return Source(before + own_ids, len(before), path)
 
     def sources(self) -> tuple[Source, ...]:
         """All that prompts of this schema may link from, each once: what to compute before the first prompt comes."""

@@ -147,9 +147,8 @@ def run(args: argparse.Namespace) -> int:
         schedules = compare_schedulings(args, schedulings, reader, result, cost, console) if cost is not None else {}
         served = [
             (policy, capacity, replace(cluster, num_blocks=capacity.num_blocks, eviction_policy=policy))
-            for policy in result.hits
-            for capacity in result.capacities
-            if cluster is not None and policy != OPTIMUM
+            for policy, capacity in result.served()
+            if cluster is not None
         ]
         clusters = simulate_cluster(served, reader, console) if served else {}
         for file in args.picture:
@@ -236,19 +235,17 @@ def _simulate_time(
     table = table_of("policy", "capacity", "p50", "p90", "p99", "step p90", "hits", "tokens/s", "busy")
     found: dict[str, dict[str, Any]] = {}
     refused: dict[str, int] = {}
-    for policy in (policy for policy in result.hits if policy != OPTIMUM):
-        found[policy] = {}
-        for capacity in result.capacities:
-            options = TimingOptions(capacity.num_blocks, cost, args.replicas, routing, policy)
-            with _progress(reader, f"{policy}, {capacity.name}", console):
-                report = simulate_time(reader, options)
-            found[policy][capacity.name] = asdict(report)
-            waits = (*report.ttft_ms.values(), report.queue_ms["p90"]) if report.requests else ()
-            row = [f"{wait / 1000:,.2f}" for wait in waits] or ["-"] * 4
-            row += [f"{report.hit_ratio:.4f}", f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"]
-            table.add_row(policy, capacity.name, *row)
-            if report.requests_refused:
-                refused[capacity.name] = report.requests_refused
+    for policy, capacity in result.served():
+        options = TimingOptions(capacity.num_blocks, cost, args.replicas, routing, policy)
+        with _progress(reader, f"{policy}, {capacity.name}", console):
+            report = simulate_time(reader, options)
+        found.setdefault(policy, {})[capacity.name] = asdict(report)
+        waits = (*report.ttft_ms.values(), report.queue_ms["p90"]) if report.requests else ()
+        row = [f"{wait / 1000:,.2f}" for wait in waits] or ["-"] * 4
+        row += [f"{report.hit_ratio:.4f}", f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"]
+        table.add_row(policy, capacity.name, *row)
+        if report.requests_refused:
+            refused[capacity.name] = report.requests_refused
     console.print(table)
     for name, num_requests in refused.items():
         console.print(f"Too large for {capacity_name(name)}, and left out: {num_requests:,} requests.")
@@ -461,14 +458,13 @@ def compare_schedulings(
     )
     table = table_of("scheduling", "policy", "capacity", "p50", "p90", "p99", "hits", "tokens/s", "busy")
     for scheduling in schedulings:
-        for policy in (policy for policy in result.hits if policy != OPTIMUM):
-            for capacity in result.capacities:
-                options = TimingOptions(capacity.num_blocks, cost, eviction_policy=policy, scheduler=config)
-                report = simulate_scheduling(at_load(reader, args.load), scheduling, options)
-                found.setdefault(scheduling, {}).setdefault(policy, {})[capacity.name] = asdict(report)
-                waits = [f"{wait / 1000:,.2f}" for wait in report.ttft_ms.values()] or ["-"] * 3
-                rate, busy = f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"
-                table.add_row(scheduling, policy, capacity.name, *waits, f"{report.hit_ratio:.4f}", rate, busy)
+        for policy, capacity in result.served():
+            options = TimingOptions(capacity.num_blocks, cost, eviction_policy=policy, scheduler=config)
+            report = simulate_scheduling(at_load(reader, args.load), scheduling, options)
+            found.setdefault(scheduling, {}).setdefault(policy, {})[capacity.name] = asdict(report)
+            waits = [f"{wait / 1000:,.2f}" for wait in report.ttft_ms.values()] or ["-"] * 3
+            rate, busy = f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"
+            table.add_row(scheduling, policy, capacity.name, *waits, f"{report.hit_ratio:.4f}", rate, busy)
     console.print(table)
     for name, count in result.hits.get(OPTIMUM, {}).items():
         best = result.token_ratio(count)

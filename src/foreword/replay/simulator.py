@@ -215,6 +215,10 @@ class ReplayResult:
     def token_ratio(self, count: HitCount) -> float:
         return count.tokens / self.num_tokens
 
+    def served(self) -> list[tuple[str, Capacity]]:
+        """Each policy that does not know the future, with each capacity."""
+        return [(policy, size) for policy in self.hits if policy != OPTIMUM for size in self.capacities]
+
     def churn(self) -> dict[str, dict[str, float]]:
         """Evicted blocks per 1,000 requests: those that were stored, without those that are left."""
         stored = self.of_each(lambda count: self.num_blocks - count.refused_blocks - count.blocks + count.empty_blocks)
