@@ -3,13 +3,13 @@
 The memory is a stand-in for KV: what is stored for a position is a number that stands for all tokens up to
 it, with their salt, adapter and media. `World` does with it what a runner does (copies first, then writes,
 then reads through the block tables), so a hit on a wrong, stale, overwritten or unwritten block is seen at once.
-
-Knows the manager's public interface. Each operation takes small integers, reduced to what there is: `drive` draws them.
+Each operation takes small integers, reduced to what there is: `drive` draws them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +94,9 @@ GROUPS: dict[str, tuple[GroupSpec, ...]] = {
     "full and chunks": (FullAttentionSpec(4), ChunkedLocalSpec(7, 2)),
     "full and recurrent": (FullAttentionSpec(2), MambaSpec(4)),
     "sinks and window": (SinkFullSpec(3, 2), SlidingWindowSpec(3, 2)),
+    "full and narrow windows": (FullAttentionSpec(2), SlidingWindowSpec(1, 2), SlidingWindowSpec(5, 4)),
+    "chunks that end inside blocks": (ChunkedLocalSpec(7, 4), FullAttentionSpec(2)),
+    "recurrent with an interval": (MambaSpec(2, interval_tokens=6), FullAttentionSpec(1)),
     "all types": (FullAttentionSpec(2), SlidingWindowSpec(5, 2), ChunkedLocalSpec(6, 2), MambaSpec(2)),
 }
 KINDS = ("hash", "radix", "verified", "off", *GROUPS)
@@ -157,7 +160,6 @@ class World:
     with_ledger: bool = False
     with_sessions: bool = False
     deduplicate: bool = False
-    """Has no effect on kinds that cannot."""
     change: Callable[[KVCacheManager], None] = lambda manager: None
     """Applied to the new manager; breaks it on purpose in some tests."""
     happened: Happened = field(default_factory=Happened)
@@ -302,11 +304,30 @@ class World:
                     assert self._memory[block_id, 0] == marks[end - 1], "a hit on a wrong state"
                 else:
                     assert stored == marks[end - spec.block_size : end], "a hit on a wrong block"
+        if self.kind in GROUPS and not skip_reading:
+            assert hit.num_tokens == self._longest(sequence, marks), "a longer hit was there, or none so long"
         if hit.partial is not None:
             start = len(hit.block_ids) * self.block_size
             stored = self._memory[hit.partial.block_id, : hit.partial.num_tokens].tolist()
             assert stored == marks[start : start + hit.partial.num_tokens], "a partial hit on a wrong block"
         return hit
+
+    def _longest(self, sequence: TokenSequence, marks: list[int]) -> int:
+        """The longest hit by trying every length, given what the indexed blocks hold."""
+        coordinator, holds = self.manager._coordinator, set()
+        for block_id in coordinator.index.block_ids().tolist():
+            group = coordinator.index.group_of(block_id)
+            size = self.groups[group].block_size
+            if not isinstance(self.groups[group], MambaSpec):
+                holds.add((group, self._planned[block_id, size - 1]))
+            elif not coordinator.fills((block_id,)):
+                holds.add((group, self._memory[block_id, 0]))
+
+        def is_cached(group: int, number: int) -> bool:
+            return (group, marks[(number + 1) * self.groups[group].block_size - 1]) in holds
+
+        most = min(len(sequence), num_findable(self.groups, sequence) + 1)
+        return longest_agreed(self.groups, most, is_cached)
 
     def _try_to_admit(self, sequence: TokenSequence, marks: list[int], chunk: int, *, resumed: bool) -> bool:
         hit = self._find(sequence, marks, skip_reading=chunk % 8 == 0, resumed=resumed)
@@ -426,7 +447,20 @@ class World:
         request.end = end
         for group, spec in enumerate(self.groups):
             if not isinstance(spec, MambaSpec):
+                held = set(np.flatnonzero(self._table(request, group) != NULL_BLOCK).tolist())
+                read = range(first_read(spec, request.num_computed), end)
+                assert held == {position // spec.block_size for position in read}, "a step holds what it never reads"
+                if self.kind in GROUPS:
+                    self._check_indexed(request, group, end)
                 self._write(self._planned, [request], group, spec)
+
+    def _check_indexed(self, request: Running, group: int, end: int) -> None:
+        """The blocks that a step fills are found at once."""
+        size, table = self.groups[group].block_size, self._table(request, group)
+        most = min(end, num_findable(self.groups, request.sequence))
+        filled = table[request.num_computed // size : most // size].tolist()
+        keys = map(self.manager._coordinator.index.key_of, filled)
+        assert None not in keys, "a block that is filled cannot be found"
 
     def _copy(self) -> None:
         copies = self.manager.take_copies()
@@ -472,8 +506,6 @@ class World:
             assert request.end is not None
             self._memory[self._table(request, group)[(request.end - 1) // size], 0] = request.marks[request.end - 1]
 
-    # ------------------------------------------------------------------ cache
-
     def evict(self, first: int, count: int) -> None:
         """Have consecutive blocks forgotten, whoever holds them."""
         block_ids = (first + np.arange(count % 4 + 1)) % self.num_blocks
@@ -511,8 +543,6 @@ class World:
             self.manager.expire_pins(self._now)
             self.happened.broken_pins += self._pins.num_broken
             self._pins.num_broken = 0
-
-    # ------------------------------------------------------------------- view
 
     def snapshot(self) -> list[object]:
         """All that an operation which fails must leave as it was."""
@@ -570,6 +600,30 @@ def first_read(spec: GroupSpec, position: int) -> int:
             return position - position % spec.chunk
         case _:
             return 0
+
+
+def needed_blocks(spec: GroupSpec, length: int) -> set[int]:
+    """Numbers of the blocks that a hit of `length` tokens needs."""
+    if isinstance(spec, MambaSpec):
+        return {length // spec.block_size - 1} if length else set()
+    return {position // spec.block_size for position in range(first_read(spec, length), length)}
+
+
+def longest_agreed(specs: Sequence[GroupSpec], num_tokens: int, is_cached: Callable[[int, int], bool]) -> int:
+    """The longest hit by trying every length; `is_cached(group, block number)` says what there is."""
+    step = math.lcm(*(spec.block_size for spec in specs))
+    for length in range(num_tokens - 1, 0, -1):
+        if length % step == 0 and all(
+            is_cached(group, number) for group, spec in enumerate(specs) for number in needed_blocks(spec, length)
+        ):
+            return length
+    return 0
+
+
+def num_findable(specs: Sequence[GroupSpec], sequence: TokenSequence) -> int:
+    """Leading tokens that others may find: beside a recurrent group, what fills cells of the prompt."""
+    cells = [spec.block_size for spec in specs if isinstance(spec, MambaSpec)]
+    return sequence.num_prompt_tokens // math.lcm(*cells) * math.lcm(*cells) if cells else len(sequence)
 
 
 def _mark(before: int, content: object) -> int:

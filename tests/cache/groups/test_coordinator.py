@@ -1,10 +1,5 @@
-"""Coordinators against an oracle that tries every length, and whole lives of requests in hybrid models.
+"""Coordinators: hits on which all groups agree, against an oracle that tries every length, and calls for batches."""
 
-The oracle knows which positions each attention type reads, and what every block was filled with. It
-shares no code with the managers.
-"""
-
-import functools
 import math
 import random
 
@@ -13,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_world import first_read
+from cache_world import GROUPS, longest_agreed, needed_blocks, num_findable
 from foreword.cache import (
     NULL_BLOCK,
     ChunkedLocalSpec,
@@ -23,40 +18,12 @@ from foreword.cache import (
     KVCacheManager,
     MambaSpec,
     RadixIndex,
-    SinkFullSpec,
     SlidingWindowSpec,
     TokenSequence,
 )
 from foreword.cache.eviction.policies import make_policy
 from foreword.cache.groups.choose import get_kv_cache_coordinator
 from foreword.errors import ConfigError
-
-# ------------------------------------------------------------------------------------------ oracle
-
-
-def needed_blocks(spec, length):
-    """Numbers of the blocks that a hit of `length` tokens needs."""
-    if isinstance(spec, MambaSpec):
-        return {length // spec.block_size - 1} if length else set()
-    return {position // spec.block_size for position in range(first_read(spec, length), length)}
-
-
-def longest_agreed(specs, num_tokens, is_cached):
-    """The longest hit by trying every length; `is_cached(group, block number)` says what there is."""
-    step = math.lcm(*(spec.block_size for spec in specs))
-    for length in range(num_tokens - 1, 0, -1):
-        if length % step == 0 and all(
-            is_cached(group, number) for group, spec in enumerate(specs) for number in needed_blocks(spec, length)
-        ):
-            return length
-    return 0
-
-
-def num_findable(specs, sequence):
-    """Leading tokens that others may find: beside a recurrent group, what fills cells of the prompt."""
-    cells = [spec.block_size for spec in specs if isinstance(spec, MambaSpec)]
-    return sequence.num_prompt_tokens // math.lcm(*cells) * math.lcm(*cells) if cells else len(sequence)
-
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
 any_spec = st.one_of(
@@ -95,215 +62,6 @@ def test_the_fixed_point_is_the_longest_length_on_which_all_groups_agree(specs, 
             for number in range(hit.num_tokens // spec.block_size)
         ]
         assert hit.tables[group].tolist() == expected
-
-
-# ------------------------------------------------------------------------------------------- lives
-
-
-class Life:
-    """Random operations on a manager, each compared with a model of what every block holds."""
-
-    def __init__(self, specs, num_blocks, seed):
-        self.specs = specs
-        self.key_size = math.gcd(*(spec.block_size for spec in specs))
-        self.step = math.lcm(*(spec.block_size for spec in specs))
-        self.manager = KVCacheManager(num_blocks, groups=specs)
-        self.rng = random.Random(seed)
-        self.live = {}
-        self.done = {}  # request -> tokens that have slots
-        self.longest_step = {}
-        self.content = {}  # block -> (group, the prefix that it ends)
-        self.hits = self.refusals = self.releases = 0
-
-    def is_cached(self, sequence):
-        tokens = tuple(sequence.token_ids.tolist())
-        contents = set(self.content.values())
-        return functools.cache(
-            lambda group, number: (group, tokens[: (number + 1) * self.specs[group].block_size]) in contents
-        )
-
-    def admit(self, name):
-        rng, manager = self.rng, self.manager
-        tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 40))]
-        if rng.random() < 0.6:
-            tokens = [0] * rng.randint(1, 24) + tokens[: rng.randint(0, 20)] + [1]
-        sequence = TokenSequence(name, tokens, block_size=self.key_size)
-        hit = manager.get_computed_blocks(sequence)
-        most = min(len(tokens), num_findable(self.specs, sequence) + 1)
-        assert hit.num_tokens == longest_agreed(self.specs, most, self.is_cached(sequence))
-        for group, table in enumerate(hit.tables):
-            for number, block_id in enumerate(table.tolist()):
-                if block_id != NULL_BLOCK:
-                    prefix = tuple(tokens[: (number + 1) * self.specs[group].block_size])
-                    assert self.content[block_id] == (group, prefix)
-        end = self.choose_end(hit.num_tokens, len(tokens))
-
-        new = sum(
-            1 if isinstance(spec, MambaSpec) else -(-end // spec.block_size) - hit.num_tokens // spec.block_size
-            for spec in self.specs
-        )
-        counts = manager._pool.ref_counts()
-        unheld = sum(int(counts[b] == 0) for table in hit.tables for b in table.tolist() if b != NULL_BLOCK)
-        assert manager.num_required_blocks(end, hit) == new + unheld
-        fits = new + unheld <= manager.get_num_free_blocks()
-        before = manager.free_block_ids().tolist()
-        taken = manager.allocate_slots(sequence, end, hit)
-        assert (taken is not None) == fits
-        if taken is None:
-            assert manager.free_block_ids().tolist() == before
-            self.refusals += 1
-            return
-        assert len(taken) == new
-        self.hits += hit.num_tokens > 0
-        self.live[name] = sequence
-        self.computed(name, hit.num_tokens, end, taken)
-
-    def grow(self, name):
-        sequence, manager = self.live[name], self.manager
-        start = self.done[name]
-        if start == len(sequence):
-            sequence.append(self.rng.randint(0, 1))
-        end = self.choose_end(start, len(sequence))
-        before = [manager.block_ids(name, group) for group in range(len(self.specs))]
-        free = manager.get_num_free_blocks()
-        counts = manager._pool.ref_counts()
-        new, leaving = self.need(sequence, start, end, before)
-        fits = new <= free + sum(int(counts[block_id] == 1) for block_id in leaving)
-        taken = manager.allocate_slots(sequence, end)
-        assert (taken is not None) == fits
-        if taken is None:
-            for group, table in enumerate(before):
-                assert manager.block_ids(name, group).tolist() == table.tolist()
-            assert manager.get_num_free_blocks() == free
-            self.refusals += 1
-            return
-        assert len(taken) == new
-        self.releases += len(leaving)
-        now = manager._pool.ref_counts()
-        new_ids = set(taken.tolist())
-        assert all(now[block_id] == counts[block_id] - 1 for block_id in leaving if block_id not in new_ids)
-        self.computed(name, start, end, taken)
-
-    def choose_end(self, start, length):
-        end = self.rng.randint(start + 1, length)
-        aligned = end // self.step * self.step
-        return aligned if aligned > start and self.rng.random() < 0.6 else end
-
-    def is_saved(self, sequence, spec, length):
-        saved = length % self.step == 0 and length % (spec.interval_tokens or spec.block_size) == 0
-        return saved and length <= num_findable(self.specs, sequence)
-
-    def need(self, sequence, start, end, tables):
-        """Blocks that computing `start` to `end` takes, and those that it no longer reads."""
-        new, leaving = 0, []
-        for spec, table in zip(self.specs, tables, strict=True):
-            if isinstance(spec, MambaSpec):
-                read = (start - 1) // spec.block_size
-                new += self.is_saved(sequence, spec, start)
-            else:
-                read = first_read(spec, start) // spec.block_size
-                new += -(-end // spec.block_size) - len(table)
-            leaving += [block_id for block_id in table[:read].tolist() if block_id != NULL_BLOCK]
-        return new, leaving
-
-    def computed(self, name, start, end, taken):
-        """Check what a request holds to compute `start` to `end`, and note what its blocks hold then."""
-        for block_id in taken.tolist():
-            self.content.pop(block_id, None)
-        self.done[name] = end
-        sequence = self.live[name]
-        tokens, most = tuple(sequence.token_ids.tolist()), num_findable(self.specs, sequence)
-        for group, spec in enumerate(self.specs):
-            table = self.manager.block_ids(name, group).tolist()
-            size = spec.block_size
-            assert len(table) == -(-end // size)
-            held = {number for number, block_id in enumerate(table) if block_id != NULL_BLOCK}
-            if isinstance(spec, MambaSpec):
-                writes, reads = (end - 1) // size, (start - 1) // size
-                assert writes in held
-                assert held <= {writes, reads}
-                full = [end // size - 1] if self.is_saved(sequence, spec, end) else []
-            else:
-                assert held == {position // size for position in range(first_read(spec, start), end)}
-                full = [number for number in held if start < (number + 1) * size <= min(end, most)]
-            for number in full:
-                self.content[table[number]] = (group, tokens[: (number + 1) * size])
-        longest = self.longest_step[name] = max(self.longest_step.get(name, 0), end - start)
-        num_held = sum((self.manager.block_ids(name, group) != NULL_BLOCK).sum() for group in range(len(self.specs)))
-        assert num_held <= self.manager._coordinator.max_num_blocks(end, longest)
-
-    def leave(self, name):
-        self.manager.free(name)
-        del self.live[name], self.done[name]
-
-    def evict(self):
-        victims = [self.rng.randrange(self.manager.num_blocks) for _ in range(self.rng.randint(1, 6))]
-        self.manager.evict_blocks(np.array(victims, np.int32))
-        for block_id in victims:
-            self.content.pop(block_id, None)
-
-    def run(self, num_operations):
-        for number in range(num_operations):
-            self.manager.begin_step()
-            kind = self.rng.random()
-            if kind < 0.3:
-                self.admit(str(number))
-            elif kind < 0.8 and self.live:
-                self.grow(self.rng.choice(list(self.live)))
-            elif kind < 0.95 and self.live:
-                self.leave(self.rng.choice(list(self.live)))
-            elif kind > 0.97:
-                self.evict()
-            self.manager.check_integrity()
-        for name in list(self.live):
-            self.leave(name)
-        assert self.manager.get_num_free_blocks() == self.manager.num_blocks - len(self.manager.sink_block_ids())
-        self.manager.check_integrity()
-
-
-MIXES = {
-    "full and window": [FullAttentionSpec(4), SlidingWindowSpec(6, 4)],
-    "full and narrow windows": [FullAttentionSpec(2), SlidingWindowSpec(1, 2), SlidingWindowSpec(5, 4)],
-    "full and chunks": [FullAttentionSpec(4), ChunkedLocalSpec(8, 4)],
-    "chunks that end inside blocks": [ChunkedLocalSpec(7, 4), FullAttentionSpec(2)],
-    "full and recurrent": [FullAttentionSpec(2), MambaSpec(4)],
-    "recurrent with an interval": [MambaSpec(2, interval_tokens=6), FullAttentionSpec(1)],
-    "all types": [SlidingWindowSpec(9, 2), FullAttentionSpec(4), ChunkedLocalSpec(6, 2), MambaSpec(4)],
-    "window alone": [SlidingWindowSpec(7, 3)],
-    "chunks alone": [ChunkedLocalSpec(5, 2)],
-    "recurrent alone": [MambaSpec(3)],
-    "sinks and window": [SinkFullSpec(5, 4), SlidingWindowSpec(8, 4)],
-}
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_random_lives_hit_and_hold_exactly_what_the_oracle_says(mix):
-    for seed, num_blocks in enumerate((24, 90)):
-        life = Life(MIXES[mix], num_blocks, seed)
-        life.run(200)
-        assert life.hits
-        assert life.refusals or num_blocks > 24 or mix.endswith("alone")
-
-
-def test_random_mixes_of_groups_live_without_a_leak():
-    rng = random.Random(7)
-    for seed in range(6):
-        specs = []
-        for _ in range(rng.randint(1, 4)):
-            size = rng.choice([1, 2, 3, 4])
-            specs.append(
-                rng.choice(
-                    [
-                        FullAttentionSpec(size),
-                        SlidingWindowSpec(rng.randint(1, 15), size),
-                        ChunkedLocalSpec(rng.randint(1, 15), size),
-                        MambaSpec(size),
-                    ]
-                )
-            )
-        if len(specs) == 1 and isinstance(specs[0], FullAttentionSpec):
-            continue  # token-level and whole-prompt hits: test_manager.py
-        Life(specs, rng.choice([40, 120]), seed).run(120)
 
 
 # -------------------------------------------------------------------------------------- small cases
@@ -430,7 +188,7 @@ def batches(kind, num_blocks):
         case "off":
             return KVCacheManager(num_blocks, block_size=4, enable_prefix_caching=False)
         case _:
-            return KVCacheManager(num_blocks, groups=MIXES[kind])
+            return KVCacheManager(num_blocks, groups=GROUPS[kind])
 
 
 def one_by_one(manager, sequences):
