@@ -38,11 +38,11 @@ def flips(folder: Path, num_flips: int) -> dict[str, int]:
         (path,) = folder.glob("v1/*/*.fwseg")
         content = path.read_bytes()
         places = tier._state.index.locate(keys, tier._state.clock.now_s())
-        (segment,) = tier._state.table.own()
+        (segment,) = tier._state.index.own_segments()
         while tried < num_flips * 9 // 10:
             # One bit of every block, then all blocks are loaded, and all are to be refused.
             damaged = bytearray(content)
-            for page in places.pages.tolist():
+            for page in places["page"].tolist():
                 damaged[page * PAGE + py_rng.randrange(2 * PAGE)] ^= 1 << py_rng.randrange(8)
             path.write_bytes(damaged)
             out[:] = 0

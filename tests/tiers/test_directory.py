@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.tiers.disk.directory import CacheDirectory
+from foreword.tiers.disk.directory import CacheDirectory, segments_in
 from foreword.tiers.disk.files import RealFiles, Space
 
 FILES = RealFiles()
@@ -140,9 +140,9 @@ def test_the_segments_of_the_dead_are_adopted_and_those_of_the_living_are_not(tm
     assert heir.adopt() == 0
     dying.close()
     assert heir.adopt() == 2
-    assert [path.name for path in heir.segments_of(heir.home)] == ["000009-00000009.fwseg", "000010-0000000a.fwseg"]
+    assert [path.name for path in segments_in(FILES, heir.home)] == ["000009-00000009.fwseg", "000010-0000000a.fwseg"]
     assert not dying.home.exists()
-    assert living.segments_of(living.home) == [kept]
+    assert segments_in(FILES, living.home) == [kept]
     heir.close()
     living.close()
 
@@ -171,9 +171,9 @@ def test_a_folder_without_its_name_is_not_taken_for_a_dead_one(tmp_path):
 def test_names_of_segments_are_in_the_order_of_their_numbers(tmp_path):
     directory = CacheDirectory(FILES, tmp_path)
     paths = [segment(directory.home, number) for number in (1_000_000, 999_999, 2)]
-    assert directory.segments_of(directory.home) == paths[::-1]
+    assert segments_in(FILES, directory.home) == paths[::-1]
     (directory.home / "000003.fwseg").write_text("another name")
-    assert len(directory.segments_of(directory.home)) == 3
-    assert directory.segments_of(tmp_path / "nowhere") == []
+    assert len(segments_in(FILES, directory.home)) == 3
+    assert segments_in(FILES, tmp_path / "nowhere") == []
     directory.close()
     directory.close()

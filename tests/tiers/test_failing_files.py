@@ -94,7 +94,7 @@ def test_a_full_disk_makes_the_tier_drop_blocks_give_back_a_segment_and_go_on_la
 
 
 def test_after_a_failed_write_nothing_is_stored_for_a_while(tmp_path):
-    with opened(tmp_path, SMALL, files=FailingFiles(errno.EIO, 1, kinds=("write",))) as tier:  # call 0 is the probe
+    with opened(tmp_path, SMALL, files=FailingFiles(errno.EIO, 0, kinds=("write",))) as tier:
         assert store(tier, keys_of([0])).by_reason() == {"io_error": 1}
         assert store(tier, keys_of([1])).by_reason() == {"no_room": 1}
 

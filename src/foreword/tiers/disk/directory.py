@@ -12,6 +12,7 @@ into its folder. Names of files hold no keys and no text.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,7 +21,7 @@ import uuid
 from pathlib import Path
 
 from foreword.errors import ConfigError
-from foreword.tiers.disk.files import RealFiles
+from foreword.tiers.disk.files import RealFiles, physical_bytes
 from foreword.tiers.disk.segments import segment_number
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class CacheDirectory:
 
     def __init__(self, files: RealFiles, path: Path) -> None:
         self._files = files
-        self._lock_fds: list[int] = []
+        self.lock_fd = -1
+        """Of our folder's lock, which is ours while it is open."""
         self.path = Path(os.path.realpath(path.expanduser()))
         try:
             self._open_top()
@@ -55,16 +57,22 @@ class CacheDirectory:
 
     def close(self) -> None:
         """Release our lock. May be called twice."""
-        while self._lock_fds:
-            self._files.close(self._lock_fds.pop())
+        if self.lock_fd >= 0:
+            lock_fd, self.lock_fd = self.lock_fd, -1
+            self._files.close(lock_fd)
 
     def other_homes(self) -> list[Path]:
         """Folders of other processes, dead or alive. Raises OSError."""
         return [home for home in homes_in(self._files, self.root) if home != self.home]
 
-    def segments_of(self, home: Path) -> list[Path]:
-        """The segment files in a folder, oldest first; empty if the folder is gone. Raises OSError."""
-        return segments_in(self._files, home)
+    def physical_bytes(self, homes: list[Path]) -> int:
+        """What segments and snapshots in some folders occupy. Raises OSError."""
+        total = 0
+        for home in homes:
+            for path in [*segments_in(self._files, home), home / SNAPSHOT_NAME]:
+                with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                    total += physical_bytes(self._files.stat(path))
+        return total
 
     def adopt(self) -> int:
         """Move the segments of dead processes into our folder; returns their number. Errors are logged.
@@ -114,7 +122,7 @@ class CacheDirectory:
             if self._files.try_lock(janitor):
                 for home in homes_in(self._files, self.root):
                     if (lock := self._lock_of_dead(home)) is not None:
-                        self._lock_fds.append(lock)
+                        self.lock_fd = lock
                         return home
         finally:
             self._files.close(janitor)
@@ -125,9 +133,8 @@ class CacheDirectory:
         name = uuid.uuid4().hex
         unfinished = self.root / f"new-{name}"
         self._files.make_folder(unfinished)
-        lock = self._files.open_lock(unfinished / LOCK_NAME)
-        self._lock_fds.append(lock)
-        if not self._files.try_lock(lock):
+        self.lock_fd = self._files.open_lock(unfinished / LOCK_NAME)
+        if not self._files.try_lock(self.lock_fd):
             raise OSError(errno.ENOLCK, "this file system grants no lock")
         self._files.rename(unfinished, self.root / name)
         return self.root / name
@@ -155,7 +162,7 @@ class CacheDirectory:
             return 0
         moved = 0
         try:
-            for path in self.segments_of(home):
+            for path in segments_in(self._files, home):
                 self._files.rename(path, self.home / path.name)
                 moved += 1
             for name in self._files.list_folder(home):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.directory import CacheDirectory, unusable
-from foreword.tiers.disk.files import RealFiles, can_leave_cache, close_quietly, physical_bytes
+from foreword.tiers.disk.files import RealFiles, can_leave_cache
 from foreword.tiers.disk.loader import Loader
 from foreword.tiers.disk.manifest import Facts, read_manifests, write_manifest
 from foreword.tiers.disk.scanner import Scanner
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 """How long `close` waits for a thread that is in the middle of a call."""
-PROBE_NAME = "probe"
 
 
 class DiskTier:
@@ -62,7 +61,7 @@ class DiskTier:
         cipher: Cipher = PlainText() if options.key_file is None else AesGcm(read_secret(options.key_file))
         directory = CacheDirectory(files, Path(path))
         try:
-            used = _used_bytes(files, directory)
+            used = directory.physical_bytes([directory.home, *directory.other_homes()])
             space = files.space(directory.home)
             self._state = DiskState(
                 options.completed(space.total_bytes, space.free_bytes, used),
@@ -71,7 +70,7 @@ class DiskTier:
                 directory,
                 SegmentIndex(),
                 cipher,
-                leaves_cache=_leaves_cache(files, directory.home / PROBE_NAME),
+                leaves_cache=can_leave_cache(files, directory.lock_fd),
             )
             self._loader = Loader(self._state)
             self._storer = Storer(self._state)
@@ -199,29 +198,3 @@ class DiskTier:
         """Raise AssertionError unless the index agrees with itself; see `Tier.check_integrity`."""
         self._state.index.check_integrity()
         assert min(self._loader.thread.amount, self._storer.thread.amount) >= 0
-
-
-def _used_bytes(files: RealFiles, directory: CacheDirectory) -> int:
-    """Physical bytes of everybody's segments. Raises OSError."""
-    total = 0
-    for home in [directory.home, *directory.other_homes()]:
-        for segment in directory.segments_of(home):
-            with contextlib.suppress(FileNotFoundError):  # another process has evicted it
-                total += physical_bytes(files.stat(segment))
-    return total
-
-
-def _leaves_cache(files: RealFiles, path: Path) -> bool:
-    """Whether the kernel knows RWF_DONTCACHE in that folder."""
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            files.unlink(path)
-        fd = files.create(path)
-    except OSError:
-        return False
-    try:
-        return can_leave_cache(files, fd)
-    finally:
-        close_quietly(files, fd)
-        with contextlib.suppress(OSError):
-            files.unlink(path)

@@ -138,19 +138,12 @@ def close_quietly(files: RealFiles, fd: int) -> None:
 
 
 def can_leave_cache(files: RealFiles, fd: int) -> bool:
-    """Whether the kernel and this file system know RWF_DONTCACHE; tried with a page in an empty file."""
-    page = memoryview(bytearray(4096))
+    """Whether the kernel and the file system of an open file know RWF_DONTCACHE."""
     try:
-        files.write(fd, page, 0, uncached=True)
-        files.read(fd, page, 0, uncached=True)
-        known = True
-    except OSError:
-        known = False
-    try:
-        files.truncate(fd, 0)
+        files.read(fd, memoryview(bytearray(4096)), 0, uncached=True)
     except OSError:
         return False
-    return known
+    return True
 
 
 def physical_bytes(status: os.stat_result) -> int:

@@ -68,53 +68,43 @@ class Content:
     """Why nothing, or not all, was read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Blocks that lie near each other."""
-
-    segment_id: int
-    begin: int
-    end: int
-    """Bytes in the segment."""
-    blocks: list[tuple[int, int, int]]
-    """Index, begin and end of each."""
+Extent = list[tuple[int, int, int]]
+"""Blocks that lie near each other in a segment: index, begin and end of each."""
 
 
-def extents_of(places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[Extent]:
-    """The blocks of these rows at these indices, in order, as extents."""
-    blocks: list[tuple[int, int, int]] = []
+def extents_of(places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[int, Extent]]:
+    """The blocks of these rows at these indices, in order, as extents with their segments' ids."""
+    blocks: Extent = []
     segment, last_end = -1, 0
     for index in indices.tolist():
         begin = int(places["page"][index]) * PAGE
         end = begin + padded(int(places["stored_bytes"][index]))
         near = segment == places["segment"][index] and last_end <= begin <= last_end + MAX_GAP_PAGES * PAGE
         if blocks and not near:
-            yield Extent(segment, blocks[0][1], last_end, blocks)
+            yield segment, blocks
             blocks = []
         segment, last_end = int(places["segment"][index]), end
         blocks.append((index, begin, end))
     if blocks:
-        yield Extent(segment, blocks[0][1], last_end, blocks)
+        yield segment, blocks
 
 
-def pieces_of(extent: Extent, max_bytes: int) -> Iterator[Piece]:
+def pieces_of(segment_id: int, blocks: Extent, max_bytes: int) -> Iterator[Piece]:
     """The reads of an extent, each of at most `max_bytes`, or of two blocks if these are longer."""
-    longest = max(end - begin for _, begin, end in extent.blocks)
+    longest = max(end - begin for _, begin, end in blocks)
     step = max(max_bytes, 2 * longest, ALIGNED_BYTES) // ALIGNED_BYTES * ALIGNED_BYTES
     step = max(step, 2 * longest)
-    offset, following = extent.begin, 0
-    while offset < extent.end:
-        stop = min(extent.end, offset + step)
-        if stop < extent.end and stop // ALIGNED_BYTES * ALIGNED_BYTES > offset + longest:
+    offset, last_end, following = blocks[0][1], blocks[-1][2], 0
+    while offset < last_end:
+        stop = min(last_end, offset + step)
+        if stop < last_end and stop // ALIGNED_BYTES * ALIGNED_BYTES > offset + longest:
             stop = stop // ALIGNED_BYTES * ALIGNED_BYTES
         first = following
-        while following < len(extent.blocks) and extent.blocks[following][2] <= stop:
+        while following < len(blocks) and blocks[following][2] <= stop:
             following += 1
-        mine = extent.blocks[first:following]
+        mine = blocks[first:following]
         carry = max(0, offset - mine[0][1]) if mine else 0
-        yield Piece(
-            extent.segment_id, offset, stop - offset, carry, [index for index, _, _ in mine], stop == extent.end
-        )
+        yield Piece(segment_id, offset, stop - offset, carry, [index for index, _, _ in mine], stop == last_end)
         offset = stop
 
 
@@ -142,7 +132,7 @@ class ReadAhead:
     def contents(self, places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Piece, Content]]:
         """The content of the blocks at these places, piece by piece, in order."""
         max_bytes = self._state.options.staging_bytes
-        pieces = [piece for extent in extents_of(places, indices) for piece in pieces_of(extent, max_bytes)]
+        pieces = [piece for extent in extents_of(places, indices) for piece in pieces_of(*extent, max_bytes)]
         if not pieces:
             return
         front = max(piece.carry_bytes for piece in pieces)

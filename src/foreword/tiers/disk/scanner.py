@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from foreword.tiers.disk.directory import SNAPSHOT_NAME
+from foreword.tiers.disk.directory import SNAPSHOT_NAME, segments_in
 from foreword.tiers.disk.files import close_quietly, physical_bytes
 from foreword.tiers.disk.segment_index import read_snapshot
 from foreword.tiers.disk.segments import PAGE, Damage, RunHeader, Segment, scan_runs
@@ -30,7 +30,7 @@ class Scanner:
 
     def start(self) -> None:
         """Note our segments, whose numbers must not be used again, then scan. Raises OSError."""
-        for path in self._state.directory.segments_of(self._state.directory.home):
+        for path in segments_in(self._state.files, self._state.directory.home):
             self._state.index.add_segment(path, is_own=True)
         self._thread.start()
 
@@ -77,11 +77,11 @@ class Scanner:
         """Take over what dead processes left, scan new segments, and drop those that are gone."""
         state, directory, index = self._state, self._state.directory, self._state.index
         directory.adopt()
-        for path in directory.segments_of(directory.home):
+        for path in segments_in(state.files, directory.home):
             index.add_segment(path, is_own=True)
         # The last segment of another process may still be written. So may another one, if the process has taken over
         # segments of a dead one whose numbers are higher: what has grown is scanned again.
-        others = {path for home in directory.other_homes() for path in directory.segments_of(home)[:-1]}
+        others = {path for home in directory.other_homes() for path in segments_in(state.files, home)[:-1]}
         for segment in index.segments():
             # Before anything is scanned: a block that is known at a place that is gone would hide where it lies now.
             if not segment.is_own and segment.path not in others:

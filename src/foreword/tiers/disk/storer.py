@@ -100,7 +100,7 @@ class SpaceBook:
 
     def refresh(self) -> None:
         """Look at all sizes again. Raises OSError."""
-        files, directory = self._state.files, self._state.directory
+        directory = self._state.directory
         for segment in self._state.index.own_segments():
             try:
                 self.measure(segment)
@@ -108,14 +108,7 @@ class SpaceBook:
                 self._state.index.remove_segment(segment)
         self._snapshot_bytes = self._bytes_of_snapshot()
         others = directory.other_homes()
-        total = 0
-        for home in others:
-            for path in [*directory.segments_of(home), home / SNAPSHOT_NAME]:
-                try:
-                    total += physical_bytes(files.stat(path))
-                except FileNotFoundError:  # evicted meanwhile
-                    continue
-        self._other_bytes, self._num_processes = total, 1 + len(others)
+        self._other_bytes, self._num_processes = directory.physical_bytes(others), 1 + len(others)
 
     def shortfall(self, num_bytes: int) -> int:
         """Bytes that must go before `num_bytes` can be written; 0 or less: there is room. Raises OSError."""

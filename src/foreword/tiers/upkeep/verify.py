@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foreword.config.sizes import format_bytes
 from foreword.tiers.cipher import NO_CIPHER_ID, AesGcm, Cipher, block_name, read_secret
-from foreword.tiers.disk.files import RealFiles, close_quietly
+from foreword.tiers.disk.files import RealFiles, can_leave_cache, close_quietly
 from foreword.tiers.disk.segments import PAGE, Damage, RunHeader, padded, read_block, scan_runs
 from foreword.tiers.upkeep.survey import SegmentFile, Survey, survey
 from foreword.tiers.upkeep.table import ProgressLine, counted
@@ -110,7 +110,7 @@ def verify_segment(found: Survey, segment: SegmentFile, cipher: Cipher | None, a
         return verdict
     last, end = Verdict(), 0
     try:
-        reader = _RunReader(files, fd, name, cipher, uncached=_can_leave_cache(files, fd))
+        reader = _RunReader(files, fd, name, cipher, uncached=can_leave_cache(files, fd))
         size = files.fstat(fd).st_size
         for part in scan_runs(files, fd, 0, size, uncached=reader.uncached):
             # Only the last part of a segment can be unfinished, so each is judged when the next one is found.
@@ -128,15 +128,6 @@ def verify_segment(found: Survey, segment: SegmentFile, cipher: Cipher | None, a
     else:
         verdict.add(last)
     return verdict
-
-
-def _can_leave_cache(files: RealFiles, fd: int) -> bool:
-    """Whether a file can be read without filling the page cache, which a server beside us needs."""
-    try:
-        files.read(fd, memoryview(bytearray(PAGE)), 0, uncached=True)
-    except OSError:
-        return False
-    return True
 
 
 class _RunReader:
