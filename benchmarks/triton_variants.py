@@ -31,12 +31,11 @@ from triton.compiler import ASTSource
 from foreword.kernels.kv_format import KVBlocks
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.step_plan import FOLD_QUERIES
-from foreword.kernels.triton.arguments import LayerArguments, tile_constants
+from foreword.kernels.triton.arguments import LayerArguments, decode_sizes, prefill_sizes, tile_constants
 from foreword.kernels.triton.blocks import stage_pages, write_rows
 from foreword.kernels.triton.decode import attend_items, merge_chunks
 from foreword.kernels.triton.prefill import attend_folds
 from foreword.kernels.triton.tile import LAUNCH
-from foreword.kernels.triton.tuning import decode_sizes, prefill_sizes
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)

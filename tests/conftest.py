@@ -128,3 +128,13 @@ def fixed_products() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_fixed_order(monkeypatch)
         yield
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    """Gives torch back its number of threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

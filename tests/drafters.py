@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from foreword.engine import Engine
-from foreword.engine.drafts.drafter import Proposal
 from foreword.engine.drafts.drafting import Drafting
+from foreword.engine.drafts.sources import Proposal
 from foreword.request import Request
 
 Guess = Callable[[Request, int], Sequence[int]]

@@ -36,6 +36,7 @@ from foreword.config import (
     Environment,
     EventsConfig,
     ModelConfig,
+    SchedulerConfig,
     TierConfig,
     UserFile,
     let_threads_rest,
@@ -67,14 +68,13 @@ if TYPE_CHECKING:
     from foreword.events.publisher import Publisher
     from foreword.grammar import Grammars
     from foreword.model.adapters.loaded import AdapterNames, LoadedAdapters
-    from foreword.model.block_bytes import BlockBytes
     from foreword.model.deviation import LinkDeviations
     from foreword.model.embeds import EmbedsReader
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
     from foreword.model.runner import ModelRunner
-    from foreword.model.storage import KVStorage
+    from foreword.model.storage import BlockBytes, KVStorage
     from foreword.model.vision.encoded import EncodedPictures
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def assemble(config: EngineConfig) -> Assembled:
 
 def load(options: ModelConfig) -> LoadedModel:
     """Load a model. Raises ModelLoadError or UnsupportedModelError."""
-    from foreword.kernels.runtime.openmp import prepare_threads
+    from foreword.kernels.runtime.threads import prepare_threads
     from foreword.model.loader import load_model
 
     prepare_threads(Environment.read().num_threads)
@@ -370,6 +370,57 @@ def _path(name: str | None) -> Path | None:
     return None if name is None else Path(name).expanduser()
 
 
+def _check_whole(options: SchedulerConfig, most_whole: int) -> None:
+    """Raise ConfigError unless a step can compute the tokens that see each other, and one of each other request."""
+    needed = most_whole + options.max_num_seqs - 1
+    if most_whole and needed > options.max_num_batched_tokens:
+        raise ConfigError(
+            f"max_num_batched_tokens={options.max_num_batched_tokens} is less than the {most_whole} tokens of a "
+            f"picture, which this model sees at once, and one for each other of max_num_seqs={options.max_num_seqs} "
+            f"requests; give at least {needed}, or a smaller max_num_seqs"
+        )
+
+
+def _num_blocks(config: EngineConfig, model: LoadedModel, layout: CacheLayout) -> int:
+    """The blocks of the pool. Raises ConfigError if the memory for KV does not hold one."""
+    from foreword.model.gpu.runner import RunnerLimits
+    from foreword.model.memory import kv_cache_bytes, measure_on_gpu
+
+    given = config.cache.num_gpu_blocks_override
+    if given is None:
+        longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
+        steps = RunnerLimits.of(config, longest)
+        measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
+        most_running = config.scheduler.max_num_seqs * layout.blocks_of(longest) * layout.bytes_per_block
+        budget = kv_cache_bytes(config.model, measure, most_running)
+    else:
+        budget = given * layout.bytes_per_block
+    if budget < layout.bytes_per_block:
+        raise ConfigError(
+            f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
+            f"({layout.bytes_per_block} bytes); raise kv_cache_memory_bytes"
+        )
+    return budget // layout.bytes_per_block
+
+
+def _limits(
+    config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None, layout: CacheLayout, manager: KVCacheManager
+) -> ModelLimits:
+    """The limits that the model and the pool set for requests. Raises ConfigError for a length that does not fit."""
+    max_positions = model.max_positions - len(config.cache.sink_token_ids)
+    max_model_len = _max_model_len(config, max_positions, manager)
+    longer_by = "raise max_model_len" if config.model.max_model_len else "give the cache more memory"
+    return ModelLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        longer_by=None if max_model_len == max_positions else longer_by,
+        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        allows_links=model.can_link(layout),
+        hidden_size=model.hidden_size,
+        picture_token_id=None if model.pictures is None else model.pictures.vision.token_id,
+    )
+
+
 def build_engine(
     config: EngineConfig,
     model: LoadedModel,
@@ -379,56 +430,22 @@ def build_engine(
     publisher: Publisher | None = None,
 ) -> Engine:
     """Size the pool and join cache, tiers, scheduler and runner. Raises ConfigError for what does not fit."""
-    from foreword.model.block_bytes import BlockBytes
-    from foreword.model.gpu.memory_use import measure_on_gpu
     from foreword.model.gpu.runner import RunnerLimits
-    from foreword.model.memory import kv_cache_bytes
-    from foreword.model.storage import KVStorage
+    from foreword.model.storage import BlockBytes, KVStorage
 
     layout = plan_layout(config, model)
-    most_whole = 0 if model.pictures is None else model.pictures.vision.most_whole
-    steps_of = config.scheduler
-    if most_whole and most_whole + steps_of.max_num_seqs - 1 > steps_of.max_num_batched_tokens:
-        raise ConfigError(
-            f"max_num_batched_tokens={steps_of.max_num_batched_tokens} is less than the {most_whole} tokens of a "
-            f"picture, which this model sees at once, and one for each other of max_num_seqs={steps_of.max_num_seqs} "
-            f"requests; give at least {most_whole + steps_of.max_num_seqs - 1}, or a smaller max_num_seqs"
-        )
-    longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
-    steps = RunnerLimits.of(config, longest)
-    num_blocks = config.cache.num_gpu_blocks_override
-    if num_blocks is None:
-        measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
-        most_running = config.scheduler.max_num_seqs * layout.blocks_of(longest) * layout.bytes_per_block
-        budget = kv_cache_bytes(config.model, measure, most_running)
-        num_blocks = budget // layout.bytes_per_block
-    else:
-        budget = num_blocks * layout.bytes_per_block
-    if num_blocks < 1:
-        raise ConfigError(
-            f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
-            f"({layout.bytes_per_block} bytes); raise kv_cache_memory_bytes"
-        )
+    _check_whole(config.scheduler, 0 if model.pictures is None else model.pictures.vision.most_whole)
+    num_blocks = _num_blocks(config, model, layout)
     try:
         storage = KVStorage(layout, num_blocks, model.device)
         manager = make_manager(config, layout, num_blocks, publisher)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
-            f"{budget} bytes of KV memory ({num_blocks} blocks) cannot be allocated on {model.device}; lower "
+            f"{num_blocks * layout.bytes_per_block} bytes of KV memory ({num_blocks} blocks) cannot be allocated on "
+            f"{model.device}; lower "
             f"{'kv_cache_memory_bytes' if config.cache.num_gpu_blocks_override is None else 'num_gpu_blocks_override'}"
         ) from error
-    max_positions = model.max_positions - len(config.cache.sink_token_ids)
-    max_model_len = _max_model_len(config, max_positions, manager)
-    longer_by = "raise max_model_len" if config.model.max_model_len else "give the cache more memory"
-    limits = ModelLimits(
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        longer_by=None if max_model_len == max_positions else longer_by,
-        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
-        allows_links=model.can_link(layout),
-        hidden_size=model.hidden_size,
-        picture_token_id=None if model.pictures is None else model.pictures.vision.token_id,
-    )
+    limits = _limits(config, model, tokenizer, layout, manager)
     size = layout.bytes_per_block / 2**20
     facts = num_blocks, size, num_blocks * size / 1024, limits.max_model_len, layout.describe()
     logger.debug("%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s", *facts)

@@ -109,7 +109,7 @@ class _LateParser(argparse.ArgumentParser):
 
 MODULES = {
     "models": (
-        "model.checkpoint.gguf.local",
+        "model.checkpoint.gguf.unfold",
         "list the GGUF models of Ollama, LM Studio and Python packages on this machine",
     ),
     "bench trace": ("bench.trace", "drive the engine with a Mooncake trace"),

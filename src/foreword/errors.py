@@ -121,3 +121,13 @@ class TraceError(ForewordError):
 
 class EngineError(ForewordError):
     """A step failed, its requests were aborted and their blocks freed; or the engine is closed."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: Exception) -> str:
+    """An error's message in a form that fits inside another message."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

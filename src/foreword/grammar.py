@@ -192,11 +192,7 @@ class _Opener:
         return self.grammars.constraint(self.matcher)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.grammars, self.kind, self.source)
-
-
-def _reopen(grammars: Grammars, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
-    return grammars._open(kind, source)
+        return self.grammars._open, (self.kind, self.source)
 
 
 def _brief(complaint: str) -> str:

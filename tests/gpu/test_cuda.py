@@ -13,10 +13,10 @@ import torch
 
 from foreword import LLM, SamplingParams
 from foreword.model.gpu.device import CudaDevice
-from foreword.model.gpu.memory_use import measure_memory_use
 from foreword.model.gpu.runner import DeviceRunner, RunnerLimits, StepBuffer
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
+from foreword.model.memory import measure_memory_use
 from tiny_models import TinyModels, build_engine, complete, greedy, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]

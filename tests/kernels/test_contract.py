@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -16,9 +16,8 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.errors import ConfigError
 from foreword.kernels import reference
-from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
+from foreword.kernels.cpu.attention import CpuAttention, LeadingChunks, fastest_mode, join_leading
 from foreword.kernels.cpu.layout import PAIRS, TILES, WIDENED
-from foreword.kernels.cpu.leading_chunks import LeadingChunks, join_leading
 from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.reference import AttentionOptions, plan_tiles
@@ -40,14 +39,6 @@ KERNELS: dict[str, Callable[[], AttentionKernel]] = {
 @pytest.fixture(params=sorted(KERNELS))
 def kernel(request: pytest.FixtureRequest) -> AttentionKernel:
     return KERNELS[request.param]()
-
-
-@pytest.fixture
-def num_threads() -> Iterator[None]:
-    """Gives torch back its number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 20))])

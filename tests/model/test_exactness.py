@@ -6,7 +6,6 @@ The real runner runs; a subclass only writes down what `forward` returned, by re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,14 +252,6 @@ def test_cells_give_equal_bits_whatever_was_hit_and_however_steps_were_cut(
 
 
 # ------------------------------------------------------------------------------------------- threads
-
-
-@pytest.fixture
-def num_threads() -> Iterator[None]:
-    """Gives torch back its number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ from foreword.model.layout import LayerLayout, LayoutOptions, StateLayout, plan_
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
-from foreword.request import RequestOutput
 from lanes import SLOW, slow
+from model.test_oracle import assert_oracle_agrees
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, longest_hit, random_tokens
 
 WINDOWED = ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text", "gemma4_text"]
@@ -54,12 +54,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def model(tiny_models: TinyModels, family: str) -> LoadedModel:
     return tiny_models.loaded(family)
-
-
-def assert_oracle_agrees(tiny_models: TinyModels, family: str, outputs: list[RequestOutput]) -> None:
-    for output in outputs:
-        answer = output.outputs[0].token_ids
-        assert answer == tiny_models.oracle(family).likeliest(output.prompt_token_ids, answer)
 
 
 # ------------------------------------------------------------------------------------------- answers

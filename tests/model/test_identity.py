@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,6 @@ def root_of(folder: Path, **options: Any) -> bytes:
 
 def sequence_of(llm: LLM) -> TokenSequence:
     return llm.engine._intake.sequence("r", Prompt(np.array(PROMPT, np.int32)))
-
-
-@pytest.fixture
-def num_threads() -> Iterator[None]:
-    """Gives torch back its number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from fake_device import FakeDevice
+from foreword.cache import KVCacheManager, TokenSequence
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError
-from foreword.model.gpu.memory_use import MemoryUse, largest_step, measure_memory_use
 from foreword.model.gpu.runner import RunnerLimits
 from foreword.model.layout import LayoutOptions
-from foreword.model.memory import GPU_DEFAULT_SHARE, available_cpu_bytes, kv_cache_bytes
+from foreword.model.memory import (
+    GPU_DEFAULT_SHARE,
+    MemoryUse,
+    available_cpu_bytes,
+    kv_cache_bytes,
+    largest_step,
+    measure_memory_use,
+)
 from foreword.model.storage import MAX_SLOTS, KVStorage
 from tiny_models import TinyModels
 
@@ -95,3 +102,31 @@ def test_more_slots_than_their_numbers_can_name_are_refused(tiny_models: TinyMod
         KVStorage(layout, MAX_SLOTS // 16 + 1, torch.device("meta"))
     KVStorage(layout, MAX_SLOTS // 16 - 1, torch.device("meta"))
     assert np.int64(MAX_SLOTS) == 2**31 - 1
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "llama4_text", "mistral"])
+def test_a_pool_holds_the_tokens_that_it_says(tiny_models: TinyModels, name: str) -> None:
+    """Short prompts fill the pool: none of their blocks is beyond a window, so no group can do without one."""
+    layout = tiny_models.loaded(name).plan_layout(LayoutOptions(4))
+    num_blocks = 60 * len(layout.groups)
+    manager = KVCacheManager(num_blocks, block_size=layout.block_size, groups=layout.specs)
+    length, num_held = layout.hit_granularity, 0
+    while manager.get_num_free_blocks() >= layout.blocks_of(length):
+        request_id = str(num_held)
+        tokens = np.full(length, num_held, np.int32)
+        sequence = TokenSequence(request_id, tokens, block_size=layout.block_size)
+        manager.begin_step()
+        hit = manager.get_computed_blocks(sequence)
+        assert manager.allocate_slots(sequence, length, hit) is not None
+        num_held += 1
+    told = layout.tokens_in(num_blocks)
+    assert num_held * length <= told
+    assert told - num_held * length <= 2 * length * len(layout.groups)
+
+
+@pytest.mark.parametrize(("name", "num_groups"), [("qwen2", 1), ("gemma3_text", None)])
+def test_groups_of_layers_share_the_pool(tiny_models: TinyModels, name: str, num_groups: int | None) -> None:
+    layout = tiny_models.loaded(name).plan_layout(LayoutOptions(16))
+    assert num_groups in (None, len(layout.groups))
+    assert layout.tokens_in(1000) == 1000 * 16 // len(layout.groups)
+    assert layout.blocks_of(17) == 2 * len(layout.groups)

@@ -18,7 +18,7 @@ from foreword.config import Dtype
 from foreword.engine import Engine, Prompt
 from foreword.model.loader import LoadedModel
 from foreword.model.self_check import find_inexactness
-from foreword.model.state_runs import StateRun
+from foreword.model.step import StateRun
 from foreword.request import RequestOutput, SamplingParams
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, random_tokens
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.errors import ConfigError
-from tiny_models import TinyModels, random_tokens
+from foreword.errors import ConfigError, UnsupportedModelError
+from tiny_models import RECIPES, Recipe, TinyModels, random_tokens, save_model
 
 SINKS = random_tokens(np.random.default_rng(0), 8)
 
@@ -58,3 +61,28 @@ def test_sinks_need_full_attention_in_every_layer(tiny_models: TinyModels) -> No
     for family in ("gemma3_text", "mamba2", "qwen3_next"):
         with pytest.raises(ConfigError, match="layers all see every position"):
             open_llm(tiny_models, family, sink_token_ids=SINKS)
+
+
+REFUSED = {
+    "glm4": "nobody has written down model_type='glm4'",
+    "bloom": "nobody has written down model_type='bloom'",
+    "mamba2": "nobody has written down model_type='mamba2'",
+    "mistral": "layer 0 attends to a sliding window of 24 tokens",
+    "gemma3_text": "layer 0 attends to a sliding window of 8 tokens",
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_linked_are_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"allow_links": True, "num_gpu_blocks_override": 64}
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+        LLM(str(save_model(tmp_path, RECIPES.get(name, Recipe(name)))), **options)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_window_that_no_request_can_leave_is_none(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, Recipe("mistral", {"head_dim": 32, "sliding_window": 256}))
+    options: dict[str, Any] = {"allow_links": True, "num_gpu_blocks_override": 64}
+    with LLM(str(folder), max_model_len=200, **options) as llm:
+        assert llm.engine.limits.allows_links

@@ -20,7 +20,7 @@ from foreword import LLM, SamplingParams
 from foreword.bench.trace import TraceBenchOptions, prompt_token_ids, read_trace, run_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
-from foreword.engine.encoding import EncoderBudget
+from foreword.engine.shares import EncoderBudget
 from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
 from foreword.pictures import PictureFile, pixels_of, taken_apart
 from foreword.server.observe.insight import block_keys

@@ -447,7 +447,7 @@ def let_threads_rest(environ: MutableMapping[str, str] = os.environ) -> None:
 
     A thread that spins takes the processor from the one that it waits for, when another program runs too: beside two
     busy threads on two cores answers took 16 to 27 times as long. What the user has set stays. OpenMP reads this once,
-    so after torch's import `foreword.kernels.runtime.openmp` has another way.
+    so after torch's import `foreword.kernels.runtime.threads` has another way.
     """
     if "torch" not in sys.modules and not has_wait_policy(environ):
         environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -9,43 +9,6 @@ from foreword.cache import BlockHash, KVCacheManager, PrefixHit, StateCheckpoint
 from foreword.request import Request
 
 
-class InFlightPrefixes:
-    """Blocks of prompts that admitted requests have still to compute.
-
-    A waiting request whose next missing block is here waits for it instead of computing it a second
-    time. Each key belongs to the request that computes it, and is dropped when that request has
-    computed its prompt or leaves.
-    """
-
-    def __init__(self) -> None:
-        self._owner_of: dict[BlockHash, Request] = {}
-        self._keys_of: dict[Request, Sequence[BlockHash]] = {}
-
-    def __contains__(self, key: BlockHash) -> bool:
-        return key in self._owner_of
-
-    def __len__(self) -> int:
-        return len(self._owner_of)
-
-    def open(self, request: Request, keys: Sequence[BlockHash]) -> None:
-        self._keys_of[request] = keys
-        for key in keys:
-            self._owner_of.setdefault(key, request)
-
-    def owner_of(self, key: BlockHash) -> Request | None:
-        """The request that computes a block."""
-        return self._owner_of.get(key)
-
-    def owners(self) -> set[Request]:
-        """Requests that have prefixes open."""
-        return set(self._keys_of)
-
-    def close(self, request: Request) -> None:
-        for key in self._keys_of.pop(request, ()):
-            if self._owner_of.get(key) is request:
-                del self._owner_of[key]
-
-
 class Coalescing:
     """Waiting requests, and the blocks of running ones that they wait for."""
 
@@ -62,7 +25,10 @@ class Coalescing:
         """
         self._manager, self._states, self._num_computed_of = manager, states, num_computed_of
         self._enabled = enabled
-        self._in_flight = InFlightPrefixes()
+        self._owner_of: dict[BlockHash, Request] = {}
+        """Key of a block of a prompt -> the admitted request that has still to compute it."""
+        self._keys_of: dict[Request, Sequence[BlockHash]] = {}
+        """The keys that a request opened, until it has computed its prompt or leaves."""
         self._awaited: dict[Request, int] = {}
         """Waiting request -> the block of its prompt that it waits for."""
 
@@ -73,20 +39,23 @@ class Coalescing:
             pending, last = hit.num_tokens, self._states.num_in_cells(request.num_prompt_tokens)
         if self._enabled and pending < last:
             size = self._manager.block_size
-            keys = request.sequence.block_hashes()[pending // size : last // size]
-            self._in_flight.open(request, keys)
+            keys = self._keys_of[request] = request.sequence.block_hashes()[pending // size : last // size]
+            for key in keys:
+                self._owner_of.setdefault(key, request)
 
     def end(self, request: Request) -> None:
         """Note that a request has computed its prompt, or runs no longer."""
-        self._in_flight.close(request)
+        for key in self._keys_of.pop(request, ()):
+            if self._owner_of.get(key) is request:
+                del self._owner_of[key]
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the first block that `hit` lacks is being computed by a running request."""
-        if not self._enabled or not len(self._in_flight) or request.skips_cache:
+        if not self._enabled or not self._owner_of or request.skips_cache:
             return False
         keys = request.sequence.block_hashes()
         missing = hit.num_shared_tokens // self._manager.block_size
-        if missing == len(keys) or not request.sequence.may_hit(missing) or keys[missing] not in self._in_flight:
+        if missing == len(keys) or not request.sequence.may_hit(missing) or keys[missing] not in self._owner_of:
             return False
         if self._states is not None and not self._will_save_state(self._states, request, hit, missing):
             return False
@@ -98,7 +67,7 @@ class Coalescing:
         block = self._awaited.get(request)
         if block is None:
             return False
-        in_flight = request.sequence.block_hashes()[block] in self._in_flight
+        in_flight = request.sequence.block_hashes()[block] in self._owner_of
         if in_flight and not self._manager.is_cached(request.sequence, block):
             return True
         del self._awaited[request]
@@ -110,7 +79,8 @@ class Coalescing:
 
     def clear(self) -> None:
         """Forget all requests."""
-        self._in_flight = InFlightPrefixes()
+        self._owner_of.clear()
+        self._keys_of.clear()
         self._awaited.clear()
 
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
@@ -119,10 +89,9 @@ class Coalescing:
         If it does not, but will pass the place where the two prompts part, it is asked to save one there.
         """
         keys, size = request.sequence.block_hashes(), self._manager.block_size
-        owner = self._in_flight.owner_of(keys[missing])
-        assert owner is not None
+        owner = self._owner_of[keys[missing]]
         shared = missing
-        while shared < len(keys) and self._in_flight.owner_of(keys[shared]) is owner:
+        while shared < len(keys) and self._owner_of.get(keys[shared]) is owner:
             shared += 1
         junction = states.align(min(shared * size, len(request) - 1))
         start = max(hit.num_tokens, self._num_computed_of(owner))
@@ -137,4 +106,4 @@ class Coalescing:
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
         """Raise AssertionError if somebody waits who is not queued, or for somebody who does not run."""
         assert set(self._awaited) <= set(waiting)
-        assert self._in_flight.owners() <= set(running), "a prefix waits for nobody's step"
+        assert self._keys_of.keys() <= set(running), "a prefix waits for nobody's step"

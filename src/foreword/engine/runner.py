@@ -21,11 +21,9 @@ class PendingStep(Protocol):
 
     def is_ready(self) -> bool:
         """Whether `result` would return at once."""
-        ...
 
     def result(self) -> BatchResult:
         """Wait for the batch; called once, and again after an interrupt. Raises the errors since the launch."""
-        ...
 
 
 @runtime_checkable
@@ -44,7 +42,6 @@ class Encoder(Protocol):
 
     def missing(self, picture: Picture, rows: range, salt: str | None) -> Sequence[range]:
         """The pieces that a step with these rows of a picture would encode, as ranges of its rows, ascending."""
-        ...
 
 
 @runtime_checkable

@@ -22,16 +22,14 @@ from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.drafts.drafting import Drafting
-from foreword.engine.encoding import EncoderBudget
 from foreword.engine.linking import SOURCE_KEYS, Linking
 from foreword.engine.recording import Recording
 from foreword.engine.runner import Encoder
 from foreword.engine.running_rows import RunningRows
-from foreword.engine.shares import Shares, Spans
-from foreword.engine.starter import Starter, WaitsFor
+from foreword.engine.shares import EncoderBudget, Shares, Spans
+from foreword.engine.starter import Starter
 from foreword.engine.tiering.director import TierDirector
-from foreword.engine.waiting.choose import make_queue
-from foreword.engine.waiting.pace import Pace
+from foreword.engine.waiting.prefix_queue import Pace, make_queue
 from foreword.errors import ConfigError
 from foreword.request import NO_ROW, FinishReason, Request, RequestStatus
 
@@ -83,12 +81,12 @@ class Scheduler:
             enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
         )
         self._linking = Linking(manager, self._running, self._queue_source, self._move_source)
-        self._encoding = EncoderBudget(encoder, config.max_num_encoder_input_tokens)
+        encoding = EncoderBudget(encoder, config.max_num_encoder_input_tokens)
         self._shares = Shares(
-            self._running, config, self.states, self._linking, self._encoding, lambda most: self._starter.wanted(most)
+            self._running, config, self.states, self._linking, encoding, lambda most: self._starter.wanted(most)
         )
-        waits = WaitsFor(self._coalescing, self._tiers, self._linking, self._encoding)
-        self._starter = Starter(manager, self._waiting, self._running, waits, self._shares.end)
+        waits = self._coalescing, self._tiers, self._linking
+        self._starter = Starter(manager, self._waiting, self._running, self._shares, *waits)
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
 
@@ -167,7 +165,7 @@ class Scheduler:
         if self._tiers.wants_pause:
             return None
         self._tiers.go_on(is_busy=True)
-        self._encoding.begin_step()
+        self._shares.encoding.begin_step()
         self._running.expect(before)
         rows, starts, ends = self._shares.of_running(self.config.max_num_batched_tokens)
         if not self.manager.has_blocks_for(rows, ends):
@@ -192,7 +190,7 @@ class Scheduler:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
         self._pace.begin_step()
-        self._encoding.begin_step()
+        self._shares.encoding.begin_step()
         self._linking.hold_for(self._waiting)
         planned = self._shares.of_running(self.config.max_num_batched_tokens)
         drafts = {} if self.drafting is None else self._draft(self.drafting, planned)

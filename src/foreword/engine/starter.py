@@ -5,47 +5,20 @@ Knows the waiting and the running requests, the cache manager, and what requests
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 
 from foreword.batch import Int64Array
 from foreword.cache import KVCacheManager, PrefixHit
 from foreword.engine.coalescing import Coalescing
-from foreword.engine.encoding import EncoderBudget
 from foreword.engine.linking import Linking
 from foreword.engine.running_rows import RunningRows
-from foreword.engine.shares import num_computed
+from foreword.engine.shares import Shares, num_computed
 from foreword.engine.tiering.director import TierDirector
 from foreword.engine.waiting.queue import WaitingQueue
 from foreword.request import Request, RequestStatus
 
 MAX_TRIED = 8
 """Waiting requests that are looked up beside an unfinished prompt and do not fit, in a step."""
-
-
-class WaitsFor(NamedTuple):
-    """What a waiting request may wait for besides its turn."""
-
-    coalescing: Coalescing
-    """A prefix that a running request computes."""
-    tiers: TierDirector
-    """A prefix that a tier has."""
-    linking: Linking
-    """The sources of its links."""
-    encoding: EncoderBudget
-    """A step that encodes its picture."""
-
-    def under_way(self, request: Request) -> bool:
-        """Whether what it waits for is still to come."""
-        return self.coalescing.still_waits(request) or self.tiers.still_waits(request)
-
-    def must_wait(self, request: Request, hit: PrefixHit, *, may_load: bool) -> bool:
-        """Whether it should wait, given its hit."""
-        if self.coalescing.must_wait(request, hit) or self.tiers.must_wait(request, hit, may_begin=may_load):
-            return True
-        return self.linking.must_wait(request, hit) or self.encoding.must_wait(request, hit)
 
 
 class Starter:
@@ -56,18 +29,32 @@ class Starter:
         manager: KVCacheManager,
         waiting: WaitingQueue,
         running: RunningRows,
-        waits: WaitsFor,
-        end_of: Callable[[Request, int, int], int],
+        shares: Shares,
+        coalescing: Coalescing,
+        tiers: TierDirector,
+        linking: Linking,
     ) -> None:
-        """`end_of`: the end of a request's span from its start, within a budget."""
-        self._manager, self._waiting, self._running = manager, waiting, running
-        self._waits, self._end_of = waits, end_of
+        """A request may wait for a prefix that a running one computes (`coalescing`) or that a tier has, for the
+        sources of its links, and for a step that encodes its picture (`shares`).
+        """
+        self._manager, self._waiting, self._running, self._shares = manager, waiting, running, shares
+        self._coalescing, self._tiers, self._linking = coalescing, tiers, linking
+
+    def _is_under_way(self, request: Request) -> bool:
+        """Whether what a request waits for is still to come."""
+        return self._coalescing.still_waits(request) or self._tiers.still_waits(request)
+
+    def _must_wait(self, request: Request, hit: PrefixHit, *, may_load: bool) -> bool:
+        """Whether a request should wait, given its hit."""
+        if self._coalescing.must_wait(request, hit) or self._tiers.must_wait(request, hit, may_begin=may_load):
+            return True
+        return self._linking.must_wait(request, hit) or self._shares.encoding.must_wait(request, hit)
 
     def wanted(self, most: int) -> int:
         """Tokens, at most `most`, that the next waiting requests need to compute the whole rest of their prompts."""
         left = most
         for request in self._waiting.likely(MAX_TRIED) if most > 0 else ():
-            if self._waits.under_way(request):
+            if self._is_under_way(request):
                 continue
             needed = num_computed(request, self._look_up(request).num_tokens, len(request))
             left -= needed if needed <= left else 0
@@ -84,20 +71,20 @@ class Starter:
         for request in self._waiting.candidates():
             if not budget or len(self._running) >= max_num_seqs or num_refused == MAX_TRIED:
                 break
-            if self._waits.under_way(request):
+            if self._is_under_way(request):
                 continue
             hit = self._look_up(request)
-            if self._waits.must_wait(request, hit, may_load=not ahead):
+            if self._must_wait(request, hit, may_load=not ahead):
                 continue
             if whole and num_computed(request, hit.num_tokens, len(request)) > budget:
                 num_refused += 1
                 continue
-            end = self._end_of(request, hit.num_tokens, budget)
+            end = self._shares.end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
                 break  # no room for a whole cell of recurrent layers
             row = self._manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
             if row is None:
-                if not len(self._running) and self._yield_blocks(request):
+                if not len(self._running) and (self._tiers.yield_blocks() or self._linking.yield_blocks(request)):
                     return self.start(budget, max_num_seqs, ahead=ahead, whole=whole)
                 if self._waiting.may_pass(request):
                     continue
@@ -106,10 +93,6 @@ class Starter:
             spans.append((row, hit.num_tokens, end))
             budget -= num_computed(request, hit.num_tokens, end)
         return np.array(spans, np.int64).reshape(-1, 3)
-
-    def _yield_blocks(self, request: Request) -> bool:
-        """Get blocks for a request that cannot start without them, though nobody runs; False if nobody gives any."""
-        return self._waits.tiers.yield_blocks() or self._waits.linking.yield_blocks(request)
 
     def _look_up(self, request: Request) -> PrefixHit:
         return self._manager.get_computed_blocks(
@@ -125,9 +108,9 @@ class Starter:
         self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
         request.status = RequestStatus.RUNNING
         request.num_scheduled_tokens = end
-        self._waits.encoding.book(request, hit.num_tokens, end)
+        self._shares.encoding.book(request, hit.num_tokens, end)
         if request.metrics.first_scheduled_time is None:
             explanation = self._manager.explanation_of(request.request_id)
             request.note_admission(hit.num_tokens, hit.num_shared_tokens, explanation)
-        self._waits.coalescing.begin(request, hit, end)
-        self._waits.linking.start(request, hit)
+        self._coalescing.begin(request, hit, end)
+        self._linking.start(request, hit)

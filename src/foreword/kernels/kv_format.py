@@ -14,7 +14,7 @@ KV has the same bits whatever it was computed with, and a hit reads what a miss 
     a block's page of codes      the codes in this order, and then the scales in this order
 
 A latent format stores one row a token for all heads and no values: a value is the first elements of its key
-(`model/decoder/latent.py`).
+(`model/decoder/decoder.py`).
 
     written by    `KVBlocks.write`; `model/cpu/rotary.py`; of numbers, `triton/blocks.py` and `model/rotation.py`
     read by       `KVBlocks.read` and `read_blocks`, and by the compiled kernels whose `why_not` accepts the format

@@ -130,7 +130,7 @@ class TilePlan:
 
     @property
     def most(self) -> int:
-        """See `device_attention.HostPlan`: plans of one shape have one length."""
+        """See `select.HostPlan`: plans of one shape have one length."""
         return len(self.data)
 
     def at(self, metadata: Tensor) -> list[Tile]:

@@ -9,12 +9,12 @@ import importlib.util
 import logging
 import platform
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch
+from foreword.batch import Batch, IntArray
 from foreword.config import KernelName
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVBlocks, KVFormat
@@ -28,22 +28,18 @@ class AttentionKernel(Protocol):
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> Any:
         """Plan a step; the plan is valid for this step only."""
-        ...
 
     def attend(self, query: Tensor, blocks: KVBlocks, plan: Any, options: AttentionOptions) -> Tensor:
         """Causal attention of a flattened batch over paged KV, as `reference.paged_attention` says."""
-        ...
 
     def why_not(self, kv_format: KVFormat, options: AttentionOptions) -> str | None:
         """Why the kernel cannot attend with these options over blocks of this format; None if it can.
 
         The answer continues "the kernel ...", and is the only place that knows a kernel's limits.
         """
-        ...
 
     def explain(self) -> str:
         """A text for people: what the kernel did in the steps so far."""
-        ...
 
 
 class ReferenceAttention:
@@ -121,11 +117,9 @@ class BlockKernels(Protocol):
 
     def write(self, blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [tokens, kv_heads, dim] at slots [tokens] of one layer's blocks."""
-        ...
 
     def copy(self, copies: Tensor) -> None:
         """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
-        ...
 
 
 def writes_with_triton(device: torch.device) -> bool:
@@ -168,3 +162,40 @@ def _why_not_triton(device: torch.device) -> str | None:
         # Other GPUs may use different registers in prefill and decoding, and sum a row in different orders.
         return f"equal bits were verified on NVIDIA's Hopper only, and this is {torch.cuda.get_device_name(device)}"
     return None
+
+
+class HostPlan(Protocol):
+    """A plan before its array is on the device."""
+
+    @property
+    def data(self) -> IntArray:
+        """[n] int32, contiguous."""
+
+    @property
+    def most(self) -> int:
+        """The longest `data` of all plans that can replace this one."""
+
+    def at(self, metadata: Tensor) -> Any:
+        """The plan for `data` that is, or will be, at the beginning of `metadata` [most] int32.
+
+        `metadata` is contiguous, at a multiple of 16 bytes.
+        """
+
+
+@runtime_checkable
+class DeviceAttention(Protocol):
+    """The further methods of an `AttentionKernel` that can take part in a single copy and in graphs."""
+
+    def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
+        """The plan that `plan` makes, before it is on the device."""
+
+    def lay_out_decoding(
+        self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
+    ) -> HostPlan:
+        """`lay_out` for a batch of at most `num_rows` single tokens, each after fewer than `max_tokens` others.
+
+        Plans with equal `num_rows`, `max_tokens` and `block_size` have one `most`, and attention at one address runs
+        the same device operations for all of them. So a graph that was recorded with one plan computes another after
+        its data has been replaced. Results have the bits of `lay_out`. Rows after the batch's are padding; their
+        results mean nothing.
+        """

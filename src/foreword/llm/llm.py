@@ -28,7 +28,7 @@ from foreword.pictures import Pictures, taken_apart
 from foreword.pml.composition import Composition
 from foreword.pml.layout import Bounds
 from foreword.pml.library import Library
-from foreword.request import CompletionOutput, LoRARequest, Reply, RequestOutput, SamplingParams, ToolCall, one_each
+from foreword.request import CompletionOutput, LoRARequest, Reply, RequestOutput, SamplingParams, one_each
 from foreword.text.conversation import ChatKeywords, pictures_of, template_inputs
 from foreword.text.reply import Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
@@ -634,7 +634,7 @@ def _add(reply: Reply, parts: Sequence[Part]) -> None:
         elif isinstance(part, Reasoning):
             reply.reasoning += part.text
         else:
-            reply.tool_calls.append(ToolCall(part.name, part.arguments, part.is_complete, part.id))
+            reply.tool_calls.append(part)
 
 
 LLM.__signature__ = signature()  # type: ignore[attr-defined]

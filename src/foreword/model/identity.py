@@ -21,9 +21,9 @@ from foreword import kernels
 from foreword.config import library_switches
 from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.cpu.layout import MODE_NAMES
+from foreword.model.checkpoint.weights_digest import digest_sources
 from foreword.model.layout import CacheLayout
 from foreword.model.loader import LoadedModel
-from foreword.model.source_digest import digest_sources
 
 ARITHMETIC_VERSION = 1
 """Raise it when a change gives KV other bits. tests/model/test_golden_bits.py fails until somebody does."""

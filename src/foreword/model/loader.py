@@ -31,10 +31,9 @@ from foreword.model.embeds import EmbedsReader
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.rotation import KeyRotation, check_linkable, refuse_links
 from foreword.model.spec import DecoderSpec
-from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
 from foreword.model.vision.encoded import EncodedPictures, RowsOfPictures
-from foreword.model.vision.load import load_vision
+from foreword.model.vision.families import load_vision
 
 if TYPE_CHECKING:
     from foreword.model.checkpoint.read import Checkpoint
@@ -73,14 +72,11 @@ class LoadedModel:
     lacks_pillow: bool = False
     """Whether it would take pictures if Pillow were installed."""
 
-    def forward(self, step: Step, runs: dict[int, list[StateRun]], offsets: Tensor) -> Tensor:
-        """Write the step's KV; return logits [num_kept, vocab], or those of the step's `columns`.
-
-        `runs`: recurrent group -> its runs; `offsets` [rows]: positions minus rows.
-        """
+    def forward(self, step: Step) -> Tensor:
+        """Write the step's KV; return logits [num_kept, vocab], or those of the step's `columns`."""
         if isinstance(self.network, Decoder):
             return self.network(step)
-        logits = self.network.compute(step, runs, offsets)
+        logits = self.network.compute(step)
         return logits if step.columns is None else logits[:, step.columns]
 
     @property
@@ -320,9 +316,7 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     spec = find_spec(values, tensors)
     head, embedding = tensors.get("lm_head.weight"), tensors["model.embed_tokens.weight"]
     if spec.tied and head is not None and head.data_ptr() != embedding.data_ptr():
-        spec = replace(
-            spec, tied=False
-        )  # transformers ties no weights that differ in the file, whatever the config says
+        spec = replace(spec, tied=False)  # transformers ties no weights that differ in the file, whatever it says
     for part in module.modules():
         part._parameters.clear()  # each weight is freed when it has been packed
     weights: dict[str, Weight] = {**tensors}

@@ -1,15 +1,32 @@
-"""The memory that KV blocks may take."""
+"""The memory that KV blocks may take. A GPU's is measured by running the largest possible step once.
+
+total      |---------------------------- utilisation -----------------------------|-- left free --|
+           |- others -|- weights -|- a step's activations -|- graphs -|--- pool ---|
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foreword.config import ModelConfig
-from foreword.model.gpu.memory_use import GIB, MemoryUse
+import numpy as np
 
+from foreword.batch import Batch, Entries
+from foreword.cache import TokenSequence
+from foreword.config import ModelConfig
+from foreword.errors import ConfigError
+from foreword.model.gpu.device import CudaDevice, Device
+from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
+from foreword.model.layout import CacheLayout
+from foreword.model.loader import LoadedModel
+from foreword.model.storage import KVStorage
+from foreword.request import Request, SamplingParams
+
+GIB = 2**30
 CPU_DEFAULT_SHARE = 0.25
 CPU_DEFAULT_LIMIT_BYTES = 4 * GIB
 CPU_DEFAULT_LEAST_BYTES = GIB
@@ -55,3 +72,95 @@ def _text(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of a device's memory, by what takes them."""
+
+    total_bytes: int
+    others_bytes: int
+    """Taken by other programs, and by the driver for this one."""
+    weights_bytes: int
+    activations_bytes: int
+    """The most that one step takes, including sampling."""
+    graphs_bytes: int = 0
+
+    def pool_bytes(self, utilization: float) -> int:
+        """Memory left for KV. Raises ConfigError, with remedies, if nothing is left."""
+        needed = self.others_bytes + self.weights_bytes + self.activations_bytes + self.graphs_bytes
+        left = int(utilization * self.total_bytes) - needed
+        if left > 0:
+            return left
+        raise ConfigError(
+            f"gpu_memory_utilization={utilization} of {self.total_bytes / GIB:.2f} GiB leaves nothing for KV: weights "
+            f"take {self.weights_bytes / GIB:.2f}, a step {self.activations_bytes / GIB:.2f}, recorded steps "
+            f"{self.graphs_bytes / GIB:.2f}, other programs {self.others_bytes / GIB:.2f} GiB; raise it, lower "
+            "max_num_batched_tokens or max_num_seqs, end other programs, or take a larger GPU or a smaller model"
+        )
+
+
+def measure_memory_use(
+    model: LoadedModel, layout: CacheLayout, device: Device, limits: RunnerLimits, max_num_batched_tokens: int
+) -> MemoryUse:
+    """Run a step of `max_num_batched_tokens` tokens and record the largest graph, over a pool of one block."""
+    storage = KVStorage(layout, 1, device.torch_device)
+    device.watch_peak()
+    before = device.memory()
+    runner = DeviceRunner(model, storage, device, RunnerLimits(limits.max_tokens, limits.max_num_seqs, ()))
+    runner.launch(largest_step(layout, storage, limits, max_num_batched_tokens)).result()
+    after = device.memory()
+    device.watch_peak()
+    graphs = 0
+    if limits.sizes:
+        idle = device.memory().reserved
+        runner.limits = RunnerLimits(limits.max_tokens, limits.max_num_seqs, tuple(limits.sizes[-1:]))
+        runner.record()
+        graphs = max(0, device.memory().reserved - idle)
+    use = MemoryUse(
+        total_bytes=after.total,
+        others_bytes=max(0, after.total - after.free - after.reserved),
+        weights_bytes=before.reserved,
+        activations_bytes=max(0, after.peak - before.reserved),
+        graphs_bytes=graphs,
+    )
+    logger.info("memory without KV: %s", use)
+    return use
+
+
+def measure_on_gpu(
+    model: LoadedModel, layout: CacheLayout, limits: RunnerLimits, max_num_batched_tokens: int
+) -> Callable[[], MemoryUse] | None:
+    """A function that measures on the model's device; None on a CPU."""
+    if model.device.type != "cuda":
+        return None
+    return lambda: measure_memory_use(model, layout, CudaDevice(model.device), limits, max_num_batched_tokens)
+
+
+def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, max_num_batched_tokens: int) -> Batch:
+    """The largest step: the most tokens, the longest sequences, and the most requests that sample.
+
+    It writes to the scrap block and reads from it.
+    """
+    num_requests = min(limits.max_num_seqs, max_num_batched_tokens)
+    lengths = [1] * num_requests
+    rest = max_num_batched_tokens - num_requests
+    for number in range(num_requests):
+        more = min(rest, limits.max_tokens - 1)
+        lengths[number] += more
+        rest -= more
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=0, max_tokens=1)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], lengths)
+    tables = tuple(
+        np.full((num_requests, -(-max(lengths) // spec.block_size)), storage.scrap_block, np.int32)
+        for spec in layout.specs
+    )
+    sequences = (
+        TokenSequence(f"profile-{n}", np.zeros(size, np.int32), block_size=16) for n, size in enumerate(lengths)
+    )
+    entries = Entries.of_prompts([Request(sequence, params, max_tokens=1) for sequence in sequences])
+    return replace(Batch.bare(np.zeros_like(positions), positions, starts, tables), entries=entries)

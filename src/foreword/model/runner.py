@@ -13,18 +13,15 @@ from torch import Tensor
 
 from foreword.batch import Batch, BatchResult
 from foreword.cache import MambaSpec
-from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.sampling.draw import compile_draws
-from foreword.kernels.select import AttentionKernel, ReferenceAttention
-from foreword.model.adapters.rows import NONE, AdaptedRows
-from foreword.model.adapters.weights import AdapterWeights
+from foreword.kernels.select import AttentionKernel, DeviceAttention, ReferenceAttention
+from foreword.model.adapters.weights import NONE, AdaptedRows, AdapterWeights
 from foreword.model.embeds import PromptEmbeds
 from foreword.model.loader import LoadedModel
 from foreword.model.passes import RowPadding, split_batch
 from foreword.model.rotation import KeyMover
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
-from foreword.model.state_runs import StateRun, plan_state_runs
-from foreword.model.step import GivenRows, GroupStep, Step
+from foreword.model.step import GivenRows, GroupStep, StateRun, Step, plan_state_runs
 from foreword.model.storage import KVStorage
 from foreword.request import Picture
 
@@ -79,9 +76,8 @@ class ForwardPass:
             group_id: plan.step(own[: self.num_tokens])
             for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
         }
-        more = self.adapted, self.given, self.columns
-        step = Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, *more)
-        return model.forward(step, self.runs, offsets)
+        more = self.runs, offsets, self.adapted, self.given, self.columns
+        return model.forward(Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, *more))
 
 
 class ModelRunner:

@@ -33,4 +33,4 @@ from foreword.request.sampling_params import (
     TokenConstraint as TokenConstraint,
     one_each as one_each,
 )
-from foreword.request.token_limits import TokenLimits as TokenLimits
+from foreword.request.sampling_params import TokenLimits as TokenLimits

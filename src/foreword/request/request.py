@@ -15,10 +15,9 @@ import numpy.typing as npt
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
 from foreword.errors import InvalidRequestError
 from foreword.request.links import LinkReport, Links
-from foreword.request.sampling_params import ForkingConstraint
+from foreword.request.sampling_params import BoolArray, ForkingConstraint, TokenLimits
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
-from foreword.request.token_limits import BoolArray, TokenLimits
 
 FinishReason = Literal["stop", "length", "abort", "content_filter"]
 """`content_filter`: the answer ended because its request allowed no token at all."""

@@ -18,6 +18,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 
+from foreword.errors import ModelLoadError, UnsupportedModelError, one_line
+
 _NAMED = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
 """Special tokens that every class knows, in transformers' order."""
 AS_IT_IS = "as_it_is"
@@ -370,3 +372,39 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
         return found["default"] if list(found) == ["default"] else found
     said = config.get("chat_template")
     return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model sentencepiece.bpe.model "
+    "tekken.json tiktoken.model"
+).split()
+"""A model without any of these files has no tokenizer."""
+
+
+def find_tokenizer_files(model: str, revision: str | None) -> str | None:
+    """The folder or hub id to load from; None if it exists but has no tokenizer."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder) if _holds_tokenizer(folder) else None
+    if folder.suffix == ".gguf":
+        raise UnsupportedModelError(
+            f"{str(model)!r} is a GGUF file, whose tokenizer is used only with its own model; name a folder that has a "
+            "tokenizer.json"
+        )
+    if folder.exists():
+        raise ModelLoadError(f"{model!r} is a file; name the folder that holds the model")
+    if folder.is_absolute() or model.startswith(".") or len(folder.parts) > 2:
+        raise ModelLoadError(f"there is no folder {model!r}; give a model's folder or a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=_TOKENIZER_FILES))
+    except Exception as error:
+        raise ModelLoadError(
+            f"{model!r} is neither a folder here nor a model that the hub provides: {one_line(error)}"
+        ) from error
+    return model if _holds_tokenizer(snapshot) else None
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)

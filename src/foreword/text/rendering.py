@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import regex
 
-from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError
+from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, one_line
 from foreword.text.conversation import (
     Conversation,
     Place,
@@ -28,7 +28,6 @@ from foreword.text.conversation import (
 from foreword.text.reply.format import ReplyFormat, choose_format
 from foreword.text.template_engine import render
 from foreword.text.template_probe import Probe, TemplateReport, refuse_lost
-from foreword.text.tokenizer_files import one_line
 
 MARKS = "⿻⿺⿹⿸⿷"
 """Printable characters that hardly any text has, so that templates write them as they are."""
@@ -325,9 +324,7 @@ class Renderer:
                 other, *_ = self._encoded(self._marked(ours.differing_after(place), continues))
             except ChatTemplateError:
                 other = token_ids[:0]
-            length = min(len(other), len(token_ids))
-            parts = np.flatnonzero(other[:length] != token_ids[:length])
-            positions.append(int(parts[0]) if len(parts) else length)
+            positions.append(_num_common(other, token_ids))
         return token_ids, positions
 
     def _token_at(self, encoding: Any, length: int, text: str) -> int:
@@ -369,10 +366,15 @@ class Renderer:
                 )
             except ChatTemplateError:
                 continue
-            length = min(len(beginning), len(token_ids))
-            parts = np.flatnonzero(beginning[:length] != token_ids[:length])
-            ends.add(int(parts[0]) if len(parts) else length)
+            ends.add(_num_common(beginning, token_ids))
         return tuple(sorted(ends - {0}))
+
+
+def _num_common(token_ids: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """The number of tokens that two prompts begin with in common."""
+    length = min(len(token_ids), len(other))
+    parts = np.flatnonzero(token_ids[:length] != other[:length])
+    return int(parts[0]) if len(parts) else length
 
 
 def apply_template(

@@ -116,7 +116,7 @@ class TextStream:
             start, self._stop = match
             self._held = ""
             return exempt + (buffer + pending)[: start + len(self._stop) if self._include_stop else start]
-        num_shown = len(buffer) - max(_overlap(buffer, stop) for stop in self._stops)
+        num_shown = len(buffer) - max(overlap(buffer, stop) for stop in self._stops)
         self._held = buffer[num_shown:]
         return exempt + buffer[:num_shown]
 
@@ -133,7 +133,7 @@ def _first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
     return start, stop
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `marker`."""
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from foreword.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError, one_line
 from foreword.text.detokenizer import REPLACEMENT, ByteDetokenizer, Detokenizer, WindowDetokenizer
-from foreword.text.json_tokenizer import JsonTokenizer, NotPlainError
+from foreword.text.json_tokenizer import JsonTokenizer, NotPlainError, find_tokenizer_files
 from foreword.text.rendering import Renderer
 from foreword.text.reply.format import THINK, ReplyFormat, choose_format
 from foreword.text.stream import TextStream
 from foreword.text.template_form import explained_form
-from foreword.text.tokenizer_files import find_tokenizer_files, one_line
 
 logger = logging.getLogger(__name__)
 _MIN_TOKEN_CHARACTERS = 16
@@ -60,7 +59,8 @@ class Tokenizer(Renderer):
             hf_tokenizer, self._decode, self.token_text, decodes_plainly=_decodes_plainly(hf_tokenizer)
         )
         self._spelt = functools.lru_cache(MOST_SPELT)(self._spell)
-        self._formats = _Formats()
+        self._form: tuple[tuple[Any, ...], ReplyFormat | None] | None = None
+        """The form of replies, after what decided it."""
         self._markers_of = functools.lru_cache(1)(self._find_markers)
 
     @classmethod
@@ -113,16 +113,22 @@ class Tokenizer(Renderer):
         Raises ConfigError for anything else, ModelLoadError if its own is damaged.
         """
         self._response_template = template
-        self._formats(template, getattr(self._hf, "response_template", None), self.chat_template)
+        self._chosen_form()
 
     @property
     def reply_format(self) -> ReplyFormat | None:
         """The form of the model's replies; None if they are plain text. Raises ModelLoadError for a damaged one."""
-        own = getattr(self._hf, "response_template", None)
-        form = self._formats(self._response_template, own, self.chat_template)
+        form = self._chosen_form()
         if self._response_template is None and (form is None or form.name == THINK):
             return explained_form(self.template_report().form, form)
         return form
+
+    def _chosen_form(self) -> ReplyFormat | None:
+        """The form that the option, the checkpoint or the chat template names; made again when one has changed."""
+        wishes = self._response_template, getattr(self._hf, "response_template", None), self.chat_template
+        if self._form is None or self._form[0] != wishes:
+            self._form = wishes, choose_format(*wishes)
+        return self._form[1]
 
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:
@@ -347,18 +353,6 @@ def _decodes_plainly(hf_tokenizer: Any) -> bool:
     return issubclass(own, plain) and own.decode is plain.decode and own._decode is plain._decode
 
 
-class _Formats:
-    """The form of replies, made again only when what decides it has changed."""
-
-    def __init__(self) -> None:
-        self._made: tuple[tuple[Any, ...], ReplyFormat | None] | None = None
-
-    def __call__(self, *wishes: Any) -> ReplyFormat | None:
-        if self._made is None or self._made[0] != wishes:
-            self._made = wishes, choose_format(*wishes)
-        return self._made[1]
-
-
 class TokenBytes:
     """What tokens add to a text, as bytes."""
 
@@ -370,7 +364,9 @@ class TokenBytes:
         `decodes_plainly`: whether it decodes as its backend in Rust does.
         """
         self._hf, self._text_of = hf_tokenizer, text_of
-        self.is_byte_level: bool = decodes_plainly and _is_byte_level(hf_tokenizer.backend_tokenizer)
+        self.is_byte_level: bool = (
+            decodes_plainly and type(hf_tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
+        )
         """Whether a text is the bytes of its tokens, one after the other, as in GPT-2's vocabulary."""
         found = {} if self.is_byte_level else _byte_tokens(hf_tokenizer)
         self.byte_of = found if _reads_runs_whole(found, decode) else {}
@@ -398,10 +394,6 @@ class TokenBytes:
             return token
         text = self._text_of(token_id)
         return None if REPLACEMENT in text and REPLACEMENT not in str(token) else text.encode()
-
-
-def _is_byte_level(backend: Any) -> bool:
-    return type(backend.decoder).__name__ == "ByteLevel"
 
 
 @functools.cache

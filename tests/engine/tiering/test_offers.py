@@ -9,8 +9,8 @@ from engine.tiering.test_director import PROMPT, output, prompt_of, world_on
 from foreword.cache import KVCacheManager, TokenSequence
 from foreword.engine import Keep, TierDirector
 from foreword.engine.tiering import offers as module
+from foreword.engine.tiering.loads import StepCost
 from foreword.engine.tiering.offers import Offers, Rank
-from foreword.engine.tiering.step_cost import StepCost
 from foreword.tiers.admission import Admission
 from foreword.tiers.tier import TierStats
 from hash_runner import HashEngine, HashRunner

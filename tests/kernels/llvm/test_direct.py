@@ -7,7 +7,8 @@ import numpy.typing as npt
 import pytest
 from numba import njit
 
-from foreword.kernels.llvm import direct, emit, simd
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.llvm import simd as direct
 
 pytestmark = pytest.mark.skipif(not emit.HAS_BF16_DOT, reason="this processor multiplies no pairs of bfloat16")
 PANEL = 64

@@ -14,7 +14,7 @@ import torch
 
 from foreword.config import let_threads_rest
 from foreword.config.processors import Processors
-from foreword.kernels.runtime import openmp
+from foreword.kernels.runtime import threads as openmp
 
 
 def run(script: str, **environment: str) -> Any:
@@ -54,7 +54,7 @@ def test_nothing_is_set_after_torch_has_read_it() -> None:
 
 TORCH_FIRST = """
 import json, time, torch
-from foreword.kernels.runtime.openmp import prepare_threads
+from foreword.kernels.runtime.threads import prepare_threads
 ones = torch.ones(200_000)
 
 def spent():
@@ -115,7 +115,7 @@ def test_the_number_of_threads_follows_the_quota_and_is_logged(
 
 TURNS = """
 import ctypes, json, os, threading
-from foreword.kernels.runtime import openmp
+from foreword.kernels.runtime import threads as openmp
 
 def read(thread=0):
     found = ctypes.create_string_buffer(openmp._ATTRIBUTES.size)

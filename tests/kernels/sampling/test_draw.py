@@ -11,9 +11,8 @@ import pytest
 import torch
 from numba import njit
 
-from foreword.kernels.sampling import weights as compiled_weights
-from foreword.kernels.sampling.draw import shortest_beginning
-from foreword.kernels.sampling.weights import BLOCK, WEIGHT_BITS
+from foreword.kernels.sampling import draw as compiled_weights
+from foreword.kernels.sampling.draw import BLOCK, WEIGHT_BITS, shortest_beginning
 from foreword.model.sampling.draws import Draws
 
 Options = npt.NDArray[np.float64]

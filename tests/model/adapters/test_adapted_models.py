@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from foreword.batch import Batch
 from foreword.config import ModelConfig, WeightArithmetic
 from foreword.engine import Engine, Prompt
 from foreword.errors import InvalidRequestError
@@ -22,32 +20,15 @@ from foreword.model.adapters.weights import AdapterWeights
 from foreword.model.checkpoint.gguf.unfold import unfold
 from foreword.model.cpu import layer_program
 from foreword.model.loader import LoadedModel, load_model
-from foreword.model.runner import ModelRunner
 from foreword.request import Links, RequestOutput
 from gguf_writer import write_gguf
+from model.test_exactness import RecordingRunner, assert_same_bits
 from peft_folders import ATTENTION, save_adapter
 from tiny_models import TinyModels, build_engine, drain, greedy, in_codes, random_tokens
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "phi3", "granite", "qwen3_moe"]
 """With biases, norms of heads, windows, joined products, scaled branches, and experts that no adapter changes."""
 BLOCK_SIZE = 4
-Logits = dict[int, Tensor]
-
-
-class RecordingRunner(ModelRunner):
-    """Remembers the logits of every position that was computed to its logits."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.logits: dict[str, Logits] = {}
-
-    def forward(self, batch: Batch, logit_rows: np.ndarray, columns: np.ndarray | None = None) -> Tensor:
-        logits = super().forward(batch, logit_rows, columns)
-        owners = np.searchsorted(batch.query_starts, logit_rows, side="right") - 1
-        for owner, row, values in zip(owners.tolist(), logit_rows.tolist(), logits, strict=True):
-            own = self.logits.setdefault(batch.entries[owner].request.request_id, {})
-            own[int(batch.positions[row])] = values.clone()
-        return logits
 
 
 class Adapted:
@@ -76,12 +57,6 @@ def adapter_for(family: str, tiny_models: TinyModels, folder: Path, **options: A
     targets = ATTENTION if "moe" in family else options.pop("targets", None)
     more = {} if targets is None else {"targets": targets}
     return read_adapter(str(save_adapter(folder, base, **more, **options)), model.decoder.spec, 64)
-
-
-def assert_same_bits(ours: Logits, theirs: Logits) -> None:
-    assert ours.keys() == theirs.keys()
-    for position, logits in ours.items():
-        assert torch.equal(logits, theirs[position]), f"logits after position {position} differ"
 
 
 @pytest.fixture(scope="module")

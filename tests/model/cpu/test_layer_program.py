@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,6 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
         return model
 
     return load_rounded
-
-
-@pytest.fixture
-def num_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def chain_of(model: LoadedModel) -> LayerChain:

@@ -9,9 +9,8 @@ import pytest
 
 from foreword.cache import KVCacheManager
 from foreword.engine import TierDirector
-from foreword.model.block_bytes import BlockBytes
 from foreword.model.loader import LoadedModel
-from foreword.model.storage import KVStorage
+from foreword.model.storage import BlockBytes, KVStorage
 from foreword.tiers.host.host_tier import HostTier
 from model.gpu.device_case import Setup, answers, random_work
 

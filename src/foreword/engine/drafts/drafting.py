@@ -14,9 +14,8 @@ import numpy as np
 from foreword.batch import Entries, Int64Array, IntArray
 from foreword.cache import KVCacheManager, MambaSpec
 from foreword.config import DraftTokens
-from foreword.engine.drafts.drafter import Drafter, Proposal
 from foreword.engine.drafts.gain import Acceptance, Allowance, Record, StepTimes, best_count, best_lengths
-from foreword.engine.drafts.sources import CachedPaths, OwnText, Predicted, RecentAnswers
+from foreword.engine.drafts.sources import CachedPaths, Drafter, OwnText, Predicted, Proposal, RecentAnswers
 from foreword.request import DraftCounts, Request
 
 MOST_DRAFTED = 31

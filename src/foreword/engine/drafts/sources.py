@@ -15,6 +15,7 @@ SuffixDecoding (Oliaro et al., 2024) uses suffix trees, which take some 100 byte
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,6 @@ import numpy as np
 
 from foreword.batch import Int64Array, IntArray
 from foreword.cache import TokenSequence
-from foreword.engine.drafts.drafter import Proposal
 from foreword.request import Request
 
 PAIR = 2
@@ -34,6 +34,37 @@ MOST_PLACES = 24
 _FACTOR = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 END_OF_ANSWER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """How an answer may go on."""
+
+    token_ids: IntArray
+    """[tokens], at least one."""
+    source: str
+    """The drafter's name."""
+    num_matched: int
+    """The number of last tokens that the answer and its model have in common: the more, the likelier."""
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of answers. A wrong guess costs time, never a bit of an answer.
+
+    It uses nothing but the request itself and what was computed in the request's own cache namespace.
+    """
+
+    name: str
+    """The source of its drafts, for statistics."""
+
+    def propose(self, request: Request, most: int) -> Proposal | None:
+        """Guess at most `most` tokens that follow the request's known tokens; None: no idea."""
+
+    def leave(self, request: Request) -> None:
+        """A request has ended; `request.finish_reason` says how."""
+
+    def forget(self) -> None:
+        """Forget what requests that have ended left behind."""
 
 
 class SuffixIndex:
@@ -130,7 +161,20 @@ class SuffixIndex:
         self._heads[ordered[is_last]] = places[is_last]
 
 
-class OwnText:
+class _OfRequests:
+    """A drafter that knows running requests alone: it keeps a text of each."""
+
+    def __init__(self) -> None:
+        self._texts: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
+
+    def leave(self, request: Request) -> None:
+        self._texts.pop(request, None)
+
+    def forget(self) -> None:
+        pass
+
+
+class OwnText(_OfRequests):
     """What followed the last tokens earlier in the request's own prompt and answer: edits, quotes, tool results.
 
     "Prompt lookup", with the longest match and without a limit on its distance. An index takes at most 24 bytes for a
@@ -138,9 +182,6 @@ class OwnText:
     """
 
     name = "own"
-
-    def __init__(self) -> None:
-        self._texts: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
 
     def propose(self, request: Request, most: int) -> Proposal | None:
         text = self._texts.get(request)
@@ -157,20 +198,11 @@ class OwnText:
             token_ids = np.resize(token_ids, most)
         return Proposal(token_ids, self.name, num_matched)
 
-    def leave(self, request: Request) -> None:
-        self._texts.pop(request, None)
 
-    def forget(self) -> None:
-        pass  # it knows running requests alone
-
-
-class Predicted:
+class Predicted(_OfRequests):
     """What the caller expects the answer to say: from its beginning, and from where the answer meets it again."""
 
     name = "prediction"
-
-    def __init__(self) -> None:
-        self._texts: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
 
     def propose(self, request: Request, most: int) -> Proposal | None:
         predicted = request.params.prediction_token_ids
@@ -190,12 +222,6 @@ class Predicted:
             place, num_matched = found
         token_ids = text.following(place, most)
         return Proposal(token_ids, self.name, num_matched) if len(token_ids) else None
-
-    def leave(self, request: Request) -> None:
-        self._texts.pop(request, None)
-
-    def forget(self) -> None:
-        pass  # it knows running requests alone
 
 
 class PathsOfCache(Protocol):

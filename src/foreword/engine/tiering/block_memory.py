@@ -1,6 +1,6 @@
 """The bytes of the pool's blocks, as tiers read and write them.
 
-`foreword.model.block_bytes` has the model's.
+`foreword.model.storage` has the model's.
 """
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ from foreword.batch import Entries
 from foreword.cache import BlockHash, KVCacheManager, MissReason, PrefixHit, TokenSequence
 from foreword.engine.tiering.apart import PayloadsApart
 from foreword.engine.tiering.block_memory import BlockMemory, UnknownMemory
-from foreword.engine.tiering.loads import LoadCounts, Loads
+from foreword.engine.tiering.loads import LoadCounts, Loads, StepCost
 from foreword.engine.tiering.offers import DroppedKeys, Offers, StoreCounts
 from foreword.engine.tiering.prefix_files import PrefixFiles
-from foreword.engine.tiering.step_cost import StepCost
 from foreword.engine.tiering.stores import Stores
 from foreword.request import Request
 from foreword.tiers.admission import Admission

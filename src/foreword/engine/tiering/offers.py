@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from foreword.cache import KVCacheManager, TokenSequence
 from foreword.engine.tiering.block_memory import BlockMemory
-from foreword.engine.tiering.step_cost import StepCost
+from foreword.engine.tiering.loads import StepCost
 from foreword.tiers.admission import HEAD_TOKENS, Admission
 from foreword.tiers.tier import Tier
 

@@ -11,7 +11,7 @@ takes too long is cancelled. While requests run, stores take a fifth of the time
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,14 +62,13 @@ class Stores:
         offers: Offers,
         *,
         max_bytes_per_day: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers, self._memory, self._manager, self._namespace = tiers, memory, manager, namespace
-        self._max_bytes_per_day, self._clock = max_bytes_per_day, clock
+        self._max_bytes_per_day = max_bytes_per_day
         self._offers = offers
         self._chunk: _Chunk | None = None
         self._rest_until = 0.0
-        self._day_began, self._bytes_today = clock(), 0
+        self._day_began, self._bytes_today = time.monotonic(), 0
         self.counts = offers.counts
 
     def __len__(self) -> int:
@@ -84,20 +83,20 @@ class Stores:
     @property
     def bytes_today(self) -> int:
         """Bytes stored since the day of `max_bytes_per_day` began."""
-        return 0 if self._clock() - self._day_began > DAY_S else self._bytes_today
+        return 0 if time.monotonic() - self._day_began > DAY_S else self._bytes_today
 
     def go_on(self, num_planned: int, num_settled: int, *, is_busy: bool) -> None:
         """Finish, begin or choose the next chunk, without waiting. `is_busy`: requests run, so leave them time."""
         chunk = self._chunk
         if chunk is not None and chunk.tickets:
             if not all(ticket.done for ticket in chunk.tickets):
-                if self._clock() - chunk.started > PATIENCE_S:
+                if time.monotonic() - chunk.started > PATIENCE_S:
                     self.cancel()
                 return
             self._finish(chunk, is_busy=is_busy)
             chunk = None
         is_new = chunk is None
-        if chunk is None and self._offers and not (is_busy and self._clock() < self._rest_until):
+        if chunk is None and self._offers and not (is_busy and time.monotonic() < self._rest_until):
             chunk = self._chunk = self._choose(num_planned)
         if chunk is not None and chunk.num_planned <= num_settled:
             if is_new or self._is_still_cached(chunk):
@@ -187,14 +186,14 @@ class Stores:
 
     def _begin(self, chunk: _Chunk) -> None:
         """Hand the blocks to the tiers."""
-        chunk.started = self._clock()
+        chunk.started = time.monotonic()
         run = run_of(self._manager, self._memory, self._namespace, chunk.offer.sequence, chunk.parts)
         chunk.run = run
         chunk.tickets += [tier.store(run) for tier in chunk.tiers]
 
     def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
         """Count a chunk and release it. If its sequence has more, that comes next, while something gets through."""
-        seconds, gets_through, run = self._clock() - chunk.started, False, chunk.run
+        seconds, gets_through, run = time.monotonic() - chunk.started, False, chunk.run
         assert run is not None, "the chunk has not begun"
         for ticket in chunk.tickets:
             outcomes = ticket.report.outcomes
@@ -209,7 +208,7 @@ class Stores:
         if not chunk.is_last:
             (self._offers.put_back if gets_through else self._offers.drop)(chunk.offer)
         if is_busy:
-            self._rest_until = self._clock() + REST_FACTOR * seconds
+            self._rest_until = time.monotonic() + REST_FACTOR * seconds
         self._release(chunk)
 
     def _release(self, chunk: _Chunk) -> None:
@@ -218,8 +217,8 @@ class Stores:
         self._chunk = None
 
     def _may_write(self, num_bytes: int) -> bool:
-        if self._clock() - self._day_began > DAY_S:
-            self._day_began, self._bytes_today = self._clock(), 0
+        if time.monotonic() - self._day_began > DAY_S:
+            self._day_began, self._bytes_today = time.monotonic(), 0
         return self._max_bytes_per_day is None or self._bytes_today + num_bytes <= self._max_bytes_per_day
 
 

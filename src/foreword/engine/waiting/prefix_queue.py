@@ -24,13 +24,15 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Protocol
 
-from foreword.cache import BlockHash, GroupLedger
-from foreword.engine.waiting.pace import Pace
-from foreword.engine.waiting.queue import Turns
+from foreword.batch import Entries
+from foreword.cache import BlockHash, GroupLedger, KVCacheManager
+from foreword.config import SchedulerConfig
+from foreword.engine.waiting.queue import ArrivalQueue, PriorityQueue, Turns, WaitingQueue
+from foreword.errors import ConfigError
 from foreword.request import Request
 
 GONE = -1
@@ -455,3 +457,82 @@ class PrefixQueue:
                 assert lane.waiting, "a lane is empty"
                 assert all(self._lane_of(request) is lane for request in lane.waiting)
         assert sum(1 for _ in self) == len(self._prefixes)
+
+
+KEPT = 0.9
+"""Weight of what is known after each step, and each answer."""
+
+
+class Mean:
+    """A mean in which older values count less."""
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def note(self, total: float, count: float) -> None:
+        """Note `count` values that add up to `total`."""
+        self._sum, self._weight = KEPT * self._sum + total, KEPT * self._weight + count
+
+    @property
+    def value(self) -> float | None:
+        """None before the first value."""
+        return self._sum / self._weight if self._weight else None
+
+
+class Pace:
+    """Seconds of a step's tokens, and the length of answers, estimated from the steps so far.
+
+    All tokens of a step share its time equally, so decoding in a large batch takes little from others, and decoding
+    alone takes all.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._began = clock()
+        self._prompt_token_s, self._answer_token_s, self._answer_tokens = Mean(), Mean(), Mean()
+
+    def begin_step(self) -> None:
+        """A step is planned while no other is computed."""
+        self._began = self._clock()
+
+    def note_step(self, entries: Entries) -> None:
+        """The step that was planned first was computed."""
+        now = self._clock()
+        seconds, self._began = now - self._began, now
+        num_tokens = int((entries.ends - entries.starts).sum())
+        mean = self._prompt_token_s if entries.progress["is_new"].any() else self._answer_token_s
+        mean.note(seconds, num_tokens)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """An answer has ended after this number of tokens."""
+        self._answer_tokens.note(num_tokens, 1)
+
+    def seconds(self, request: Request, num_tokens: int) -> float:
+        """Seconds of a request that computes `num_tokens` tokens before its first new one.
+
+        Its answer is expected to be as long as others were, or as long as it may be if none has ended. Infinite before
+        the first step that computed prompts.
+        """
+        prompt_token_s = self._prompt_token_s.value
+        if prompt_token_s is None:
+            return float("inf")
+        left = request.max_tokens - request.num_output_tokens
+        answer_token_s = self._answer_token_s.value or prompt_token_s
+        return num_tokens * prompt_token_s + min(left, self._answer_tokens.value or left) * answer_token_s
+
+
+def make_queue(manager: KVCacheManager, config: SchedulerConfig, pace: Pace) -> WaitingQueue:
+    """An empty queue. Raises ConfigError if the policy needs to know what is cached, and the cache keeps no ledger."""
+    if config.scheduling_policy == "fcfs":
+        return ArrivalQueue()
+    if config.scheduling_policy == "priority":
+        return PriorityQueue(config.max_num_batched_tokens)
+    if manager.ledger is None:
+        raise ConfigError(
+            "scheduling_policy='prefix' needs a cache that keeps a ledger; give ledger=CacheLedger(num_blocks), and "
+            "leave prefix caching on"
+        )
+    return PrefixQueue(
+        manager.ledger.groups[0], pace, max_overtake_s=config.max_overtake_s, quantum=config.max_num_batched_tokens
+    )

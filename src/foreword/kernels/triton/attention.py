@@ -13,11 +13,9 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.kernels.kv_format import KVBlocks, KVFormat
 from foreword.kernels.reference import AttentionOptions
-from foreword.kernels.sharing import Sharing
-from foreword.kernels.step_plan import FOLD_QUERIES
-from foreword.kernels.triton.arguments import LayerArguments, tile_constants
+from foreword.kernels.step_plan import FOLD_QUERIES, Sharing
+from foreword.kernels.triton.arguments import LayerArguments, decode_sizes, on_device, prefill_sizes, tile_constants
 from foreword.kernels.triton.decode import attend_items, merge_chunks
-from foreword.kernels.triton.launch import on_device
 from foreword.kernels.triton.plan import (
     HostPlan,
     TritonPlan,
@@ -28,7 +26,6 @@ from foreword.kernels.triton.plan import (
 )
 from foreword.kernels.triton.prefill import attend_folds
 from foreword.kernels.triton.tile import LAUNCH, LOG2_E
-from foreword.kernels.triton.tuning import decode_sizes, prefill_sizes
 
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of `attend_items` for each multiprocessor; they take turns, so more of them only wait."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.kv_format import KVBlocks
-from foreword.kernels.triton.launch import on_device
+from foreword.kernels.triton.arguments import on_device
 
 _SEGMENT_WORDS = 2048
 """Words of a page that a program copies."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from foreword.config import Dtype, ModelConfig
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,3 @@ def max_positions(text: Any) -> int:
 def token_ids(found: Any) -> frozenset[int]:
     """One token, several or none, as configs name end tokens."""
     return frozenset(found if isinstance(found, list) else [] if found is None else [found])
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, InvalidRequestError
+from foreword.model.checkpoint.hub import file_of
 from foreword.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -60,21 +61,4 @@ def _find(options: ModelConfig) -> Path | None:
                 "'auto' or 'none'"
             )
         return path
-    folder = Path(options.model).expanduser()
-    if folder.is_dir():
-        path = folder / FILE_NAME
-        return path if path.is_file() else None
-    from transformers.utils.hub import cached_file
-
-    try:
-        found = cached_file(
-            options.model,
-            FILE_NAME,
-            revision=options.revision or "main",
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    except OSError:
-        return None  # reading the model says what is wrong with its name
-    return None if found is None else Path(found)
+    return file_of(options, FILE_NAME)

@@ -126,12 +126,8 @@ def _read_as(said: Mapping[str, Any]) -> Callable[..., dict[str, Place]]:
 def _integer_places(
     places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool
 ) -> dict[str, Place]:
-    method = said.get("quant_method")
-    read, ends = {
-        "gptq": (_gptq, ".qweight"),
-        "awq": (_awq, ".qweight"),
-        "compressed-tensors": (_compressed, ".weight_scale"),
-    }[str(method)]
+    is_compressed = said["quant_method"] == "compressed-tensors"
+    read, ends = (_compressed, ".weight_scale") if is_compressed else (_gptq_or_awq, ".qweight")
     found: dict[str, Place] = dict(places)
     parts_of: dict[str, dict[str, StoredPlace]] = {
         name.removesuffix(ends): {} for name in places if name.endswith(ends)
@@ -217,14 +213,17 @@ def _order(tensors: Tensors, inputs: int, groups: int) -> npt.NDArray[np.int64] 
     return None if np.array_equal(index, in_order) else order
 
 
-def _gptq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
-    bits = int(said["bits"])
+def _gptq_or_awq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
+    """GPTQ packs codes along inputs, AWQ along outputs."""
+    bits, is_gptq = int(said.get("bits", said.get("w_bit"))), said["quant_method"] == "gptq"
     packed, zeros, scales = _need(stem, parts, "qweight", "qzeros", "scales")
-    inputs, outputs, groups = packed[0] * 32 // bits, packed[1], scales[0]
-    _fit(stem, inputs, groups)
-    if zeros != (groups, outputs * bits // 32) or scales[1] != outputs:
+    in_word = 32 // bits
+    inputs, outputs = (packed[0] * in_word, packed[1]) if is_gptq else (packed[0], packed[1] * in_word)
+    _fit(stem, inputs, scales[0])
+    if zeros != (scales[0], outputs // in_word) or scales[1] != outputs:
         raise UnreadableError(f"scales {scales} and zeros {zeros} that do not fit {stem} of {(outputs, inputs)}")
-    return (outputs, inputs), partial(_read_gptq, bits, said.get("checkpoint_format", "gptq") == "gptq_v2")
+    is_second = said.get("checkpoint_format", "gptq") == "gptq_v2"
+    return (outputs, inputs), partial(_read_gptq, bits, is_second) if is_gptq else partial(_read_awq, bits)
 
 
 def _read_gptq(bits: int, is_second: bool, tensors: Tensors) -> Any:
@@ -232,16 +231,6 @@ def _read_gptq(bits: int, is_second: bool, tensors: Tensors) -> Any:
     scales = tensors["scales"].T.contiguous()
     zeros = _unpacked(tensors["qzeros"], bits).T.astype(np.int64)
     return codes, zeros if is_second else zeros + 1 & (1 << bits) - 1, scales
-
-
-def _awq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
-    bits = int(said.get("bits", said.get("w_bit")))
-    packed, zeros, scales = _need(stem, parts, "qweight", "qzeros", "scales")
-    inputs, outputs, groups = packed[0], packed[1] * 32 // bits, scales[0]
-    _fit(stem, inputs, groups)
-    if zeros != (groups, packed[1]) or scales[1] != outputs:
-        raise UnreadableError(f"scales {scales} and zeros {zeros} that do not fit {stem} of {(outputs, inputs)}")
-    return (outputs, inputs), partial(_read_awq, bits)
 
 
 def _read_awq(bits: int, tensors: Tensors) -> Any:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from foreword.errors import ModelLoadError
+from foreword.config import ModelConfig
+from foreword.errors import ModelLoadError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,32 @@ def find_folder(name: str, revision: str | None) -> Path | None:
         return _fetch(name, revision, {one.rfilename for one in siblings})
     except Exception as error:
         if kept is None:
-            raise ModelLoadError(f"model {name!r} cannot be fetched: {_line(error)}; try again") from error
+            raise ModelLoadError(f"model {name!r} cannot be fetched: {first_line(error)}; try again") from error
         logger.warning(
-            "model %r cannot be fetched (%s); the version that was fetched before is used", name, _line(error)
+            "model %r cannot be fetched (%s); the version that was fetched before is used", name, first_line(error)
         )
         return kept
+
+
+def file_of(options: ModelConfig, name: str) -> Path | None:
+    """A file of a checkpoint, fetched from the hub if need be; None if there is none, or none that can be reached."""
+    folder = Path(options.model).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(
+            options.model,
+            name,
+            revision=options.revision or "main",
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        return None  # reading the model says what is wrong with its name
+    return None if found is None else Path(found)
 
 
 def _fetch(name: str, revision: str | None, files: set[str]) -> Path | None:
@@ -127,7 +149,7 @@ def find_hub(name: str, revision: str | None) -> Path | None:
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=files))
     except Exception as error:
-        raise ModelLoadError(f"model {name!r} cannot be fetched: {_line(error)}; try again") from error
+        raise ModelLoadError(f"model {name!r} cannot be fetched: {first_line(error)}; try again") from error
     return folder / files[0]
 
 
@@ -136,7 +158,8 @@ def _kept(name: str, repository: str, kind: str | None, revision: str | None, re
     folders = _snapshots(repository, revision)
     if not folders:
         raise ModelLoadError(
-            f"model {name!r} cannot be fetched from the hub: {_line(reason)}; check the name, or give a file's path"
+            f"model {name!r} cannot be fetched from the hub: {first_line(reason)}; check the name, or give a file's "
+            "path"
         ) from reason
     folder = folders[0]
     files = choose((path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")), name, kind)
@@ -153,10 +176,6 @@ def _snapshots(repository: str, revision: str | None) -> list[Path]:
         kept = [own for one in repositories for own in one.revisions]
     wanted = revision or "main"
     return [own.snapshot_path for own in kept if wanted in own.refs or own.commit_hash == wanted]
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,23 +19,21 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils.hub import cached_file
 
 from foreword.config import ModelConfig
-from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError, first_line
 from foreword.model.checkpoint.facts import (
     LOADABLE,
     SIDE_FILES,
     SUPPORTED,
     choose_dtype,
     find_device,
-    first_line,
     max_positions,
     token_ids,
 )
+from foreword.model.checkpoint.hub import file_of
 from foreword.model.checkpoint.tensors import weights_progress
-from foreword.model.foreign.attention import ATTENTION_NAME
-from foreword.model.foreign.experts import EXPERTS_NAME
+from foreword.model.foreign.attention import ATTENTION_NAME, EXPERTS_NAME
 
 logger = logging.getLogger(__name__)
 REMEDY = (
@@ -117,20 +114,12 @@ def _details(found: Mapping[str, Any]) -> str:
 
 
 def _methods_of_side_files(options: ModelConfig) -> Iterator[str]:
-    folder = Path(options.model).expanduser()
     for name, method in SIDE_FILES.items():
-        path = cached_file(
-            str(folder) if folder.is_dir() else options.model,
-            name,
-            revision=options.revision or "main",
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        path = file_of(options, name)
         if path is None:
             continue
         try:
-            algorithm = json.loads(Path(path).read_text())["quantization"]["quant_algo"]
+            algorithm = json.loads(path.read_text())["quantization"]["quant_algo"]
         except (ValueError, KeyError, TypeError):
             yield method
         else:

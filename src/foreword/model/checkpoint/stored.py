@@ -110,8 +110,8 @@ def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mappin
 def quantized_as(folder: Path) -> str | None:
     """The quant_method of a folder that is read here alone, if its family and form are known; None for others."""
     try:
-        found = json.loads((folder / "config.json").read_bytes())["quantization_config"]["quant_method"]
-    except (OSError, ValueError, TypeError, LookupError):
+        found = read_raw(folder)["quantization_config"]["quant_method"]
+    except (UnreadableError, TypeError, LookupError):
         return None
     return found if found in METHODS and found not in LOADABLE else None
 

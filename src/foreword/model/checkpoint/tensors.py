@@ -23,6 +23,7 @@ from torch import Tensor
 
 from foreword.errors import ModelLoadError, UnsupportedModelError
 from foreword.kernels.products.coded import FORMATS, Codes
+from foreword.model.checkpoint.gguf.file import read_bytes
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 logger = logging.getLogger(__name__)
@@ -141,14 +142,8 @@ class StoredPlace:
         """A part [rows, ...] of this shape, in the tensor's type, from row `first` on. Raises OSError."""
         tensor = torch.empty(shape, dtype=self.dtype)
         if tensor.numel():
-            memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.start + first * math.prod(shape[1:]) * self.dtype.itemsize)
-                while memory:
-                    num_read = file.readinto(memory)
-                    if not num_read:
-                        raise OSError(f"{self.path.name} ended early")
-                    memory = memory[num_read:]
+            start = self.start + first * math.prod(shape[1:]) * self.dtype.itemsize
+            read_bytes(self.path, start, tensor.view(-1).view(torch.uint8).numpy())
         return tensor
 
 

@@ -32,9 +32,8 @@ from foreword.kernels.cpu.layout import padded
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
-from foreword.model.adapters import rows as adapters
-from foreword.model.adapters.rows import AdaptedRows, LowRankOperation
-from foreword.model.adapters.weights import PRODUCTS
+from foreword.model.adapters import weights as adapters
+from foreword.model.adapters.weights import PRODUCTS, AdaptedRows, LowRankOperation
 from foreword.model.cpu import rotary
 from foreword.model.cpu.rotary import RotaryKernel
 from foreword.model.cpu.row_functions import Gate, Norm, RowOperation

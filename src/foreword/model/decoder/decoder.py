@@ -1,8 +1,8 @@
 """Decoder: one formula for all families that are written down, run from a spec and weights.
 
-With weights in 12 bits or in
-the codes of a file, the layers of usual families are one program (`cpu/layer_program.py`); everywhere else Python calls
-an operation after the other, with the same bits. Each operation gives a row bits that depend on that row alone.
+With weights in 12 bits or in the codes of a file, the layers of usual families are one program
+(`cpu/layer_program.py`); everywhere else Python calls an operation after the other, with the same bits. Each operation
+gives a row bits that depend on that row alone.
 
 In the last layer, rows whose logits nobody wants are computed up to their keys and values.
 """
@@ -19,14 +19,13 @@ from torch import Tensor
 
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.kernels.reference import AttentionOptions
-from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
+from foreword.model.adapters.weights import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations, LayerParts
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import Norm, RowKernels
-from foreword.model.decoder.latent import LatentHeads
 from foreword.model.decoder.linear import Embedding, GatedLinear, HeadLinear, Linear, plain_weights
-from foreword.model.decoder.network import Experts, Network, unstack
+from foreword.model.decoder.network import Experts, Network, Take, unstack
 from foreword.model.decoder.rotary import Rotary, Turns
 from foreword.model.layout import LayerLayout
 from foreword.model.spec import DecoderSpec, NormSpec
@@ -377,3 +376,57 @@ def _sum(x: Tensor, y: Tensor, norm: RowNorm | None, scale: float) -> tuple[Tens
         return norm.of_sum(x, y, scale)
     total = x + (y if scale == 1.0 else y * scale)
     return total, total
+
+
+RowFunction = Callable[[Tensor], Tensor]
+
+
+class LatentHeads:
+    """Attention over one vector a token, from which the keys and values of all heads could be made (arXiv 2405.04434).
+
+    Nothing makes them. A head's query is multiplied by the transposed product that would make its keys, so that it
+    meets the vector itself, and its mixture of vectors by the product that would make its values:
+
+        query . (up_key latent, turned)  =  (up_key^T query, turned query) . (latent, turned)
+        sum of weight * (up_value latent)  =  up_value (sum of weight * latent)
+
+    So attention sees one KV head, whose values are the first elements of its keys. Prompts and single tokens are
+    computed alike: a row's bits depend on no other row, as everywhere (docs/decisions/0057-latent-kv.md).
+    """
+
+    def __init__(self, spec: DecoderSpec, up: Tensor, take: Take, norm: Callable[[str, float], RowFunction]) -> None:
+        """`up`: the weight `LatentSpec.up`; `norm`: makes a norm of its name and epsilon."""
+        assert spec.latent is not None
+        own = self._own = spec.latent
+        self._norm, self._query_norm, self._query_up = norm(own.norm, own.epsilon), None, None
+        if own.query_rank is not None:
+            self._query_norm, self._query_up = norm(own.query_norm, own.epsilon), Linear(*take(own.query_up))
+        keys, values = torch.split(up.view(spec.num_heads, -1, own.size), [own.plain, own.value], 1)
+        self._to_vectors, self._to_values = HeadLinear(keys.transpose(1, 2)), HeadLinear(values)
+
+    @property
+    def products(self) -> tuple[Linear | HeadLinear, ...]:
+        queries = () if self._query_up is None else (self._query_up,)
+        return *queries, self._to_vectors, self._to_values
+
+    def split(self, projected: Tensor, turn: RowFunction) -> tuple[Tensor, Tensor]:
+        """Queries [rows, heads, width] and vectors [rows, 1, width] of projections; `turn`: turns heads."""
+        own = self._own
+        sizes = [projected.shape[1] - own.width, own.size, own.turned]
+        queries, latent, key_end = torch.split(projected, sizes, 1)
+        if self._query_up is not None:
+            assert self._query_norm is not None
+            queries = self._query_up(self._query_norm(queries.contiguous()))
+        heads = torch.unflatten(queries, 1, (-1, own.plain + own.turned))
+        plain, query_ends = torch.split(heads, [own.plain, own.turned], -1)
+        ends = turn(torch.cat((query_ends, key_end[:, None]), 1))
+        found = projected.new_empty(*plain.shape[:2], own.width)
+        self._to_vectors(plain, found[..., : own.size])
+        found[..., own.size :] = ends[:, :-1]
+        return found, torch.cat((self._norm(latent.contiguous())[:, None], ends[:, -1:]), -1)
+
+    def values(self, mixed: Tensor) -> Tensor:
+        """Mixtures of vectors [rows, heads, size] to mixtures of values [rows, heads, value]."""
+        found = mixed.new_empty(*mixed.shape[:2], self._own.value)
+        self._to_values(mixed, found)
+        return found

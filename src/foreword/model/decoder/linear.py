@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foreword.config import keep_onednn_to_vectors
 from foreword.kernels.llvm.tiles import PRODUCT_PANEL
-from foreword.model.adapters.rows import Deltas
+from foreword.model.adapters.weights import Deltas
 from foreword.model.cpu.coded_product import CodedLinear, CodedProduct, CodedRows, Weight
 from foreword.model.cpu.layer_program import RowProduct
 from foreword.model.cpu.product import CompactProduct
@@ -54,17 +54,12 @@ class Linear:
         self._product = _product_of(weights, bias)
 
     @property
-    def compact(self) -> CompactProduct | None:
-        """The product in 12 bits, if this processor has instructions for it."""
-        return self._product if isinstance(self._product, CompactProduct) else None
-
-    @property
     def in_program(self) -> RowProduct | None:
         """The product, if a program can run it."""
         product = self._product
         if isinstance(product, CodedLinear):
             return product if product.in_program else None
-        return self.compact
+        return product if isinstance(product, CompactProduct) else None
 
     @property
     def coded(self) -> CodedLinear | None:

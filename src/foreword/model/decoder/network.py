@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-from foreword.model.adapters.rows import NO_DELTAS, LayerDeltas
+from foreword.model.adapters.weights import NO_DELTAS, LayerDeltas
 from foreword.model.cpu.coded_product import Weight
 from foreword.model.cpu.row_functions import Gate, RowKernels
 from foreword.model.decoder.linear import GatedLinear, Linear, plain_weights

@@ -1,16 +1,21 @@
-"""The attention function that Hugging Face models call.
+"""The functions for attention and experts that Hugging Face models call; importing this module registers them.
 
-Knows the calling convention of `transformers.AttentionInterface`; knows no model by name. Importing this module
-registers the function as attn_implementation="foreword". No mask function has that name, so models build no mask: a
-query's position determines what it sees. `probe.py` checks at load that models hide nothing else.
+attn_implementation="foreword": no mask function has that name, so models build no mask: a query's position determines
+what it sees. `probe.py` checks at load that models hide nothing else.
+
+experts_implementation="foreword": a token's result does not depend on other tokens. The library's own implementations
+multiply as many rows as an expert happens to get, and on a CPU float32 products of few rows round differently. Here an
+expert's rows are padded to a fixed multiple, and a token's experts are added up in the order of its own routing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from foreword.kernels.reference import AttentionOptions
 from foreword.model.step import Step
@@ -29,15 +34,16 @@ A layer that passes anything else is refused by its name, because it would be ig
 
 def attention_options(
     query: Tensor,
+    local_chunk: int | None,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    local_chunk: int | None = None,
+    **_: Any,
 ) -> AttentionOptions:
-    """What a layer asks attention for, in the kernels' terms; query [1, heads, tokens, dim]."""
+    """What a layer asks attention for by its arguments, in the kernels' terms; query [1, heads, tokens, dim]."""
     return AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
@@ -48,7 +54,7 @@ def attention_options(
     )
 
 
-def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
+def foreword_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -56,12 +62,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     attention_mask: Tensor | None,
     *,
     forward_context: Step,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    **_: Any,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """Write this step's KV into its slots, then attend over everything in the block tables.
 
@@ -73,17 +74,55 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     slots = step.slots
     num_tokens = len(slots)
     storage.write(layer, slots, key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens])
-    options = attention_options(
-        query,
-        scaling=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        s_aux=s_aux,
-        alibi_slopes=alibi_slopes,
-        local_chunk=storage.layout.attention[layer].local_chunk,
-    )
+    options = attention_options(query, storage.layout.attention[layer].local_chunk, **asked)
     output = step.kernel.attend(query[0].transpose(0, 1), storage.blocks[layer], step.plan, options)
     return output[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, foreword_attention)
+
+
+EXPERTS_NAME = "foreword"
+ROW_MULTIPLE = 64
+"""Enough rows for equal bits, and for whole vectors with any width."""
+
+
+def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Mix the chosen experts of each token.
+
+    hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k]; returns [tokens, hidden].
+    """
+    num_tokens, num_choices = top_k_index.shape
+    chosen = top_k_index.reshape(-1)
+    results = hidden_states.new_zeros(num_tokens * num_choices, hidden_states.shape[-1])
+    for expert in torch.unique(chosen).tolist():
+        if expert >= module.num_experts:
+            continue  # a routing sentinel that means "no expert"
+        pairs = torch.nonzero(chosen == expert).flatten()
+        rows = nn.functional.pad(hidden_states[pairs // num_choices], (0, 0, 0, -len(pairs) % ROW_MULTIPLE))
+        # On a GPU the libraries choose by the number of rows how to multiply.
+        parts = torch.split(rows, ROW_MULTIPLE if rows.is_cuda else len(rows))
+        results[pairs] = torch.cat([_expert(module, expert, part) for part in parts])[: len(pairs)]
+    weighted = results.view(num_tokens, num_choices, -1) * top_k_weights[..., None].to(results.dtype)
+    total = weighted[:, 0].float()
+    for choice in range(1, num_choices):
+        total = total + weighted[:, choice]
+    return total.to(hidden_states.dtype)
+
+
+def _expert(module: Any, expert: int, rows: Tensor) -> Tensor:
+    """Run one expert's feed-forward network, [rows, hidden] -> [rows, hidden]."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    inner = _linear(module, first, expert, rows)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    result = _linear(module, "down_proj", expert, inner)
+    return module.post_expert_norm(result) if module.has_post_expert_norm else result
+
+
+def _linear(module: Any, name: str, expert: int, rows: Tensor) -> Tensor:
+    weight = getattr(module, name)[expert]
+    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    return nn.functional.linear(rows, weight.T if module.is_transposed else weight, bias)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, foreword_experts)

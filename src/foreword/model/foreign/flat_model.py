@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foreword.model.foreign.experts import EXPERTS_NAME
+from foreword.model.checkpoint.weights_digest import digest_sources
+from foreword.model.foreign.attention import EXPERTS_NAME
 from foreword.model.foreign.modules import PackedLinear, ProductPart, has_unpacked_products
 from foreword.model.foreign.recurrent import RecurrentForward, StepCache
-from foreword.model.source_digest import digest_sources
-from foreword.model.state_runs import StateRun
 from foreword.model.step import Step
 
 
@@ -45,10 +44,9 @@ class FlatModel:
         logits: Tensor = self.module(**arguments).logits[0]
         return logits
 
-    def compute(self, step: Step, runs: dict[int, list[StateRun]], offsets: Tensor) -> Tensor:
-        """Write the step's KV; return logits [num_kept, vocab]. `runs`, `offsets`: as `StepCache` has them."""
-        cache = StepCache(step.storage, runs, offsets)
-        return self(step.token_ids[None], step.positions[None], step.keep, step, cache)[: step.num_kept]
+    def compute(self, step: Step) -> Tensor:
+        """Write the step's KV; return logits [num_kept, vocab]."""
+        return self(step.token_ids[None], step.positions[None], step.keep, step, StepCache(step))[: step.num_kept]
 
     @property
     def code(self) -> dict[str, str]:

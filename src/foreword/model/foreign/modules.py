@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
-from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import Norm, RowKernels
 from foreword.model.decoder.linear import GatedLinear, Linear, can_pack
 from foreword.model.foreign.trial import NUM_ROWS, RandomInputs, attempt, same_bits, settings
@@ -40,11 +39,6 @@ class PackedLinear(nn.Module):
         self.linear = Linear(weights, bias)
         self.out_features, self.in_features = self.linear.out_features, self.linear.in_features
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-
-    @property
-    def compact(self) -> CompactProduct | None:
-        """The product in 12 bits, if this processor has instructions for it."""
-        return self.linear.compact
 
     @classmethod
     def stack(cls, linears: Sequence[nn.Linear]) -> PackedLinear:

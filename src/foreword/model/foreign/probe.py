@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-from foreword.errors import UnsupportedModelError
+from foreword.errors import UnsupportedModelError, first_line
 from foreword.kernels.reference import AttentionOptions
-from foreword.model.checkpoint.facts import SUPPORTED, first_line
+from foreword.model.checkpoint.facts import SUPPORTED
 from foreword.model.foreign.attention import HONOURED, WITHOUT_EFFECT, attention_options
 from foreword.model.foreign.flat_model import FlatModel
 from foreword.model.foreign.recurrent import StateProbe
@@ -196,9 +196,8 @@ def probing_attention(
         )
     layout = forward_context.layers.get(getattr(module, "layer_idx", -1))
     if layout is not None:
-        asked = {name: options.get(name) for name in ("scaling", "softcap", "s_aux", "alibi_slopes")}
         forward_context.options[module.layer_idx] = attention_options(  # type: ignore[index]
-            query, sliding_window=sliding_window, local_chunk=layout.local_chunk, **asked
+            query, layout.local_chunk, sliding_window=sliding_window, **options
         )
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

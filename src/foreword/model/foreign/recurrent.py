@@ -27,7 +27,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from foreword.model.foreign.trial import ROUNDING, RandomInputs, relative_error
 from foreword.model.layout import StateLayout
-from foreword.model.state_runs import StateRun
+from foreword.model.step import StateRun, Step
 from foreword.model.storage import KVStorage
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
@@ -37,16 +37,13 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 class StepCache(Cache):  # type: ignore[misc]
     """The cache that a model gets: attention's KV passes through, and recurrent layers find their runs.
 
-    `offsets` [tokens] are positions minus rows. A layer that asks for the number of earlier tokens, to count
-    positions from there, gets the right answer for every token.
+    A layer that asks for the number of earlier tokens, to count positions from there, gets the right answer for every
+    token.
     """
 
-    def __init__(self, storage: KVStorage, runs: dict[int, list[StateRun]], offsets: Tensor) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__(layers=[])
-        self.storage = storage
-        self.runs = runs
-        """Recurrent group -> its runs."""
-        self.offsets = offsets
+        self.storage, self.runs, self.offsets = step.storage, step.runs, step.offsets
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

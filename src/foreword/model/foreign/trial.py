@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 class RandomInputs:
-    """A sequence of random inputs, determined by its seed."""
+    """A sequence of random inputs, always the same."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
 
     def rows(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normal numbers, [*shape]."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, IntArray
-from foreword.kernels.device_attention import DeviceAttention, HostPlan
+from foreword.kernels.select import DeviceAttention, HostPlan
 from foreword.model.gpu.device import Device, Graph
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
@@ -69,7 +69,7 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Graphs of one runner over one storage; after a change of storage the runner records new ones."""
+    """Graphs of one runner over one storage."""
 
     def __init__(
         self, device: Device, runner: ModelRunner, model: LoadedModel, storage: KVStorage, max_tokens: int
@@ -138,8 +138,8 @@ class DecodeGraphs:
                 group_id: GroupStep(slots[group_id], self._kernels[group_id], plan.at(metadata))
                 for group_id, (plan, metadata) in enumerate(plans)
             }
-            step = Step(token_ids, positions, self._keep[:size], size, self._storage, groups)
-            self._logits[:size].copy_(self._model.forward(step, {}, offsets))
+            step = Step(token_ids, positions, self._keep[:size], size, self._storage, groups, {}, offsets)
+            self._logits[:size].copy_(self._model.forward(step))
 
         return self._device.capture(work)
 
@@ -163,10 +163,13 @@ class DecodeGraphs:
 
     def _plans(self, batch: Batch, size: int) -> list[HostPlan]:
         """Plan each group in the shape of a graph."""
-        return [self._plan_group(batch, group_id, size) for group_id in range(self._num_groups)]
-
-    def _plan_group(self, batch: Batch, group_id: int, size: int) -> HostPlan:
-        scrap, block_size = self._storage.scrap_block, self._storage.block_sizes[group_id]
-        own = batch.of_group(group_id, scrap)
-        kernel = cast(DeviceAttention, self._kernels[group_id])  # or nothing would be recorded
-        return kernel.lay_out_decoding(own, scrap, block_size, num_rows=size, max_tokens=self._max_tokens)
+        scrap, kernels = (
+            self._storage.scrap_block,
+            cast(list[DeviceAttention], self._kernels),
+        )  # others are not recorded
+        return [
+            kernel.lay_out_decoding(
+                batch.of_group(group_id, scrap), scrap, block_size, num_rows=size, max_tokens=self._max_tokens
+            )
+            for group_id, (kernel, block_size) in enumerate(zip(kernels, self._storage.block_sizes, strict=True))
+        ]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from foreword.batch import Batch, BatchResult
 from foreword.config import EngineConfig
-from foreword.kernels.device_attention import DeviceAttention
+from foreword.kernels.select import DeviceAttention
 from foreword.model.gpu.decode_graphs import DECODE_SIZES, MOST_ROWS_EACH, DecodeGraphs, DecodeStep, why_not_recordable
 from foreword.model.gpu.device import Device, Event
 from foreword.model.loader import LoadedModel
@@ -208,13 +208,6 @@ class DeviceRunner(ModelRunner):
         self._accelerator = device
         self._results, self._other_results = device.host_buffer(4096), device.host_buffer(4096)
         self._launched: deque[PendingResult] = deque(maxlen=2)
-        self.record()
-
-    def use_storage(self, storage: KVStorage) -> None:
-        """Switch to other, empty memory; this drops what was recorded for the old one."""
-        assert self._is_idle
-        self._storage = storage
-        self._sink_block_ids = np.empty(0, np.int32)
         self.record()
 
     def record(self) -> None:

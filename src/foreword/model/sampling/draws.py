@@ -22,8 +22,7 @@ from torch import Tensor
 
 from foreword.batch import Int64Array
 from foreword.kernels.runtime.threads import Operation
-from foreword.kernels.sampling.draw import compile_draws, scratch_bytes
-from foreword.kernels.sampling.weights import MOST_SCALE, MOST_WORDS, WEIGHT_BITS
+from foreword.kernels.sampling.draw import MOST_SCALE, MOST_WORDS, WEIGHT_BITS, compile_draws, scratch_bytes
 from foreword.request import FactRows
 
 Words = npt.NDArray[np.uint64]

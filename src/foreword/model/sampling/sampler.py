@@ -285,7 +285,8 @@ class SamplingPlan:
             penalties=entries(
                 (row, *_penalties(request, drafts))
                 for row, request, drafts in numbered
-                if _is_penalised(request, drafts)
+                if (request.params.presence_penalty or request.params.frequency_penalty)
+                and request.num_output_tokens + len(drafts)
             ),
             biases=entries((row, *_biases(request)) for row, request, _ in numbered if request.params.logit_bias),
             constrained=_constraints(masks, put),
@@ -351,21 +352,13 @@ def _repetition(request: Request, drafts: Int32s) -> tuple[npt.NDArray[np.int64]
     return ids, np.full(len(ids), request.params.repetition_penalty, np.float32)
 
 
-def _is_penalised(request: Request, drafts: Int32s) -> bool:
-    params = request.params
-    return bool(params.presence_penalty or params.frequency_penalty) and request.num_output_tokens + len(drafts) > 0
-
-
 def _penalties(request: Request, drafts: Int32s) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    answer = _with(request.sequence.token_ids[request.num_prompt_tokens :], drafts)
+    answer = request.sequence.token_ids[request.num_prompt_tokens :]
+    answer = np.concatenate((answer, drafts)) if len(drafts) else answer
     ids, counts = np.unique(answer, return_counts=True)
     params = request.params
     amounts = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts.astype(np.float32)
     return ids.astype(np.int64), amounts
-
-
-def _with(token_ids: Int32s, drafts: Int32s) -> Int32s:
-    return np.concatenate((token_ids, drafts)) if len(drafts) else token_ids
 
 
 def _biases(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

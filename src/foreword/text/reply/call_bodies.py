@@ -1,14 +1,10 @@
-"""Reads one call from its opening marker to its closing one.
-
-Knows
-nothing of the text around a call.
-"""
+"""Reads one call from its opening marker to its closing one. Knows nothing of the text around a call."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import regex
 
@@ -24,6 +20,7 @@ from foreword.text.reply.arguments import (
     types_of,
 )
 from foreword.text.reply.parts import Call
+from foreword.text.stream import overlap
 
 _JSON_SPACE = regex.compile(r"[ \t\r\n]*")
 _PLAIN = regex.compile(r'[^"\\\x00-\x1f]*')
@@ -180,25 +177,28 @@ class JsonScanner:
         return at + len(word)
 
 
-def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `marker`."""
-    lengths = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(marker[:length])), 0)
+class CallBody:
+    """The call that is being read, in a field of a response template."""
 
-
-class CallBody(Protocol):
-    """The call that is being read."""
-
-    calls: list[Call] | None
-    """What the region holds, once it is closed; None before."""
-    has_failed: bool
-    """Whether the text is no call after all."""
+    def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
+        """`captures`: the named groups of its opening marker."""
+        self.calls: list[Call] | None = None
+        """What the region holds, once it is closed; None before."""
+        self.has_failed = False
+        """Whether the text is no call after all."""
+        self._field, self._captures, self._schemas = field, captures, schemas
+        self._pieces: list[str] = []
 
     def read(self, text: str, at: int, *, at_end: bool) -> int:
         """Read from a position on; returns the position of the first character that is not read.
 
         `at_end`: whether the reply ends with this text. A call that is cut off then has what could be read.
         """
+        raise NotImplementedError
+
+    def _close(self, calls: list[Call] | None) -> None:
+        """The region ends with these calls; None: it describes none."""
+        self.calls, self.has_failed = calls, calls is None
 
 
 def open_body(field: Any, captures: Mapping[str, str], schemas: Schemas, *, has_marker: bool) -> CallBody:
@@ -207,7 +207,7 @@ def open_body(field: Any, captures: Mapping[str, str], schemas: Schemas, *, has_
     A call without an opening marker has to name its arguments: any JSON object may begin like a call.
     """
     if field.content == "json":
-        return _JsonBody(field, captures, has_marker)
+        return _JsonBody(field, captures, schemas, has_marker)
     pattern = field.content_args.get("tag_pattern", "")
     if field.content == "xml-inline" and pattern.count(_VALUE) == 1 and pattern.partition(_VALUE)[2]:
         return _TagBody(field, captures, schemas)
@@ -217,12 +217,10 @@ def open_body(field: Any, captures: Mapping[str, str], schemas: Schemas, *, has_
 # ---------------------------------------------------------------------- JSON
 
 
-class _JsonBody:
-    def __init__(self, field: Any, captures: Mapping[str, str], has_marker: bool) -> None:
-        self.calls: list[Call] | None = None
-        self.has_failed = False
-        self._field, self._captures, self._has_marker = field, captures, has_marker
-        options = field.content_args
+class _JsonBody(CallBody):
+    def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas, has_marker: bool) -> None:
+        super().__init__(field, captures, schemas)
+        self._has_marker, options = has_marker, field.content_args
         self._scanner = JsonScanner(
             unquoted_keys=options.get("unquoted_keys", False), string_delims=options.get("string_delims", ())
         )
@@ -235,12 +233,10 @@ class _JsonBody:
         elif scanner.is_done:
             end = _closed(self._field, text, at, at_end=at_end)
             if end is not None:
-                self.calls = None if end < 0 else self._complete()
-                self.has_failed = self.calls is None
+                self._close(None if end < 0 else self._complete())
                 return max(at, end)
         elif at_end:
-            self.calls = self._beginning()
-            self.has_failed = self.calls is None
+            self._close(self._beginning())
             return len(text)
         return at
 
@@ -314,18 +310,15 @@ def _keys(placeholder: Any) -> list[str]:
 # ---------------------------------------------------------- tags with values
 
 
-class _TagBody:
+class _TagBody(CallBody):
     """Values between tags: a marker inside a value does not close the call."""
 
     def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
-        self.calls: list[Call] | None = None
-        self.has_failed = False
-        self._field, self._captures, self._schemas = field, captures, schemas
+        super().__init__(field, captures, schemas)
         head, _, tail = field.content_args["tag_pattern"].partition(_VALUE)
         self._head, self._tail = regex.compile(head, regex.DOTALL), regex.compile(tail, regex.DOTALL)
         self._values: dict[str, str] = {}
         self._key: str | None = None
-        self._pieces: list[str] = []
 
     def read(self, text: str, at: int, *, at_end: bool) -> int:
         while self.calls is None and not self.has_failed:
@@ -364,8 +357,7 @@ class _TagBody:
         end = _closed(self._field, text, at, at_end=at_end)
         if end is None:
             return at
-        self.calls = None if end < 0 else self._made()
-        self.has_failed = self.calls is None
+        self._close(None if end < 0 else self._made())
         return max(at, end)
 
     def _made(self) -> list[Call] | None:
@@ -402,14 +394,8 @@ class _TagBody:
 # -------------------------------------------------------------------- others
 
 
-class _OtherBody:
+class _OtherBody(CallBody):
     """Any other content, which transformers reads when its closing marker has come."""
-
-    def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
-        self.calls: list[Call] | None = None
-        self.has_failed = False
-        self._field, self._captures, self._schemas = field, captures, schemas
-        self._pieces: list[str] = []
 
     def read(self, text: str, at: int, *, at_end: bool) -> int:
         closing = self._field.close_re
@@ -426,8 +412,7 @@ class _OtherBody:
             content = parse_content("".join(self._pieces), self._field.content, self._field.content_args)
         except Exception:  # the content may be anything that a model wrote
             content = None
-        self.calls = calls_in(content, self._field, self._captures, self._schemas)
-        self.has_failed = self.calls is None
+        self._close(calls_in(content, self._field, self._captures, self._schemas))
         return int(match.end())
 
 
@@ -468,11 +453,14 @@ def calls_in(
 ) -> list[Call] | None:
     """The calls that a region's content describes; None if it describes none."""
     try:
-        return [
-            _call(value, schemas or {})
-            for item in (content if isinstance(content, list) else [content])
-            for value in [_transformed(_named(item, needs_arguments), field, captures)]
-        ] or None
+        found = []
+        for item in content if isinstance(content, list) else [content]:
+            value = _named(item, needs_arguments)
+            if field.transform is not None:
+                own = value if field.transform_each else {"content": value}
+                value = _filled(field.transform, {**captures, **own})
+            found.append(_call(value, schemas or {}))
+        return found or None
     except (TypeError, ValueError, KeyError, RecursionError, AttributeError):
         return None
 
@@ -485,13 +473,6 @@ def _named(item: Any, needs_arguments: bool) -> Any:
         raise ValueError("not a call")
     arguments = item.get("arguments", item.get("parameters", {}))
     return {**item, "arguments": arguments, "parameters": arguments}
-
-
-def _transformed(item: Any, field: Any, captures: Mapping[str, str]) -> Any:
-    if field.transform is None:
-        return item
-    scope = {**captures, **item} if field.transform_each else {**captures, "content": item}
-    return _filled(field.transform, scope)
 
 
 def _filled(transform: Any, scope: Mapping[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """Forced calls: a grammar of replies that can be nothing but calls, in the form of the model's family.
 
-Separators are those of templates, so that a call has the
-same tokens when the conversation comes back. Tokens that a tokenizer adds to its vocabulary are named by their ids:
-llguidance takes most of them for special, and does not spell them with letters.
+Separators are those of templates, so that a call has the same tokens when the conversation comes back. Tokens that a
+tokenizer adds to its vocabulary are named by their ids: llguidance takes most of them for special, and does not spell
+them with letters.
 """
 
 from __future__ import annotations

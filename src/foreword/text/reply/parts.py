@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foreword.request import ToolCall
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -19,19 +21,7 @@ class Reasoning:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a function."""
-
-    name: str
-    arguments: str
-    """JSON text; the beginning of one if the call is not complete."""
-    is_complete: bool = True
-    """Whether the call was written to its end; False if the reply was cut off inside it."""
-    id: str | None = None
-    """The id that the model wrote, in families whose calls have one."""
-
-
+Call = ToolCall
 Part = Text | Reasoning | Call
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
-from foreword.text.reply.format import ThinkingMarks
+from foreword.text.reply.format import BARE, ThinkingMarks, family
 from foreword.text.reply.reader import ReplyReader
 
 if TYPE_CHECKING:
@@ -171,8 +171,6 @@ class Turn:
         """A reader of the reply; None if it is plain text. `has_bare_call`: a forced call is all of it."""
         form = self.form
         if has_bare_call and (form is None or not form.reads_calls):
-            from foreword.text.reply.format import BARE, family
-
             return ReplyReader(family(BARE), self._prompt_end, tools=tools)
         if form is None:
             return None

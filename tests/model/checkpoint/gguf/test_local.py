@@ -11,7 +11,7 @@ import pytest
 from foreword import LLM, SamplingParams
 from foreword.cli import main
 from foreword.errors import ModelLoadError
-from foreword.model.checkpoint.gguf.local import find_local, local_models
+from foreword.model.checkpoint.gguf.unfold import find_local, local_models
 from gguf_writer import write_gguf
 from tiny_models import RECIPES, save_model, save_tokenizer
 
