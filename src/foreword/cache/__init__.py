@@ -3,6 +3,14 @@
 Needs the standard library and numpy only, so that any engine can adopt it alone. Knows token ids, never
 text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else. Two more doors are for engines
 that own their memory: `SlotIndex`, if they give out slots, and `PayloadCache`, if they keep an object for a sequence.
+
+To learn how prefix caching works, read in this order:
+
+    keys/hashing.py                            what identifies a block
+    blocks/block_pool.py, eviction/policy.py   who holds a block, and which free one is given away next
+    index/hash_index.py, index/radix.py        which block holds which prefix
+    groups/managers.py, groups/coordinator.py  what each type of attention needs of it
+    manager.py                                 the life of one request
 """
 
 from types import ModuleType
