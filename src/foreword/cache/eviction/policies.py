@@ -5,7 +5,6 @@ Each class implements `EvictionPolicy`.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -84,6 +83,13 @@ class RankedPolicy(EmptyFirstPolicy):
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
         self._rank[block_ids] = 0
 
+    def _set_ranks(self, block_ids: BlockIds, ranks: npt.NDArray[np.int64] | int) -> None:
+        """Give these cached blocks ranks. Free ones count as freed just now."""
+        self._rank[block_ids] = ranks
+        freed = block_ids[self._is_free[block_ids]]
+        self._queue.remove(freed)
+        self._add(freed)
+
     def _add(self, block_ids: BlockIds) -> None:
         self._queue.append(block_ids, self._rank[block_ids])
 
@@ -101,7 +107,7 @@ class RankedPolicy(EmptyFirstPolicy):
         assert (np.diff(self._rank[self._kept()]) >= 0).all(), "a block of higher rank goes before one of lower rank"
 
 
-class AccessTimePolicy(EmptyFirstPolicy):
+class AccessTimePolicy(RankedPolicy):
     """Least recently accessed first, by the caller's clock; among equals, the block that ends the longer prefix.
 
     The order of vLLM v0's evictor for blocks that are freed one by one (`block_allocator.py`). O(log k) a block among
@@ -111,14 +117,18 @@ class AccessTimePolicy(EmptyFirstPolicy):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._times: npt.NDArray[np.float64] = np.zeros(num_blocks)
-        self._depths: BlockIds = np.zeros(num_blocks, np.int32)
-        self._heap: list[tuple[float, int, int]] = []
-        """(time, -depth, block); stale where the block has left or was accessed since."""
+        self._depths: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._number: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        """The number of the last time at which each block was used, among all different times."""
+        self._now, self._num_times = -np.inf, 0
 
     def note_accessed(self, block_ids: BlockIds, now: float) -> None:
-        """Note that these blocks were used at a time."""
-        self._times[block_ids] = now
-        self._add(block_ids[self._is_free[block_ids] & self._is_cached[block_ids]])
+        """Note that these blocks were used at a time, which is never earlier than the one before."""
+        self._num_times += now > self._now
+        self._now = now
+        self._times[block_ids], self._number[block_ids] = now, self._num_times
+        block_ids = block_ids[self._is_cached[block_ids]]
+        self._set_ranks(block_ids, self._ranks(block_ids))
 
     def last_accessed(self, block_id: int) -> float:
         """The time at which a block was last used; 0.0 before its first use."""
@@ -126,40 +136,11 @@ class AccessTimePolicy(EmptyFirstPolicy):
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
         self._depths[block_ids] = depths
+        self._rank[block_ids] = self._ranks(block_ids)
 
-    def _add(self, block_ids: BlockIds) -> None:
-        if len(self._heap) > 4 * len(self._times):
-            self._heap = self._alive()
-        for block_id in block_ids.tolist():
-            heapq.heappush(self._heap, self._entry(block_id))
-
-    def _entry(self, block_id: int) -> tuple[float, int, int]:
-        return float(self._times[block_id]), -int(self._depths[block_id]), block_id
-
-    def _alive(self) -> list[tuple[float, int, int]]:
-        """Entries that are not stale, in their order, each once."""
-        return sorted({entry for entry in self._heap if self._is_alive(entry)})
-
-    def _is_alive(self, entry: tuple[float, int, int]) -> bool:
-        block_id = entry[2]
-        return bool(self._is_free[block_id] and self._is_cached[block_id] and entry == self._entry(block_id))
-
-    def _discard(self, block_ids: BlockIds) -> None:
-        return  # their entries are stale
-
-    def _take(self, count: int) -> BlockIds:
-        taken: dict[int, None] = {}
-        while len(taken) < count:
-            entry = heapq.heappop(self._heap)
-            if self._is_alive(entry):
-                taken[entry[2]] = None
-        return np.array(list(taken), np.int32)
-
-    def _kept(self) -> BlockIds:
-        return np.array([block_id for _, _, block_id in self._alive()], np.int32)
-
-    def _check_kept(self) -> None:
-        assert len(self._alive()) == np.count_nonzero(self._is_free & self._is_cached), "a free block is not listed"
+    def _ranks(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        ranks: npt.NDArray[np.int64] = (self._number[block_ids] << 32) - self._depths[block_ids]
+        return ranks
 
 
 class PriorityPolicy(RankedPolicy):
@@ -172,11 +153,7 @@ class PriorityPolicy(RankedPolicy):
 
     def set_priority(self, block_ids: BlockIds, priority: int) -> None:
         """Give these blocks a number. Free ones count as freed just now; those that hold nothing are ignored."""
-        block_ids = block_ids[self._is_cached[block_ids]]
-        self._rank[block_ids] = priority
-        freed = block_ids[self._is_free[block_ids]]
-        self._queue.remove(freed)
-        self._add(freed)
+        self._set_ranks(block_ids[self._is_cached[block_ids]], priority)
 
 
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
