@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.tiers.cipher import AesGcm, PlainText, block_name, read_secret
+from foreword.tiers.cipher import AesGcm, Cipher, block_name, read_secret
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.segments import PAGE, block_checksum
 from tiers.block_world import (
@@ -99,7 +99,7 @@ def test_another_keys_ciphertext_in_a_blocks_place_is_refused(tmp_path, encrypti
         monkeypatch.setattr(tier._state.index, "locate", lambda keys, now: places)
         assert load(tier, keys_of([0])).by_reason() == {"corrupt": 1}
     # Without a cipher such a forgery would be served: a checksum alone does not know who wrote.
-    plain = PlainText()
+    plain = Cipher()
     assert plain.open(block_name(NAMESPACE, 0, key_of(0)), memoryview(content), memoryview(b"")) is not None
 
 

@@ -12,7 +12,6 @@ import os
 import stat
 import struct
 from pathlib import Path
-from typing import Protocol
 
 from foreword.errors import ConfigError
 
@@ -22,42 +21,29 @@ SECRET_BYTES = 32
 NO_CIPHER_ID = bytes(16)
 
 
-class Cipher(Protocol):
-    """How payloads are written."""
-
-    cipher_id: bytes
-    """16 bytes that name cipher and secret in headers; runs of another id are not read."""
-    overhead_bytes: int
-    """Stored bytes beyond the payload's."""
-
-    def seal(self, name: bytes, payload: memoryview, out: memoryview) -> None:
-        """Write the stored form of `payload` to `out`, which is `overhead_bytes` longer."""
-        ...
-
-    def open(self, name: bytes, stored: memoryview, out: memoryview) -> memoryview | None:
-        """The payload, either within `stored` or written to `out`; None if it is not what was sealed under `name`."""
-        ...
-
-
 def block_name(namespace: bytes, group_id: int, key: bytes) -> bytes:
     """The bytes that a block's ciphertext is bound to."""
     return struct.pack("<16sH", namespace, group_id) + key
 
 
-class PlainText:
-    """No encryption."""
+class Cipher:
+    """How payloads are written: by this one as they are."""
 
     cipher_id = NO_CIPHER_ID
+    """16 bytes that name cipher and secret in headers; runs of another id are not read."""
     overhead_bytes = 0
+    """Stored bytes beyond the payload's."""
 
     def seal(self, name: bytes, payload: memoryview, out: memoryview) -> None:
+        """Write the stored form of `payload` to `out`, which is `overhead_bytes` longer."""
         out[:] = payload
 
     def open(self, name: bytes, stored: memoryview, out: memoryview) -> memoryview | None:
+        """The payload, either within `stored` or written to `out`; None if it is not what was sealed under `name`."""
         return stored
 
 
-class AesGcm:
+class AesGcm(Cipher):
     """AES-256-GCM with a secret of 32 bytes. Raises ConfigError without the package cryptography."""
 
     overhead_bytes = NONCE_BYTES + TAG_BYTES

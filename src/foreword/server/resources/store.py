@@ -34,7 +34,7 @@ from pydantic import TypeAdapter
 from foreword.config import TierConfig
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
-from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
+from foreword.tiers.cipher import AesGcm, Cipher, read_secret
 from foreword.tiers.disk.directory import check_private
 from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
 
@@ -112,7 +112,7 @@ def open_folder(options: TierConfig, model_id: str) -> ContentFolder | None:
     if options.cache_dir is None:
         return None
     key_file = options.cache_key_file
-    cipher = PlainText() if key_file is None else AesGcm(read_secret(Path(key_file).expanduser()))
+    cipher = Cipher() if key_file is None else AesGcm(read_secret(Path(key_file).expanduser()))
     folder = ContentFolder(RealFiles(), cipher)
     try:
         folder.open(Path(options.cache_dir).expanduser(), model_id[:32])

@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
+from foreword.tiers.cipher import AesGcm, Cipher, read_secret
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.directory import CacheDirectory, unusable
 from foreword.tiers.disk.files import RealFiles, can_leave_cache
@@ -58,7 +58,7 @@ class DiskTier:
     ) -> None:
         options.check()
         files = files or RealFiles()
-        cipher: Cipher = PlainText() if options.key_file is None else AesGcm(read_secret(options.key_file))
+        cipher: Cipher = Cipher() if options.key_file is None else AesGcm(read_secret(options.key_file))
         directory = CacheDirectory(files, Path(path))
         try:
             used = directory.physical_bytes([directory.home, *directory.other_homes()])

@@ -31,7 +31,7 @@ import xxhash
 
 from foreword.tiers.clock import LATEST, Clock
 from foreword.tiers.disk.files import RealFiles, read_fully, write_fully
-from foreword.tiers.disk.segments import PAGE, SUFFIX, RunHeader, Segment, padded, segment_number
+from foreword.tiers.disk.segments import PAGE, SUFFIX, RunHeader, Segment, segment_number
 from foreword.tiers.tier import PINNED, BlockKeys, BoolArray
 
 logger = logging.getLogger(__name__)
@@ -439,8 +439,3 @@ def _decode(content: memoryview, clock: Clock, cipher_id: bytes) -> Snapshot | N
     rows["used"] = np.maximum(1, now - rows["used"].astype(np.int64) - elapsed)
     rows["expires"] = np.where(left == 0, 0, np.clip(now + left - elapsed, 1, LATEST))
     return Snapshot(rows, names, segments)
-
-
-def snapshot_bytes(num_blocks: int) -> int:
-    """The size of a snapshot of that number of blocks, without its description, in whole pages."""
-    return padded(num_blocks * ROW.itemsize)

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
 from foreword.tiers.disk.files import close_quietly, physical_bytes, write_fully
-from foreword.tiers.disk.segment_index import Rows, snapshot_bytes, worth_of, write_snapshot
+from foreword.tiers.disk.segment_index import ROW, Rows, worth_of, write_snapshot
 from foreword.tiers.disk.segments import (
     PAGE,
     Damage,
@@ -479,7 +479,7 @@ class Storer:
             if not self.space.may_evict or not self._evict():
                 break
         written = self._state.stats.written_bytes - self._saved_at_bytes
-        enough = max(1, SNAPSHOT_SHARE * snapshot_bytes(len(self._state.index)))
+        enough = max(1, SNAPSHOT_SHARE * ROW.itemsize * len(self._state.index))
         if time.monotonic() >= self._next_snapshot and written >= enough:
             self._save()
 
