@@ -134,15 +134,20 @@ def link_parts(
             runs.append(LinkedRun(first, last, source, part.span.begin + first - begin))
             may_choose[first:last] = part.first_k is None
     links = Links(method.name, tuple(runs), composition.positions, tuple(spans))
-    if method.percent is None:
+    check_choice(method, deviations)
+    if method.percent is None or deviations is None:
         return links
-    if deviations is None:
+    found = deviations.measure(composition.token_ids, links, salt)
+    return links.without(most_deviating(found, may_choose, method.percent))
+
+
+def check_choice(method: Method, deviations: Deviations | None) -> None:
+    """Raise InvalidRequestError if the method chooses by a model's first layers, and nothing here computes them."""
+    if method.percent is not None and deviations is None:
         raise InvalidRequestError(
             f"link={method.name!r} needs the first layers of a model, and this process has none for it; load the model "
             "here with allow_links=True"
         )
-    found = deviations.measure(composition.token_ids, links, salt)
-    return links.without(most_deviating(found, may_choose, method.percent))
 
 
 def most_deviating(deviations: FloatArray, may_choose: BoolArray, percent: int) -> BoolArray:

@@ -152,6 +152,24 @@ def test_an_explanation_is_that_of_the_replica_that_lacks_least(two: Fleet) -> N
     assert_nothing_is_left(two)
 
 
+def test_an_edited_chat_is_linked_where_its_earlier_prompt_lies(two: Fleet) -> None:
+    notes = [" ".join(f"The {kind} of item {n} is {7 * n}." for n in range(9)) for kind in ("code", "home")]
+    own = {"session_id": "edited", "link": "first-8", "max_tokens": 6, "temperature": 0}
+
+    def chat(*texts: str) -> dict[str, Any]:
+        answer = post(
+            two.url, "/v1/chat/completions", {"messages": [{"role": "user", "content": t} for t in texts], **own}
+        )
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    assert chat(*notes)["usage"]["foreword"]["not_linked"] == "the session has no earlier plain prompt"
+    found = chat(notes[0][:30], notes[1])
+    assert found["approximate"] == "first-8"
+    assert found["usage"]["foreword"]["linked_tokens"] > 40
+    assert_nothing_is_left(two)
+
+
 def test_the_front_refuses_what_is_not_served() -> None:
     with fleet(1) as plain:
         answer = post(plain.url, PATH, {**documents(seed=3), "link": "none"})
@@ -161,6 +179,9 @@ def test_the_front_refuses_what_is_not_served() -> None:
     with fleet(1, CONFIG, **OPTIONS) as free:
         answer = post(free.url, PATH, body(3, link="deviation-20"))
         assert (answer.status_code, "needs the first layers" in answer.json()["error"]["message"]) == (400, True)
+        asked = {"messages": [{"role": "user", "content": "Hello."}], "session_id": "s", "link": "deviation-20"}
+        chat = post(free.url, "/v1/chat/completions", asked)
+        assert (chat.status_code, chat.json()) == (400, answer.json()), "though it is a new session"
     with fleet(1, **OPTIONS) as gated:
         answer = post(gated.url, PATH, {**documents(seed=3), "link": "none"})
         assert (answer.status_code, "was not measured" in answer.json()["error"]["message"]) == (400, True)

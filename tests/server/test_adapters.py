@@ -282,3 +282,14 @@ def test_a_list_of_adapters_that_is_none_is_refused(tmp_path: Path) -> None:
     path.write_text('[alice]\nkeys = ["a"]\nadapters = "sql"\n')
     with pytest.raises(ConfigError, match=r"alice.*adapters='sql' must be a list of names"):
         read_keys(path)
+
+
+def test_a_linked_prompt_under_an_adapter_is_refused_before_anything_is_looked_up(server: ServerThread) -> None:
+    asked = {"model": "sql", "link": "none", "session_id": "s"}
+    for path, more in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("pml/completions", {"documents": ["a"], "question": "b"}),
+        ("pml/explain", {"documents": ["a"], "question": "b"}),
+    ):
+        error = httpx.post(f"{server.url}/v1/{path}", json={**asked, **more}, timeout=60).json()["error"]
+        assert (error["param"], "takes no model that is an adapter" in error["message"]) == ("model", True)

@@ -296,8 +296,89 @@ def test_an_edited_chat_is_linked_from_the_newest_prompt_of_its_session(server: 
     assert counts(found["usage"])[1] == expected.link.linked_tokens > 50
     streamed = pieces(chat(server, CUT, **own, stream=True).text)  # again from the prompt before, which is plain
     assert {piece["approximate"] for piece in streamed} == {"first-8"}
-    for more in ({"session_id": "another"}, {"cache_salt": "x"}, {"link": "all"}, {"link": None}):
-        assert "approximate" not in chat(server, CUT, **{**own, **more}).json()
+    for more, why in (
+        ({"session_id": "another"}, "the session has no earlier plain prompt"),
+        ({"cache_salt": "x"}, "the session has no earlier plain prompt"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "the call turns caching off"),
+        ({"link": "all"}, "it would save 0 of"),  # its answer is exact, and so is what it leaves
+        ({}, "it would save 0 of"),
+    ):
+        exact = chat(server, CUT, **{**own, **more}).json()
+        assert "approximate" not in exact
+        assert exact["usage"]["foreword"]["not_linked"].startswith(why)
+    assert "foreword" not in chat(server, CUT, session_id="edited").json()["usage"]
+
+
+def test_a_title_asked_in_the_same_session_hides_no_earlier_prompt(server: ServerThread) -> None:
+    own = {"session_id": "titled", "link": "none"}
+    chat(server, LONG, **own)
+    title = [{"role": "user", "content": "A title for this chat, in three words: " + NOTES[0][:60]}]
+    for number in range(3):
+        told = chat(server, [*title, {"role": "user", "content": str(number)}], **own).json()
+        assert "approximate" not in told
+    assert "not_linked" in told["usage"]["foreword"]
+    assert chat(server, CUT, **own).json()["approximate"] == "none"
+
+
+def test_a_method_that_needs_a_pass_of_the_model_makes_none_before_it_may_pay(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, passes = {"session_id": "chosen", "link": "deviation-20"}, []
+    deviations = server.service.llm._deviations
+    measure = type(deviations).measure
+
+    def counted(*given: Any) -> Any:
+        passes.append(given)
+        return measure(*given)
+
+    monkeypatch.setattr(type(deviations), "measure", counted)
+    chat(server, LONG, **own)
+    server.ask(lambda engine: engine.reset_prefix_cache())
+    told = chat(server, CUT, **own).json()["usage"]["foreword"]["not_linked"]
+    assert (told, passes) == ("the earlier prompt is not cached whole", [])
+    server.ask(lambda engine: engine.reset_prefix_cache())
+    chat(server, LONG)
+    assert chat(server, CUT[:-1], **own).json()["approximate"] == "deviation-20"
+    assert len(passes) == 1
+
+
+def test_an_edit_that_does_not_fit_beside_its_source_is_answered_exactly(server: ServerThread) -> None:
+    asked = [chat(server, messages).json() for messages in (LONG, CUT)]
+    num_blocks = sum(-(-one["usage"]["prompt_tokens"] // BLOCK) for one in asked) + 4
+    own = {"session_id": "full", "link": "none"}
+    options = {"allow_links": True, "block_size": BLOCK, "num_gpu_blocks_override": num_blocks}
+    with embedded_llm(**options) as llm, ServerThread(llm, ServerConfig(link_gate=0.0)) as small:
+        chat(small, LONG, **own)
+        answer = chat(small, CUT, **own, max_tokens=40)  # with one token it would fit
+        assert answer.status_code == 200, answer.text
+        assert "do not fit" in answer.json()["usage"]["foreword"]["not_linked"]
+        assert "approximate" not in answer.json()
+        assert chat(small, CUT, max_tokens=40).json()["choices"] == answer.json()["choices"]
+        assert_nothing_is_held(small)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"prompt_cache_options": {"ttl": "30m"}}, "prompt_cache_options"),
+        ({"messages": [*CUT[:-1], {"role": "user", "content": [{"type": "text", "text": "What is the code?"}]}]}, None),
+        ({"logprobs": True, "foreword": {"certificate": True}}, "foreword.certificate"),
+    ],
+)
+def test_what_a_linked_chat_cannot_have_is_refused_whatever_is_cached(
+    server: ServerThread, more: dict[str, Any], param: str | None
+) -> None:
+    if param is None:
+        more["messages"][-1]["content"][0]["prompt_cache_breakpoint"] = {"mode": "explicit"}
+    own = {"session_id": "refused", "link": "none"}
+    answers = [post(server.url, CHATS, {"messages": CUT, "max_tokens": 6, **own, **more})]
+    chat(server, LONG, **own)
+    answers.append(post(server.url, CHATS, {"messages": CUT, "max_tokens": 6, **own, **more}))
+    assert [one.status_code for one in answers] == [400, 400], answers
+    errors = [one.json()["error"] for one in answers]
+    assert errors[0] == errors[1]
+    assert errors[0]["param"] == (param or "prompt_cache_options")
 
 
 def test_an_edit_whose_source_is_not_cached_is_answered_exactly(server: ServerThread) -> None:
@@ -306,6 +387,7 @@ def test_an_edit_whose_source_is_not_cached_is_answered_exactly(server: ServerTh
     server.ask(lambda engine: engine.reset_prefix_cache())
     exact = chat(server, CUT, **own).json()
     assert "approximate" not in exact
+    assert exact["usage"]["foreword"]["not_linked"] == "the earlier prompt is not cached whole"
     assert exact["choices"][0]["message"] == chat(server, CUT).json()["choices"][0]["message"]
 
 

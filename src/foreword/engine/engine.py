@@ -181,12 +181,13 @@ class Engine:
         """
         return self.manager.explain(self._checked_sequence(prompt))
 
-    def explain_links(self, prompt: Prompt) -> list[tuple[LinkedRun, int]]:
+    def explain_links(self, prompt: Prompt, max_tokens: int | None = 1) -> list[tuple[LinkedRun, int]]:
         """The runs that a linked prompt would copy, each with the number of tokens that the cache lacks of its source.
 
-        Changes nothing, counts nothing. Raises InvalidRequestError for a prompt that could not be served.
+        Changes nothing, counts nothing. Raises InvalidRequestError for a prompt that could not be served with an answer
+        of `max_tokens`.
         """
-        self._intake.check(prompt, SamplingParams(max_tokens=1))
+        self._intake.check(prompt, SamplingParams(max_tokens=max_tokens))
         found, size, tables = [], self.manager.block_size, dict[TokenSequence, BlockIds]()
         for run, source in self._intake.runs(prompt):
             if source not in tables:  # a method may leave hundreds of runs in one

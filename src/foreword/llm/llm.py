@@ -22,7 +22,15 @@ from foreword.config import EngineConfig
 from foreword.config.keywords import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, ModelLimits, Prompt, run_all
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
-from foreword.linking import METHODS, LinkedAnswer, LinkExplanation, Method, compare_methods, explain_parts
+from foreword.linking import (
+    METHODS,
+    LinkedAnswer,
+    LinkExplanation,
+    Method,
+    check_choice,
+    compare_methods,
+    explain_parts,
+)
 from foreword.llm.prompts import PromptInput, Prompts, priority_of
 from foreword.pictures import Pictures, taken_apart
 from foreword.pml.composition import Composition
@@ -432,6 +440,10 @@ class LLM:
     def link(self, prompt: Prompt, composition: Composition, method: Method) -> Prompt:
         """An engine's prompt with its parts linked; any thread may call it. Raises InvalidRequestError."""
         return self._prompts.link(prompt, composition, method)
+
+    def check_choice(self, method: Method) -> None:
+        """Raise InvalidRequestError for a method of linking that chooses by layers that this process has not."""
+        check_choice(method, self._deviations)
 
     @property
     def pml(self) -> Library:

@@ -90,7 +90,7 @@ class Chat:
     num_bytes: int = 0
     """Length of the body that asked; work on long ones leaves the event loop."""
     link: str | None = None
-    """The method by which what follows an edit is copied from the session's newest prompt; None: nothing is."""
+    """The method by which what follows an edit is copied from an earlier prompt of the session; None: nothing is."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -119,8 +119,17 @@ class ReplyDelta:
 class ChatAnswer:
     """The running answer to a chat."""
 
-    def __init__(self, answer: AnswerStream, tool_use: ToolUse, turn: Turn, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        answer: AnswerStream,
+        tool_use: ToolUse,
+        turn: Turn,
+        tokenizer: Tokenizer,
+        not_linked: str | None = None,
+    ) -> None:
         self.stream = answer
+        self.not_linked = not_linked
+        """Why nothing was linked although the chat has `link`; None: something was, or it has none."""
         self._tool_use, self._turn, self._tokenizer = tool_use, turn, tokenizer
         self._readers: dict[int, ReplyReader | None] = {}
 
@@ -197,8 +206,9 @@ async def start_chat(
         prompt = service.fit(await _continued(service, chat), params)
     else:
         prompt = service.fit(await service.conversation(messages, inputs, chat.ending, marks), params)
+    not_linked = None
     if chat.link is not None:
-        prompt = await linked_to_session(service, caller, prompt, chat.link, params)
+        prompt, not_linked = await linked_to_session(service, caller, prompt, chat.link, params)
     caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs | chat.system)))
     turn, limits = Turn(service.tokenizer, prompt.token_ids), service.llm.engine.limits
     limit = turn.limit(
@@ -210,7 +220,7 @@ async def start_chat(
     )
     params = replace(params, open_constraint=limit, keep_markers=True)
     answer = await service.start(caller, response_id, [prompt], params, stream=stream)
-    return ChatAnswer(answer, use, turn, service.tokenizer)
+    return ChatAnswer(answer, use, turn, service.tokenizer, not_linked)
 
 
 async def _continued(service: Service, chat: Chat) -> Prompt:

@@ -1,79 +1,121 @@
-"""Reuse after an edit in the middle of a chat: what follows the edit is linked from the session's newest prompt.
+"""Reuse after an edit in the middle of a chat: what follows the edit is linked from an earlier prompt of the session.
 
 It is approximate, so the client asks for it, a gate decides, and the answer says so. Where it would not pay, the prompt
-stays plain, and the answer exact: no such prompt, nothing in common after the edit, or a source that is not cached.
+stays plain, and the answer is exact and says why: no such prompt, nothing in common after the edit, a source that is
+not cached or has no room, or little saved.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 
-from foreword.engine import Prompt
-from foreword.linking import explain_parts
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import common_length
+from foreword.engine import Engine, Prompt
+from foreword.errors import RequestTooLargeError
+from foreword.linking import Method
 from foreword.pml.composition import Composition
 from foreword.pml.edits import compose_edit
 from foreword.request import SamplingParams
 from foreword.server.access.links import composed
 from foreword.server.api_errors import bad_request
-from foreword.server.engine_door import fewest_missing
+from foreword.server.engine_door import most
 from foreword.server.records import MAX_RECORDS, RequestRecord
 from foreword.server.service import Caller, Service
+
+NUM_EARLIER = 8
+"""Prompts of a session that are compared: its newest may be a title's, or a sub-agent's."""
+LEAST_SAVING = 0.05
+"""Share of a prompt's tokens that linking must save, and at least a block: it costs exactness."""
+_EVERYTHING = Method.parse("none")
+"""Copies all that can be copied; needs no pass of the model."""
+_NOT_CACHED, _TOO_LARGE = -1, -2
 
 
 async def linked_to_session(
     service: Service, caller: Caller, prompt: Prompt, link: str, params: SamplingParams
-) -> Prompt:
-    """The prompt, linked by the method `link` from the newest plain one of its session if that saves anything.
+) -> tuple[Prompt, str | None]:
+    """The prompt, linked by the method `link` from an earlier plain one of its session if that saves enough.
 
-    Raises APIError 400 for what a linked prompt cannot have, InvalidRequestError for a method that is not served.
+    Returns the plain prompt, and why, if it does not. Raises APIError 400 for what a linked prompt cannot have,
+    InvalidRequestError for a method that is not served.
     """
     method = service.links.method_of_edits(link)
-    salt = service.tenants.namespace(caller.tenant, caller.cache_salt)
-    _check_beside_link(service, caller, prompt, params)
-    before = None if caller.is_uncached else _newest(service, caller, salt)
-    if before is None:
-        return prompt
-    service.check_length(len(prompt.token_ids))  # before a method spends time on it
-    service.links.check_sources(1, before.num_prompt_tokens)
-
-    def compose() -> tuple[Prompt, Composition] | None:
-        composition = compose_edit(prompt.token_ids, before.prompt_token_ids)
-        if not composition.sources:
-            return None
-        linked = service.llm.link(service.placed(prompt, salt, None), composition, method)
-        return linked, composition
-
-    made = await composed(service, method, params.n, compose)
-    if made is None:
-        return prompt
-    linked, composition = made
-    block_size = service.llm.layout.block_size  # a service cannot be sent to replicas
-    found = await service.thread.call(
-        lambda engine: explain_parts(composition, method, engine.explain_links(linked), block_size), fewest_missing
-    )
-    pays = found.num_linked_tokens and not found.missing
-    return replace(linked, marks=()) if pays else prompt  # a linked prompt is not kept
-
-
-def _check_beside_link(service: Service, caller: Caller, prompt: Prompt, params: SamplingParams) -> None:
-    """Raises APIError 400 for what a linked prompt cannot have."""
+    service.llm.check_choice(method)
     if caller.session_id is None:
-        raise bad_request("link needs the session whose newest prompt was edited; send session_id", param="link")
-    for name, is_given in (
-        ("pictures", bool(prompt.pictures)),
-        ("truncate_prompt_tokens", params.truncate_prompt_tokens is not None),
-    ):
-        if is_given:
-            raise bad_request(f"a linked chat takes no {name}; leave it out, or leave link out", param="link")
+        raise bad_request("link needs the session whose earlier prompt was edited; send session_id", param="link")
+    if prompt.pictures:
+        raise bad_request("a linked prompt takes no pictures; leave them out, or leave link out", param="link")
+    if caller.is_uncached:
+        return prompt, "the call turns caching off"
+    salt = service.tenants.namespace(caller.tenant, caller.cache_salt)
+    earlier = _earlier(service, caller, salt)
+    if not earlier:
+        return prompt, "the session has no earlier plain prompt"
+    service.check_length(len(prompt.token_ids))  # before anything takes time
+    composition = await service.crews.modules.run(lambda: _most_in_common(prompt.token_ids, earlier))
+    if composition is None:
+        return prompt, f"nothing after the edit is the same as in the session's last {len(earlier)} plain prompts"
+    plain = service.placed(prompt, salt, None)
+    choices = [method] if method.percent is None else [_EVERYTHING, method]  # a pass of the model only if it may pay
+    for choice in choices:
+        linked = await composed(service, choice, params.n, partial(service.llm.link, plain, composition, choice))
+        why = await _not_paying(service, plain, linked, params.max_tokens)
+        if why is not None:
+            return prompt, why
+    return linked, None
 
 
-def _newest(service: Service, caller: Caller, salt: str | None) -> RequestRecord | None:
-    """The session's prompt that ended last, of those whose KV lies under their tokens alone."""
-    return next(
-        (
-            one
-            for one in service.records.recent(MAX_RECORDS, caller.tenant.name)
-            if one.session_id == caller.session_id and one.first_scheduled_time and one.salt == salt and one.is_plain
-        ),
-        None,
+async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_tokens: int | None) -> str | None:
+    """Why these links are not worth it now, or have no room; None: they save enough."""
+
+    def look(engine: Engine) -> list[int]:
+        """Tokens of the prompt that need not be computed, plain and linked."""
+        num_found = engine.num_cached_tokens(plain)
+        try:
+            runs = engine.explain_links(linked, max_tokens)
+        except RequestTooLargeError:
+            return [num_found, _TOO_LARGE]
+        if any(num_missing for _, num_missing in runs):
+            return [num_found, _NOT_CACHED]
+        num_before = min([num_found, *(run.begin for run, _ in runs)])  # a hit ends where the first link begins
+        return [num_found, num_before + sum(run.end - run.begin for run, _ in runs)]
+
+    num_found, num_reused = await service.thread.call(look, most)
+    if num_reused == _TOO_LARGE:
+        return "the prompt, its answer and the earlier prompt do not fit into the cache together"
+    if num_reused == _NOT_CACHED:
+        return "the earlier prompt is not cached whole"
+    num_tokens, saved = len(plain.token_ids), max(0, num_reused - num_found)
+    least = max(service.llm.layout.block_size, round(LEAST_SAVING * num_tokens))
+    if saved < least:
+        return f"it would save {saved} of {num_tokens} tokens, and has to save {least}"
+    return None
+
+
+def _earlier(service: Service, caller: Caller, salt: str | None) -> list[RequestRecord]:
+    """The session's prompts that ended last, the newest first, of those whose KV lies under their tokens alone."""
+    found = (
+        one
+        for one in service.records.recent(MAX_RECORDS, caller.tenant.name)
+        if one.session_id == caller.session_id and one.first_scheduled_time and one.salt == salt and one.is_plain
     )
+    return list(islice(found, NUM_EARLIER))
+
+
+def _most_in_common(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord]) -> Composition | None:
+    """The edit of the prompt that shares the most tokens, before and after the edit; None: none has any after it."""
+    found, num_most = None, 0
+    for before in (one.prompt_token_ids for one in earlier):
+        if len(before) <= num_most:
+            continue  # it cannot share more
+        composition = compose_edit(token_ids, before)
+        num_after = sum(len(part.token_ids) for part in composition.parts if part.span is not None)
+        num_shared = common_length(token_ids, before) + num_after
+        if num_after and num_shared > num_most:
+            found, num_most = composition, num_shared
+    return found

@@ -21,7 +21,9 @@ from foreword.server.dialects.openai.fields import (
     AnyCall,
     Breakpoint,
     CacheOptions,
+    ChatRequest,
     ForewordOptions,
+    ModulesRequest,
     TextPart,
     Unmarkable,
 )
@@ -104,6 +106,11 @@ class Caching:
             message = f"{at} has nothing to prepare in the mode 'explicit' without a prompt_cache_breakpoint; add one"
             raise bad_request(message, param=at, code="invalid_value")
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything of the prompt is to be kept."""
+        return bool(self._explicit) or self._marks_end
+
     def chat_marks(self, num_messages: int) -> list[ChatMark]:
         """The marks of a conversation."""
         explicit = self._explicit[-(MOST_MARKS - 1 if self._marks_end else MOST_MARKS) :]
@@ -122,6 +129,22 @@ class Caching:
         if not self._has_options and not self._explicit:
             return None
         return {"mode": self._mode, "ttl": self._ttl, "comparison_response_id": self.compare_with}
+
+
+def check_beside_link(call: Call[ChatRequest] | Call[ModulesRequest], caching: Caching) -> None:
+    """Raises APIError 400 for what no linked prompt can have, whether or not anything comes to be linked."""
+    body, adapters = call.body, call.service.adapters
+    for name, is_given in (
+        ("logprobs with echo", isinstance(body, ModulesRequest) and body.echo and body.logprobs is not None),
+        ("foreword.certificate", body.foreword is not None and body.foreword.certificate),
+        ("truncate_prompt_tokens", body.truncate_prompt_tokens is not None),
+        ("prompt_cache_options or prompt_cache_breakpoint", caching.keeps),
+        ("model that is an adapter", body.model in adapters and call.tenant.may_use(str(body.model))),
+    ):
+        if is_given:
+            raise bad_request(
+                f"a linked prompt takes no {name}; leave it out, or leave link out", param=name.partition(" ")[0]
+            )
 
 
 _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}

@@ -37,7 +37,7 @@ from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
-from foreword.server.dialects.openai.caching import Breakpoints, Caching, Extras
+from foreword.server.dialects.openai.caching import Breakpoints, Caching, Extras, check_beside_link
 from foreword.server.dialects.openai.fields import (
     ChatRequest,
     CompletionRequest,
@@ -167,6 +167,8 @@ async def chat_completions(call: Annotated[Call[ChatRequest], Depends(call_of(Ch
     body, service = call.body, call.service
     check_call(call)
     chat, caching = await call.work(lambda: _chat(body, call.num_bytes))
+    if body.link is not None:
+        check_beside_link(call, caching)
     params = await sampling_params(service, _sampling(body), structured_outputs(body, body.response_format))
     if body.prediction is not None:
         params = replace(params, prediction_token_ids=await service.encode_part(body.prediction.text))
@@ -231,6 +233,10 @@ class _ChatCompletion(ChoicesAnswer):
         """New parts of a choice, and its finish reason: for a function that the client named it is "stop"."""
         reply = self._chat_answer.read(delta)
         return reply.parts, delta.finish_reason if self._is_named else reply.finish_reason
+
+    def _usage(self) -> Chunk:
+        used, why = super()._usage(), self._chat_answer.not_linked
+        return used if why is None else used | {"foreword": {**used.get("foreword", {}), "not_linked": why}}
 
     def _num_reasoning_tokens(self) -> int:
         return self._chat_answer.num_reasoning_tokens()

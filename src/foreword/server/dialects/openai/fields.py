@@ -331,8 +331,8 @@ class ChatRequest(_ChoicesCall):
     thinking_budget: Count | None = None
     link: Annotated[str, Field(max_length=32)] | None = Field(
         None,
-        description="Method by which what follows an edit is copied from the session's newest prompt, such as "
-        "first-16. Approximate: the answer says so in `approximate`. Left out: exact. The server must allow it "
+        description="Method by which what follows an edit is copied from an earlier prompt of the session, such "
+        "as first-16. Approximate: the answer says so in `approximate`. Left out: exact. The server must allow it "
         "(--allow-links), with figures of edits (`foreword pml measure --tasks independent,parameters,edit`).",
     )
 

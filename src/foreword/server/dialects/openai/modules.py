@@ -21,6 +21,7 @@ from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.server.access.links import composed
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Call
+from foreword.server.dialects.openai.caching import Caching, check_beside_link
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.dialects.openai.messages import check_call
@@ -108,6 +109,8 @@ class _Parts:
         """
         body, service, tenant = call.body, call.service, call.tenant
         _check_fields(body)
+        if body.link is not None:
+            check_beside_link(call, Caching(body))
         method = None if body.link is None else service.links.method(body.link)
         schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name).schema
         return cls(service, body, method, schema, service.tenants.namespace(tenant, body.cache_salt))
@@ -140,23 +143,6 @@ def _check_fields(body: ModulesRequest) -> None:
         if name in body.model_fields_set and getattr(body, name) is not None:
             shown = name.removesuffix("_name")
             raise bad_request(f"{shown} cannot stand in a prompt of {kind}; leave one of them out", param=shown)
-    if body.link is not None:
-        _check_beside_link(body)
-
-
-def _check_beside_link(body: ModulesRequest) -> None:
-    """Raises APIError 400 for what a linked prompt cannot have."""
-    options = body.prompt_cache_options
-    keeps = options is not None and options.mode != "explicit" and bool(options.mode or options.ttl)
-    for name, is_given in (
-        ("logprobs with echo", body.echo and body.logprobs is not None),
-        ("truncate_prompt_tokens", body.truncate_prompt_tokens is not None),
-        ("prompt_cache_options", keeps),
-    ):
-        if is_given:
-            raise bad_request(
-                f"a linked prompt takes no {name}; leave it out, or leave link out", param=name.partition(" ")[0]
-            )
 
 
 def _documents(service: Service, body: ModulesRequest) -> DocumentTokens:
