@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK
 from foreword.cache.block_ids import Int64Array as Int64Array
-from foreword.request import FACTS, Adapter, Embeds, FactRows, Picture, Request, TokenLogprobs, turned_positions
+from foreword.request import FACTS, Adapter, Alone, Embeds, FactRows, Picture, Request, TokenLogprobs, turned_positions
 from foreword.request.links import IntArray as IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -162,8 +162,8 @@ class Shown(NamedTuple):
     """The rows of the picture's encoding, or of the embeddings."""
     tokens: Int64Array
     """[rows]: the number of the token that each replaces, ascending."""
-    salt: str | None = None
-    """That of the request: its rows are no others'."""
+    salt: str | Alone | None = None
+    """Under which rows are kept: with another one they are others'."""
 
     def within(self, start: int, end: int) -> Shown:
         """The part that replaces tokens `start` to `end` (exclusive), numbered from `start` on."""
@@ -344,7 +344,7 @@ def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
             found.append(Shown(request.embeds, rows, tokens))
         for placed in request.pictures:
             rows, places = slice(0, len(placed.places)), placed.places.astype(np.int64)
-            own = Shown(placed.picture, rows, places, request.sequence.extra_keys.salt).within(start, end)
+            own = Shown(placed.picture, rows, places, request.rows_salt).within(start, end)
             found.append(own._replace(tokens=own.tokens + int(query_starts[number])))
     return tuple(own for own in found if len(own.tokens))
 

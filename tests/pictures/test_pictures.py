@@ -22,6 +22,7 @@ from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
 from foreword.engine.shares import EncoderBudget
 from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
+from foreword.model.vision.encoded import Wanted
 from foreword.pictures import PictureFile, pixels_of, taken_apart
 from foreword.server.observe.insight import block_keys
 from foreword.server.options import ServerConfig
@@ -184,10 +185,10 @@ def test_what_the_budget_counts_is_what_is_encoded(folder: Path) -> None:
         assert encoded is not None
         [placed] = llm._chat_prompt(asks(QUESTION, noise(96, 96)), {}).pictures
         picture, size = placed.picture, encoded.vision.tile_rows(placed.picture.shape)
-        encoded.rows(picture, range(size, 2 * size))  # a tile among those that are missing
+        encoded.of_step([Wanted(picture, range(size, 2 * size))])  # a tile among those that are missing
         every = range(len(placed.places))
         missing, before = encoded.missing(picture, every), encoded.num_rows
-        encoded.rows(picture, every)
+        encoded.of_step([Wanted(picture, every)])
         assert sum(map(len, missing)) == encoded.num_rows - before > size
         assert encoded.missing(picture, every) == []
 
@@ -259,6 +260,39 @@ def test_what_was_encoded_outlives_the_process_for_its_salt_and_its_model(
     salt = ""
     other = {"kv_cache_dtype": "int8"}  # another identity
     assert encoded_after(**{**cached, **other})[1:] == (num_rows, 0)
+
+
+def test_who_skips_the_cache_finds_no_encodings_and_leaves_none(folder: Path, tmp_path: Path) -> None:
+    cached, skips = {"cache_dir": str(tmp_path / "cache")}, replace(LOGPROBS, skip_reading_prefix_cache=True)
+    with LLM(str(folder), **OPTIONS, **cached, max_num_batched_tokens=16) as llm:
+        answers, counts = [], []
+        for number, params in enumerate((skips, LOGPROBS, skips)):
+            question = asks(f"Text {min(number, 1)}", noise(90, 70))
+            question[0]["content"].reverse()
+            answers.append(bits(llm.chat(question, params)[0]))
+            counts.append(llm.engine.snapshot().picture_rows)
+        assert answers[1] == answers[2]
+        num_rows = counts[0]["encoder"]
+        assert [own["encoder"] for own in counts] == [num_rows, 2 * num_rows, 3 * num_rows], "each tile once"
+        assert counts[-1]["tier"] == 0
+
+
+@pytest.mark.parametrize("changed", ["preprocessor_config.json", "model.safetensors"])
+def test_other_settings_or_weights_find_no_encodings(folder: Path, tmp_path: Path, changed: str) -> None:
+    counts = []
+    for own in (folder, tmp_path / "model"):
+        if own != folder:
+            shutil.copytree(folder, own)
+            content = (own / changed).read_bytes()
+            if changed.endswith(".json"):
+                content = json.dumps(json.loads(content) | {"image_mean": [0.25] * 3}).encode()
+            else:
+                content = content[:-1] + bytes([content[-1] ^ 1])
+            (own / changed).write_bytes(content)
+        with LLM(str(own), **OPTIONS, cache_dir=str(tmp_path / "cache")) as llm:
+            ask(llm, noise(70, 50))
+            counts.append(llm.engine.snapshot().picture_rows)
+    assert counts[0]["encoder"] == counts[1]["encoder"] > counts[1]["tier"] == 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ and only inside a step. The later one depends on the earlier one: if that fails,
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -74,7 +74,7 @@ class Engine:
         self._tiers = tiers or TierDirector.of_none(manager)
         self.clock: Callable[[], float] = time.monotonic
         """The time at which pins end, and by which steps are measured, in seconds."""
-        encoder = runner.encoder if isinstance(runner, SeeingRunner) else None
+        encoder = self._encoder = runner.encoder if isinstance(runner, SeeingRunner) else None
         self.scheduler = Scheduler(manager, config, self._tiers, encoder, clock=lambda: self.clock())
         self.limits = limits
         self._runner = runner
@@ -407,6 +407,7 @@ class Engine:
             self.scheduler,
             self._counted_before,
             self.num_computed_tokens,
+            Counter() if self._encoder is None else self._encoder.counts(),
             self.report_tiers(),
             self.entries.entries(),
             self.clock(),

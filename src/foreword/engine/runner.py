@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from foreword.batch import Batch, BatchResult
-from foreword.request import Picture
+from foreword.request import Alone, Picture
 
 
 class Runner(Protocol):
@@ -40,8 +41,11 @@ class LaunchingRunner(Protocol):
 class Encoder(Protocol):
     """What encodes the pictures of a runner's batches."""
 
-    def missing(self, picture: Picture, rows: range, salt: str | None) -> Sequence[range]:
+    def missing(self, picture: Picture, rows: range, salt: str | Alone | None) -> Sequence[range]:
         """The pieces that a step with these rows of a picture would encode, as ranges of its rows, ascending."""
+
+    def counts(self) -> Counter[str]:
+        """Rows that steps needed: those of `encoder`, of `memory` and of a `tier`."""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from foreword.config import SchedulerConfig
 from foreword.engine.linking import Linking
 from foreword.engine.runner import Encoder
 from foreword.engine.running_rows import RunningRows
-from foreword.request import Request, whole_end
+from foreword.request import Alone, Request, whole_end
 
 Spans = tuple[Int64Array, Int64Array, Int64Array]
 """Rows, and the start and end of the tokens that each computes."""
@@ -120,7 +120,7 @@ def num_computed(request: Request, start: int, end: int) -> int:
     return end - start if request.links is None else request.links.num_computed(start, end)
 
 
-_Piece = tuple[str | None, str, int]
+_Piece = tuple[str | Alone | None, str, int]
 """Salt, picture and first row."""
 
 
@@ -168,7 +168,7 @@ class EncoderBudget:
         """What a span would have encoded: the name and the rows of each piece, and the first token that needs it."""
         if self._encoder is None or start >= request.num_prompt_tokens:
             return
-        salt = request.sequence.extra_keys.salt
+        salt = request.rows_salt
         for placed in request.pictures:
             first, last = np.searchsorted(placed.places, (start, end)).tolist()
             for piece in self._encoder.missing(placed.picture, range(first, last), salt) if first < last else ():

@@ -56,6 +56,8 @@ class Snapshot:
     num_preemptions: int
     num_computed_tokens: int
     """Tokens that went through the model since the engine started."""
+    picture_rows: Counter[str]
+    """Rows of pictures since the engine started, by where they came from; empty if the model takes none."""
     drafts: DraftCounts
     """What became of drafted tokens since the engine started, by source: a copy."""
     tiers: TiersReport
@@ -75,6 +77,7 @@ class Snapshot:
         scheduler: Scheduler,
         before: PrefixCacheStats,
         num_computed_tokens: int,
+        picture_rows: Counter[str],
         tiers: TiersReport,
         entries: Sequence[CacheEntry],
         clock: float,
@@ -98,6 +101,7 @@ class Snapshot:
             num_waiting=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,
             num_computed_tokens=num_computed_tokens,
+            picture_rows=picture_rows,
             drafts=DraftCounts() if scheduler.drafting is None else deepcopy(scheduler.drafting.counts),
             tiers=tiers,
             entries=entries,
@@ -118,6 +122,7 @@ class Snapshot:
             totals=sum((each.totals for each in found), PrefixCacheStats()),
             recent_hit_rate=float(np.average([each.recent_hit_rate for each in found], weights=queried)),
             evictions=sum((each.evictions for each in found), Counter()),
+            picture_rows=sum((each.picture_rows for each in found), Counter()),
             block_states=np.concatenate([each.block_states for each in found]),
             usage=float(np.average([each.usage for each in found], weights=[each.num_blocks for each in found])),
             has_ledger=all(each.has_ledger for each in found),

@@ -23,6 +23,7 @@ from foreword.model.rotation import KeyMover
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.step import GivenRows, GroupStep, StateRun, Step, plan_state_runs
 from foreword.model.storage import KVStorage
+from foreword.model.vision.encoded import Wanted
 from foreword.request import Picture
 
 EXACT_ROWS = 256
@@ -218,10 +219,12 @@ class ModelRunner:
         if encoded is None:  # models with pictures take no embeddings
             values = [cast(PromptEmbeds, shown.picture).values[shown.rows] for shown in batch.shown]
             return GivenRows(torch.from_numpy(places), torch.cat(values))
-        pieces = [
-            encoded.rows(cast(Picture, shown.picture), range(shown.rows.start, shown.rows.stop), shown.salt)
-            for shown in batch.shown
-        ]
+        pieces = encoded.of_step(
+            [
+                Wanted(cast(Picture, shown.picture), range(shown.rows.start, shown.rows.stop), shown.salt)
+                for shown in batch.shown
+            ]
+        )
         first, *added = torch.split(torch.cat(pieces), pieces[0].shape[-1] // (1 + encoded.vision.num_added), -1)
         return GivenRows(torch.from_numpy(places), first, tuple(added))
 

@@ -4,7 +4,7 @@ from foreword.request.held_bytes import HeldBytes as HeldBytes
 from foreword.request.request import Adapter as Adapter
 from foreword.request.request import LoRARequest as LoRARequest
 from foreword.request.links import LinkedRun as LinkedRun, LinkReport as LinkReport, Links as Links
-from foreword.request.request import Embeds as Embeds
+from foreword.request.request import Alone as Alone, Embeds as Embeds
 from foreword.request.request import Picture as Picture, PlacedPicture as PlacedPicture
 from foreword.request.request import Reply as Reply
 from foreword.request.request import ToolCall as ToolCall

@@ -83,6 +83,10 @@ class Adapter(Protocol):
         """The index of the first token of a prompt that it computes; None: none, nor of the answer."""
 
 
+class Alone:
+    """In place of a salt: of one request, which finds no rows that others encoded and leaves them none."""
+
+
 class Picture(Protocol):
     """A picture that was read and checked. A request keeps it alive until it ends."""
 
@@ -323,6 +327,8 @@ class Request:
     adapter: Adapter | None = None
     """What computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
     pictures: tuple[PlacedPicture, ...] = ()
+    rows_salt: str | Alone | None = None
+    """Under which rows of its pictures are kept."""
     """Pictures whose rows replace tokens of the prompt, in their order."""
     embeds: Embeds | None = None
     """Rows in place of its first tokens, which are 0; None: it has none."""
@@ -534,6 +540,7 @@ class Request:
     def show(self, pictures: tuple[PlacedPicture, ...]) -> None:
         """Have rows of pictures replace tokens of the prompt; call it before the request is queued."""
         self.pictures = pictures
+        self.rows_salt = Alone() if self.skips_cache else self.sequence.extra_keys.salt
         self._set_fact("has_pictures", True)
         self._set_fact("sees_ahead", any(placed.sees_ahead for placed in pictures))
         if any(placed.grid is not None for placed in pictures):

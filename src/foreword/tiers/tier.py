@@ -23,6 +23,8 @@ KEY_BYTES = 32
 BoolArray = npt.NDArray[np.bool_]
 KeyArray = npt.NDArray[np.uint8]
 """Block keys, [blocks, 32]."""
+GROUP_APART = (1 << 16) - 1
+"""Group of payloads that are no blocks of the pool: what an encoder made of pictures."""
 EXACT = 1
 """Flag of a block: its bits are those that any order of computation gives."""
 PINNED = 2

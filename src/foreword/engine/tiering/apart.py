@@ -1,61 +1,102 @@
 """Payloads that are no blocks of the pool, in its tiers: what an encoder made of pictures.
 
 A tier names a payload by namespace, group and key, and looks into none. Blocks of the pool have small group ids; these
-have the last one.
+have the last one. A tier's threads have buffers as large as the largest payload, so large ones are cut.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from foreword.cache import BlockHash
-from foreword.engine.tiering.loads import MOST_PROBE_S, SHORTEST_FIRST_DEADLINE_S
+from foreword.engine.tiering.loads import MOST_PROBE_S, WORTH
 from foreword.engine.tiering.stores import Stores
 from foreword.tiers.ticket import Outcome
-from foreword.tiers.tier import EXACT, BlockKeys, BlockRun, Buffers, Tier
+from foreword.tiers.tier import EXACT, GROUP_APART, BlockKeys, BlockRun, Buffers, Tier
 
-GROUP_ID = (1 << 16) - 1
+PIECE_BYTES = 4 << 20
+FIRST_WAIT_S, MOST_WAIT_S = 0.5, 2.0
+"""The longest wait for a load: before anything was computed, and ever."""
+REST_S = 30.0
+"""After a load that was given up, nothing is loaded for this time: every request would wait for a slow tier again."""
 
 
 class PayloadsApart:
-    """Loads and stores of such payloads. The engine's thread calls it, and waits for loads: computing takes seconds."""
+    """Loads and stores of such payloads. The engine's thread calls it and waits for loads, and so do all requests."""
 
     def __init__(self, tiers: Sequence[Tier], namespace: bytes, root: BlockHash, stores: Stores) -> None:
         """`root`: of all block keys, and so of these names; `stores`: what counts the bytes of a day."""
         self._tiers, self._namespace, self._root, self._stores = tiers, namespace, root, stores
+        self._rests_until = 0.0
 
-    def load(self, names: Sequence[str], payloads: Sequence[memoryview]) -> list[bool]:
-        """Fill the payloads that one tier has; says which those are. Waits 5 s at most for each tier."""
-        keys, sizes = self._keys(names), np.array([len(one) for one in payloads], np.int64)
+    def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> list[bool]:
+        """Fill the payloads that the tiers have; says which those are.
+
+        `compute_s`: seconds to make them all, None if that is not known. All tiers together are waited for at most
+        four fifths of that time, and 2 s (0.5 s if it is not known). A tier that would take longer is not asked.
+        """
+        if time.monotonic() < self._rests_until:
+            return [False] * len(names)
+        until = time.monotonic() + (FIRST_WAIT_S if compute_s is None else min(MOST_WAIT_S, WORTH * compute_s))
+        keys, pieces, owners = self._cut(names, payloads)
+        sizes = np.array([len(piece) for piece in pieces], np.int64)
+        missing = np.ones(len(pieces), np.bool_)
         for tier in self._tiers:
-            asked = tier.probe(keys, deadline_s=MOST_PROBE_S)
+            if not missing.any():
+                break
+            lacking = np.flatnonzero(missing)
+            asked = tier.probe(keys.select(lacking), deadline_s=min(MOST_PROBE_S, max(0.0, until - time.monotonic())))
             asked.wait()
-            here = np.flatnonzero(asked.report.outcomes == Outcome.PRESENT)
-            if len(here):
-                buffers = Buffers([payloads[number] for number in here.tolist()])
-                ticket = tier.load(keys.select(here), sizes[here], buffers, deadline_s=SHORTEST_FIRST_DEADLINE_S)
-                ticket.wait()
-                done = set(here[ticket.report.outcomes == Outcome.DONE].tolist())
-                return [number in done for number in range(len(names))]
-        return [False] * len(names)
+            here = lacking[asked.report.outcomes == Outcome.PRESENT]
+            num_bytes, left = int(sizes[here].sum()), until - time.monotonic()
+            worth = left if compute_s is None else WORTH * compute_s * num_bytes / int(sizes.sum())
+            if not len(here) or tier.estimate_load_s(num_bytes) > min(left, worth):
+                continue
+            buffers = Buffers([pieces[number] for number in here.tolist()])
+            ticket = tier.load(keys.select(here), sizes[here], buffers, deadline_s=10 * MOST_WAIT_S)
+            if not ticket.wait(left):
+                ticket.cancel()  # a load that times out would be forgotten, as if it were damaged
+                self._rests_until = time.monotonic() + REST_S
+            missing[here[ticket.report.outcomes == Outcome.DONE]] = False
+            if time.monotonic() < self._rests_until:
+                break
+        lost = set(owners[missing].tolist())
+        return [number not in lost for number in range(len(names))]
 
     def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
-        """Begin to store payloads, which must not change any more."""
-        count = len(names)
+        """Begin to store those payloads that are admitted; they must not change any more."""
+        admitted = [self._stores.admits_apart(self._key(name)) for name in names]
+        names = [name for name, is_admitted in zip(names, admitted, strict=True) if is_admitted]
+        keys, pieces, _ = self._cut(names, [one for one, own in zip(payloads, admitted, strict=True) if own])
+        count = len(pieces)
+        if not count:
+            return
         self._stores.store_apart(
             BlockRun(
-                self._keys(names),
-                np.array([len(one) for one in payloads], np.int64),
-                Buffers(payloads),
+                keys,
+                np.array([len(piece) for piece in pieces], np.int64),
+                Buffers(pieces),
                 np.full(count, -1, np.int32),
                 np.full(count, EXACT, np.uint16),
                 np.ones(count, np.float32),
             )
         )
 
-    def _keys(self, names: Sequence[str]) -> BlockKeys:
-        keys = [hashlib.sha256(self._root + name.encode()).digest() for name in names]
-        return BlockKeys.of_group(self._namespace, GROUP_ID, keys)
+    def _cut(
+        self, names: Sequence[str], payloads: Sequence[memoryview]
+    ) -> tuple[BlockKeys, list[memoryview], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+        """Payloads in pieces: their keys, the pieces, and for each the number of its payload."""
+        cut = [
+            (number, self._key(f"{name} {start}"), payload[start : start + PIECE_BYTES])
+            for number, (name, payload) in enumerate(zip(names, payloads, strict=True))
+            for start in range(0, len(payload), PIECE_BYTES)
+        ]
+        keys = BlockKeys.of_group(self._namespace, GROUP_APART, [key for _, key, _ in cut])
+        return keys, [piece for _, _, piece in cut], np.array([number for number, _, _ in cut], np.int64)
+
+    def _key(self, name: str) -> bytes:
+        return hashlib.sha256(self._root + name.encode()).digest()

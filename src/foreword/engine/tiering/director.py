@@ -181,7 +181,7 @@ class TierDirector:
         if len(self._stores) and self._num_planned == self._num_settled:
             self._manager.begin_step()  # so that recurrent states of the last step count as computed
         self._stores.go_on(self._num_planned, self._num_settled, is_busy=is_busy)
-        return len(self._stores) > 0
+        return self._stores.is_storing
 
     def provide_ahead(self) -> bool:
         """Let the system provide some memory for the next load; False if it has. Call it while no request runs."""

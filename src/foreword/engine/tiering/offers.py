@@ -41,7 +41,7 @@ class StoreCounts:
     num_dropped_offers: int = 0
     """Sequences that found the queue full, or that came when the day's bytes were written."""
     num_not_admitted: int = 0
-    """Blocks that were computed and not offered, by the rule of admission."""
+    """Blocks that were computed, and pictures' tiles that were encoded, and not offered: by the rule of admission."""
     blocks_by_outcome: Counter[str] = field(default_factory=Counter)
 
 
@@ -121,6 +121,14 @@ class Offers:
         """Offer the first tokens of a sequence before all others, whatever the rule of admission says."""
         self._put(Offer(sequence, num_tokens, Rank.PINNED, 0.0, None))
 
+    def admits_apart(self, key: bytes) -> bool:
+        """Whether to store a payload that was just made and is no block, nor part of any prompt's tail."""
+        if self._admission.rule == "all":
+            return True
+        is_admitted = self._admission.admits(0, int.from_bytes(key[:8], "little"), has_room=self._has_room())
+        self.counts.num_not_admitted += not is_admitted
+        return is_admitted
+
     def put_back(self, offer: Offer) -> None:
         """Let an offer that was taken come before its equals."""
         self._waiting.insert(0, offer)
@@ -161,8 +169,7 @@ class Offers:
 
     def _admit(self, sequence: TokenSequence, start: int, end: int) -> npt.NDArray[np.bool_]:
         """Which blocks of a sequence to store, given which tokens were computed, [blocks]."""
-        size, keys, stats = self._manager.block_size, sequence.block_hashes(), [tier.stats() for tier in self._tiers]
-        has_room = any(not one.budget_bytes or one.shared_bytes < FULL_SHARE * one.budget_bytes for one in stats)
+        size, keys, has_room = self._manager.block_size, sequence.block_hashes(), self._has_room()
         admitted = np.zeros(len(keys), np.bool_)
         refused = []
         for number, key in enumerate(keys[start // size : end // size], start // size):
@@ -172,3 +179,8 @@ class Offers:
         self.dropped.note(refused)
         self.counts.num_not_admitted += len(refused)
         return admitted
+
+    def _has_room(self) -> bool:
+        """Whether a tier is not full yet."""
+        stats = [tier.stats() for tier in self._tiers]
+        return any(not one.budget_bytes or one.shared_bytes < FULL_SHARE * one.budget_bytes for one in stats)

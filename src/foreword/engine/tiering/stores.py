@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,16 @@ class _Chunk:
     started: float = 0.0
 
 
+class _Apart(NamedTuple):
+    """Payloads on their way to the tiers that are no blocks of the pool."""
+
+    run: BlockRun
+    tickets: list[Ticket]
+    num_bytes: int
+    """In all tiers."""
+    started: float
+
+
 class Stores:
     """What is offered, and the chunk under way. The engine's thread calls it."""
 
@@ -67,6 +78,7 @@ class Stores:
         self._max_bytes_per_day = max_bytes_per_day
         self._offers = offers
         self._chunk: _Chunk | None = None
+        self._apart: list[_Apart] = []
         self._rest_until = 0.0
         self._day_began, self._bytes_today = time.monotonic(), 0
         self.counts = offers.counts
@@ -87,6 +99,7 @@ class Stores:
 
     def go_on(self, num_planned: int, num_settled: int, *, is_busy: bool) -> None:
         """Finish, begin or choose the next chunk, without waiting. `is_busy`: requests run, so leave them time."""
+        self._settle_apart()
         chunk = self._chunk
         if chunk is not None and chunk.tickets:
             if not all(ticket.done for ticket in chunk.tickets):
@@ -116,13 +129,36 @@ class Stores:
         self.cancel()
         self._offers.clear()
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether anything is under way, or waits."""
+        return len(self) > 0 or len(self._apart) > 0
+
+    def admits_apart(self, key: bytes) -> bool:
+        """Whether to store a payload that was just made and is no block of the pool. Call it once each time."""
+        return self._offers.admits_apart(key)
+
     def store_apart(self, run: BlockRun) -> None:
         """Begin to store payloads that are no blocks of the pool, unless this day's bytes are spent."""
-        num_bytes = int(run.payload_bytes.sum())
+        num_bytes = int(run.payload_bytes.sum()) * len(self._tiers)
         if self._may_write(num_bytes):
-            self._bytes_today += num_bytes * len(self._tiers)
-            for tier in self._tiers:
-                tier.store(run)
+            tickets = [tier.store(run) for tier in self._tiers]
+            self._apart.append(_Apart(run, tickets, num_bytes, time.monotonic()))
+        else:
+            self.counts.num_dropped_offers += 1
+
+    def _settle_apart(self) -> None:
+        """Count what became of such payloads; give up those that take too long."""
+        going, self._apart = self._apart, []
+        for one in going:
+            if time.monotonic() - one.started > PATIENCE_S:
+                for ticket in one.tickets:
+                    ticket.cancel()
+            if all(ticket.done for ticket in one.tickets):
+                for ticket in one.tickets:
+                    self._count(one.run, ticket)
+            else:
+                self._apart.append(one)
 
     # ------------------------------------------------------------------ chunks
 
@@ -132,7 +168,7 @@ class Stores:
             chunk = self._chunk_of(offer, num_planned)
             if chunk is None:
                 continue
-            if not self._may_write(chunk.num_bytes):
+            if not self._may_write(chunk.num_bytes * len(chunk.tiers)):
                 self._offers.drop(offer)
                 continue
             for part in chunk.parts:
@@ -197,12 +233,9 @@ class Stores:
         assert run is not None, "the chunk has not begun"
         for ticket in chunk.tickets:
             outcomes = ticket.report.outcomes
-            self.counts.blocks_by_outcome.update(ticket.report.by_reason())
-            num_bytes = int(run.payload_bytes[outcomes == Outcome.DONE].sum())
+            self._count(run, ticket)
             refused = np.isin(outcomes, (Outcome.QUEUE_FULL, Outcome.NO_ROOM))
             self._offers.dropped.note([key.tobytes() for key in run.keys.keys[refused]])
-            self.counts.num_bytes += num_bytes
-            self._bytes_today += num_bytes
             gets_through |= bool(np.isin(outcomes, (Outcome.DONE, Outcome.PRESENT)).any())
         self.counts.num_chunks += 1
         if not chunk.is_last:
@@ -216,10 +249,19 @@ class Stores:
             self._manager.release_blocks(part.block_ids)
         self._chunk = None
 
+    def _count(self, run: BlockRun, ticket: Ticket) -> None:
+        """Count what became of a run in one tier."""
+        self.counts.blocks_by_outcome.update(ticket.report.by_reason())
+        num_bytes = int(run.payload_bytes[ticket.report.outcomes == Outcome.DONE].sum())
+        self.counts.num_bytes += num_bytes
+        self._bytes_today += num_bytes
+
     def _may_write(self, num_bytes: int) -> bool:
+        """Whether this day's bytes allow this number, in all tiers, besides those that are under way."""
         if time.monotonic() - self._day_began > DAY_S:
             self._day_began, self._bytes_today = time.monotonic(), 0
-        return self._max_bytes_per_day is None or self._bytes_today + num_bytes <= self._max_bytes_per_day
+        num_bytes += self._bytes_today + sum(one.num_bytes for one in self._apart)
+        return self._max_bytes_per_day is None or num_bytes <= self._max_bytes_per_day
 
 
 def cached_parts(manager: KVCacheManager, sequence: TokenSequence, num_tokens: int) -> list[Part]:

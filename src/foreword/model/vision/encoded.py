@@ -3,7 +3,8 @@
 Encoders and image processors are transformers'. A picture's rows depend on no other picture: each is encoded alone, and
 its tiles, where a family has them, one after the other. Encoded pictures are kept by the digest of what they show and
 the salt of who shows them; the engine's thread alone may ask for them, so a new picture of several requests is encoded
-once. A tile is encoded when a step first needs one of its rows, unless the tiers below the pool have it.
+once. A tile is encoded when a step first needs one of its rows, unless the tiers below the pool have it. A step asks
+them once, for all its pictures.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
@@ -21,7 +22,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.request import Picture
+from foreword.request import Alone, Picture
+
+Key = tuple[str | Alone | None, str]
+"""The salt of who shows a picture, and its digest. Rows are kept under it, lest time tell who else showed the picture.
+"""
 
 
 class Vision(Protocol):
@@ -97,26 +102,43 @@ class RowsOfPictures(NamedTuple):
 class Below(Protocol):
     """Where rows go that memory may lose, and that outlive the process."""
 
-    def load(self, names: Sequence[str], payloads: Sequence[memoryview]) -> Sequence[bool]:
-        """Fill the payloads that are known there; says which those are."""
+    def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> Sequence[bool]:
+        """Fill the payloads that are known there; says which those are.
+
+        `compute_s`: seconds to make all of them, None if that is not known; it takes less time.
+        """
 
     def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
         """Begin to store payloads, which change no more."""
+
+
+class Wanted(NamedTuple):
+    """Some rows of a picture that a step needs."""
+
+    picture: Picture
+    rows: range
+    salt: str | Alone | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.salt, self.picture.digest
 
 
 class EncodedPictures:
     """The rows of the pictures that were shown last."""
 
     def __init__(self, vision: Vision, form: RowsOfPictures, max_bytes: int) -> None:
-        """`max_bytes`: most memory of kept rows; the last picture stays in any case, for its next chunk."""
+        """`max_bytes`: most memory of kept rows between steps; the last picture stays in any case, for its next chunk.
+
+        What was encoded lately takes as much again while tiers write it.
+        """
         self.vision, self.max_bytes, self._form = vision, max_bytes, form
         self.below: Below | None = None
         """None: there is nothing below."""
-        self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()
-        """By salt and digest of a picture."""
-        self.num_bytes = self.num_encoded = self.num_found = self.num_rows = self.num_loaded_rows = 0
-        """Memory of kept rows; how often a picture was begun to be encoded, how often its rows were there, and the rows
-        that were encoded and loaded."""
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self.num_bytes = self.num_encoded = self.num_rows = self.num_found_rows = self.num_loaded_rows = 0
+        """Memory of kept rows; how often a picture was begun to be encoded; the rows that were encoded, those that a
+        step found, and those that were loaded."""
         self.seconds = 0.0
         """Time that encoding took."""
 
@@ -124,7 +146,11 @@ class EncodedPictures:
         """The same of another process, which encodes nothing."""
         return EncodedPictures(self.vision.without_weights(), self._form, 0)
 
-    def missing(self, picture: Picture, rows: range, salt: str | None = None) -> list[range]:
+    def counts(self) -> Counter[str]:
+        """Rows that were encoded, found in memory and loaded from a tier."""
+        return Counter(encoder=self.num_rows, memory=self.num_found_rows, tier=self.num_loaded_rows)
+
+    def missing(self, picture: Picture, rows: range, salt: str | Alone | None = None) -> list[range]:
         """The tiles that must be encoded for these rows of a picture, as ranges of its rows.
 
         From the first that is not kept to the last one, with kept ones between them, because they are encoded together.
@@ -135,34 +161,41 @@ class EncodedPictures:
         encoded = range(lacking[0], lacking[-1] + 1) if lacking else ()
         return [range(size * one, size * (one + 1)) for one in encoded]
 
-    def rows(self, picture: Picture, rows: range, salt: str | None = None) -> Tensor:
-        """Some rows of a picture, [len(rows), width]; its tiles that no step needed before are encoded now.
-
-        Rows are kept under `salt` alone, lest time tell who else showed the picture.
-        """
-        key, missing = (salt, picture.digest), self.missing(picture, rows, salt)
-        self.num_found += not missing
-        if missing and self.below is not None:
-            self._load(self.below, picture, key, missing)
-            missing = self.missing(picture, rows, salt)
-        if missing:
-            self._encode(picture, key, missing)
-        self._kept.move_to_end(key)
+    def of_step(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+        """The rows of pictures that one step needs, [rows, width] each. Tiles that are nowhere yet are encoded."""
+        self.num_found_rows += sum(len(one.rows) for one in wanted if not self.missing(*one))
+        if self.below is not None:
+            self._load(self.below, wanted)
+        found = []
+        for one in wanted:
+            missing = self.missing(*one)
+            if missing:
+                self._encode(one.picture, one.key, missing)
+            self._kept.move_to_end(one.key)
+            found.append(self._kept[one.key].rows[one.rows.start : one.rows.stop])
         while self.num_bytes > self.max_bytes and len(self._kept) > 1:
             self.num_bytes -= self._kept.popitem(last=False)[1].rows.nbytes
-        return self._kept[key].rows[rows.start : rows.stop]
+        return found
 
-    def _load(self, below: Below, picture: Picture, key: tuple[str | None, str], missing: list[range]) -> None:
-        """Keep those of some tiles that are below."""
-        size = self.vision.tile_rows(picture.shape)
-        loaded = torch.empty((size * len(missing), self._form.width), dtype=self._form.dtype)
-        found = below.load([_name(key, tile) for tile in missing], _payloads(loaded, len(missing)))
-        for tile, rows, is_there in zip(missing, torch.split(loaded, size), found, strict=True):
+    def _load(self, below: Below, wanted: Sequence[Wanted]) -> None:
+        """Keep those tiles of a step that are below."""
+        tiles = {
+            _name(one.key, tile): (one, tile, torch.empty((len(tile), self._form.width), dtype=self._form.dtype))
+            for one in wanted
+            if not isinstance(one.salt, Alone)
+            for tile in self.missing(*one)
+        }
+        if not tiles:
+            return
+        rows = [own for *_, own in tiles.values()]
+        compute_s = self.seconds / self.num_rows * sum(map(len, rows)) if self.num_rows else None
+        found = below.load(list(tiles), [payload for own in rows for payload in _payloads(own, 1)], compute_s)
+        for (one, tile, own), is_there in zip(tiles.values(), found, strict=True):
             if is_there:
-                self._keep(picture, key, tile.start, rows)
-                self.num_loaded_rows += size
+                self._keep(one.picture, one.key, tile.start, own)
+                self.num_loaded_rows += len(tile)
 
-    def _encode(self, picture: Picture, key: tuple[str | None, str], missing: list[range]) -> None:
+    def _encode(self, picture: Picture, key: Key, missing: list[range]) -> None:
         """Encode tiles that stand side by side; those among them that are kept keep their bits."""
         started, size = time.monotonic(), self.vision.tile_rows(picture.shape)
         first, end = missing[0].start, missing[-1].stop
@@ -173,10 +206,10 @@ class EncodedPictures:
         self._keep(picture, key, first, made)
         self.seconds += time.monotonic() - started
         self.num_rows += len(made)
-        if self.below is not None:
+        if self.below is not None and not isinstance(key[0], Alone):
             self.below.store([_name(key, tile) for tile in missing], _payloads(made, len(missing)))
 
-    def _keep(self, picture: Picture, key: tuple[str | None, str], first: int, rows: Tensor) -> None:
+    def _keep(self, picture: Picture, key: Key, first: int, rows: Tensor) -> None:
         """Keep rows of whole tiles, from a picture's row `first` on."""
         if key not in self._kept:
             whole = rows.new_empty(self.vision.num_rows(picture.shape), self._form.width)
@@ -187,7 +220,7 @@ class EncodedPictures:
         kept.tiles.update(range(first // size, (first + len(rows)) // size))
 
 
-def _name(key: tuple[str | None, str], tile: range) -> str:
+def _name(key: Key, tile: range) -> str:
     """What names a tile below: whose it is, what it shows, and which of the picture's rows it has."""
     return json.dumps(["picture", *key, tile.start, tile.stop])
 

@@ -239,6 +239,7 @@ class Metrics(Collector):
         )
         yield self._counter("generation_tokens", "Tokens that were generated.", self._num_output_tokens)
         yield self._counter("computed_tokens", "Tokens that went through the model.", look.num_computed_tokens)
+        yield self._counters("picture_rows", "Rows of pictures that steps got.", "source", look.picture_rows)
         accepted, rejected = look.drafts.accepted, look.drafts.rejected
         drafted = {source: accepted.get(source, 0) + rejected.get(source, 0) for source in {**accepted, **rejected}}
         yield self._counters("spec_decode_num_draft_tokens", "Tokens that were drafted.", "source", drafted)

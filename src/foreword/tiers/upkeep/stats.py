@@ -15,6 +15,7 @@ from typing import Any
 from foreword.config.sizes import format_bytes
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.state import DiskOptions
+from foreword.tiers.tier import GROUP_APART
 from foreword.tiers.upkeep.survey import Survey, Tally, survey, tallies
 from foreword.tiers.upkeep.table import counted, print_table
 
@@ -90,7 +91,7 @@ def _print(found: Survey, listed: list[Tally]) -> None:
         (
             tally.namespace.hex()[:8],
             tally.model,
-            str(group_id),
+            "pictures" if group_id == GROUP_APART else str(group_id),
             f"{group.num_blocks:,}",
             format_bytes(group.payload_bytes),
         )
