@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments."""
     from foreword import LLM
 
-    config = read_model_config(args.model)
+    config = read_model_config(args.model, args.dtype)
     with LLM(args.model, dtype=args.dtype) as llm:
         found = calibrate(llm, config, prefill_tokens=args.prefill_tokens, repeats=args.repeats)
     if args.json:

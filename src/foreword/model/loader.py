@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from foreword.config import ModelConfig
+from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ForewordError, ModelLoadError, UnsupportedModelError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, choose_kernel
@@ -20,7 +20,7 @@ from foreword.model.adapters.loaded import LoadedAdapters
 from foreword.model.checkpoint.gguf.unfold import gguf_files
 from foreword.model.checkpoint.picture_models import refuse_other_form
 from foreword.model.checkpoint.stored import StoredModel, check_shapes, quantized_as, read_stored
-from foreword.model.checkpoint.tensors import IN_FLOAT32, UnreadableError
+from foreword.model.checkpoint.tensors import IN_FLOAT32, UnreadableError, check_complete
 from foreword.model.cpu.coded_product import INTEGERS, CodedRows, Weight
 from foreword.model.decoder.decoder import Decoder
 from foreword.model.decoder.families import UnwrittenError, find_spec
@@ -183,10 +183,14 @@ def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
     return stored, spec
 
 
-def why_not_written(folder: Path) -> str | None:
-    """Why a folder's model runs in transformers' modules on a CPU, if anywhere; None if it does not. Reads headers."""
+def why_not_written(folder: Path, dtype: Dtype = "auto") -> str | None:
+    """Why a folder's model runs in transformers' modules on a CPU, if anywhere; None if it does not. Reads headers.
+
+    Raises ModelLoadError if weights are missing: then nobody can say.
+    """
+    check_complete(folder)
     try:
-        _read_written(ModelConfig(str(folder)))
+        _read_written(ModelConfig(str(folder), dtype=dtype))
     except (UnreadableError, UnwrittenError) as reason:
         return str(reason)
     except ForewordError:  # no server runs it

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreword.config import Dtype
 from foreword.config.sizes import parse_bytes
 from foreword.errors import ConfigError, ModelLoadError
 
@@ -64,10 +65,11 @@ def parse_with_unit(text: str) -> int:
     return parse_bytes(text)
 
 
-def read_model_config(model: str) -> dict[str, Any]:
+def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
     """config.json of a model's folder, or the file itself. Raises ModelLoadError.
 
-    A folder with latent KV that `serve` would expand gets `IS_EXPANDED`, where torch is installed.
+    A folder with latent KV that `serve` with this `dtype` would expand gets `IS_EXPANDED`, where torch is installed
+    and the folder has all its weights.
     """
     given = Path(model).expanduser()
     path = given / "config.json" if given.is_dir() else given
@@ -85,7 +87,12 @@ def read_model_config(model: str) -> dict[str, Any]:
         with suppress(ImportError):  # foreword[ops] has no torch
             from foreword.model.loader import why_not_written
 
-            if reason := why_not_written(given):
+            try:
+                reason = why_not_written(given, dtype)
+            except ModelLoadError as error:
+                logger.warning("KV of %s is taken for latent, because of its model_type: %s", model, error)
+                return found
+            if reason:
                 logger.warning("%s runs in transformers' modules, with expanded KV: %s", model, reason)
                 return {**found, IS_EXPANDED: True}
     return found
@@ -114,7 +121,7 @@ def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> 
         if latent:  # one vector for the keys and values of all heads
             return layers * size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-        if "kv_lora_rank" in config:
+        if config.get("kv_lora_rank") is not None:
             widths = [int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
             scales = 2 * SCALE_BYTES if kv_cache_dtype == "int8" else 0
             return layers * heads * (sum(widths) * (1 if scales else size) + scales)

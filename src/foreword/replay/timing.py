@@ -97,7 +97,7 @@ class StepCost:
 def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
     """Weights of one layer's attention, and multiplications for each pair of a query and a position that it sees."""
     width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    if not is_latent(config):
+    if config.get("kv_lora_rank") is None:
         head = int(config.get("head_dim") or width // heads)
         kv_heads = int(config.get("num_key_value_heads") or heads)
         return 2 * width * head * (heads + kv_heads), 2 * heads * head
@@ -106,6 +106,8 @@ def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
     queries = heads * (plain + turned)
     queries = width * queries if rank is None else int(rank) * (width + queries)
     own = width * (latent + turned) + latent * heads * (plain + value) + heads * value * width
+    if not is_latent(config):  # the same weights, and keys and values of each head
+        return queries + own, heads * (plain + turned + value)
     return queries + own, heads * (2 * latent + turned)
 
 

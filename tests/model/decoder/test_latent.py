@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -29,7 +30,7 @@ from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_foreign_model, load_model
 from foreword.model.self_check import ShortPrompt
 from foreword.model.storage import KVStorage
-from foreword.replay.capacity import LATENT_FAMILIES, kv_bytes_per_token, read_model_config
+from foreword.replay.capacity import IS_EXPANDED, LATENT_FAMILIES, kv_bytes_per_token, read_model_config
 from foreword.replay.timing import StepCost
 from lanes import SLOW
 from tiny_models import (
@@ -106,6 +107,43 @@ def test_estimates_count_the_work_on_vectors(tiny_models: TinyModels) -> None:
     assert cost.flops_per_pair == 3 * 2 * 4 * (16 + 8 + 16)
     attention = 64 * 32 + 32 * 4 * 24 + 64 * 24 + 16 * 4 * (16 + 24) + 4 * 24 * 64
     assert cost.flops_per_token == 2 * (3 * (attention + 3 * 64 * 96) + 64 * 320)
+
+
+def test_estimates_count_the_work_on_expanded_heads(tiny_models: TinyModels) -> None:
+    config = read_model_config(str(tiny_models.folder("deepseek_v3"))) | {"v_head_dim": 40}
+    latent, expanded = (
+        StepCost.of_model(own, flops_per_s=1e12, bytes_per_s=1e10) for own in (config, {**config, IS_EXPANDED: True})
+    )
+    assert expanded.flops_per_token == latent.flops_per_token, "the weights are the same"
+    assert expanded.flops_per_pair == 3 * 2 * 4 * (16 + 8 + 40)  # queries and keys, and values
+
+
+def test_weights_that_are_missing_do_not_make_kv_expanded(
+    tiny_models: TinyModels, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_models.folder("deepseek_v3"), folder)
+    [weights] = folder.glob("*.safetensors")
+    shard, other = folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors"
+    with safe_open(weights, framework="np") as file:
+        names = sorted(file.keys())
+    weights.rename(shard)
+    index = json.dumps({"weight_map": dict.fromkeys(names, shard.name) | {names[0]: other.name}})
+    for told, content in ((None, b""), (index, None), (index, b""), (index, shard.read_bytes()[:-1])):
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+        if told is not None:
+            (folder / "model.safetensors.index.json").write_text(told)
+        if content is not None:
+            other.write_bytes(content)
+        caplog.clear()
+        assert IS_EXPANDED not in read_model_config(str(folder))
+        assert "not complete" in caplog.text
+    index = json.dumps({"weight_map": dict.fromkeys([*names, "model.a_new_one"], shard.name)})
+    (folder / "model.safetensors.index.json").write_text(index)
+    caplog.clear()
+    assert IS_EXPANDED not in read_model_config(str(folder))
+    assert "a_new_one" in caplog.text
 
 
 def test_blocks_of_latent_kv_meet_no_others(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,24 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names))]
 
 
+def check_complete(folder: Path) -> None:
+    """Raise ModelLoadError if a file of weights, or a tensor that the index names, is missing or cannot be read."""
+    try:
+        names = set[str]()
+        for path in _files(folder):
+            with safe_open(path, framework="np") as file:  # checks the header and the size
+                names |= set(file.keys())
+        index = folder / "model.safetensors.index.json"
+        said = () if (folder / "model.safetensors").is_file() else json.loads(index.read_bytes())["weight_map"]
+        lacking = sorted(set(said) - names)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
+        raise ModelLoadError(
+            f"the weights in {str(folder)!r} are not complete ({error}); download them again"
+        ) from error
+    if lacking:
+        raise ModelLoadError(f"the weights in {str(folder)!r} lack {lacking[0]!r}; download them again")
+
+
 def places_in(path: Path) -> dict[str, StoredPlace]:
     """The tensors of one file of plain numbers by their names. Raises UnreadableError."""
     try:
