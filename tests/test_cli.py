@@ -133,7 +133,9 @@ def test_the_package_can_be_run_as_a_module_too():
         (["--port", "99999"], "port=99999"),
         (["--host", "192.0.2.1"], "cannot listen at host='192.0.2.1', port=8000"),
         (["--max-queued", "-1"], "max_queued=-1"),
-        (["--keys-file", "nowhere.toml", "--kv-cache-memory-bytes", "10000000"], "nowhere.toml"),
+        (["nowhere/at/all", "--port", "0", "--keys-file", "none.toml"], "keys file 'none.toml' cannot be read"),
+        (["nowhere/at/all", "--port", "0", "--share-prefix", "none.txt"], "shared prefix 'none.txt' cannot be read"),
+        (["nowhere/at/all", "--port", "0", "--score-template", "none"], "score_template='none' is neither a TOML file"),
         (["nowhere/at/all"], "nowhere/at/all"),
     ],
 )

@@ -269,7 +269,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         from foreword.fleet.options import FleetConfig
         from foreword.server.access.links import read_gate
         from foreword.server.options import ServerConfig
-        from foreword.server.run import check_address, serve
+        from foreword.server.run import check_address, check_files, serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs the package {error.name}; run `pip install foreword[serve]`") from error
     from foreword.demo.run import EMBEDDED_KV_BYTES, embedded_model
@@ -286,6 +286,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
             options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
+        check_files(config)
         read_gate(config, allows_links=bool(options.get("allow_links")))  # mistakes there are told before loading
         if fleet.replicas:
             ends_in_order = _serve_replicas(model, options, config, fleet)

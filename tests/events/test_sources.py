@@ -53,11 +53,14 @@ def test_wildcards_are_the_server_s_host() -> None:
 
 
 def test_a_loopback_address_of_another_machine_is_not_followed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = json.dumps({"0": {**ONE, "endpoint": "tcp://127.0.0.1:5557"}}).encode()
-    monkeypatch.setattr("foreword.events.sources._answer", lambda _: answer)
-    assert find_source("http://localhost:8000").events == "tcp://127.0.0.1:5557"
-    with pytest.raises(ConfigError, match=r"at tcp://127.0.0.1:5557, which only its own machine reaches; start it"):
-        find_source("http://gpu-7.example:8000")
+    for name in ("endpoint", "replay_endpoint"):
+        answer = json.dumps({"0": {**ONE, name: "tcp://127.0.0.1:5557"}}).encode()
+        monkeypatch.setattr("foreword.events.sources._answer", lambda _, answer=answer: answer)
+        for host in ("localhost", "0.0.0.0"):  # addresses of this machine, whether or not they are loopback ones
+            found = find_source(f"http://{host}:8000")
+            assert "tcp://127.0.0.1:5557" in (found.events, found.replay)
+        with pytest.raises(ConfigError, match=rf'{name}=tcp://127.0.0.1:5557, which only .* "tcp://\*:5557"'):
+            find_source("http://192.0.2.7:8000")  # which no machine has
 
 
 @pytest.mark.parametrize(

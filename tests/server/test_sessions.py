@@ -400,6 +400,13 @@ def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world, monk
     assert world.ask(lambda engine: engine.manager._pool.num_given_up) > before + 5
     assert world.call("DELETE", "/v1/cache/sessions/demoted").status_code == 404, "its totals are gone too"
 
+    world.complete(document("to demote"), session_id="other")
+    told = world.complete(
+        document("to demote"), session_id="mine", kv_hints=envelope(action("demote", session_id="other"))
+    )
+    assert told["foreword"]["kv_hints"][0]["outcome"] == "missing"
+    assert {"mine", "other"} <= set(world.sessions()), "neither is closed"
+
     async def unreached(*_: Any) -> None:
         raise too_busy("The queue is full.", 1)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,17 +58,29 @@ def find_source(url: str, rank: int | None = None) -> EventSource:
     found, host = ranks[rank], parts.hostname or ""
     replay = found.get("replay_endpoint")
     topic = str(found.get("topic") or "")
-    events = _reachable(found["endpoint"], host)
-    if _is_loopback(urlsplit(events).hostname) and not _is_loopback(host):
-        raise ConfigError(
-            f"the engine at {url} publishes events at {events}, which only its own machine reaches; start it with "
-            '"endpoint": "tcp://*:5557" in --kv-events-config, or run foreword watch there'
-        )
-    return EventSource(events, replay and _reachable(replay, host), topic)
+    source = EventSource(_reachable(found["endpoint"], host), replay and _reachable(replay, host), topic)
+    for name, address in (("endpoint", source.events), ("replay_endpoint", source.replay)):
+        if address and _is_loopback(urlsplit(address).hostname) and not _is_here(host):
+            raise ConfigError(
+                f"the engine at {url} has {name}={address}, which only its own machine reaches; start it with "
+                f'"{name}": "tcp://*:{address.rpartition(":")[2]}" in --kv-events-config, or watch there, by '
+                "http://127.0.0.1:PORT"
+            )
+    return source
 
 
 def _is_loopback(host: str | None) -> bool:
     return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine: a socket can be bound to its address."""
+    with suppress(OSError):  # a name that cannot be resolved
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as trial:
+                trial.bind(address)
+                return True
+    return False
 
 
 def _answer(url: str) -> bytes:

@@ -87,6 +87,10 @@ class Hint:
     end: int | None = None
     """The number of the prompt's tokens to keep; None: all."""
 
+    def is_about(self, session_id: str | None) -> bool:
+        """Whether the payload names this session, or none: then it is the request's."""
+        return self.action.payload.get("session_id") in (None, session_id)
+
     def mark(self, num_tokens: int) -> Mark | None:
         """The mark that it puts into a prompt of this length."""
         end = num_tokens if self.end is None else min(self.end, num_tokens)
@@ -122,10 +126,9 @@ class Hints:
             self.note(number, "rejected", detail=what)
         return prompt.marks
 
-    @property
-    def demotes(self) -> bool:
-        """Whether the session is to be closed."""
-        return any(hint.name == "demote" for hint in self.usable.values())
+    def demotes(self, session_id: str) -> bool:
+        """Whether the request's session is to be closed."""
+        return any(hint.name == "demote" and hint.is_about(session_id) for hint in self.usable.values())
 
     def note(self, number: int, outcome: Outcome, **more: Any) -> None:
         """Note the outcome of an action. Of several, for the prompts of one call, the worst counts."""
@@ -160,8 +163,12 @@ class Hints:
                 self.note_kept(number, next(ours, None), num_prompt_tokens)
             elif hint.name == "demote" and session_id is None:
                 self.note(number, "missing", detail="the request names no session; send X-Session-ID")
+            elif hint.name == "demote" and not hint.is_about(session_id):
+                why = "the payload names another session than the request; send it to /v1/cache/hints"
+                self.note(number, "missing", detail=why)
             elif hint.name == "demote":  # nobody can know yet whether an engine will answer
-                self.note(number, "deferred", detail="GET /v1/cache/sessions/ID has no such session once it is done")
+                why = "done soon after the answer's end; a request of the session that ends later opens it anew"
+                self.note(number, "deferred", detail=why)
             else:
                 self.note(number, "accepted")
 

@@ -20,7 +20,9 @@ import uvicorn
 
 from foreword.errors import ConfigError, EngineError
 from foreword.llm import LLM
+from foreword.server.access.tenants import read_keys, read_prefix
 from foreword.server.app import make_app
+from foreword.server.chats.score_template import CLASSIFYING, RANKING, ScoreTemplate
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.engine_thread import in_a_thread
 from foreword.server.observe.log import log_addresses, log_event, log_model, log_stopping
@@ -61,6 +63,20 @@ def check_address(host: str, port: int) -> None:
         f"cannot listen at host={host!r}, port={port}: {failure.strerror if failure else 'it has no address'}; "
         "--host takes an address of this machine, --port 0 takes any free port"
     ) from failure
+
+
+def check_files(config: ServerConfig) -> None:
+    """Raise ConfigError unless the files that options name can be read. Called before a model is loaded."""
+    if config.keys_file is not None:
+        read_keys(config.keys_file)
+    for path in config.share_prefix:
+        read_prefix(path)
+    for option, name, places in (
+        ("score_template", config.score_template, RANKING),
+        ("classify_template", config.classify_template, CLASSIFYING),
+    ):
+        if name is not None:
+            ScoreTemplate.named(option, name, places)
 
 
 def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> bool:

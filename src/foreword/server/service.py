@@ -27,7 +27,7 @@ from foreword.request import Adapter, HeldBytes, SamplingParams, StructuredOutpu
 from foreword.server.access.adapters import ServedAdapters
 from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
-from foreword.server.access.tenants import Quotas, SharedPrefixes, Tenant, Tenants, common_beginning
+from foreword.server.access.tenants import Quotas, SharedPrefixes, Tenant, Tenants, common_beginning, read_prefix
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import (
     APIError,
@@ -248,11 +248,7 @@ class Service:
 
     def _read_prefix(self, path: Path) -> list[npt.NDArray[np.int32]]:
         """A public text as the beginning of a prompt, and as a conversation's system message."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"shared prefix {str(path)!r} cannot be read as UTF-8 text: {error}") from error
-        tokenizer = self.llm.tokenizer
+        text, tokenizer = read_prefix(path), self.llm.tokenizer
         if tokenizer is None:
             raise ConfigError("share_prefix needs a tokenizer, and this model has none")
         prefixes = [common_beginning([tokenizer.encode(text + more) for more in _CONTINUATIONS])]
@@ -500,7 +496,7 @@ class Service:
         except BaseException:
             answer.close()
             raise
-        if caller.hints is not None and caller.hints.demotes and caller.session_id is not None:
+        if caller.hints is not None and caller.session_id is not None and caller.hints.demotes(caller.session_id):
             answer.when_ended(partial(self._close_soon, caller.tenant, caller.session_id))
         return answer
 

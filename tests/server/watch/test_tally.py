@@ -62,8 +62,9 @@ def test_a_session_s_name_steers_no_terminal_and_odd_tokens_end_no_watch() -> No
         request = SeenRequest(1.0, [1, 2], 16, 1, 2, name, Why(MissReason.NEVER_SEEN, 16, ours=(300,), theirs=(301,)))
         tally.note(request, (256, 7))
     shown = tally.as_dict()
-    assert [one["name"] for one in shown["sessions"]] == [repr(wild[:64]), "agent 7"]
-    assert shown["newest"][0]["session"] == repr(wild[:64])
+    ends = [repr(f"{wild[:32]}...{'x' * 31}{end}") for end in "xy"]
+    assert [one["name"] for one in shown["sessions"]] == [*ends, "agent 7"], "long names that begin alike are two"
+    assert shown["newest"][0]["session"] == ends[0]
     assert shown["newest"][0]["why"] == "parts from a cached prompt at token 16: 300 instead of 301"
     assert shown["kinds"][0]["name"] == "256 7"
 

@@ -273,6 +273,14 @@ class Quotas:
                 self.shrink(*limit)
 
 
+def read_prefix(path: Path) -> str:
+    """The text of a public prefix. Raises ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"shared prefix {str(path)!r} cannot be read as UTF-8 text: {error}") from error
+
+
 class SharedPrefixes:
     """Finds the public part of a prompt: the longest public prefix that the prompt begins with.
 

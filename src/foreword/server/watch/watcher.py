@@ -5,6 +5,7 @@ One thread calls it; a `Report` may go to others.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict, deque
@@ -34,7 +35,7 @@ MOST_KEPT = 10_000
 NUM_NEWEST = 20
 """Requests that a report explains one by one."""
 MOST_LETTERS = 64
-"""Of a session's name that are told apart and shown."""
+"""Of a session's name that are shown."""
 NUM_WORDS = 12
 """Tokens that name a kind of prompt."""
 
@@ -88,7 +89,8 @@ class Tally:
             self.misses[reason] += 1
         self.most_agreed_tokens = max(self.most_agreed_tokens, request.why.num_tokens, request.num_found_tokens)
         if request.session_id is not None:
-            _add(self._sessions, request.session_id[:MOST_LETTERS], _shown(request.session_id), request)
+            whole = hashlib.sha256(request.session_id.encode("utf-8", "surrogatepass")).hexdigest()  # it may be long
+            _add(self._sessions, whole, _shown(request.session_id), request)
         first = request.keys[0]
         _add(self._kinds, first, self._text(first_tokens) or str(first), request)
         self._newest.append(
@@ -159,8 +161,10 @@ class Tally:
 
 
 def _shown(name: str) -> str:
-    """A client's name for its session, which may be long or steer a terminal."""
-    return name if len(name) <= MOST_LETTERS and name.isprintable() else repr(name[:MOST_LETTERS])
+    """A client's name for its session, which may steer a terminal; of a long one its head and its tail."""
+    half = MOST_LETTERS // 2
+    shown = name if len(name) <= MOST_LETTERS else f"{name[:half]}...{name[-half:]}"
+    return shown if shown.isprintable() else repr(shown)
 
 
 def _add(sums: OrderedDict[Key | str, Found], key: Key | str, name: str, request: SeenRequest) -> None:
