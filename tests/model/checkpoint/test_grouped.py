@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from foreword.config import ModelConfig
 from foreword.errors import UnsupportedModelError
 from foreword.model.loader import load_model
+from foreword.model.self_check import ShortPrompt
 from tiny_models import RECIPES, Oracle, build_engine, complete, greedy, random_tokens, save_model
 
 Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], torch.Tensor]
@@ -200,6 +201,23 @@ def test_gate_and_up_with_other_orders_of_inputs_are_right(tmp_path: Path) -> No
     scales = stored[f"{stem}scales"].T.float().repeat_interleave(32, 1)
     expected = values[f"{stem}weight"].float() / scales * scales.flip(1)
     assert torch.allclose(weight[len(weight) // 2 :], expected, rtol=1e-5)
+
+
+def test_an_order_that_was_never_filled_in_is_none(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", RECIPES["llama"])
+    write(folder, CHECKPOINTS["packed, symmetric"])
+    logits = ShortPrompt(load_model(ModelConfig(model=str(folder), dtype="float32"))).logits
+    stored = load_file(folder / "model.safetensors")
+    stems = [name.removesuffix("packed") for name in stored if name.endswith(".weight_packed")]
+    inputs = {stem: 32 * stored[f"{stem}scale"].shape[1] for stem in stems}
+    for filled in (-1, -2):
+        orders = {f"{stem}g_idx": torch.full((count,), filled) for stem, count in inputs.items()}
+        save_file({**stored, **orders}, folder / "model.safetensors", metadata={"format": "pt"})
+        if filled == -1:
+            model = load_model(ModelConfig(model=str(folder), dtype="float32"))
+            assert torch.equal(ShortPrompt(model).logits, logits)
+    with pytest.raises(UnsupportedModelError, match="g_idx that does not put"):
+        load_model(ModelConfig(model=str(folder), dtype="float32"))
 
 
 def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def _fit(stem: str, inputs: int, groups: int) -> None:
 def _order(tensors: Tensors, inputs: int, groups: int) -> npt.NDArray[np.int64] | None:
     """The inputs in the order of their groups, if they lie in another one. Raises UnreadableError."""
     said = tensors.get("g_idx", tensors.get("weight_g_idx"))
-    if said is None:
+    if said is None or ("weight_g_idx" in tensors and bool((said == -1).all())):  # as compressed-tensors begins
         return None
     index, in_order = said.numpy().astype(np.int64), np.repeat(np.arange(groups), inputs // groups)
     order = np.argsort(index, kind="stable")

@@ -152,13 +152,14 @@ def parted(
     if family is None:
         return dict(places), None
     text, vision, hidden = dict[str, Place](), {}, text_values(raw).get("hidden_size")
+    is_turned = _are_turned(places, hidden)
     for name, place in places.items():
         part = next((begin for begin in family.vision if name.startswith(begin)), None)
         own = next((begin for begin in family.text if name.startswith(begin)), None)
         if part is not None:
             vision[family.vision[part] + name.removeprefix(part)] = place
         elif own is not None:
-            text |= _apart("model." + name.removeprefix(own), place, hidden)
+            text |= _apart("model." + name.removeprefix(own), place, is_turned)
         elif name in _HEADS:
             text[_HEADS[0]] = place
         else:
@@ -166,18 +167,29 @@ def parted(
     return text, VisionFiles(folder, raw, vision)
 
 
-def _apart(name: str, place: StoredPlace, hidden: Any) -> dict[str, Place]:
-    """A weight, or those of a layer's experts if the file has them in one tensor: gate, then up.
+def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
+    """Whether tensors of a layer's experts are [experts, in, out], as published files have them.
 
-    Published files have [experts, in, out], and those that transformers 5 writes [experts, out, in], which it prefers.
+    Those that transformers 5 writes are [experts, out, in], which it prefers. One tensor whose sides differ tells it of
+    all. Raises UnreadableError if none does.
     """
+    stacks = {name: place for name, place in places.items() if ".experts." in name and len(place.shape) == 3}
+    for name, place in stacks.items():
+        is_hidden = [size == hidden for size in place.shape[1:]]
+        if is_hidden[0] != is_hidden[1]:
+            return is_hidden[1] if name.endswith("down_proj") else is_hidden[0]
+    if stacks:
+        name, place = next(iter(stacks.items()))
+        raise UnreadableError(f"{name} of {place.shape}, where hidden_size={hidden} does not tell outputs from inputs")
+    return False
+
+
+def _apart(name: str, place: StoredPlace, is_turned: bool) -> dict[str, Place]:
+    """A weight, or those of a layer's experts if the file has them in one tensor: gate, then up."""
     layer, found, last = name.partition(".experts.")
     if not found or len(place.shape) != 3:
         return {name: place}
-    parts: tuple[str, ...] = ("down_proj",)
-    is_turned = place.shape[1] != hidden
-    if last == "gate_up_proj":
-        parts, is_turned = ("gate_proj", "up_proj"), place.shape[2] != hidden
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
     own = place.shape[2 if is_turned else 1] // len(parts)
     return {
         f"{layer}.experts.{expert}.{part}.weight": StackedPlace(
