@@ -12,11 +12,12 @@
 3. Quality: for ten texts, the mean over all positions of KL(own type || int8) between the next tokens' distributions,
    in nats; the largest of a text; and the share of positions whose likeliest token is the same.
 
-    python benchmarks/kv_formats.py --gguf PATH.gguf --llama-python PATH [--context 4096] [--rounds 3] [--threads 1]
+    python benchmarks/kv_formats.py --gguf PATH.gguf --llama-python PATH [--context 8192] [--rounds 7] [--threads N]
 
 llama.cpp beside it (`-ctk q8_0 -ctv q8_0`), on one GGUF file and in one run: processor time of a token after a prompt
 of `--context` random tokens, and of that prompt, each engine with its own KV and with KV in codes, in turn. Without
-`--llama-python`, foreword alone. On a busy machine take one thread: several spin while they wait for each other.
+`--llama-python`, foreword alone. Threads: as many as processors. On a busy machine take one: several spin while they
+wait for each other.
 
 The last line is JSON.
 """
@@ -31,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +44,7 @@ import torch
 from engine import EngineProcess
 from engine_drivers.protocol import Options
 from foreword.config import Dtype, ModelConfig
+from foreword.model.checkpoint.gguf.file import open_gguf
 from foreword.model.kv_quality import FormatPool, both_formats, quality, tokens_a_gigabyte
 from foreword.model.loader import LoadedModel, load_model
 from foreword.text import Tokenizer
@@ -124,17 +127,18 @@ def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
     if args.llama_python:
         rivals |= {"llama.cpp": ("llama.cpp", args.llama_python, "auto")}
         rivals |= {"llama.cpp q8_0": ("llama.cpp", args.llama_python, "q8_0")}
-    rng = np.random.default_rng(0)
+    rng, num_tokens = np.random.default_rng(0), open_gguf(Path(args.gguf))[0].tensors["token_embd.weight"].shape[0]
     found: dict[str, dict[str, list[float]]] = {name: {"prompt_ms": [], "token_ms": []} for name in rivals}
-    with TemporaryDirectory(prefix="foreword-kv-") as folder:
+    with TemporaryDirectory(prefix="foreword-kv-") as folder, ExitStack() as closes:
         engines = {}
         for name, (engine, python, kv) in rivals.items():
             most = args.context + DECODED + 1
             options = Options(args.gguf, args.threads, 1 << 30, most, 1, drafts=False, weights="auto", kv=kv)
             engines[name] = EngineProcess(engine, python, options, Path(folder) / f"{name}.log")
-            engines[name].generate([rng.integers(3, 40_000, 64).tolist()], 2)  # what a first call does besides
+            closes.callback(engines[name].close)
+            engines[name].generate([rng.integers(3, num_tokens, 64).tolist()], 2)  # what a first call does besides
         for number in range(args.rounds):
-            prompt = rng.integers(3, 40_000, args.context).tolist()
+            prompt = rng.integers(3, num_tokens, args.context).tolist()
             for name, engine in list(engines.items())[:: -1 if number % 2 else 1]:
                 engine.reset()
                 took = []
@@ -144,8 +148,6 @@ def beside_llama(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"round {number}: {name} took {', '.join(f'{ms:.0f}' for ms in took)} ms", flush=True)
                 found[name]["prompt_ms"].append(took[0])
                 found[name]["token_ms"].append((took[2] - took[1]) / DECODED)
-        for engine in engines.values():
-            engine.close()
     medians = {name: {key: statistics.median(values) for key, values in own.items()} for name, own in found.items()}
     names = list(medians)
     ratios = {

@@ -175,7 +175,7 @@ def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
     """
     stacks = {name: place for name, place in places.items() if ".experts." in name and len(place.shape) == 3}
     for name, place in stacks.items():
-        is_hidden = [size == hidden for size in place.shape[1:]]
+        is_hidden = [bool(size == hidden) for size in place.shape[1:]]
         if is_hidden[0] != is_hidden[1]:
             return is_hidden[1] if name.endswith("down_proj") else is_hidden[0]
     if stacks:
