@@ -42,6 +42,7 @@ from foreword.cache import (
     SlidingWindowSpec,
     TokenSequence,
     sha256,
+    sha256_cbor,
 )
 from foreword.errors import CacheBusyError
 from foreword.replay.policies import POLICIES, make_policy
@@ -265,7 +266,7 @@ class World:
         for item in keys.spans:
             tokens[item.offset : item.offset + item.num_tokens] = [PLACEHOLDER] * item.num_tokens
         self._num_admitted += 1
-        hash_fn = COLLIDING if self.kind == "verified" else sha256
+        hash_fn = {"verified": COLLIDING, "window": sha256_cbor}.get(self.kind, sha256)
         sequence = TokenSequence(
             f"r{self._num_admitted}", tokens, block_size=self.manager.block_size, extra_keys=keys, hash_fn=hash_fn
         )

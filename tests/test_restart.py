@@ -148,6 +148,8 @@ def stored(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
         ({"dtype": "bfloat16"}, "tier_other_model"),
         ({"block_size": 32}, "tier_other_model"),
         ({"kv_cache_dtype": "int8"}, "tier_other_model"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, "tier_other_model"),
+        ({"model": "llama"}, "tier_other_model"),
         ({"attention_kernel": "reference"}, "tier_other_arithmetic"),
         ({"cache_exact": False}, "tier_other_arithmetic"),
         ({"key_salt": "another deployment"}, "never_seen"),
@@ -156,9 +158,9 @@ def stored(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_miss_says_that_the_disk_has_the_prompt_of_another_identity(
     tiny_models: TinyModels, stored: Path, tmp_path: Path, options: dict[str, Any], reason: str
 ) -> None:
-    folder, cache = tiny_models.folder("qwen2"), tmp_path / "cache"
+    options, cache = {"dtype": "float32", "cache_dir": tmp_path / "cache", **options}, tmp_path / "cache"
     shutil.copytree(stored, cache)
-    with open_llm(folder, **{"dtype": "float32", "cache_dir": cache, **options}) as llm:
+    with open_llm(tiny_models.folder(options.pop("model", "qwen2")), **options) as llm:
         other = random_tokens(np.random.default_rng(6), 100)
         tenants = {"prompt_token_ids": PROMPT, "cache_salt": "another tenant"}
         assert llm.explain({"prompt_token_ids": PROMPT}).reason == reason

@@ -94,6 +94,44 @@ def test_a_mirror_equals_the_pool_after_lost_repeated_reordered_and_damaged_mess
     asyncio.run(run())
 
 
+def test_a_replica_that_restarts_at_the_same_address_is_credited_only_with_its_new_blocks() -> None:
+    async def run() -> None:
+        ports = [free_port() for _ in range(2)]
+        config = replace(WHOLE, kv_events=f"tcp://*:{ports[0]}", kv_events_snapshot=f"tcp://127.0.0.1:{ports[1]}")
+        async with feeding("r") as (core, feed):
+            with EngineWithEvents(config, seed=1) as first:
+                follow(feed, "r", first)
+                first.work()
+                await until(lambda: is_equal(core, "r", first))
+            with EngineWithEvents(config, seed=2) as again:
+                again.work()
+                await until(lambda: is_equal(core, "r", again))
+                assert first.held() - again.held()
+                core.check_integrity(list(again.held() | first.held()))
+            assert core.mirror("r").follower.counts["restarts"] == 1
+
+    asyncio.run(run())
+
+
+def test_what_a_publisher_drops_is_a_gap_and_a_snapshot_fills_it() -> None:
+    async def run() -> None:
+        with EngineWithEvents(WHOLE, seed=3, max_waiting_blocks=8) as engine:
+            async with feeding("r") as (core, feed):
+                follow(feed, "r", engine)
+                engine.work(5)
+                await until(lambda: is_equal(core, "r", engine))
+                counts = core.mirror("r").follower.counts
+                before = counts["snapshots"]
+                for _ in range(10):
+                    engine.publisher._feed._has_rung = True  # nobody wakes the publisher until its next heartbeat
+                    engine.work(10)
+                await until(lambda: is_equal(core, "r", engine))
+                assert counts["gaps"] > 0
+                assert counts["snapshots"] > before
+
+    asyncio.run(run())
+
+
 def test_a_router_that_comes_late_or_stands_still_loses_nothing() -> None:
     """The loop stands still while the engine works: the engine does not wait, and the mirror is right afterwards."""
 

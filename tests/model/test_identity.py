@@ -154,7 +154,6 @@ def test_a_new_version_of_the_arithmetic_is_other_arithmetic(
     assert identity.arithmetic_facts(model, "probe") != before
 
 
-@pytest.mark.slow
 def test_another_process_finds_the_same_identity(chat_model: Path) -> None:
     with open_llm(chat_model) as llm:
         own = llm.cache_identity.description()

@@ -87,7 +87,7 @@ def test_a_mixed_batch_cold_and_warm(
         *((family, False) for family in ("falcon_h1", "llama")),
         *(pytest.param(family, True, marks=SLOW) for family in ("bloom", "gemma4_text", "gpt_oss", "qwen3_moe")),
         *(pytest.param(family, True, marks=SLOW) for family in ("falcon_h1", "mamba2", "lfm2", "smollm3")),
-        pytest.param("gpt_oss", False, marks=SLOW),
+        *(pytest.param(family, False, marks=SLOW) for family in ("gpt_oss", "gemma2", "qwen3_moe", "smollm3")),
     ],
 )
 def test_a_pool_so_small_that_requests_are_preempted(

@@ -22,8 +22,22 @@ from foreword.server.records import Listener, Records, RequestRecord
 from hash_runner import HashEngine, continuation
 from late_runner import VOCAB_SIZE, LateRunner
 from live_server import ENDLESS, FALCON, MODEL, ServerThread, client, post, wait_until
+from server.dialects.gemini.sdk import ENDLESS as ENDLESS_CONTENT
 
 LONG = {"model": MODEL, "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "temperature": 2, "seed": 1}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}
+SCHEMA = {"type": "array", "items": {"enum": [1]}, "minItems": 3000}
+"""Keeps an answer from ending where no field does."""
+FORM = {"type": "json_schema", "schema": SCHEMA}
+GEMINI = f"/v1beta/models/{MODEL}:streamGenerateContent"
+STREAMS = {
+    "/v1/completions": {**LONG, "stream": True, "n": 3},
+    "/v1/messages": {**CHAT, "max_tokens": 2000, "output_config": {"format": FORM}},
+    GEMINI: ENDLESS_CONTENT,
+    f"{GEMINI}?alt=sse": ENDLESS_CONTENT,
+    "/api/chat": {**CHAT, "format": SCHEMA, "options": {"num_predict": 2000}},
+    "/v1/responses": {"model": MODEL, "input": "x", "stream": True, "text": {"format": {**FORM, "name": "ones"}}},
+}
 
 
 @pytest.fixture
@@ -54,12 +68,11 @@ def break_runner(llm, monkeypatch, failing) -> None:
     monkeypatch.setattr(runner, "execute", broken)
 
 
-def test_a_client_that_leaves_a_stream_frees_its_blocks(server):
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True, "n": 3}, timeout=60
-    ) as answer:
-        lines = answer.iter_lines()  # closes the stream when it is dropped
-        next(lines)
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_client_that_leaves_a_stream_frees_its_blocks(server, path):
+    with httpx.stream("POST", f"{server.url}{path}", json=STREAMS[path], timeout=60) as answer:
+        pieces = answer.iter_bytes()  # closes the stream when it is dropped
+        next(pieces)
         assert server.ask(lambda engine: engine.manager.get_usage()) > 0
     assert_all_free(server)
     assert server.service.records.recent(1)[0].outcome == "disconnected"

@@ -74,7 +74,6 @@ def test_metrics_that_name_tenants_are_the_operators(llm, tmp_path):
         assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
-@pytest.mark.slow
 def test_a_server_under_a_path_of_a_proxy_answers_with_and_without_it_and_stays_closed(locked_server):
     server, log = locked_server
     with httpx.Client(timeout=120) as client:

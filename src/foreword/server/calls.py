@@ -112,14 +112,15 @@ class Call(Generic[ABody_co]):
 
         Raises APIError 400 for a field `session_id` that cannot be one.
         """
-        body, envelope = self.body, getattr(self.body, "kv_hints", None)
+        body: Any = self.body  # of such an endpoint; all of them have a salt and a priority
+        envelope = getattr(body, "kv_hints", None)
         return Caller(
             self.tenant,
             endpoint,
-            getattr(body, "cache_salt", None),
+            body.cache_salt,
             session_of(body, self.request.headers),
             self.request.headers.get("traceparent"),
-            priority=getattr(body, "priority", None) or 0,
+            priority=body.priority or 0,
             model=model or getattr(body, "model", None),
             hints=None if envelope is None else Hints(envelope),
         )

@@ -1,5 +1,7 @@
 """Eviction policies: each against a plain model of its order, then one by one in words."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,11 @@ def test_a_policy_gives_blocks_in_the_order_of_its_model(name):
         assert order == life.model.in_order()
         assert sorted(order + sorted(set(life.held))) == list(range(life.num_blocks)), "a block is lost, or there twice"
         life.policy.check_integrity()
+    foretold, given, portions = life.policy.in_order().tolist(), [], random.Random(6)
+    assert len(foretold) > 1
+    while len(life.policy):
+        given += life.policy.popleft(portions.randint(0, min(4, len(life.policy)))).tolist()
+    assert given == foretold
 
 
 def cached_chain(policy, count):

@@ -287,7 +287,6 @@ def test_with_keys_the_browser_asks_for_the_operators_key(browser):
         context.close()
 
 
-@pytest.mark.slow
 def test_without_the_key_neither_page_nor_socket_nor_files_open(locked_server):
     server, _ = locked_server
     socket = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=polling"

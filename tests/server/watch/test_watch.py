@@ -187,7 +187,6 @@ def watching(publisher: RawPublisher, *more: str, **environment: str) -> Iterato
         one.process.wait()
 
 
-@pytest.mark.slow
 def test_the_dashboard_shows_another_engine_s_cache_to_this_machine_alone(tmp_path: Path) -> None:
     file = tmp_path / "seen.jsonl"
     with RawPublisher() as publisher, watching(publisher, "--record", str(file)) as watch:

@@ -11,6 +11,7 @@ decide which blocks are found:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
@@ -33,8 +34,8 @@ SequenceOfRow = Callable[[int], TokenSequence]
 Keys = Sequence[BlockHash]
 
 
-class KVCacheCoordinator:
-    """Tables of any groups over one pool. Nothing is found there: subclasses fill an index with contents of blocks."""
+class KVCacheCoordinator(ABC):
+    """Tables of any groups over one pool. Subclasses fill an index with the contents of blocks, and find them."""
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class KVCacheCoordinator:
         """For each group, the number of its blocks that can be found, including duplicates."""
         return [len(self.index)] * len(self.managers)
 
+    @abstractmethod
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
-        return self.nothing
 
     def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
         """`find_longest_cache_hit`, as if the blocks that this step fills had been computed."""
@@ -105,6 +106,7 @@ class KVCacheCoordinator:
 
     # ------------------------------------------------------------------- rows' blocks in the index
 
+    @abstractmethod
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index the blocks that the first `num_tokens` tokens fill and that are not indexed yet."""
 
@@ -377,3 +379,9 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def __init__(self, groups: Sequence[GroupSpec], num_blocks: int, policy: EvictionPolicy) -> None:
         super().__init__(groups, num_blocks, policy, GroupedHashIndex[BlockHash](num_blocks, len(groups)))
+
+    def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
+        return self.nothing
+
+    def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        pass

@@ -233,11 +233,12 @@ class HashIndex(_KeysAlone):
         return NO_BLOCKS
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
+        keys = {} if self._prefixes is None else {one: self._blocks.key_of(one) for one in block_ids.tolist()}
+        forgotten = self._blocks.remove(block_ids)
         if self._prefixes is not None:
-            for key in map(self._blocks.key_of, block_ids.tolist()):
-                if isinstance(key, VerifiedPrefix):
-                    self._prefixes.release(key)
-        self._blocks.remove(block_ids)
+            for key in map(keys.get, forgotten.tolist()):
+                assert isinstance(key, VerifiedPrefix)
+                self._prefixes.release(key)
         return block_ids
 
     def _known_keys(self, sequence: TokenSequence) -> Sequence[BlockHash | VerifiedPrefix]:

@@ -80,8 +80,12 @@ class Body(BaseModel):
 
     def asks_for_unsupported(self) -> str | None:
         """Name of the first field that asks for an unsupported feature; None if there is none."""
-        asked = (name for name in self.UNSUPPORTED if getattr(self, name) not in (None, False, [], {}, "none"))
-        return next(asked, None)
+        return next((name for name in self.UNSUPPORTED if _asks(getattr(self, name))), None)
+
+
+def _asks(value: Any) -> bool:
+    """Whether a value asks for something. Zero, which equals False, does."""
+    return value is not None and value is not False and value not in ("", "none", [], {})
 
 
 class Part(BaseModel):
