@@ -1,4 +1,4 @@
-"""The official clients without threads, unchanged, against a real server process: whole and streamed answers are equal."""
+"""The official clients without threads, unchanged, against a real server process: whole answers and streams."""
 
 from __future__ import annotations
 

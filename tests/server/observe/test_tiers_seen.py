@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.server.options import ServerConfig
 from live_server import FALCON, ServerThread, embedded_llm, post, wait_until
 
+REPOSITORY = Path(__file__).parents[3]
 PROMPT = "".join(f"The code of the amber falcon {number} is 4821.\n" for number in range(20))
 
 
@@ -119,6 +121,22 @@ def test_metrics_of_tiers_are_what_the_engine_counted(tmp_path: Path) -> None:
     assert found["foreword_tier_store_blocks_total", "disk", "done"] == disk.stats.num_written > 0
     assert found["foreword_tier_written_bytes_today", "", ""] == report.bytes_today > 0
     assert found["foreword_tier_store_queue", "", ""] == report.num_waiting_stores == 0
+
+
+def test_metrics_that_the_documentation_names_exist(tmp_path: Path) -> None:
+    """Those of a server; a router and `foreword watch` have their own. `foreword_tier_...` stands for some."""
+    of_others = re.compile("foreword_(cache$|replica_|routing_|failover_|watch_)")
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"foreword_\w+", page.read_text())}
+    named = {name for name in named if not of_others.match(name)}
+    assert len(named) > 12
+    with serving(tmp_path / "cache") as server:
+        complete(server)
+        metrics = httpx.get(f"{server.url}/metrics").text
+    missing = {
+        name for name in named if not re.search(f"^# HELP {name}{'' if name.endswith('_') else ' '}", metrics, re.M)
+    }
+    assert missing == set()
 
 
 def test_without_tiers_there_are_no_metrics_of_them() -> None:

@@ -155,7 +155,7 @@ class KVCacheCoordinator(ABC):
         """The cached part of the block after the last cached full block, even if this step fills it."""
         return None
 
-    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:  # noqa: B027 - most have none
         """Index the part of the row's first `num_tokens` tokens after their last full block. The row is closed next."""
 
     # ------------------------------------------------- reasons of misses; they need a ledger

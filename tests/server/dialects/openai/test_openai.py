@@ -137,17 +137,6 @@ def test_an_answers_message_can_be_sent_back(ask):
     assert second.choices[0].message.content == "Lisbon"
 
 
-def test_a_cache_salt_keeps_prompts_apart(ask):
-    def cached(salt: str) -> int:
-        answer = ask.chat.completions.create(
-            model=MODEL, messages=long_chat("golden"), temperature=0, extra_body={"cache_salt": salt}
-        )
-        return answer.usage.prompt_tokens_details.cached_tokens
-
-    assert [cached("a"), cached("b")] == [0, 0]
-    assert cached("a") > 0
-
-
 def test_a_prompt_cache_key_is_taken_and_keeps_nothing_apart(ask):
     cached = [
         ask.chat.completions.create(
