@@ -353,7 +353,12 @@ def test_an_edit_that_does_not_fit_beside_its_source_is_answered_exactly(server:
         assert answer.status_code == 200, answer.text
         assert "do not fit" in answer.json()["usage"]["foreword"]["not_linked"]
         assert "approximate" not in answer.json()
-        assert chat(small, CUT, max_tokens=40).json()["choices"] == answer.json()["choices"]
+        plain = chat(small, CUT, max_tokens=40).json()["choices"]
+        assert [one["message"] for one in plain] == [one["message"] for one in answer.json()["choices"]]
+        too_long = [*CUT, {"role": "user", "content": "Why? " * 400}]
+        errors = [chat(small, too_long, **more) for more in (own, {})]
+        assert [one.status_code for one in errors] == [400, 400]
+        assert errors[0].json() == errors[1].json(), "refused in the words of the plain prompt"
         assert_nothing_is_held(small)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from foreword.cache import common_length
 from foreword.engine import Engine, Prompt
-from foreword.errors import RequestTooLargeError
+from foreword.errors import PromptTooLongError, RequestTooLargeError
 from foreword.linking import Method
 from foreword.pml.composition import Composition
 from foreword.pml.edits import compose_edit
@@ -59,7 +59,7 @@ async def linked_to_session(
     service.check_length(len(prompt.token_ids))  # before anything takes time
     composition = await service.crews.modules.run(lambda: _most_in_common(prompt.token_ids, earlier))
     if composition is None:
-        return prompt, f"nothing after the edit is the same as in the session's last {len(earlier)} plain prompts"
+        return prompt, "nothing after the edit is the same as in the session's last plain prompts"
     plain = service.placed(prompt, salt, None)
     choices = [method] if method.percent is None else [_EVERYTHING, method]  # a pass of the model only if it may pay
     for choice in choices:
@@ -78,7 +78,7 @@ async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_token
         num_found = engine.num_cached_tokens(plain)
         try:
             runs = engine.explain_links(linked, max_tokens)
-        except RequestTooLargeError:
+        except (RequestTooLargeError, PromptTooLongError):  # the plain prompt may fit, or be refused in its own words
             return [num_found, _TOO_LARGE]
         if any(num_missing for _, num_missing in runs):
             return [num_found, _NOT_CACHED]
