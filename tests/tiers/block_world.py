@@ -38,7 +38,7 @@ def payloads_of(keys: BlockKeys, num_bytes: int = BLOCK_BYTES) -> npt.NDArray[np
     """[blocks, bytes]; what every block with such a name holds, in every process."""
     rows = []
     for group_id, key in zip(keys.group_ids.tolist(), keys.keys, strict=True):
-        seed = hashlib.sha256(keys.namespace + bytes([group_id]) + key.tobytes()).digest()
+        seed = hashlib.sha256(keys.namespace + bytes([group_id & 255]) + key.tobytes()).digest()
         rows.append(np.random.default_rng(np.frombuffer(seed, np.uint32)).integers(0, 256, num_bytes, np.uint8))
     return np.array(rows, np.uint8).reshape(len(keys), num_bytes)
 

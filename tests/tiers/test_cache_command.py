@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from foreword.tiers.disk.segments import PAGE, block_checksum, encode_header, padded
+from foreword.tiers.tier import GROUP_APART
 from foreword.tiers.upkeep import table
 from tiers.block_world import (
     BLOCK_BYTES,
@@ -80,6 +81,16 @@ def test_copies_of_a_block_count_once_as_tokens(tmp_path, cache):
             store(tier, keys_of([1, 2]))
     (told,) = json.loads(cache("list", "--json").stdout)["namespaces"]
     assert (told["num_blocks"], told["num_distinct_blocks"], told["num_tokens"]) == (4, 2, 32)
+
+
+def test_encoded_pictures_are_named_and_are_no_tokens(tmp_path, cache):
+    with opened(tmp_path, SMALL) as tier:
+        tier.describe(NAMESPACE, FACTS)
+        store(tier, keys_of([1, 2]))
+        store(tier, keys_of([1, 2, 3], group_id=GROUP_APART))
+    (told,) = json.loads(cache("list", "--json").stdout)["namespaces"]
+    assert (told["num_blocks"], told["num_tokens"]) == (5, 32)
+    assert re.search(r"  pictures +3 ", cache("stats").stdout)
 
 
 def test_an_empty_cache_is_no_error(tmp_path, cache):

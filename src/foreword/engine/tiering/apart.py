@@ -57,9 +57,10 @@ class PayloadsApart:
             if not len(here) or tier.estimate_load_s(num_bytes) > min(left, worth):
                 continue
             buffers = Buffers([pieces[number] for number in here.tolist()])
+            # Cancelled, not timed out: a tier forgets blocks whose load timed out, as if they were damaged.
             ticket = tier.load(keys.select(here), sizes[here], buffers, deadline_s=10 * MOST_WAIT_S)
             if not ticket.wait(left):
-                ticket.cancel()  # a load that times out would be forgotten, as if it were damaged
+                ticket.cancel()
                 self._rests_until = time.monotonic() + REST_S
             missing[here[ticket.report.outcomes == Outcome.DONE]] = False
             if time.monotonic() < self._rests_until:

@@ -34,7 +34,7 @@ from foreword.tiers.disk.directory import (
 from foreword.tiers.disk.files import RealFiles, Space, close_quietly, physical_bytes
 from foreword.tiers.disk.manifest import Facts, Manifests, read_manifests
 from foreword.tiers.disk.segments import Damage, RunHeader, scan_runs
-from foreword.tiers.tier import PINNED
+from foreword.tiers.tier import GROUP_APART, PINNED
 
 QUIET_S = 60.0
 """After which a segment of a live process that is not its last one counts as sealed."""
@@ -257,11 +257,12 @@ class Tally:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of the group with most blocks; None without a manifest."""
+        """Tokens of the group of layers with most blocks; None without a manifest."""
         block_size = self.facts.get("block_size")
         if not isinstance(block_size, int):
             return None
-        return block_size * max((group.num_distinct for group in self.groups.values()), default=0)
+        of_layers = (group.num_distinct for group_id, group in self.groups.items() if group_id != GROUP_APART)
+        return block_size * max(of_layers, default=0)
 
     @property
     def arithmetic(self) -> str:
