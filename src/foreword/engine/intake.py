@@ -12,7 +12,7 @@ import numpy.typing as npt
 from foreword.cache import KeyedSpan, KVCacheManager, TokenSequence, jump_span, linked_span
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.errors import InvalidRequestError, PromptTooLongError, RequestTooLargeError
-from foreword.request import LinkedRun, Links, Request, SamplingParams, TokenLimits
+from foreword.request import Alone, LinkedRun, Links, Request, SamplingParams, TokenLimits
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class Intake:
             )
             for index, own_id in enumerate(continuation_ids(request_id, params.n))
         ]
+        alone = Alone()
         for index, request in enumerate(requests):
             request.tenant, request.is_fork = prompt.owner, index > 0
             request.sequence.session = None if prompt.session is None else (prompt.owner, prompt.session)
@@ -77,7 +78,7 @@ class Intake:
             if prompt.adapter is not None:
                 request.adapt(prompt.adapter)
             if prompt.pictures:
-                request.show(prompt.pictures)
+                request.show(prompt.pictures, alone)
             if prompt.embeds is not None:
                 request.begin_with(prompt.embeds)
         return requests

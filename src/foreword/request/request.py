@@ -84,7 +84,7 @@ class Adapter(Protocol):
 
 
 class Alone:
-    """In place of a salt: of one request, which finds no rows that others encoded and leaves them none."""
+    """In place of a salt: of the answers to one prompt, which find no rows that others encoded and leave them none."""
 
 
 class Picture(Protocol):
@@ -537,10 +537,13 @@ class Request:
         self.adapter = adapter
         self._set_fact("is_adapted", True)
 
-    def show(self, pictures: tuple[PlacedPicture, ...]) -> None:
-        """Have rows of pictures replace tokens of the prompt; call it before the request is queued."""
+    def show(self, pictures: tuple[PlacedPicture, ...], alone: Alone) -> None:
+        """Have rows of pictures replace tokens of the prompt; call it before the request is queued.
+
+        `alone`: what the answers to one prompt share if they skip the cache.
+        """
         self.pictures = pictures
-        self.rows_salt = Alone() if self.skips_cache else self.sequence.extra_keys.salt
+        self.rows_salt = alone if self.skips_cache else self.sequence.extra_keys.salt
         self._set_fact("has_pictures", True)
         self._set_fact("sees_ahead", any(placed.sees_ahead for placed in pictures))
         if any(placed.grid is not None for placed in pictures):
