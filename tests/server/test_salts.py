@@ -16,6 +16,7 @@ user = "{query} {instruction}: {document}"
 instruction = "plainly"
 labels = ["a", "b"]
 """
+CLASSES = TEMPLATE.replace("{query} {instruction}: {document}", "{input} {instruction}")
 TEXT = document("salted")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": TEXT}]}
 CONTENTS = {"contents": [{"parts": [{"text": TEXT}]}]}
@@ -38,6 +39,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rerank": RANKING,
     "/v2/rerank": RANKING,
     "/rerank": RANKING,
+    "/v1/classify": {"input": TEXT},
+    "/classify": {"input": TEXT},
     "/v1/pml/completions": {"documents": [TEXT], "question": "x", "max_tokens": 1},
     "/v1/cache/entries": {"prompt": TEXT},
 }
@@ -46,9 +49,12 @@ COMPUTE_NOTHING = {"/v1/cache/explain", "/v1/pml/explain"}
 
 @pytest.fixture(scope="module")
 def server(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    file = tmp_path_factory.mktemp("salts") / "score.toml"
-    file.write_text(TEMPLATE)
-    with ServerThread(llm, ServerConfig(dashboard=False, score_template=str(file))) as server:
+    folder = tmp_path_factory.mktemp("salts")
+    files = {"score_template": TEMPLATE, "classify_template": CLASSES}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    options = {name: str(folder / name) for name in files}
+    with ServerThread(llm, ServerConfig(dashboard=False, **options)) as server:
         yield server
 
 
@@ -72,7 +78,8 @@ def test_no_endpoint_that_takes_a_salt_is_left_out(server: ServerThread) -> None
     for path, methods in api["paths"].items():
         content = methods.get("post", {}).get("requestBody", {}).get("content", {})
         name = content.get("application/json", {}).get("schema", {}).get("$ref", "").rpartition("/")[2]
-        if {"cache_salt", "cacheSalt"} & api["components"]["schemas"].get(name, {}).get("properties", {}).keys():
+        fields = api["components"]["schemas"][name].get("properties", {}) if name else {}
+        if {"cache_salt", "cacheSalt"} & fields.keys():
             taking.add(path.replace("{model}", MODEL).replace("/v1alpha/", "/v1beta/"))
     twins = {path.replace("/v1beta/", "/v1/") for path in BODIES if "/v1beta/" in path}
     assert taking == {*BODIES, *COMPUTE_NOTHING, *twins}

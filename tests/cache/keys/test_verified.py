@@ -49,6 +49,15 @@ def test_without_verification_a_collision_returns_a_wrong_block(weak):
     pytest.fail("no keys collided")
 
 
+def test_a_block_that_is_removed_twice_is_forgotten_once(weak):
+    index = HashIndex(8, verify_tokens=True)
+    for block, name in enumerate("ab"):
+        index.insert(sequence(name, (0, 1), weak), 0, ids(block))
+    assert index.remove(ids(0, 5, 0)).tolist() == [0, 5, 0]
+    index.check_integrity()
+    assert index.match(sequence("c", (0, 1), weak)).block_ids.tolist() == [1], "its duplicate is found"
+
+
 def test_blocks_with_equal_keys_and_other_tokens_do_not_answer(weak):
     index = HashIndex(600, verify_tokens=True)
     for block in range(600):

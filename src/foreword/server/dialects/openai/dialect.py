@@ -10,6 +10,7 @@ from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.openai import completions, modules, responses, scores
 from foreword.server.dialects.openai.fields import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     EmbeddingsRequest,
     ModulesRequest,
@@ -31,6 +32,7 @@ class OpenAI(Dialect):
         EmbeddingsRequest,
         ModulesRequest,
         RerankRequest,
+        ClassifyRequest,
         ResponsesRequest,
         ScoreRequest,
     )
