@@ -391,7 +391,8 @@ def test_sessions_are_closed_and_hints_are_carried_out_where_their_blocks_are(th
     closed = httpx.delete(f"{three.url}/v1/cache/sessions/over%20replicas").json()
     assert closed["blocks_given_up"] >= 2 * 10, "both prompts' blocks"
     assert httpx.delete(f"{three.url}/v1/cache/sessions/over%20replicas").status_code == 404
-    demote = {**envelope, "actions": [{**action, "action_type": "kv.demote"}]}
+    of_request = {**action, "action_type": "kv.demote", "payload": {"session_id": "over"}}
+    demote = {**envelope, "actions": [of_request]}
     for topic in (83, 84, 85):
         complete(three.url, long_prompt(topic), session_id="over", **({"kv_hints": demote} if topic == 85 else {}))
     session = f"{three.url}/v1/cache/sessions/over"

@@ -21,6 +21,7 @@ from foreword.bench.trace import TraceBenchOptions, prompt_token_ids, read_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
 from foreword.engine import Prompt
 from foreword.engine.shares import EncoderBudget
+from foreword.engine.tiering import apart
 from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
 from foreword.model.vision.encoded import Wanted
 from foreword.pictures import PictureFile, pixels_of, taken_apart
@@ -226,8 +227,9 @@ def test_encodings_are_each_salts_own(folder: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("idefics3", "float32"), ("qwen3_vl", "bfloat16")])
 def test_what_was_encoded_outlives_the_process_for_its_salt_and_its_model(
-    folder: Path, tmp_path: Path, kind: str, dtype: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
+    monkeypatch.setattr(apart, "FIRST_WAIT_S", 60.0)  # of a busy machine
     own = folder if kind == "idefics3" else save_family(tmp_path / "model", kind)
     question = asks("Another text, so no KV is found.", noise(96, 96))
     question[0]["content"].reverse()
