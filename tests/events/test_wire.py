@@ -281,7 +281,7 @@ STORED = st.builds(
     st.lists(KEYS, max_size=4).map(tuple),
     st.none() | KEYS,
     st.lists(st.integers(-(2**63), 2**64 - 1), max_size=8).map(tuple),
-    st.integers(1, 2**31),
+    st.integers(1, 2**31 - 1),
     TEXT,
     st.none()
     | st.lists(st.lists(st.text(max_size=5).map("salt={}".format), max_size=3).map(tuple), min_size=1).map(tuple),
