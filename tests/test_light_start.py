@@ -38,7 +38,7 @@ asyncio.run(Server(options).serve())
 print([name for name in sys.modules if name.split(".")[0] in ("transformers", "sympy", "accelerate")])
 """
 
-ABSENT = "accelerate cloudpickle fastapi nicegui prometheus_client ray safetensors torch transformers uvicorn".split()
+ABSENT = "accelerate fastapi nicegui prometheus_client ray safetensors torch transformers uvicorn".split()
 TOOLS = """
 import sys
 

@@ -26,10 +26,11 @@ from fleet.local_ray import descendants, left_of, local_machines, local_ray
 from fleet.test_routed import SAMPLINGS, complete, long_prompt, streamed
 from foreword.config import EngineConfig
 from foreword.demo.run import embedded_model
-from foreword.engine import Engine
+from foreword.engine import Snapshot
 from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
 from foreword.server.options import ServerConfig
+from foreword.server.verbs import SNAPSHOT
 from live_server import MODEL, ServerProcess, ServerThread, embedded_llm, post, wait_until
 
 pytestmark = [
@@ -210,17 +211,16 @@ class TestOneFleet:
                 assert answer.status_code == 200
                 next(each for at, each in enumerate(answer.iter_lines()) if at >= num_lines)
 
-        def on_engines(function: Callable[[Engine], Any], merge: Callable[[list[Any]], Any]) -> Any:
+        def look() -> Snapshot:
             assert three._loop is not None
-            door = three.service.thread
-            return asyncio.run_coroutine_threadsafe(door.call(function, merge), three._loop).result(300)
+            return asyncio.run_coroutine_threadsafe(three.service.thread.ask(SNAPSHOT), three._loop).result(300)
 
-        before = on_engines(lambda engine: engine.snapshot().num_computed_tokens, sum)
+        before = look().num_computed_tokens
         with ThreadPoolExecutor(clients) as pool:
             list(pool.map(leave_after, range(clients)))
         assert_nothing_is_reserved(three.url)
-        patiently(lambda: not on_engines(lambda engine: engine.has_unfinished_requests(), any))
-        computed = on_engines(lambda engine: engine.snapshot().num_computed_tokens, sum) - before
+        patiently(lambda: (found := look()).num_running == found.num_waiting == 0)
+        computed = look().num_computed_tokens - before
         assert computed < clients * max_tokens / 2, "somebody computed on for clients that had left"
 
     def test_streams_of_a_stopped_replica_go_on_and_it_is_taken_back(

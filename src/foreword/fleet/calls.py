@@ -1,4 +1,4 @@
-"""Calls: functions that every replica's engine runs, and the changes that a replica has missed.
+"""Calls: verbs that every replica's engine runs, and the changes that a replica has missed.
 
 A change that did not reach a replica (a reset, a smaller share, an entry's end) runs there before it takes requests
 again.
@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import time
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any
 
-import cloudpickle
-
-from foreword.engine import Engine
 from foreword.fleet.link import Link, ReplicaLostError
-from foreword.fleet.replica import read_result
+from foreword.fleet.messages import UNKNOWN_VERB, Refused, asking
 from foreword.server.api_errors import APIError
-from foreword.server.engine_door import Merge
+from foreword.server.verbs import T, Ts, Verb
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 CALL_S = 60.0
-"""Longest time that one replica may take for a function; the others' results count without it."""
+"""Longest time that one replica may take for a verb; the others' results count without it."""
 AGAIN_S = 0.2
 """Seconds between two attempts to make a change that was missed."""
 MAKE_UP_S = 60.0
@@ -53,18 +49,18 @@ class Calls:
         self._missed: dict[str, list[bytes]] = {}
         self._making_up: dict[str, asyncio.Task[None]] = {}
 
-    async def read(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
-        """Run a function at every replica that goes on. Raises APIError 503 if none can be reached."""
-        data = cloudpickle.dumps(function)
+    async def read(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """Run a verb at every replica that goes on. Raises APIError 503 if none is reached, 501 if none knows it."""
+        data = asking(verb, arguments)
         names = [name for name in self._names() if name not in self._still]
         asked = await asyncio.gather(*(self._call(name, data) for name in names), return_exceptions=True)
-        return _merged(asked, merge)
+        return _merged(asked, verb.merge)
 
-    async def change(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
-        """The same for a function that changes something: replicas that it does not reach run it later."""
-        data, names = cloudpickle.dumps(function), self._names()
+    async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """The same for a verb that changes something: replicas that it does not reach run it later."""
+        data, names = asking(verb, arguments), self._names()
         asked = await asyncio.gather(*(self._change(name, data) for name in names), return_exceptions=True)
-        return _merged(asked, merge)
+        return _merged(asked, verb.merge)
 
     def catch_up(self, name: str) -> bool:
         """Have a replica that goes on make up for what it missed, and then call `then`; False if it missed nothing."""
@@ -121,7 +117,7 @@ class Calls:
                     continue
                 except Exception as error:
                     if (
-                        isinstance(error, APIError) and time.monotonic() < limit
+                        isinstance(error, APIError) and error.code != UNKNOWN_VERB and time.monotonic() < limit
                     ):  # its blocks may belong to requests that are about to end
                         await asyncio.sleep(AGAIN_S)
                         continue
@@ -144,27 +140,31 @@ class Calls:
         """The result of one replica. Raises ReplicaLostError if it does not answer or its engine has failed."""
         try:
             async with asyncio.timeout(CALL_S):
-                result = await self._link.call(name, data)
+                result = pickle.loads(await self._link.call(name, data))
         except TimeoutError as error:
             raise ReplicaLostError(f"replica {name} has not answered for {CALL_S:.0f} s", died=False) from error
-        try:
-            return read_result(result)
-        except APIError as error:
-            if error.code == ENGINE_FAILED:
-                raise ReplicaLostError(str(error), died=True) from error
-            raise
+        if not isinstance(result, Refused):
+            return result
+        if result.code == ENGINE_FAILED:
+            raise ReplicaLostError(result.message, died=True)
+        if result.code == UNKNOWN_VERB:
+            logger.warning("replica %s is left out: %s", name, result.message)
+        raise result.error()
 
 
-def _merged(asked: list[Any], merge: Merge[T]) -> T:
-    """One answer from those of the replicas that were reached. Raises what one of these raises."""
+def _merged(asked: list[Any], merge: Callable[[list[T]], T]) -> T:
+    """One answer from those of the replicas that were reached and know the verb. Raises what one of these raises."""
     found: list[T] = []
+    refused: APIError | None = None
     for one in asked:
         if not isinstance(one, BaseException):
             found.append(one)
+        elif isinstance(one, APIError) and one.code == UNKNOWN_VERB:
+            refused = one
         elif not isinstance(one, ReplicaLostError):
             raise one
     if not found:
-        raise none_ready()
+        raise refused or none_ready()
     return merge(found)
 
 

@@ -10,16 +10,20 @@ import io
 import logging
 import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
-from foreword.engine import Prompt
+from foreword import __version__
+from foreword.engine import Engine, Prompt
 from foreword.errors import InvalidRequestError
 from foreword.grammar import Grammars
 from foreword.llm import LLM
 from foreword.request import Adapter, RequestOutput, SamplingParams
 from foreword.server.answer_stream import Delta, Shown
 from foreword.server.api_errors import APIError, adapter_unread
+from foreword.server.verbs import VERBS, T, Ts, Verb
 from foreword.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from foreword.model.adapters.weights import AdapterName
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN_VERB = "unknown_verb"
+"""Code of what a replica refuses because another version of foreword asks it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,26 @@ class Refused:
 
 
 Told = Queued | PromptComputed | Delta | Complete | Refused
+
+
+def asking(verb: Verb[T, *Ts], arguments: tuple[*Ts]) -> bytes:
+    """A verb for a replica, as data: this version, its name, and values. Raises TypeError for a function among them."""
+    if any(map(callable, arguments)):
+        raise TypeError(f"the verb {verb.name!r} got a function in {arguments!r:.200}; send values to replicas")
+    return pickle.dumps((__version__, verb.name, pickle.dumps(arguments)))
+
+
+def asked_for(data: bytes) -> Callable[[Engine], Any]:
+    """What an engine is to run. Raises APIError 501 for what another version asks, and this one does not know."""
+    version, name, packed = pickle.loads(data)
+    try:
+        run, arguments = VERBS[name].run, pickle.loads(packed)
+        signature(run).bind(None, *arguments)
+    except Exception as error:
+        logger.warning("the verb %.100r of foreword %s cannot be read: %r", name, version, error)
+        message = f"A replica runs foreword {__version__}, which does not know {name!r} as foreword {version} asks it; "
+        raise APIError(501, message + "upgrade that replica.", kind="server_error", code=UNKNOWN_VERB) from error
+    return lambda engine: run(engine, *arguments)
 
 
 class Codec:

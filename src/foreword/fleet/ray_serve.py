@@ -103,7 +103,7 @@ class EngineReplica:
             yield told
 
     async def call(self, target: str, data: bytes) -> bytes | None:
-        """Run a function on the engine's thread; None from another replica than the one that is meant."""
+        """Answer a question on the engine's thread; None from another replica than the one that is meant."""
         return await self._start().call(data) if target == self._id else None
 
     async def complaint(self, target: str) -> str | None:

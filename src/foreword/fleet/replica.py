@@ -6,22 +6,17 @@ import asyncio
 import logging
 import os
 import pickle
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
-from typing import Any
-
-import cloudpickle
 
 from foreword.cluster import ReplicaSpec
-from foreword.engine import Engine
 from foreword.errors import ForewordError
 from foreword.fleet.front import EngineFacts
-from foreword.fleet.messages import Codec, Complete, PromptComputed, Queued, Refused, Submission, Told
+from foreword.fleet.messages import Codec, Complete, PromptComputed, Queued, Refused, Submission, Told, asked_for
 from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import from_error
-from foreword.server.engine_door import first
 from foreword.server.engine_thread import EngineThread
 from foreword.server.records import Records, RequestRecord
 
@@ -142,21 +137,12 @@ class Replica:
         yield [Complete(_bare(output))]
 
     async def call(self, data: bytes) -> bytes:
-        """Run a pickled function on the engine's thread; returns its pickled result, or the pickled error."""
-        function: Callable[[Engine], Any] = cloudpickle.loads(data)
+        """Run a verb (`asking`) on the engine's thread; returns the pickled result, or the pickled error."""
         try:
-            result = await self._thread.call(function, first)
+            result = await self._thread.call(asked_for(data))
         except Exception as error:
             result = Refused.of(from_error(error))
         return pickle.dumps(result)
-
-
-def read_result(data: bytes) -> Any:
-    """The result of `Replica.call`. Raises APIError for an error."""
-    result = pickle.loads(data)
-    if isinstance(result, Refused):
-        raise result.error()
-    return result
 
 
 def reachable(address: str, host: str) -> str:

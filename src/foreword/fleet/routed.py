@@ -20,13 +20,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from foreword.cache import PIN, TokenSequence
 from foreword.cluster import CopiedRun, Decision, RoutingCore, RoutingRequest
 from foreword.cluster.decision import DecisionLog, Explanation
 from foreword.cluster.holders import Key
-from foreword.engine import Engine
 from foreword.errors import NoReplicaError
 from foreword.events.core_feed import CoreFeed
 from foreword.events.peer_link import PeerLink
@@ -40,13 +39,13 @@ from foreword.fleet.warmth import Warmth
 from foreword.llm import LLM
 from foreword.server.answer_stream import Accepted, AnswerStream, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error
-from foreword.server.engine_door import Merge, Number, PrefillSpeed, first
+from foreword.server.engine_door import Number, PrefillSpeed
 from foreword.server.engine_thread import AfterStep, Ended
 from foreword.server.hints import RETAIN
 from foreword.server.records import Records
+from foreword.server.verbs import SHRINK, T, Ts, Verb
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 MAX_DEATHS = 2
 """Replicas that may end while they work for one request; then it may be the reason, and is not tried again."""
 MAX_SENT_DEATHS = 20
@@ -249,15 +248,15 @@ class RoutedEngines:
 
     async def _shrink(self, namespace: str, max_blocks: int) -> None:
         with suppress(APIError):  # no replica, no blocks
-            await self.change(lambda engine: engine.shrink_namespace(namespace, max_blocks), first)
+            await self.change(SHRINK, namespace, max_blocks)
 
-    async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
-        """Run a function on the engine of every replica that goes on. Raises APIError 503 if none can be reached."""
-        return await self._calls.read(function, merge)
+    async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """Run a verb on every replica that goes on. Raises APIError 503 if none is reached, 501 if none knows it."""
+        return await self._calls.read(verb, *arguments)
 
-    async def change(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
-        """The same; replicas that it does not reach run the function before they take requests again."""
-        return await self._calls.change(function, merge)
+    async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """The same; replicas that it does not reach run the verb before they take requests again."""
+        return await self._calls.change(verb, *arguments)
 
     # ------------------------------------------------------------------ what operators see
 

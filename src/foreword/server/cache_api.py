@@ -8,9 +8,7 @@ own, operators all. Marks of all dialects make entries too; this API lists, chan
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -18,8 +16,8 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from foreword.cache import BlockState, CacheEntry, MissReason, PrefixNode
-from foreword.engine import Engine, Keep, Mark, Prompt, Snapshot
+from foreword.cache import BlockState, MissReason, PrefixNode
+from foreword.engine import Keep, Mark, Prompt, Snapshot
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
@@ -28,7 +26,6 @@ from foreword.server.calls import Call, check_session_id
 from foreword.server.crews import off_loop
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
-from foreword.server.engine_door import all_prefixes, best, longest, most
 from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
 from foreword.server.http import authorized, finished, json_response, route_of, service_of
 from foreword.server.intake import call_of, takes
@@ -36,6 +33,7 @@ from foreword.server.observe.explanations import cache_report, most_similar, tex
 from foreword.server.observe.metrics import Shown
 from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of
 from foreword.server.service import Caller, Service, new_id
+from foreword.server.verbs import CHANGE_ENTRY, COUNT_CACHED, EXPLAIN, LIST_ENTRIES, PIN, TOP_PREFIXES, entry_report
 from foreword.text import Tokenizer
 
 router = APIRouter(tags=["cache"])
@@ -58,7 +56,7 @@ async def explain(call: Annotated[Call[ExplainRequest], Depends(call_of(ExplainR
     prompt = service.placed(plain, salt, adapter).begun()
     keys = prompt.extra_keys
     namespace = namespace_of(keys.salt, None if keys.adapter_offset else keys.adapter)
-    explanation = await service.thread.call(lambda engine: engine.explain(prompt), best)
+    explanation = await service.thread.ask(EXPLAIN, prompt)
 
     def answer() -> Response:
         similar = most_similar(token_ids, namespace, service.records.recent(200, tenant.name))
@@ -78,7 +76,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
         tenant = await authorized(request)
         return json_response(await _of_tenant(service, tenant, nodes))
     look = await service.insight.look()
-    found = await service.insight.top_prefixes(nodes)
+    found = await service.thread.ask(TOP_PREFIXES, nodes, "")
     body: dict[str, Any] = {
         "object": "cache",
         "statistics": statistics(look, service),
@@ -204,7 +202,7 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
     if service.config.keys_file is None:
         return body  # all clients are one tenant here, and a tree would show each of them the prompts of all others
     namespace = service.tenants.namespace_of_all(tenant)
-    found = await service.thread.call(lambda engine: engine.top_prefixes(limit, namespace), all_prefixes)
+    found = await service.thread.ask(TOP_PREFIXES, limit, namespace)
     if found is not None:
         ids = {node.node_id for node in found}
         body["tree"] = [
@@ -226,7 +224,7 @@ async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
         uses[key] = uses.get(key, 0) + 1
     shown = list(distinct.items())[:limit]
     prompts = [service.prompt_of(record.prompt_token_ids, record.salt) for _, record in shown]
-    cached = await service.thread.call(lambda engine: [engine.num_cached_tokens(prompt) for prompt in prompts], most)
+    cached = await service.thread.ask(COUNT_CACHED, prompts)
     return [
         {
             "tenant": record.tenant,
@@ -274,24 +272,8 @@ async def create_entry(call: Annotated[Call[PinRequest], Depends(call_of(PinRequ
 @router.get("/v1/cache/entries")
 async def list_entries(request: Request) -> Response:
     """The entries of the caller's tenant, the oldest first; for operators those of all."""
-    service = service_of(request)
-    sees = await _visible(request)
-
-    def listed(engine: Engine) -> list[dict[str, Any]]:
-        now = engine.clock()
-        return [entry_report(entry, now) for entry in engine.entries.entries() if sees(entry)]
-
-    return json_response({"object": "list", "data": await service.thread.call(listed, _each_once)})
-
-
-def _each_once(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The entries of several engines, an entry of several as the one that keeps most of it."""
-    of_id: dict[str, dict[str, Any]] = {}
-    for report in itertools.chain.from_iterable(found):
-        known = of_id.get(report["id"])
-        if known is None or known["kept_tokens"] < report["kept_tokens"]:
-            of_id[report["id"]] = report
-    return list(of_id.values())
+    found = await service_of(request).thread.ask(LIST_ENTRIES, *await _visible(request))
+    return json_response({"object": "list", "data": found})
 
 
 @router.patch("/v1/cache/entries/{entry_id}", openapi_extra=takes(EntryChange))
@@ -307,55 +289,20 @@ async def delete_entry(entry_id: str, request: Request) -> Response:
     return json_response({"id": entry_id, "object": "cache.entry", "deleted": True})
 
 
-async def _visible(request: Request) -> Callable[[CacheEntry], bool]:
-    """Whether the caller may see and change an entry."""
+async def _visible(request: Request) -> tuple[str | None, bool]:
+    """The owner whose entries the caller may see and change, and whether it may those of all."""
     service = service_of(request)
     if service.operators.is_operator(request.scope):
-        return lambda entry: True
-    owner = service.tenants.owner(await authorized(request))
-    return lambda entry: entry.owner == owner
+        return None, True
+    return service.tenants.owner(await authorized(request)), False
 
 
 async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[str, Any]:
     """Move an entry's end, or end it now. Raises APIError 404 for what is gone, or another's."""
-    sees = await _visible(request)
-
-    def change(engine: Engine) -> dict[str, Any] | None:
-        entry = next((one for one in engine.entries.entries() if one.name == entry_id and sees(one)), None)
-        if entry is None:
-            return None
-        now = engine.clock()
-        if ttl_s is None:
-            engine.entries.drop(entry_id)
-            return {}
-        engine.entries.set_end(entry_id, now + ttl_s)
-        return entry_report(replace(entry, until=now + ttl_s), now)
-
-    report = await service_of(request).thread.change(change, _known)
-    if report is None:
+    report = await service_of(request).thread.change(CHANGE_ENTRY, entry_id, ttl_s, *await _visible(request))
+    if not report:
         raise APIError(404, f"There is no cache entry {entry_id!r:.100} (any more).", code="not_found")
     return report
-
-
-def _known(found: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    return next((report for report in found if report is not None), None)
-
-
-def entry_report(entry: CacheEntry, now: float) -> dict[str, Any]:
-    """An entry, for JSON. `now`: by the engine's clock."""
-    left_s = max(0.0, entry.until - now)
-    return {
-        "id": entry.name,
-        "object": "cache.entry",
-        "source": entry.source,
-        "tenant": entry.owner,
-        "tokens": entry.num_tokens,
-        "kept_tokens": entry.num_kept_tokens,
-        "is_whole": entry.is_whole,
-        "expires_in_s": round(left_s, 3),
-        "expires_at": round(time.time() + left_s, 3),
-        "refresh_s": entry.refresh_s,
-    }
 
 
 @router.post("/v1/cache/hints", openapi_extra=takes(HintsRequest))
@@ -403,8 +350,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
     prompt = replace(
         service.prompt_of(record.prompt_token_ids[: mark.end], record.salt), owner=service.tenants.owner(tenant)
     )
-    keep = mark.keep
-    entry = await service.thread.change(lambda engine: engine.entries.pin(prompt, keep), longest)
+    entry = await service.thread.change(PIN, prompt, mark.keep)
     hints.note_kept(number, entry, record.num_prompt_tokens)
 
 

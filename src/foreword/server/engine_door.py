@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from foreword.cache import CacheEntry, LookupExplanation, PrefixNode
-from foreword.engine import Engine
-from foreword.linking import LinkExplanation
 from foreword.server.answer_stream import AnswerStream, Job
-
-T = TypeVar("T")
-Merge = Callable[[list[T]], T]
-"""One answer from those of several engines, of which there is at least one."""
+from foreword.server.verbs import T, Ts, Verb
 
 
 class PrefillSpeed:
@@ -85,59 +79,11 @@ class EngineDoor(Protocol):
     def shrink(self, namespace: str, max_blocks: int) -> None:
         """Shrink a namespace's share of each engine's cache. Called where requests are found to have ended."""
 
-    async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
-        """Run a function on every engine between two of its steps, and merge what they return.
+    async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """Run a verb on every engine between two of its steps, and merge what they return. Raises what it raises."""
 
-        It must be picklable with cloudpickle, and so must its result. Raises what it raises.
+    async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """The same for a verb that changes something. Engines that stand still run it before they take requests again,
+        so it may run twice and later.
         """
-
-    async def change(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
-        """The same for a function that changes something. Engines that stand still run it before they take requests
-        again, so it may run twice and later.
-        """
-        return await self.call(function, merge)
-
-
-def first(found: list[T]) -> T:
-    """Merges answers of which one is as good as another."""
-    return found[0]
-
-
-def best(found: list[LookupExplanation]) -> LookupExplanation:
-    """The lookup that found most: a router would have sent the prompt there."""
-    return max(found, key=lambda one: one.num_hit_tokens)
-
-
-def fewest_missing(found: list[LinkExplanation]) -> LinkExplanation:
-    """What the engine says that has most of a prompt's sources."""
-    return min(found, key=lambda one: sum(part.num_missing_tokens for part in one.parts))
-
-
-def longest(found: list[CacheEntry]) -> CacheEntry:
-    """The entry that keeps most."""
-    return max(found, key=lambda one: one.num_kept_tokens)
-
-
-def most(found: list[list[int]]) -> list[int]:
-    """The largest number at each place."""
-    return [max(numbers) for numbers in zip(*found, strict=True)]
-
-
-def all_prefixes(found: list[list[PrefixNode] | None]) -> list[PrefixNode] | None:
-    """The nodes of all trees, numbered anew so that no two have one id; None if no engine has a tree."""
-    trees = [nodes for nodes in found if nodes is not None]
-    if len(trees) < 2:
-        return trees[0] if trees else None
-    ids = {(at, node.node_id): number for number, (at, node) in enumerate(_all(trees))}
-    return [
-        replace(
-            node,
-            node_id=ids[at, node.node_id],
-            parent_id=None if node.parent_id is None else ids.get((at, node.parent_id)),
-        )
-        for at, node in _all(trees)
-    ]
-
-
-def _all(trees: list[list[PrefixNode]]) -> list[tuple[int, PrefixNode]]:
-    return [(at, node) for at, nodes in enumerate(trees) for node in nodes]
+        return await self.ask(verb, *arguments)

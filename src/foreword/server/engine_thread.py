@@ -3,8 +3,8 @@
 The two sides share only two queues:
 
     event loop                                   engine's thread
-    submit(), abort(), call() ── commands ──>    carried out between two steps
-    AnswerStream              <── events ────    handed over after each step, for all requests together
+    submit(), abort(), ask() ── commands ──>     carried out between two steps
+    AnswerStream             <── events ────    handed over after each step, for all requests together
 
 The engine's thread never waits for a reader: while the event loop is busy, deltas pile up in their stream, and the
 reader then takes them as one.
@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from foreword.engine import Engine
 from foreword.errors import EngineError
@@ -29,8 +28,9 @@ from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.engine_door import EngineDoor, Merge, PrefillSpeed, first
+from foreword.server.engine_door import EngineDoor, PrefillSpeed
 from foreword.server.records import Listener, Records
+from foreword.server.verbs import T, Ts, Verb
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ STORE_POLL_S = 0.01
 """Between two looks at stores while no request runs."""
 MAX_FAILED_STEPS = 3
 """Number of successive failed steps after which the engine, not a request, counts as broken."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,11 @@ class EngineThread(EngineDoor):
         """For the engine's thread, in spite of the rule."""
         self._engine.shrink_namespace(namespace, max_blocks)
 
-    async def call(self, function: Callable[[Engine], T], merge: Merge[T] = first) -> T:
+    async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
+        """Run a verb on the one engine; there is nothing to merge."""
+        return await self.call(lambda engine: verb.run(engine, *arguments))
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine's thread, between two steps. Raises what it raises."""
         if self.failure is not None:
             raise engine_failed(self.failure)

@@ -59,6 +59,7 @@ from foreword.server.records import Listener, ListenerHealth, Records, RequestRe
 from foreword.server.resources.schemas import KeptSchemas
 from foreword.server.resources.store import CachedContents, open_folder
 from foreword.server.template_check import check_template, log_template
+from foreword.server.verbs import CLOSE_SESSION
 from foreword.text import Tokenizer
 from foreword.text.conversation import Place, pictures_of
 from foreword.text.template_probe import TemplateReport
@@ -543,7 +544,7 @@ class Service:
         Returns the number of blocks that it left, None if no engine knows it. Raises APIError 503 if none is reached.
         """
         owner = self.tenants.owner(tenant)
-        found = await self.thread.change(lambda engine: engine.close_session(owner, session_id), _sum)
+        found = await self.thread.change(CLOSE_SESSION, owner, session_id)
         self.records.drop_session(tenant.name, session_id)
         return found
 
@@ -592,11 +593,6 @@ class Service:
         namespace = salt.partition("/")[0]
         names = self.records.tenants()
         return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == namespace), None)
-
-
-def _sum(found: list[int | None]) -> int | None:
-    known = [number for number in found if number is not None]
-    return sum(known) if known else None
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None) -> bool:

@@ -15,17 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import common_length
-from foreword.engine import Engine, Prompt
-from foreword.errors import PromptTooLongError, RequestTooLargeError
+from foreword.engine import Prompt
 from foreword.linking import Method
 from foreword.pml.composition import Composition
 from foreword.pml.edits import compose_edit
 from foreword.request import SamplingParams
 from foreword.server.access.links import composed
 from foreword.server.api_errors import bad_request
-from foreword.server.engine_door import most
 from foreword.server.records import MAX_RECORDS, RequestRecord
 from foreword.server.service import Caller, Service
+from foreword.server.verbs import COUNT_LINKED, NOT_CACHED, TOO_LARGE
 
 NUM_EARLIER = 8
 """Prompts of a session that are compared: its newest may be a title's, or a sub-agent's."""
@@ -33,7 +32,6 @@ LEAST_SAVING = 0.05
 """Share of a prompt's tokens that linking must save, and at least a block: it costs exactness."""
 _EVERYTHING = Method.parse("none")
 """Copies all that can be copied; needs no pass of the model."""
-_NOT_CACHED, _TOO_LARGE = -1, -2
 
 
 async def linked_to_session(
@@ -72,23 +70,10 @@ async def linked_to_session(
 
 async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_tokens: int | None) -> str | None:
     """Why these links are not worth it now, or have no room; None: they save enough."""
-
-    def look(engine: Engine) -> list[int]:
-        """Tokens of the prompt that need not be computed, plain and linked."""
-        num_found = engine.num_cached_tokens(plain)
-        try:
-            runs = engine.explain_links(linked, max_tokens)
-        except (RequestTooLargeError, PromptTooLongError):  # the plain prompt may fit, or be refused in its own words
-            return [num_found, _TOO_LARGE]
-        if any(num_missing for _, num_missing in runs):
-            return [num_found, _NOT_CACHED]
-        num_before = min([num_found, *(run.begin for run, _ in runs)])  # a hit ends where the first link begins
-        return [num_found, num_before + sum(run.end - run.begin for run, _ in runs)]
-
-    num_found, num_reused = await service.thread.call(look, most)
-    if num_reused == _TOO_LARGE:
+    num_found, num_reused = await service.thread.ask(COUNT_LINKED, plain, linked, max_tokens)
+    if num_reused == TOO_LARGE:
         return "the prompt, its answer and the earlier prompt do not fit into the cache together"
-    if num_reused == _NOT_CACHED:
+    if num_reused == NOT_CACHED:
         return "the earlier prompt is not cached whole"
     num_tokens, saved = len(plain.token_ids), max(0, num_reused - num_found)
     least = max(service.llm.layout.block_size, round(LEAST_SAVING * num_tokens))

@@ -19,9 +19,9 @@ from foreword.errors import ForewordError
 from foreword.server.cache_api import listed_prompts, node_report
 from foreword.server.dashboard import drawings as draw
 from foreword.server.dashboard.parts import confirmed
-from foreword.server.engine_door import first, longest
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
+from foreword.server.verbs import PIN, TOP_PREFIXES, UNPIN
 
 NUM_RECENT = 1000
 NUM_NODES = 400
@@ -112,7 +112,7 @@ class Prefixes:
             return
         self._refreshed = time.monotonic()
         service = self._service
-        found = await service.insight.top_prefixes(NUM_NODES)
+        found = await service.thread.ask(TOP_PREFIXES, NUM_NODES, "")
         if found is None:
             nodes = [
                 _listed(number, prompt)
@@ -162,7 +162,7 @@ class Prefixes:
         if not await confirmed(question, "Pin"):
             return
         try:
-            entry = await self._service.thread.change(lambda engine: engine.entries.pin(prompt, Keep(seconds)), longest)
+            entry = await self._service.thread.change(PIN, prompt, Keep(seconds))
             ui.notify(f"{draw.tokens(entry.num_kept_tokens)} pinned for {PIN_TIMES_S[seconds]}.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")
@@ -172,7 +172,7 @@ class Prefixes:
         if prompt is None or not await confirmed("Let this prefix be evicted like all others?", "Unpin"):
             return
         try:
-            await self._service.thread.change(lambda engine: engine.entries.unpin(prompt), first)
+            await self._service.thread.change(UNPIN, prompt)
             ui.notify("Unpinned.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")

@@ -15,15 +15,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from foreword.cache import Divergence, PrefixNode
-from foreword.engine import Engine, Prompt, Snapshot
+from foreword.cache import Divergence
+from foreword.engine import Prompt, Snapshot
 from foreword.replay.curve import CurvePoint, LiveLruCurve
 from foreword.replay.keys import PrefixKeys, chain, content_ids_of_tokens
 from foreword.server.api_errors import APIError
-from foreword.server.engine_door import EngineDoor, all_prefixes, first
+from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import Ended
 from foreword.server.observe.explanations import most_similar
 from foreword.server.records import Listener, Records, RequestRecord
+from foreword.server.verbs import RESET, SNAPSHOT
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 """Estimated cache sizes, as multiples of the pool."""
@@ -125,7 +126,7 @@ class Insight:
         if self._last is not None and time.monotonic() - self._last.taken < max_age_s:
             return self._last
         try:
-            self._last = await asyncio.wait_for(self._thread.call(Engine.snapshot, Snapshot.total), MAX_WAIT_S)
+            self._last = await asyncio.wait_for(self._thread.ask(SNAPSHOT), MAX_WAIT_S)
             self.curve = self._more_memory.points()
         except (TimeoutError, APIError):
             if self._last is None:
@@ -134,13 +135,9 @@ class Insight:
 
     async def reset(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests hold blocks."""
-        await self._thread.change(Engine.reset_prefix_cache, first)
+        await self._thread.change(RESET)
         self._more_memory.reset()
         self._last = None
-
-    async def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
-        """The most reused cached prefixes; None without a radix index."""
-        return await self._thread.call(lambda engine: engine.top_prefixes(limit), all_prefixes)
 
     def similar(self, record: RequestRecord) -> Divergence | None:
         """Where a prompt differs from an earlier one of its namespace, for indexes that do not know it."""

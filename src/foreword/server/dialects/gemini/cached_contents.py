@@ -35,11 +35,11 @@ from foreword.server.dialects.gemini.fields import (
     page_size,
     served,
 )
-from foreword.server.engine_door import first
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import call_of
 from foreword.server.resources.store import CachedContent, new_content_id
 from foreword.server.service import Service, new_id
+from foreword.server.verbs import END_ENTRY
 
 _DURATION = re.compile(r"(\d{1,12})(?:\.(\d{1,9}))?s", re.ASCII)
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
@@ -242,13 +242,12 @@ def _keep(service: Service, one: CachedContent) -> Keep:
 
 
 async def _end_entry(service: Service, one: CachedContent) -> None:
-    name, left_s = PREFIX + one.id, _keep(service, one).ttl_s
-    await service.thread.change(lambda engine: engine.entries.set_end(name, engine.clock() + left_s), first)
+    await service.thread.change(END_ENTRY, PREFIX + one.id, _keep(service, one).ttl_s)
 
 
 async def _drop(service: Service, content_id: str) -> None:
     if service.thread.failure is None:
-        await service.thread.change(lambda engine: engine.entries.drop(PREFIX + content_id), first)
+        await service.thread.change(END_ENTRY, PREFIX + content_id, None)
 
 
 async def _compute(call: Call[CreateCachedContentRequest], one: CachedContent) -> int:

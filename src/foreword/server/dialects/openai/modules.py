@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from foreword.engine import Prompt
-from foreword.linking import LinkExplanation, Method, explain_parts
+from foreword.linking import LinkExplanation, Method
 from foreword.pml.composition import Composition
 from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
@@ -25,10 +25,10 @@ from foreword.server.dialects.openai.caching import Caching, check_beside_link
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.dialects.openai.messages import check_call
-from foreword.server.engine_door import fewest_missing
 from foreword.server.http import json_response
 from foreword.server.intake import call_of, takes
 from foreword.server.service import Service
+from foreword.server.verbs import EXPLAIN_LINKS
 from foreword.text.schema_text import schema_text
 
 router = APIRouter(tags=["openai"])
@@ -63,12 +63,9 @@ async def explain_links(call: Annotated[Call[ModulesRequest], Depends(call_of(Mo
             "prompts)",
             param="link",
         )
-    method, block_size = parts.method, service.llm.layout.block_size  # a service cannot be sent to replicas
     prompt, composition = await parts.prompt()
     assert composition is not None
-    found = await service.thread.call(
-        lambda engine: explain_parts(composition, method, engine.explain_links(prompt), block_size), fewest_missing
-    )
+    found = await service.thread.ask(EXPLAIN_LINKS, prompt, composition, parts.method, service.llm.layout.block_size)
     return json_response({"object": "pml.explanation", "model": service.model_name, **_report(found)})
 
 

@@ -1,0 +1,157 @@
+"""Verbs: all that a server asks of its engines besides requests, and how the answers of several engines become one.
+
+To a replica travel a verb's name and its arguments, never a function: arguments and results are values that pickle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Generic, TypeVar, TypeVarTuple
+
+from foreword.cache import CacheEntry, PrefixNode
+from foreword.engine import Engine, Keep, Prompt, Snapshot
+from foreword.errors import PromptTooLongError, RequestTooLargeError
+from foreword.linking import LinkExplanation, Method, explain_parts
+from foreword.pml.composition import Composition
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+NOT_CACHED, TOO_LARGE = -1, -2
+"""Instead of a number of linked tokens: a source is not cached whole, or there is no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb(Generic[T, *Ts]):
+    """Something that an engine does between two steps. Other versions know its name and its arguments."""
+
+    name: str
+    run: Callable[[Engine, *Ts], T]
+    merge: Callable[[list[T]], T]
+    """One answer from those of several engines, of which there is at least one."""
+
+
+def _first(found: list[T]) -> T:
+    """Merges answers of which one is as good as another."""
+    return found[0]
+
+
+def _most(found: list[list[int]]) -> list[int]:
+    """The largest number at each place."""
+    return [max(numbers) for numbers in zip(*found, strict=True)]
+
+
+def _all_prefixes(found: list[list[PrefixNode] | None]) -> list[PrefixNode] | None:
+    """The nodes of all trees, numbered anew so that no two have one id; None if no engine has a tree."""
+    trees = [nodes for nodes in found if nodes is not None]
+    if len(trees) < 2:
+        return trees[0] if trees else None
+    of_all = [(at, node) for at, nodes in enumerate(trees) for node in nodes]
+    ids = {(at, node.node_id): number for number, (at, node) in enumerate(of_all)}
+    return [
+        replace(
+            node,
+            node_id=ids[at, node.node_id],
+            parent_id=None if node.parent_id is None else ids.get((at, node.parent_id)),
+        )
+        for at, node in of_all
+    ]
+
+
+def _each_once(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of several engines, an entry of several as the one that keeps most of it."""
+    of_id: dict[str, dict[str, Any]] = {}
+    for report in chain.from_iterable(found):
+        of_id[report["id"]] = max(of_id.get(report["id"], report), report, key=lambda one: one["kept_tokens"])
+    return list(of_id.values())
+
+
+def _first_report(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(filter(None, found), {})
+
+
+def _sum_of_known(found: list[int | None]) -> int | None:
+    known = [number for number in found if number is not None]
+    return sum(known) if known else None
+
+
+def _count_linked(engine: Engine, plain: Prompt, linked: Prompt, max_tokens: int | None) -> list[int]:
+    """Tokens of the prompt that need not be computed, plain and linked."""
+    num_found = engine.num_cached_tokens(plain)
+    try:
+        runs = engine.explain_links(linked, max_tokens)
+    except (RequestTooLargeError, PromptTooLongError):  # the plain prompt may fit, or be refused in its own words
+        return [num_found, TOO_LARGE]
+    if any(num_missing for _, num_missing in runs):
+        return [num_found, NOT_CACHED]
+    num_before = min([num_found, *(run.begin for run, _ in runs)])  # a hit ends where the first link begins
+    return [num_found, num_before + sum(run.end - run.begin for run, _ in runs)]
+
+
+def _end_entry(engine: Engine, name: str, left_s: float | None) -> None:
+    """Move an entry's end to `left_s` seconds from now, or end it now; for prompts on their way too."""
+    if left_s is None:
+        engine.entries.drop(name)
+    else:
+        engine.entries.set_end(name, engine.clock() + left_s)
+
+
+def _list_entries(engine: Engine, owner: str | None, of_all: bool) -> list[dict[str, Any]]:
+    now = engine.clock()
+    return [entry_report(one, now) for one in engine.entries.entries() if of_all or one.owner == owner]
+
+
+def _change_entry(engine: Engine, name: str, left_s: float | None, owner: str | None, of_all: bool) -> dict[str, Any]:
+    """The same for an entry of `owner`, or of anyone; its report, empty for what is gone, or another's."""
+    entry = next((one for one in engine.entries.entries() if one.name == name and (of_all or one.owner == owner)), None)
+    if entry is None:
+        return {}
+    _end_entry(engine, name, left_s)
+    now = engine.clock()
+    return entry_report(replace(entry, until=now + (left_s or 0.0)), now)
+
+
+def entry_report(entry: CacheEntry, now: float) -> dict[str, Any]:
+    """An entry, for JSON. `now`: by the engine's clock."""
+    left_s = max(0.0, entry.until - now)
+    return {
+        "id": entry.name,
+        "object": "cache.entry",
+        "source": entry.source,
+        "tenant": entry.owner,
+        "tokens": entry.num_tokens,
+        "kept_tokens": entry.num_kept_tokens,
+        "is_whole": entry.is_whole,
+        "expires_in_s": round(left_s, 3),
+        "expires_at": round(time.time() + left_s, 3),
+        "refresh_s": entry.refresh_s,
+    }
+
+
+EXPLAIN = Verb("explain", Engine.explain, lambda found: max(found, key=lambda one: one.num_hit_tokens))
+EXPLAIN_LINKS: Verb[LinkExplanation, Prompt, Composition, Method, int] = Verb(
+    "explain_links",
+    lambda engine, prompt, parts, method, size: explain_parts(parts, method, engine.explain_links(prompt), size),
+    lambda found: min(found, key=lambda one: sum(part.num_missing_tokens for part in one.parts)),
+)
+COUNT_CACHED: Verb[list[int], list[Prompt]] = Verb(
+    "count_cached", lambda engine, prompts: [engine.num_cached_tokens(one) for one in prompts], _most
+)
+COUNT_LINKED = Verb("count_linked", _count_linked, _most)
+SNAPSHOT = Verb("snapshot", Engine.snapshot, Snapshot.total)
+TOP_PREFIXES = Verb("top_prefixes", Engine.top_prefixes, _all_prefixes)
+RESET = Verb("reset", Engine.reset_prefix_cache, _first)
+SHRINK = Verb("shrink", Engine.shrink_namespace, _first)
+CLOSE_SESSION = Verb("close_session", Engine.close_session, _sum_of_known)
+PIN: Verb[CacheEntry, Prompt, Keep] = Verb(
+    "pin",
+    lambda engine, prompt, keep: engine.entries.pin(prompt, keep),
+    lambda found: max(found, key=lambda one: one.num_kept_tokens),
+)
+UNPIN: Verb[None, Prompt] = Verb("unpin", lambda engine, prompt: engine.entries.unpin(prompt), _first)
+LIST_ENTRIES = Verb("list_entries", _list_entries, _each_once)
+CHANGE_ENTRY = Verb("change_entry", _change_entry, _first_report)
+END_ENTRY = Verb("end_entry", _end_entry, _first)
+VERBS = {verb.name: verb for verb in globals().values() if isinstance(verb, Verb)}
