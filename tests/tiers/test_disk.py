@@ -16,7 +16,7 @@ from foreword.tiers.clock import Clock
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.files import RealFiles, Space
 from foreword.tiers.disk.state import DiskOptions
-from foreword.tiers.tier import EXACT, PINNED, BlockRun
+from foreword.tiers.tier import EXACT, PINNED, BlockRun, Buffers
 from tiers.block_world import (
     BLOCK_BYTES,
     OPTIONS,
@@ -310,6 +310,49 @@ def test_a_load_that_has_begun_ends_well_though_its_segment_is_evicted(tmp_path)
         store(tier, keys_of(range(5)))
         assert load(tier, keys_of(range(5))).num_done == 5
         assert load(tier, keys_of(range(5))).by_reason() == {"missing": 5}
+
+
+def test_a_load_that_comes_after_eviction_leaves_the_blocks_that_were_copied_forward(tmp_path):
+    class Waits(RealFiles):
+        reached, go_on = threading.Event(), threading.Event()
+
+        def open_for_reading(self, path: Path) -> int:
+            if threading.current_thread().name == "foreword-tier-load":
+                self.reached.set()
+                assert self.go_on.wait(WAIT_S)
+            return super().open_for_reading(path)
+
+    files, keys = Waits(), keys_of(range(4))
+    with opened(tmp_path, BETTER, files=files) as tier:
+        assert tier.store(run_of(keys, flags=EXACT | PINNED)).wait(WAIT_S)
+        [path] = segment_files(tmp_path)
+        ticket = tier.load(keys, np.full(4, BLOCK_BYTES), Buffers([bytearray(BLOCK_BYTES)] * 4), deadline_s=WAIT_S)
+        assert files.reached.wait(WAIT_S)
+        for number in range(1, 100):
+            store(tier, keys_of(range(4 * number, 4 * number + 4)))
+        assert not path.exists()
+        files.go_on.set()
+        assert ticket.wait(WAIT_S)
+        assert ticket.report.by_reason() == {"missing": 4}
+        assert load(tier, keys).num_done == 4
+        tier.check_integrity()
+
+
+def test_a_segment_that_is_evicted_while_it_is_scanned_leaves_no_blocks(tmp_path):
+    class EvictsBetween(RealFiles):
+        def open_for_reading(self, path: Path) -> int:
+            fd = super().open_for_reading(path)
+            if path.suffix == ".fwseg":
+                path.unlink()
+            return fd
+
+    with opened(tmp_path) as tier:
+        store(tier, keys_of(range(5)))
+    for index in tmp_path.glob("v1/*/index"):
+        index.unlink()
+    with opened(tmp_path, files=EvictsBetween()) as tier:
+        assert not tier.lookup(keys_of(range(5))).any()
+        tier.check_integrity()
 
 
 def test_a_process_that_is_alone_gives_way_to_one_that_comes(tmp_path):

@@ -134,6 +134,22 @@ def test_a_disk_that_hangs_holds_up_neither_the_caller_nor_its_memory(tmp_path):
     tier.close(WAIT_S)
 
 
+def test_a_cancelled_load_keeps_no_segment_open(tmp_path):
+    files, keys, num_bytes = HangingFiles(), keys_of(range(9)), 1_000_001
+    with opened(tmp_path, replace(SMALL, budget_bytes=64 << 20, segment_bytes=16 << 20), files=files) as tier:
+        assert store(tier, keys, num_bytes).num_done == 9
+        before = len(os.listdir("/proc/self/fd"))
+        files.hangs = True
+        sink = Buffers([bytearray(num_bytes)] * 9)
+        ticket = tier.load(keys, np.full(9, num_bytes), sink, deadline_s=WAIT_S)
+        assert files.reached.wait(WAIT_S)  # in the first of five reads
+        ticket.cancel()
+        files.go_on.set()
+        assert load(tier, keys_of([99])).by_reason() == {"missing": 1}  # it comes after the cancelled one
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert load(tier, keys, num_bytes).num_done == 9
+
+
 @pytest.fixture
 def filled(tmp_path):
     """A tier with 40 blocks in several segments, the newest one open, that does not look after them by itself."""

@@ -98,6 +98,35 @@ def test_an_expired_block_is_not_found_and_leaves():
     assert len(index) == 0
 
 
+def test_expiry_looks_at_blocks_only_when_one_may_have_expired(monkeypatch):
+    index, keys = SegmentIndex(), random_keys(4)
+    for number, expires in enumerate((0, NOW + 9, NOW + 5, NOW + 7)):
+        insert(index, keys.select(slice(number, number + 1)), expires=expires)
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_alive", None)
+        assert index.forget_expired(NOW + 4) == 0
+    assert index.forget_expired(NOW + 7) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_alive", None)
+        assert index.forget_expired(NOW + 8) == 0
+    insert(index, keys.select(slice(2, 3)), expires=NOW + 8)
+    assert [index.forget_expired(NOW + passed) for passed in (8, 9, 99)] == [1, 1, 0]
+    assert index.contains(keys, NOW).tolist() == [True, False, False, False]
+
+
+def test_only_blocks_that_lie_where_they_were_read_are_forgotten():
+    index, keys = SegmentIndex(), random_keys(5)
+    insert(index, keys.select(slice(0, 4)), segment=1)
+    places = index.locate(keys, NOW)
+    index.move(run_of(keys.select(slice(0, 1)), np.array([9])), segment_of(index, 1), segment_of(index, 2))
+    index.insert(run_of(keys.select(slice(1, 2)), np.array([9])), segment_of(index, 1), expires=0, used=NOW)
+    index.forget(keys.select(slice(2, 3)))
+    insert(index, keys.select(slice(4, 5)), segment=0)  # as the zeros of a row that was not there
+    assert index.forget(keys, places) == 1
+    assert index.contains(keys, NOW).tolist() == [True, True, False, False, True]
+    index.check_integrity()
+
+
 def test_a_later_insert_moves_a_block_and_a_block_found_on_disk_does_not():
     index, keys = SegmentIndex(), random_keys(1)
     insert(index, keys, segment=1)

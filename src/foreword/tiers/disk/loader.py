@@ -161,6 +161,7 @@ class ReadAhead:
         finally:
             if waits:
                 self._read.get()
+            self._close()  # of a load that was cancelled: the file may be evicted, and takes up its room while open
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
@@ -207,9 +208,9 @@ class ReadAhead:
         return fd
 
     def _close(self) -> None:
-        if self._file is not None:
-            close_quietly(self._state.files, self._file[1])
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            close_quietly(self._state.files, file[1])
 
 
 def _carried_over(piece: Piece, before: Content, content: Content, room: memoryview, front: int) -> Content:
@@ -222,7 +223,7 @@ def _carried_over(piece: Piece, before: Content, content: Content, room: memoryv
     return Content(content.offset - carry, room[front - carry : front + len(content.data)], content.error)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
     """A load under way."""
 
@@ -230,6 +231,8 @@ class Load:
     payload_bytes: npt.NDArray[np.int64]
     sink: BlockSink
     ticket: Ticket
+    places: Rows | None = None
+    """The rows of the blocks that are read; None before they are looked up."""
 
 
 class Loader:
@@ -262,11 +265,13 @@ class Loader:
         """Queue a load; a full queue ends its ticket at once."""
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
-            self._state.index.forget(keys.select(np.isin(outcomes, FORGOTTEN)))
+            lost = np.isin(outcomes, FORGOTTEN)
+            self._state.index.forget(keys.select(lost), None if load.places is None else load.places[lost])
             self._state.count_load(outcomes)
 
         ticket = Ticket(len(keys), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
-        self.thread.add(Load(keys, payload_bytes, sink, ticket), int(payload_bytes.sum()))
+        load = Load(keys, payload_bytes, sink, ticket)
+        self.thread.add(load, int(payload_bytes.sum()))
         return ticket
 
     def close(self, timeout_s: float) -> None:
@@ -281,7 +286,7 @@ class Loader:
         if load.ticket.done:
             return
         began = time.monotonic()
-        places = self._state.index.locate(load.keys, self._state.clock.now_s())
+        places = load.places = self._state.index.locate(load.keys, self._state.clock.now_s())
         stored = load.payload_bytes + self._state.cipher.overhead_bytes
         # A block of another length is of another layout: whoever wrote it, it is not what is asked for.
         fits = (places["name"] != 0) & (places["stored_bytes"] == stored)

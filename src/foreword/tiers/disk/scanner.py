@@ -130,6 +130,7 @@ class Scanner:
                     self._insert(found, segment, size)
             segment.num_bytes = size // PAGE * PAGE
             segment.is_scanned = True
+            self._measure(segment)  # it may have been evicted meanwhile
         except OSError as error:
             logger.warning("%s could not be scanned: %s", segment.path, error)
         finally:

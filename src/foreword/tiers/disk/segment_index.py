@@ -84,6 +84,8 @@ class SegmentIndex:
         self._free: list[int] = []
         self._row_of: dict[bytes, int] = {}
         """By the first `NAME_BYTES` of the row."""
+        self._next_expiry = LATEST
+        """No block expires before."""
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -210,18 +212,31 @@ class SegmentIndex:
             self._rows["page"][rows[here]] = (run.offset // PAGE + run.entries["page"])[here]
             return int(np.count_nonzero(here))
 
-    def forget(self, keys: BlockKeys) -> int:
-        """Remove blocks; returns the number that was here."""
+    def forget(self, keys: BlockKeys, places: Rows | None = None) -> int:
+        """Remove blocks; returns the number that was here.
+
+        `places`: what `locate` said of them. Those that were not there, or lie elsewhere meanwhile, stay.
+        """
         with self._lock:
             rows = self._find(keys)
-            return self._remove(np.unique(rows[rows >= 0]))
+            is_here = rows >= 0
+            if places is not None:
+                now = self._rows[rows]
+                is_here &= (
+                    (places["name"] != 0) & (now["segment"] == places["segment"]) & (now["page"] == places["page"])
+                )
+            return self._remove(np.unique(rows[is_here]))
 
     def forget_expired(self, now: int) -> int:
         """Remove blocks that have expired; returns their number."""
         with self._lock:
+            if now < self._next_expiry:
+                return 0
             alive = self._alive()
             expires = self._rows["expires"][alive]
-            return self._remove(alive[(expires != 0) & (expires <= now)])
+            is_over = (expires != 0) & (expires <= now)
+            self._next_expiry = int(expires[(expires != 0) & ~is_over].min(initial=LATEST))
+            return self._remove(alive[is_over])
 
     def snapshot(self, segments: list[Segment]) -> Snapshot:
         """A copy of the blocks of some segments."""
@@ -274,6 +289,7 @@ class SegmentIndex:
         numbers = self._rows_of(names)
         known = numbers >= 0
         old, new = self._rows["expires"][numbers], rows["expires"]
+        self._next_expiry = min(self._next_expiry, int(new[new != 0].min(initial=LATEST)))
         wanted = ~known | replaces | ((old != 0) & ((new == 0) | (new > old)))
         numbers[~known] = self._take_rows(int(np.count_nonzero(~known)))
         self._rows[numbers[wanted]] = rows[wanted]
@@ -367,7 +383,7 @@ def write_snapshot(files: RealFiles, path: Path, snapshot: Snapshot, clock: Cloc
             "names": [(namespace.hex(), group_id) for namespace, group_id in snapshot.names],
         }
     ).encode()
-    parts = [_HEAD.pack(MAGIC, len(description)), description, rows.tobytes()]
+    parts: list[bytes | memoryview] = [_HEAD.pack(MAGIC, len(description)), description, rows.view(np.uint8).data]
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)
