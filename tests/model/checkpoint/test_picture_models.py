@@ -37,8 +37,11 @@ def test_experts_are_found_whichever_way_their_tensors_lie(tmp_path: Path, inner
         f"model.language_model.{LAYER}.{name}": (own.transpose(1, 2) if is_turned else own).contiguous()
         for name, own in weights.items()
     }
-    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    # Of other tensors nothing is known; in a file they come first.
+    other = {f"model.language_model.{LAYER}.a_scale": torch.zeros(COUNT, *((HIDDEN, 1) if is_turned else (1, HIDDEN)))}
+    save_file(stored | other, tmp_path / "model.safetensors", {"format": "pt"})
     places, _ = parted(tmp_path, RAW, safetensors_places(tmp_path))
+    assert places[f"model.{LAYER}.a_scale"].shape == other.popitem()[1].shape
     for expert in range(COUNT):
         expected = {
             "gate_proj": weights["gate_up_proj"][expert, :inner],

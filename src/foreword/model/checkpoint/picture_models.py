@@ -12,6 +12,8 @@ from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint.tensors import Place, StackedPlace, StoredPlace, UnreadableError
 
 _HEADS = "lm_head.weight", "language_model.lm_head.weight"
+_STACKED = "gate_up_proj", "down_proj"
+"""Of all experts of a layer, each in one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,11 @@ def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
     Those that transformers 5 writes are [experts, out, in], which it prefers. One tensor whose sides differ tells it of
     all. Raises UnreadableError if none does.
     """
-    stacks = {name: place for name, place in places.items() if ".experts." in name and len(place.shape) == 3}
+    stacks = {
+        name: place
+        for name, place in places.items()
+        if name.partition(".experts.")[2] in _STACKED and len(place.shape) == 3
+    }
     for name, place in stacks.items():
         is_hidden = [bool(size == hidden) for size in place.shape[1:]]
         if is_hidden[0] != is_hidden[1]:
@@ -186,8 +192,8 @@ def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
 
 def _apart(name: str, place: StoredPlace, is_turned: bool) -> dict[str, Place]:
     """A weight, or those of a layer's experts if the file has them in one tensor: gate, then up."""
-    layer, found, last = name.partition(".experts.")
-    if not found or len(place.shape) != 3:
+    layer, _, last = name.partition(".experts.")
+    if last not in _STACKED or len(place.shape) != 3:
         return {name: place}
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
     own = place.shape[2 if is_turned else 1] // len(parts)

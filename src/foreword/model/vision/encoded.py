@@ -173,9 +173,16 @@ class EncodedPictures:
                 self._encode(one.picture, one.key, missing)
             self._kept.move_to_end(one.key)
             found.append(self._kept[one.key].rows[one.rows.start : one.rows.stop])
-        while self.num_bytes > self.max_bytes and len(self._kept) > 1:
-            self.num_bytes -= self._kept.popitem(last=False)[1].rows.nbytes
+        if self.num_bytes > self.max_bytes:
+            self._make_room({one.key for one in wanted})
         return found
+
+    def _make_room(self, in_use: set[Key]) -> None:
+        """Drop rows until memory is kept to: first those of requests that skip the cache, which no other one finds."""
+        for key in sorted(self._kept, key=lambda key: key in in_use or not isinstance(key[0], Alone))[:-1]:
+            if self.num_bytes <= self.max_bytes:
+                break
+            self.num_bytes -= self._kept.pop(key).rows.nbytes
 
     def _load(self, below: Below, wanted: Sequence[Wanted]) -> None:
         """Keep those tiles of a step that are below."""
