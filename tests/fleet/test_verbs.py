@@ -102,13 +102,17 @@ def test_no_function_travels() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps((LATER, "explain", pickle.dumps(()))),  # with other arguments
+        pickle.dumps((LATER, "explain", pickle.dumps((Prompt(np.arange(3, 9, dtype=np.int32)),)))),  # shifted fields?
+        pickle.dumps((__version__, "explain", pickle.dumps(()))),  # with other arguments
         pickle.dumps((LATER, "explain", b"cforeword.engine\nPromptOfLater\n.")),
         pickle.dumps((LATER, "nosuch", pickle.dumps(()))),
+        pickle.dumps((LATER, "nosuch", b"", "more")),
+        b"cforeword.engine\nVerbOfLater\n.",
     ],
 )
 def test_what_another_version_asks_is_refused_by_name(data: bytes) -> None:
-    with pytest.raises(APIError, match=rf"foreword {__version__}, .* '(explain|nosuch)' .*{LATER}.*; upgrade") as error:
+    names = rf"'(explain|nosuch|\(unknown\))' of foreword ({LATER}|{__version__}|\(unknown\))"
+    with pytest.raises(APIError, match=rf"foreword {__version__}, .* {names}; upgrade") as error:
         asked_for(data)
     assert (error.value.status, error.value.code) == (501, UNKNOWN_VERB)
 
@@ -147,9 +151,17 @@ def test_answers_of_replicas_that_know_a_verb_are_merged(three: Fleet, monkeypat
     older |= set("abc")
     answer = post(three.url, "/v1/cache/explain", {"prompt": long_prompt(1)})
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "unknown_verb")
-    for part in ("'explain_2'", f"foreword {__version__}", f"foreword {LATER}", "upgrade that replica"):
+    for part in ("'explain_2'", f"foreword {__version__}", f"foreword {LATER}", "upgrade the older one"):
         assert part in answer.json()["error"]["message"]
     assert complete(three.url, long_prompt(1))["choices"], "requests are answered all the same"
+
+    async def unreadable(replica: str, data: bytes) -> bytes:
+        return b"cforeword.engine\nPlanOfLater\n."
+
+    monkeypatch.setattr(three.link, "call", unreadable)
+    answer = post(three.url, "/v1/cache/explain", {"prompt": long_prompt(1)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "unknown_verb")
+    assert "cannot be read" in answer.json()["error"]["message"]
 
 
 def test_a_change_that_a_replica_does_not_know_keeps_nobody_waiting(
@@ -163,7 +175,9 @@ def test_a_change_that_a_replica_does_not_know_keeps_nobody_waiting(
     assert_nothing_is_left(three)
     older |= {"a", "b"}
     three.on_loop(lambda: (pulse.still.update({"b": "it is held"}), pulse._on_still("b")))
-    assert httpx.post(f"{three.url}/reset_prefix_cache", timeout=60).status_code == 200
+    answer = httpx.post(f"{three.url}/reset_prefix_cache", timeout=60)
+    assert answer.status_code == 501, "a replica that goes on does not know it"
+    assert "Other replicas have made the change" in answer.json()["error"]["message"]
     hits = {
         name: one.explain({"prompt_token_ids": long_prompt(1)}).num_hit_tokens for name, one in three.link.llms.items()
     }

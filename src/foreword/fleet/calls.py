@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from foreword import __version__
 from foreword.fleet.link import Link, ReplicaLostError
-from foreword.fleet.messages import UNKNOWN_VERB, Refused, asking
+from foreword.fleet.messages import UNKNOWN_VERB, Refused, asking, unknown_verb
 from foreword.server.api_errors import APIError
 from foreword.server.verbs import T, Ts, Verb
 
@@ -57,10 +58,13 @@ class Calls:
         return _merged(asked, verb.merge)
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """The same for a verb that changes something: replicas that it does not reach run it later."""
+        """The same for a verb that changes something: replicas that it does not reach run it later.
+
+        Raises APIError 501 if any replica that it reaches does not know it.
+        """
         data, names = asking(verb, arguments), self._names()
         asked = await asyncio.gather(*(self._change(name, data) for name in names), return_exceptions=True)
-        return _merged(asked, verb.merge)
+        return _merged(asked, verb.merge, by_all=True)
 
     def catch_up(self, name: str) -> bool:
         """Have a replica that goes on make up for what it missed, and then call `then`; False if it missed nothing."""
@@ -140,9 +144,15 @@ class Calls:
         """The result of one replica. Raises ReplicaLostError if it does not answer or its engine has failed."""
         try:
             async with asyncio.timeout(CALL_S):
-                result = pickle.loads(await self._link.call(name, data))
+                answer = await self._link.call(name, data)
         except TimeoutError as error:
             raise ReplicaLostError(f"replica {name} has not answered for {CALL_S:.0f} s", died=False) from error
+        try:
+            result = pickle.loads(answer)
+        except Exception as error:  # its classes are others
+            logger.warning("replica %s is left out, because its answer cannot be read: %r", name, error)
+            message = f"What replica {name} answers to foreword {__version__} is of another version, and cannot be read"
+            raise unknown_verb(message) from error
         if not isinstance(result, Refused):
             return result
         if result.code == ENGINE_FAILED:
@@ -152,8 +162,11 @@ class Calls:
         raise result.error()
 
 
-def _merged(asked: list[Any], merge: Callable[[list[T]], T]) -> T:
-    """One answer from those of the replicas that were reached and know the verb. Raises what one of these raises."""
+def _merged(asked: list[Any], merge: Callable[[list[T]], T], *, by_all: bool = False) -> T:
+    """One answer from those of the replicas that were reached and know the verb. Raises what one of these raises.
+
+    Raises APIError 501 if none of them knows it, with `by_all` if any does not.
+    """
     found: list[T] = []
     refused: APIError | None = None
     for one in asked:
@@ -165,6 +178,9 @@ def _merged(asked: list[Any], merge: Callable[[list[T]], T]) -> T:
             raise one
     if not found:
         raise refused or none_ready()
+    if by_all and refused is not None:
+        message = f"{refused} Other replicas have made the change."
+        raise APIError(refused.status, message, kind=refused.kind, code=refused.code)
     return merge(found)
 
 

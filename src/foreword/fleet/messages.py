@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERB = "unknown_verb"
-"""Code of what a replica refuses because another version of foreword asks it."""
+"""Code of what a replica refuses because another version of foreword asks it, or answers in a form unknown here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +105,30 @@ def asking(verb: Verb[T, *Ts], arguments: tuple[*Ts]) -> bytes:
 
 
 def asked_for(data: bytes) -> Callable[[Engine], Any]:
-    """What an engine is to run. Raises APIError 501 for what another version asks, and this one does not know."""
-    version, name, packed = pickle.loads(data)
+    """What an engine is to run. Raises APIError 501 for what another version asks, and for what cannot be read.
+
+    Values of another version are not read: fields pickle by position, so a new one would shift the others.
+    """
+    version = name = "(unknown)"
     try:
+        version, name, packed = pickle.loads(data)
+        if version != __version__:
+            raise ValueError("another version asks")
         run, arguments = VERBS[name].run, pickle.loads(packed)
         signature(run).bind(None, *arguments)
     except Exception as error:
-        logger.warning("the verb %.100r of foreword %s cannot be read: %r", name, version, error)
-        message = f"A replica runs foreword {__version__}, which does not know {name!r} as foreword {version} asks it; "
-        raise APIError(501, message + "upgrade that replica.", kind="server_error", code=UNKNOWN_VERB) from error
+        logger.warning("the verb %.100r of foreword %.100s is refused: %r", name, version, error)
+        message = (
+            f"A replica runs foreword {__version__}, which does not take {name!r:.100} of foreword {version!s:.100}"
+        )
+        raise unknown_verb(message) from error
     return lambda engine: run(engine, *arguments)
+
+
+def unknown_verb(message: str) -> APIError:
+    """What two versions of foreword that do not understand each other are refused with."""
+    message += "; upgrade the older one."
+    return APIError(501, message, kind="server_error", code=UNKNOWN_VERB)
 
 
 class Codec:
