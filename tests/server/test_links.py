@@ -21,6 +21,7 @@ from foreword.cli import main
 from foreword.engine import Prompt
 from foreword.errors import ConfigError
 from foreword.linking import MeasuredLinks, Rightness
+from foreword.pml.edits import compose_edit
 from foreword.request import LinkReport
 from foreword.server.access.links import ServedLinks, to_its_end
 from foreword.server.options import ServerConfig
@@ -394,6 +395,30 @@ def test_an_edit_whose_source_is_not_cached_is_answered_exactly(server: ServerTh
     assert "approximate" not in exact
     assert exact["usage"]["foreword"]["not_linked"] == "the earlier prompt is not cached whole"
     assert exact["choices"][0]["message"] == chat(server, CUT).json()["choices"][0]["message"]
+
+
+def test_if_the_nearest_source_is_not_cached_the_next_one_is_taken(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, older = {"session_id": "nearest", "link": "none"}, LONG[:-1]
+    chat(server, older, **own)
+    chat(server, LONG, **own)
+    compared = []
+
+    def counted(*given: Any) -> Any:
+        compared.append(given)
+        return compose_edit(*given)
+
+    monkeypatch.setattr("foreword.server.chats.edits.compose_edit", counted)
+    assert chat(server, CUT, **own, n=1000).status_code == 400
+    assert not compared, "there will never be room"
+    monkeypatch.setattr("foreword.server.chats.edits.LEAST_SAVING", 0.5)
+    chat(server, CUT, **own)
+    assert len(compared) == 1, "the newest shares enough"
+    monkeypatch.undo()
+    server.ask(lambda engine: engine.reset_prefix_cache())
+    chat(server, older)
+    assert chat(server, CUT, **own).json()["approximate"] == "none"
 
 
 def test_links_of_chats_need_a_session_and_figures_of_edits(server: ServerThread, python: LLM, tmp_path: Path) -> None:

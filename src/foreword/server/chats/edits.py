@@ -7,7 +7,7 @@ not cached or has no room, or little saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -28,8 +28,15 @@ from foreword.server.verbs import COUNT_LINKED, NOT_CACHED, TOO_LARGE
 
 NUM_EARLIER = 8
 """Prompts of a session that are compared: its newest may be a title's, or a sub-agent's."""
+NUM_TRIED = 3
+"""Of these, the most that engines are asked about: the one that shares the most may not be cached."""
 LEAST_SAVING = 0.05
 """Share of a prompt's tokens that linking must save, and at least a block: it costs exactness."""
+_NO_SOURCE = {
+    TOO_LARGE: "the prompt, its answer and the earlier prompt do not fit into the cache together",
+    NOT_CACHED: "the earlier prompt is not cached whole",
+}
+"""Why a source cannot be linked from; another one may do."""
 _EVERYTHING = Method.parse("none")
 """Copies all that can be copied; needs no pass of the model."""
 
@@ -44,6 +51,7 @@ async def linked_to_session(
     """
     method = service.links.method_of_edits(link)
     service.llm.check_choice(method)
+    service.check_room(params.n)  # before anything takes time
     if caller.session_id is None:
         raise bad_request("link needs the session whose earlier prompt was edited; send session_id", param="link")
     if prompt.pictures:
@@ -54,29 +62,47 @@ async def linked_to_session(
     earlier = _earlier(service, caller, salt)
     if not earlier:
         return prompt, "the session has no earlier plain prompt"
-    service.check_length(len(prompt.token_ids))  # before anything takes time
-    composition = await service.crews.modules.run(lambda: _most_in_common(prompt.token_ids, earlier))
-    if composition is None:
-        return prompt, "nothing after the edit is the same as in the session's last plain prompts"
-    plain = service.placed(prompt, salt, None)
+    service.check_length(len(prompt.token_ids))
+    plain, why_not = service.placed(prompt, salt, None), None
+    edits = _edits(prompt.token_ids, earlier, _least_saving(service, plain))
+    for _ in range(NUM_TRIED):
+        composition = await service.crews.modules.run(lambda: next(edits, None))
+        if composition is None:
+            break
+        linked, why = await _linked(service, plain, composition, method, params)
+        if why is None:
+            return linked, None
+        why_not = why_not or why
+        if why not in _NO_SOURCE.values():
+            break
+    return prompt, why_not or "nothing after the edit is the same as in the session's last plain prompts"
+
+
+async def _linked(
+    service: Service, plain: Prompt, composition: Composition, method: Method, params: SamplingParams
+) -> tuple[Prompt, str | None]:
+    """The linked prompt, and why it does not pay."""
     choices = [method] if method.percent is None else [_EVERYTHING, method]  # a pass of the model only if it may pay
     for choice in choices:
         linked = await composed(service, choice, params.n, partial(service.llm.link, plain, composition, choice))
         why = await _not_paying(service, plain, linked, params.max_tokens)
         if why is not None:
-            return prompt, why
-    return linked, None
+            break
+    return linked, why
+
+
+def _least_saving(service: Service, plain: Prompt) -> int:
+    """Tokens that links must save."""
+    return max(service.llm.layout.block_size, round(LEAST_SAVING * len(plain.token_ids)))
 
 
 async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_tokens: int | None) -> str | None:
     """Why these links are not worth it now, or have no room; None: they save enough."""
     num_found, num_reused = await service.thread.ask(COUNT_LINKED, plain, linked, max_tokens)
-    if num_reused == TOO_LARGE:
-        return "the prompt, its answer and the earlier prompt do not fit into the cache together"
-    if num_reused == NOT_CACHED:
-        return "the earlier prompt is not cached whole"
+    if num_reused in _NO_SOURCE:
+        return _NO_SOURCE[num_reused]
     num_tokens, saved = len(plain.token_ids), max(0, num_reused - num_found)
-    least = max(service.llm.layout.block_size, round(LEAST_SAVING * num_tokens))
+    least = _least_saving(service, plain)
     if saved < least:
         return f"it would save {saved} of {num_tokens} tokens, and has to save {least}"
     return None
@@ -92,15 +118,22 @@ def _earlier(service: Service, caller: Caller, salt: str | None) -> list[Request
     return list(islice(found, NUM_EARLIER))
 
 
-def _most_in_common(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord]) -> Composition | None:
-    """The edit of the prompt that shares the most tokens, before and after the edit; None: none has any after it."""
-    found, num_most = None, 0
+def _edits(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord], num_rest: int) -> Iterator[Composition]:
+    """The prompt as an edit of each earlier one, the one that shares the most tokens first, before and after the edit.
+
+    One that shares all but `num_rest` tokens comes before later ones are compared. None comes that shares no token
+    after the edit, and not all that share less than NUM_TRIED others.
+    """
+    found: list[tuple[int, Composition]] = []
     for before in (one.prompt_token_ids for one in earlier):
-        if len(before) <= num_most:
+        if len(found) == NUM_TRIED and len(before) <= found[-1][0]:
             continue  # it cannot share more
         composition = compose_edit(token_ids, before)
         num_after = sum(len(part.token_ids) for part in composition.parts if part.span is not None)
         num_shared = common_length(token_ids, before) + num_after
-        if num_after and num_shared > num_most:
-            found, num_most = composition, num_shared
-    return found
+        if num_after and num_shared >= len(token_ids) - num_rest:
+            yield composition
+        elif num_after:
+            found = sorted([*found, (num_shared, composition)], key=lambda one: -one[0])[:NUM_TRIED]
+    for _, composition in found:
+        yield composition
