@@ -7,11 +7,16 @@ import socket
 import subprocess
 import sys
 from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from foreword import cli, llm
+from foreword.errors import ConfigError
+from foreword.server.access.tenants import read_keys
+from foreword.server.options import ServerConfig
+from foreword.server.run import check_files
 
 MODEL = str(files("foreword.demo") / "weights")
 
@@ -144,6 +149,18 @@ def test_serve_names_an_option_that_it_cannot_keep(arguments, message, foreword_
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_pipe_is_not_drained_before_the_server_reads_it() -> None:
+    read, write = os.pipe()
+    os.write(write, b'[anne]\nkeys = ["secret"]\n')
+    os.close(write)
+    pipe = Path(f"/dev/fd/{read}")
+    check_files(ServerConfig(keys_file=pipe, share_prefix=(pipe,), score_template=str(pipe)))
+    assert [tenant.name for tenant in read_keys(pipe).values()] == ["anne"]
+    os.close(read)
+    with pytest.raises(ConfigError, match="keys file '/dev' cannot be read"):
+        check_files(ServerConfig(keys_file=Path("/dev")))
 
 
 def test_serve_names_a_port_that_another_server_has_before_it_loads_a_model():

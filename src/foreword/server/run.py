@@ -66,17 +66,26 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_files(config: ServerConfig) -> None:
-    """Raise ConfigError unless the files that options name can be read. Called before a model is loaded."""
-    if config.keys_file is not None:
+    """Raise ConfigError unless the files that options name can be read. Called before a model is loaded.
+
+    Pipes are left alone: what is read here would be gone when the server starts.
+    """
+    if config.keys_file is not None and not _is_pipe(config.keys_file):
         read_keys(config.keys_file)
     for path in config.share_prefix:
-        read_prefix(path)
+        if not _is_pipe(path):
+            read_prefix(path)
     for option, name, places in (
         ("score_template", config.score_template, RANKING),
         ("classify_template", config.classify_template, CLASSIFYING),
     ):
-        if name is not None:
+        if name is not None and not _is_pipe(name):
             ScoreTemplate.named(option, name, places)
+
+
+def _is_pipe(path: str | os.PathLike[str]) -> bool:
+    """Whether what is there can be read only once."""
+    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
 def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> bool:
