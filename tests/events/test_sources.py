@@ -53,10 +53,11 @@ def test_wildcards_are_the_server_s_host() -> None:
 
 
 def test_a_loopback_address_of_another_machine_is_not_followed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.socket.bind", lambda *_: None)  # as where ip_nonlocal_bind lets any address be bound
     for name in ("endpoint", "replay_endpoint"):
         answer = json.dumps({"0": {**ONE, name: "tcp://127.0.0.1:5557"}}).encode()
         monkeypatch.setattr("foreword.events.sources._answer", lambda _, answer=answer: answer)
-        for host in ("localhost", "0.0.0.0"):  # addresses of this machine, whether or not they are loopback ones
+        for host in ("localhost", "0.0.0.0", "127.0.0.5"):  # this machine, whatever its name
             found = find_source(f"http://{host}:8000")
             assert "tcp://127.0.0.1:5557" in (found.events, found.replay)
         with pytest.raises(ConfigError, match=rf'{name}=tcp://127.0.0.1:5557, which only .* "tcp://\*:5557"'):

@@ -74,12 +74,14 @@ def _is_loopback(host: str | None) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host is this machine: a socket can be bound to its address."""
+    """Whether a host is this machine: what is sent there has the same address as its sender. Sends nothing."""
     with suppress(OSError):  # a name that cannot be resolved
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as trial:
-                trial.bind(address)
-                return True
+                trial.connect(address)
+                target = trial.getpeername()[0]  # of 0.0.0.0, the address that it stands for
+                if target == trial.getsockname()[0] or _is_loopback(target):
+                    return True
     return False
 
 
