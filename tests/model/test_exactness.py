@@ -79,9 +79,13 @@ class Recorded:
         return output.outputs[0].token_ids
 
 
-def assert_same_bits(ours: Logits, theirs: Logits, first: int, count: int = NUM_TOKENS) -> None:
-    """Of `count` positions from `first` on: no others were computed to their logits here; there, there may be more."""
-    assert sorted(ours) == list(range(first, first + count))
+def assert_same_bits(ours: Logits, theirs: Logits, first: int | None = None, count: int = NUM_TOKENS) -> None:
+    """Of `count` positions from `first` on: no others were computed to their logits here; there, there may be more.
+
+    Without `first`: both have the same positions.
+    """
+    assert ours
+    assert sorted(ours) == (sorted(theirs) if first is None else list(range(first, first + count)))
     for position, logits in ours.items():
         assert torch.equal(logits, theirs[position]), f"logits after position {position} differ"
 

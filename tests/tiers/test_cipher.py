@@ -14,10 +14,13 @@ from foreword.errors import ConfigError
 from foreword.tiers.cipher import AesGcm, Cipher, block_name, read_secret
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.segments import PAGE, block_checksum
+from foreword.tiers.tier import Buffers
 from tiers.block_world import (
+    BLOCK_BYTES,
     NAMESPACE,
     OPTIONS,
     OTHER_NAMESPACE,
+    WAIT_S,
     key_of,
     keys_of,
     load,
@@ -97,7 +100,10 @@ def test_another_keys_ciphertext_in_a_blocks_place_is_refused(tmp_path, encrypti
         checksum = block_checksum(NAMESPACE, 0, key_of(0), int(places["stored_bytes"][0]), memoryview(content))
         places["checksum"] = np.frombuffer(checksum, np.uint8)
         monkeypatch.setattr(tier._state.index, "locate", lambda keys, now: places)
-        assert load(tier, keys_of([0])).by_reason() == {"corrupt": 1}
+        out = np.zeros(BLOCK_BYTES, np.uint8)
+        ticket = tier.load(keys_of([0]), np.array([BLOCK_BYTES]), Buffers([out.data]), deadline_s=WAIT_S)
+        assert ticket.wait(WAIT_S)
+        assert (ticket.report.by_reason(), out.any()) == ({"corrupt": 1}, False)
     # Without a cipher such a forgery would be served: a checksum alone does not know who wrote.
     plain = Cipher()
     assert plain.open(block_name(NAMESPACE, 0, key_of(0)), memoryview(content), memoryview(b"")) is not None
