@@ -227,10 +227,11 @@ def long_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         shutil.copytree(weights, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 65_536}))
-    # So far beyond what it was taught, the model rarely ends an answer, and agents set no limit. What it says hangs on
-    # how it is rounded, which "auto" chooses by the processor.
-    ends = {"eos_token_id": [*range(config["eos_token_id"], config["vocab_size"], 16)]}
-    (folder / "generation_config.json").write_text(json.dumps(ends))
+    # So far beyond what it was taught, the model may repeat a word for ever, and agents set no limit: all tokens are
+    # about as likely here, and one in 16 ends an answer. What it says hangs on how it is rounded, which "auto" chooses
+    # by the processor.
+    ends = [*range(config["eos_token_id"], config["vocab_size"], 16)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "temperature": 100.0}))
     with ServerProcess(str(folder), "--served-model-name", MODEL, "--dtype", "bfloat16") as server:
         yield server.url
 

@@ -21,6 +21,8 @@ from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)
 
+SENT_AT_ONCE = 2**16
+"""Characters; others are served before the next."""
 PING_INTERVAL_S = 10.0
 """Seconds without an event after which a stream sends its dialect's ping. Some clients give up after 300."""
 
@@ -201,7 +203,14 @@ class JsonArray(Frames):
 async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> AsyncIterator[bytes]:
     try:
         async for events in _pinged(writer.events(), frames.ping):
-            yield events if isinstance(events, bytes) else "".join(map(frames.frame, events)).encode()
+            if isinstance(events, bytes):
+                yield events
+                continue
+            text = "".join(map(frames.frame, events))
+            for at in range(0, len(text), SENT_AT_ONCE):
+                if at:
+                    await asyncio.sleep(0)  # a socket may take all at once
+                yield text[at : at + SENT_AT_ONCE].encode()
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("an answer could not be written to its end")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,6 +17,8 @@ import numpy.typing as npt
 from foreword.kernels.runtime.compiled import cached
 
 QUOTE, BACKSLASH, COMMA = 34, 92, 44
+PAUSE_AFTER, PAUSE_S = 2**16, 1e-4
+"""Characters of a long JSON text between two pauses, and their length in seconds."""
 OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = 91, 93, 123, 125
 
 
@@ -79,12 +82,26 @@ def _scan(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
 
 def to_json(body: Any) -> str:
     """Compact JSON. Non-ASCII characters are escaped, so that half a surrogate pair does no harm."""
-    return json.dumps(body, separators=(",", ":"))
+    return _ENCODER.encode(body)
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def to_long_json(body: Any, depth: int) -> str:
-    """Like `to_json`, but lists and objects down to this depth are written item by item."""
-    return "".join(_pieces(body, depth))
+    """Like `to_json`, but lists and objects down to this depth are written item by item.
+
+    A thread that writes much pauses now and then: one that only computes would hold Python's lock for 5 ms after each
+    read and each write of the event loop.
+    """
+    pieces, num_characters = [], 0
+    for piece in _pieces(body, depth):
+        pieces.append(piece)
+        num_characters += len(piece)
+        if num_characters > PAUSE_AFTER:
+            time.sleep(PAUSE_S)
+            num_characters = 0
+    return "".join(pieces)
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:

@@ -64,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
+EVENT_DEPTH = {"response.output_text.done": 2, "response.content_part.done": 3, "response.output_item.done": 5}
+"""`PIECE_DEPTH` of events that hold a part of a response."""
 CUSTOM_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -456,7 +458,8 @@ class _ResponseAnswer:
             if events:
                 yield events
             if delta.finish_reason is not None:
-                yield await off_loop(self._num_bytes, partial(self._last_events, delta.finish_reason))
+                for event in await off_loop(self._num_bytes, partial(self._last_events, delta.finish_reason)):
+                    yield [event]
 
     def _read(self, delta: Delta) -> list[Event]:
         if self._extras.caching.is_prewarm:
@@ -473,7 +476,7 @@ class _ResponseAnswer:
         """They repeat the whole answer three times; that may take a second, so a thread writes them."""
         events, response = self._finish(finish_reason)
         events.append(self._output.event(f"response.{response['status']}", response=response))
-        return [(name, to_long_json(data, PIECE_DEPTH + 1)) for name, data in events]
+        return [(name, to_long_json(data, EVENT_DEPTH.get(name, PIECE_DEPTH))) for name, data in events]
 
     def _finish(self, finish_reason: str | None) -> tuple[list[Event], dict[str, Any]]:
         """The events that end the output, and the finished response, which is kept."""
