@@ -476,7 +476,7 @@ class _ResponseAnswer:
         """They repeat the whole answer three times; that may take a second, so a thread writes them."""
         events, response = self._finish(finish_reason)
         events.append(self._output.event(f"response.{response['status']}", response=response))
-        return [(name, to_long_json(data, EVENT_DEPTH.get(name, PIECE_DEPTH))) for name, data in events]
+        return [(name, to_long_json(data, EVENT_DEPTH.get(name or "", PIECE_DEPTH))) for name, data in events]
 
     def _finish(self, finish_reason: str | None) -> tuple[list[Event], dict[str, Any]]:
         """The events that end the output, and the finished response, which is kept."""
