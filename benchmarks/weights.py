@@ -4,11 +4,12 @@ Engines take turns within each round (A B, then B A), so a ratio compares times 
 tokens; a hit shares all but its last 16 with a prompt before it. The limit beside decoding is what one token has to
 read: the file's bytes, over the rate at which one thread reads memory (`read_gb_s`).
 
-    python benchmarks/weights.py --file PATH.gguf [--types Q4_0,Q8_0] [--llama-python PATH] [--repeats N] [--prompt N]
+    python benchmarks/weights.py --file PATH.gguf [--shape 0.5b] [--types Q4_0,Q8_0] [--llama-python PATH] [--prompt N]
 
-`--types` has llama.cpp write the file again in these types (of codes, so the values are not those of a converter). The
-last line is JSON: for each type and engine the medians and the best, and foreword's share of llama.cpp's time by
-either; on a machine that others use, too, the best says more.
+`--shape` makes a larger file with the tokenizer of PATH and random weights in BF16. `--types` has llama.cpp write the
+file again in these types (of codes, so the values are not those of a converter). The last line is JSON: for each type
+and engine the medians and the best, and foreword's share of llama.cpp's time by either; on a machine that others use,
+too, the best says more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import gguf
 import numpy as np
 
 from engine import EngineProcess
@@ -32,6 +34,14 @@ from foreword.model.checkpoint.gguf.file import open_gguf
 
 OWN, DECODE_IN, DECODE_OUT, MANY = 16, 32, 64, 16
 KV_BYTES = 1 << 30
+HEADS = {"attention.head_count_kv": 2, "vocab_size": 49_152}
+SHAPES = {
+    "0.5b": {"block_count": 24, "embedding_length": 896, "feed_forward_length": 4864, "attention.head_count": 14}
+    | {"rope.dimension_count": 64, **HEADS},
+    "1.5b": {"block_count": 28, "embedding_length": 1536, "feed_forward_length": 8960, "attention.head_count": 12}
+    | {"rope.dimension_count": 128, **HEADS},
+}
+"""Sizes of Qwen2's 0.5B and 1.5B, with SmolLM2's vocabulary, by names of a GGUF file's metadata."""
 ENGINES = {"foreword": ("foreword", "auto"), "foreword int8": ("foreword", "int8"), "llama.cpp": ("llama.cpp", "auto")}
 """Names in the report -> the engine, and how weights are multiplied."""
 REQUANTIZE = """
@@ -48,6 +58,43 @@ def resident_mb(engine: EngineProcess) -> float:
     """Megabytes of memory that an engine's process holds."""
     status = Path(f"/proc/{engine._process.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1000
+
+
+def write_random(source: Path, target: Path, sizes: dict[str, int]) -> None:
+    """A Llama of these sizes with random weights; the other metadata is that of `source`, a Llama, too."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            value = sizes.get(name.removeprefix("llama."), field.contents())
+            writer.add_key_value(name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    vocab, hidden, wide = sizes["vocab_size"], sizes["embedding_length"], sizes["feed_forward_length"]
+    kv = hidden // sizes["attention.head_count"] * sizes["attention.head_count_kv"]
+    rng = np.random.default_rng(0)
+
+    def add(name: str, rows: int, columns: int) -> None:
+        bits = (rng.standard_normal((rows, columns), np.float32) * 0.02).view(np.uint32) >> 16
+        raw = bits.astype(np.uint16).view(np.uint8)
+        writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    add("token_embd", vocab, hidden)
+    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
+    for layer in range(sizes["block_count"]):
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(hidden, np.float32))
+        for name, rows, columns in (
+            ("attn_q", hidden, hidden),
+            ("attn_k", kv, hidden),
+            ("attn_v", kv, hidden),
+            ("attn_output", hidden, hidden),
+            ("ffn_gate", wide, hidden),
+            ("ffn_up", wide, hidden),
+            ("ffn_down", hidden, wide),
+        ):
+            add(f"blk.{layer}.{name}", rows, columns)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def read_rate() -> float:
@@ -115,6 +162,7 @@ def measure(path: Path, pythons: dict[str, str], args: argparse.Namespace, folde
 def main() -> int:
     parser = argparse.ArgumentParser(description="foreword in both arithmetics and llama.cpp on the same GGUF files")
     parser.add_argument("--file", required=True, metavar="PATH", help="a GGUF file")
+    parser.add_argument("--shape", choices=SHAPES, help="make a file of this shape with random weights")
     parser.add_argument("--types", default="", help="types to write the file again in, with commas between")
     parser.add_argument("--llama-python", metavar="PATH", help="interpreter of an environment with llama-cpp-python")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one to warm up (default: 5)")
@@ -133,10 +181,14 @@ def main() -> int:
     pythons |= {"llama.cpp": args.llama_python} if args.llama_python else {}
     report: dict[str, object] = {"read_gb_s": round(read_rate() / 1e9, 1), "threads": args.threads}
     with TemporaryDirectory(prefix="foreword-weights-") as made:
-        folder, paths = Path(made), {"as it is": Path(args.file)}
+        folder, source = Path(made), Path(args.file)
+        if args.shape:
+            source = folder / f"{args.shape}.gguf"
+            write_random(Path(args.file), source, SHAPES[args.shape])
+        paths = {"as it is": source}
         for kind in filter(None, args.types.split(",")):
-            paths[kind] = folder / f"{Path(args.file).stem}.{kind}.gguf"
-            command = [args.llama_python, "-c", REQUANTIZE, args.file, str(paths[kind]), kind]
+            paths[kind] = folder / f"{source.stem}.{kind}.gguf"
+            command = [args.llama_python, "-c", REQUANTIZE, str(source), str(paths[kind]), kind]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for kind, path in paths.items():
             report[kind] = measure(path, pythons, args, folder)
