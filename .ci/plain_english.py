@@ -1,12 +1,14 @@
 """Finds phrases that stop a reader, in docstrings, comments and messages, and in the pages for users.
 
 CONTRIBUTING.md has the same list for people. `python .ci/plain_english.py [PATH ...]` prints one line per finding,
-`file:line: message`, and exits with 1 if there is one.
+`file:line: message`, and exits with 1 if there is one. `--sample SEED [PATH ...]` prints 60 paragraphs instead, for a
+person who has not read them: each is to be understood when it is read once.
 """
 
 from __future__ import annotations
 
 import io
+import random
 import re
 import sys
 import tokenize
@@ -113,12 +115,31 @@ def files_of(names: list[str]) -> list[Path]:
     return sorted(files)
 
 
+def texts_of(path: Path) -> list[Text]:
+    """The prose of a file."""
+    source = path.read_text(encoding="utf-8")
+    return [prose_of_page(source)] if path.suffix == ".md" else [*prose_of_python(source)]
+
+
+def sample(seed: int, names: list[str]) -> None:
+    """Print 60 paragraphs of whole sentences, from pages, docstrings and comments."""
+    paragraphs = [
+        f"{path.relative_to(ROOT)}:{text.line}\n    {' '.join(paragraph.split())}"
+        for path in files_of(names or CHECKED)
+        for text in texts_of(path)
+        for paragraph in re.split(r"\n\s*\n", text.content)
+        if re.fullmatch(r"\s*[A-Z\[`(].*[.:]\s*", paragraph, re.DOTALL) and paragraph.count(" ") >= 7
+    ]
+    print("\n".join(random.Random(seed).sample(paragraphs, 60)))
+
+
 def main(names: list[str]) -> int:
+    if names[:1] == ["--sample"]:
+        sample(int(names[1]), names[2:])
+        return 0
     num_found = 0
     for path in files_of(names or CHECKED):
-        source = path.read_text(encoding="utf-8")
-        texts = [prose_of_page(source)] if path.suffix == ".md" else prose_of_python(source)
-        for line, phrase, say in findings(texts):
+        for line, phrase, say in findings(texts_of(path)):
             print(f'{path.relative_to(ROOT)}:{line}: "{phrase}": say {say}')
             num_found += 1
     return min(num_found, 1)
