@@ -149,8 +149,8 @@ def test_embeddings_are_counted_while_requests_hold_them(llm: LLM, table: torch.
     gc.collect()
     assert held.num_bytes == 0
     with ServerThread(llm, ServerConfig(log_requests=False)) as server:
-        assert held.most == MOST_MEDIA_BYTES
-        held.most = 2 * table[IDS].nbytes
+        assert held.limit == MOST_MEDIA_BYTES
+        held.limit = 2 * table[IDS].nbytes
         kept = [llm.embeds.read(table[IDS]) for _ in range(2)]
         body = {"model": MODEL, "prompt": "", "max_tokens": 1, "prompt_embeds": {"data": "", "shape": [1, 64]}}
         body["prompt_embeds"] |= {"data": base64.b64encode(bytes(256)).decode()}  # type: ignore[operator]
@@ -160,7 +160,7 @@ def test_embeddings_are_counted_while_requests_hold_them(llm: LLM, table: torch.
         del kept
         gc.collect()
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
-    held.most = None
+    held.limit = None
     gc.collect()
     assert held.num_bytes == 0
 

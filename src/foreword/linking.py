@@ -87,7 +87,7 @@ class Method:
             return name
         if name in ("none", "all"):
             return cls(name, 0 if name == "none" else None)
-        first, share = (one.fullmatch(name) if isinstance(name, str) else None for one in (_FIRST, _DEVIATION))
+        first, share = (pattern.fullmatch(name) if isinstance(name, str) else None for pattern in (_FIRST, _DEVIATION))
         if first is not None:
             return cls(name, int(first[1]))
         if share is not None:
@@ -137,8 +137,8 @@ def link_parts(
     check_choice(method, deviations)
     if method.percent is None or deviations is None:
         return links
-    found = deviations.measure(composition.token_ids, links, salt)
-    return links.without(most_deviating(found, may_choose, method.percent))
+    deviation = deviations.measure(composition.token_ids, links, salt)
+    return links.without(most_deviating(deviation, may_choose, method.percent))
 
 
 def check_choice(method: Method, deviations: Deviations | None) -> None:
@@ -247,12 +247,12 @@ class MeasuredLinks:
 
     def write(self, path: Path) -> None:
         """Write the file. Raises ConfigError if it cannot be written."""
-        told = {"format": FORMAT, "model": self.model_id, "methods": _as_json(self.methods)}
-        told |= {"with_gaps": _as_json(self.with_gaps)} if self.with_gaps else {}
-        told |= {"edits": _as_json(self.edits)} if self.edits else {}
-        told |= self.details
+        content = {"format": FORMAT, "model": self.model_id, "methods": _as_json(self.methods)}
+        content |= {"with_gaps": _as_json(self.with_gaps)} if self.with_gaps else {}
+        content |= {"edits": _as_json(self.edits)} if self.edits else {}
+        content |= self.details
         try:
-            path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"{str(path)!r} cannot be written: {error.strerror}; name a file in a folder of yours"
@@ -262,17 +262,17 @@ class MeasuredLinks:
     def read(cls, path: Path) -> MeasuredLinks:
         """The file's content. Raises ConfigError if it cannot be read, or is none."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if (version := told.pop("format")) == 1:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if (version := content.pop("format")) == 1:
                 raise ConfigError(
                     f"link_measurements={str(path)!r} has format 1, of an earlier version: it counts equal answers, "
                     "and this version asks for right ones; measure again with `foreword pml measure --save FILE`"
                 )
             if version != FORMAT:
                 raise ValueError(f"its format is {version!r:.40}, and this version reads {FORMAT}")
-            methods = _methods(told.pop("methods"))
-            with_gaps, edits = (_methods(told.pop(name, {})) for name in ("with_gaps", "edits"))
-            return cls(str(told.pop("model")), methods, with_gaps, told, edits)
+            methods = _methods(content.pop("methods"))
+            with_gaps, edits = (_methods(content.pop(name, {})) for name in ("with_gaps", "edits"))
+            return cls(str(content.pop("model")), methods, with_gaps, content, edits)
         except ConfigError:
             raise
         except OSError as error:
@@ -286,19 +286,19 @@ class MeasuredLinks:
 
 def _as_json(methods: Mapping[str, Rightness]) -> dict[str, dict[str, int]]:
     return {
-        name: {"prompts": one.num_prompts, "lost": one.num_lost, "gained": one.num_gained}
-        for name, one in methods.items()
+        name: {"prompts": rightness.num_prompts, "lost": rightness.num_lost, "gained": rightness.num_gained}
+        for name, rightness in methods.items()
     }
 
 
-def _methods(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Rightness]:
-    found = {}
-    for name, one in told.items():
-        prompts, lost, gained = counts = one["prompts"], one["lost"], one["gained"]
+def _methods(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Rightness]:
+    methods = {}
+    for name, entry in content.items():
+        prompts, lost, gained = counts = entry["prompts"], entry["lost"], entry["gained"]
         if any(type(count) is not int or count < 0 for count in counts) or not prompts or lost + gained > prompts:
             raise ValueError(f"{lost!r} lost and {gained!r} gained of {prompts!r} prompts")
-        found[name] = Rightness(prompts, lost, gained)
-    return found
+        methods[name] = Rightness(prompts, lost, gained)
+    return methods
 
 
 @dataclass(frozen=True)
@@ -320,32 +320,32 @@ class Gate:
 
     def serves(self, method: str, *, has_gaps: bool = False) -> bool:
         """Whether a method passes, for prompts with gaps between their positions or for those without."""
-        found = self._measured(has_gaps).get(method)
+        score = self._measured(has_gaps).get(method)
         if not self.least or (method == EXACT and not has_gaps):
             return True
-        return self._passes(found)
+        return self._passes(score)
 
     def check(self, method: str, *, has_gaps: bool = False) -> None:
         """Raise InvalidRequestError for a method that does not pass."""
         if self.serves(method, has_gaps=has_gaps):
             return
         measured = self._measured(has_gaps)
-        found = measured.get(method)
-        asked = f"this server lets it lose {1 - self.least:.1%} of the prompts (95% confidence)"
+        score = measured.get(method)
+        limit = f"this server lets it lose {1 - self.least:.1%} of the prompts (95% confidence)"
         if has_gaps:
-            told = "was not measured" if found is None else f"may lose {found.loss_interval[1]:.1%} ({found})"
-            remedy = "" if found is not None else "; the operator can measure it with `foreword pml measure --gaps`"
+            result = "was not measured" if score is None else f"may lose {score.loss_interval[1]:.1%} ({score})"
+            remedy = "" if score is not None else "; the operator can measure it with `foreword pml measure --gaps`"
             raise InvalidRequestError(
-                f"link={method!r} {told} with gaps between positions, which this prompt has, and {asked}; send "
+                f"link={method!r} {result} with gaps between positions, which this prompt has, and {limit}; send "
                 f'"positions": "dense", or leave link out{remedy}'
             )
-        if found is None:
+        if score is None:
             raise InvalidRequestError(
                 f"link={method!r} was not measured with this model; measured: "
                 f"{', '.join(sorted({EXACT, *measured}))}; the operator can measure it with `foreword pml measure`"
             )
         raise InvalidRequestError(
-            f"link={method!r} may lose {found.loss_interval[1]:.1%} with this model ({found}), and {asked}; use "
+            f"link={method!r} may lose {score.loss_interval[1]:.1%} with this model ({score}), and {limit}; use "
             "another method, or leave link out"
         )
 
@@ -357,15 +357,15 @@ class Gate:
         """Raise InvalidRequestError for a method that does not pass for prompts that were edited."""
         if self.serves_edits(method):
             return
-        found = self._edits.get(method)
-        if found is None:
+        score = self._edits.get(method)
+        if score is None:
             raise InvalidRequestError(
                 f"link={method!r} was not measured for edits with this model; the operator can measure it with "
                 "`foreword pml measure --tasks independent,parameters,edit --save FILE`, and give FILE with "
                 "--link-measurements; leave link out"
             )
         raise InvalidRequestError(
-            f"link={method!r} may lose {found.loss_interval[1]:.1%} of edited prompts with this model ({found}), and "
+            f"link={method!r} may lose {score.loss_interval[1]:.1%} of edited prompts with this model ({score}), and "
             f"this server lets it lose {1 - self.least:.1%} (95% confidence); use another method, or leave link out"
         )
 
@@ -373,8 +373,8 @@ class Gate:
     def _edits(self) -> Mapping[str, Rightness]:
         return {} if self.measured is None else self.measured.edits
 
-    def _passes(self, found: Rightness | None) -> bool:
-        return found is not None and found.loss_interval[1] <= 1 - self.least
+    def _passes(self, score: Rightness | None) -> bool:
+        return score is not None and score.loss_interval[1] <= 1 - self.least
 
     def _measured(self, has_gaps: bool) -> Mapping[str, Rightness]:
         if self.measured is None:

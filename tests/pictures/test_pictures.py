@@ -443,10 +443,10 @@ def test_only_a_server_limits_what_the_pictures_of_all_requests_hold(llm: LLM, m
     monkeypatch.setattr(PictureFile, "num_bytes", 2**29)
     held = [llm.pictures.read([PictureFile(file_of(noise(20, 20)))]) for _ in range(3)]
     assert llm.pictures.held.num_bytes >= 3 * 2**29
-    llm.pictures.held.most = MOST_MEDIA_BYTES
+    llm.pictures.held.limit = MOST_MEDIA_BYTES
     with pytest.raises(MediaBusyError, match="try again when some have ended"):
         llm.pictures.read([PictureFile(file_of(noise(20, 20)))])
-    llm.pictures.held.most = None
+    llm.pictures.held.limit = None
     del held
 
 

@@ -63,19 +63,19 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_model_config(args.model, args.dtype)
     with LLM(args.model, dtype=args.dtype) as llm:
-        found = calibrate(llm, config, prefill_tokens=args.prefill_tokens, repeats=args.repeats)
+        rates = calibrate(llm, config, prefill_tokens=args.prefill_tokens, repeats=args.repeats)
     if args.json:
-        print(json.dumps({name: getattr(found, name) for name in Calibration.__slots__}))
+        print(json.dumps({name: getattr(rates, name) for name in Calibration.__slots__}))
         return 0
     console = Console(highlight=False)
     console.print(
-        f"prefill of {found.prefill_tokens:,} tokens: {1e3 * found.prefill_s:,.0f} ms, "
-        f"{found.flops_per_s / 1e9:,.0f} GFLOP/s; one decoding step: {1e3 * found.decode_step_s:,.1f} ms, "
-        f"{found.bytes_per_s / 1e9:,.1f} GB/s"
+        f"prefill of {rates.prefill_tokens:,} tokens: {1e3 * rates.prefill_s:,.0f} ms, "
+        f"{rates.flops_per_s / 1e9:,.0f} GFLOP/s; one decoding step: {1e3 * rates.decode_step_s:,.1f} ms, "
+        f"{rates.bytes_per_s / 1e9:,.1f} GB/s"
     )
     console.print(
-        f"foreword replay TRACE --model {args.model} --flops {found.flops_per_s:.3g} "
-        f"--bandwidth {found.bytes_per_s / 1e9:.3f}GB",
+        f"foreword replay TRACE --model {args.model} --flops {rates.flops_per_s:.3g} "
+        f"--bandwidth {rates.bytes_per_s / 1e9:.3f}GB",
         soft_wrap=True,
     )
     return 0

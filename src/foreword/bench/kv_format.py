@@ -50,20 +50,20 @@ def run(args: argparse.Namespace) -> int:
     texts = [tokens[:longest].tolist() for tokens in read if len(tokens)]
     if not texts:
         raise ConfigError("all texts are empty; give files of text such as the model gets")
-    sizes, found = tokens_a_gigabyte(model), quality(model, texts)
+    sizes, loss = tokens_a_gigabyte(model), quality(model, texts)
     if args.json:
-        print(json.dumps({"tokens_a_gigabyte": sizes, **asdict(found)}))
+        print(json.dumps({"tokens_a_gigabyte": sizes, **asdict(loss)}))
         return 0
-    own, is_small = str(model.dtype).removeprefix("torch."), found.mean_divergence <= MOST_DIVERGENCE
+    dtype, is_small = str(model.dtype).removeprefix("torch."), loss.mean_divergence <= MOST_DIVERGENCE
     console = Console(highlight=False)
     console.print(
-        f"a gigabyte holds {sizes['own']:,} tokens in {own}, {sizes['int8']:,} in int8 "
+        f"a gigabyte holds {sizes['own']:,} tokens in {dtype}, {sizes['int8']:,} in int8 "
         f"({sizes['int8'] / sizes['own']:.2f} times as many)"
     )
     console.print(
-        f"int8 moves the next token's distribution by {found.mean_divergence:.5f} nats on average over "
-        f"{found.num_tokens:,} positions of {found.num_texts} texts, {found.largest_divergence:.5f} in the worst text; "
-        f"the likeliest token stays the same at {found.same_likeliest_token:.2%}"
+        f"int8 moves the next token's distribution by {loss.mean_divergence:.5f} nats on average over "
+        f"{loss.num_tokens:,} positions of {loss.num_texts} texts, {loss.largest_divergence:.5f} in the worst text; "
+        f"the likeliest token stays the same at {loss.same_likeliest_token:.2%}"
     )
     console.print(
         f"this is at most {MOST_DIVERGENCE} nats: serve with --kv-cache-dtype int8"

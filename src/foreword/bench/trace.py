@@ -307,9 +307,9 @@ def _report(options: TraceBenchOptions, llm: LLM, served: Served, num_skipped: i
     # A request's last generated token is not fed back into the model.
     computed_once = after.num_computed_tokens == prompt_tokens - reused + generated - len(served)
     equal = computed_once and all(0 <= tokens <= most_beyond for tokens in beyond)
-    found: dict[bool, list[RequestOutput]] = {True: [], False: []}
+    by_hit: dict[bool, list[RequestOutput]] = {True: [], False: []}
     for output in outputs:
-        found[output.num_cached_tokens >= MOSTLY_FOUND * len(output.prompt_token_ids)].append(output)
+        by_hit[output.num_cached_tokens >= MOSTLY_FOUND * len(output.prompt_token_ids)].append(output)
     return TraceReport(
         file=options.file.name,
         model="random weights, 0.1B parameters" if options.model is None else options.model,
@@ -325,8 +325,8 @@ def _report(options: TraceBenchOptions, llm: LLM, served: Served, num_skipped: i
         preemptions=after.num_preemptions,
         explanation="" if equal else _explain(options, after.stats.evictions, after.num_preemptions),
         hit_rate=reused / prompt_tokens if prompt_tokens else 0.0,
-        ttft_hits=Latency.of(found[True]),
-        ttft_misses=Latency.of(found[False]),
+        ttft_hits=Latency.of(by_hit[True]),
+        ttft_misses=Latency.of(by_hit[False]),
         generated_tokens=generated,
         wall_s=round(wall_s, 3),
         generated_tokens_per_s=round(generated / wall_s, 2),

@@ -118,5 +118,5 @@ from foreword.cache.manager import BlockState as BlockState, KVCacheManager as K
 from foreword.cache.payloads import PayloadCache as PayloadCache, PayloadHit as PayloadHit, Spill as Spill
 from foreword.cache.slot_index import SlotIndex as SlotIndex, SlotMatch as SlotMatch
 
-__all__ = sorted(name for name, one in vars().items() if not (name.startswith("_") or isinstance(one, ModuleType)))
+__all__ = sorted(name for name, value in vars().items() if not (name.startswith("_") or isinstance(value, ModuleType)))
 __all__.remove("ModuleType")

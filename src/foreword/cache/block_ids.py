@@ -44,5 +44,5 @@ def elsewhere(table: BlockIds) -> BlockIds:
 def in_pool(tables: Sequence[BlockIds]) -> BlockIds:
     """The blocks of all these tables that are in the pool."""
     entries = np.concatenate(tables)
-    found: BlockIds = entries[(entries != ELSEWHERE) & (entries != NULL_BLOCK)]
-    return found
+    block_ids: BlockIds = entries[(entries != ELSEWHERE) & (entries != NULL_BLOCK)]
+    return block_ids

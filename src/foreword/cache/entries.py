@@ -110,9 +110,9 @@ class EntryKeeper:
         pins = self._checked_pins()
         self.expire_pins(now)
         name = wish.name if wish.name is not None else entry_name(sequence, wish.owner, wish.source)
-        known = self._entries.get(name)
+        earlier = self._entries.get(name)
         nothing = CacheEntry(name, wish.owner, wish.source, len(sequence), self._whole(sequence), 0, now)
-        if known is None and not self._takes_another(wish.owner):
+        if earlier is None and not self._takes_another(wish.owner):
             return replace(nothing, lacks_budget=True)
         block_ids, ends = self._found(sequence)
         is_tail = self._pool.is_tail(block_ids)
@@ -120,23 +120,23 @@ class EntryKeeper:
         def pin(chosen: BlockIds) -> BlockIds:
             return pins.pin(name, chosen, wish.until, now, owner=wish.owner, refresh_s=wish.refresh_s)
 
-        kept = pin(block_ids[~is_tail])
-        if is_tail.any() and len(kept) == len(block_ids) - 1 and wish.until > now and pins.has_room(wish.owner):
+        pinned = pin(block_ids[~is_tail])
+        if is_tail.any() and len(pinned) == len(block_ids) - 1 and wish.until > now and pins.has_room(wish.owner):
             tail = block_ids[is_tail]
             self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self.block_size)
-            kept = pin(block_ids)
-        self._pool.take_back(kept)
-        if not len(kept) and known is None:
+            pinned = pin(block_ids)
+        self._pool.take_back(pinned)
+        if not len(pinned) and earlier is None:
             pins.unpin(name)
             return replace(nothing, lacks_budget=bool(len(block_ids)))
         ends_of_blocks = dict(zip(block_ids.tolist(), ends.tolist(), strict=True))
-        if known is not None:  # blocks that were lost count as missing, until others hold their tokens
-            found, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())
-            old = {block: end for block, end in known.ends.items() if block in has_now or end not in found}
+        if earlier is not None:  # blocks that were lost count as missing, until others hold their tokens
+            present_ends, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())
+            old = {block: end for block, end in earlier.ends.items() if block in has_now or end not in present_ends}
             ends_of_blocks = {**old, **ends_of_blocks}
         refresh_s = wish.refresh_s
-        if known is not None and known.refresh_s is not None:
-            refresh_s = max(known.refresh_s, refresh_s or 0.0)
+        if earlier is not None and earlier.refresh_s is not None:
+            refresh_s = max(earlier.refresh_s, refresh_s or 0.0)
         self._entries[name] = _Entry(wish.owner, wish.source, refresh_s, sequence, ends_of_blocks)
         return self._entry(name, self._entries[name])
 
@@ -225,9 +225,9 @@ class EntryKeeper:
         return self._pins
 
 
-def _num_kept(entry: _Entry, kept: set[int]) -> int:
-    missing = min((end for block_id, end in entry.ends.items() if block_id not in kept), default=np.inf)
-    return max((end for block_id, end in entry.ends.items() if block_id in kept and end < missing), default=0)
+def _num_kept(entry: _Entry, pinned: set[int]) -> int:
+    missing = min((end for block_id, end in entry.ends.items() if block_id not in pinned), default=np.inf)
+    return max((end for block_id, end in entry.ends.items() if block_id in pinned and end < missing), default=0)
 
 
 def entry_name(sequence: TokenSequence, owner: str | None = None, source: str = PIN) -> str:

@@ -112,8 +112,8 @@ def explain_lookup(
         return LookupExplanation(length, 0, MissReason.LOOKUP_SKIPPED)
     if hit.num_tokens >= length - 1:
         return LookupExplanation(length, hit.num_tokens, None)
-    most = sequence.most_hit_tokens
-    if most is not None and hit.num_tokens + coordinator.alignment > most:
+    limit = sequence.most_hit_tokens
+    if limit is not None and hit.num_tokens + coordinator.alignment > limit:
         return LookupExplanation(length, hit.num_tokens, MissReason.LOOKUP_SKIPPED)
     reason, eviction = coordinator.why_missed(sequence, hit)
     missing = hit.num_shared_tokens // sequence.block_size

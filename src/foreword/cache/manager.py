@@ -336,11 +336,11 @@ class KVCacheManager(EntryKeeper):
 
     def _cache_filled(self, rows: Int64Array, ends: Int64Array) -> None:
         """Index the blocks that these rows fill, except those whose last token is not known yet."""
-        known = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
-        if not any(known):
+        is_filled = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
+        if not any(is_filled):
             return
-        if not all(known):
-            rows, ends = rows[known], ends[known]
+        if not all(is_filled):
+            rows, ends = rows[is_filled], ends[is_filled]
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)
 
     def has_blocks_for(self, rows: Int64Array, num_tokens: Int64Array) -> bool:

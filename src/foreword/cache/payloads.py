@@ -141,12 +141,12 @@ class PayloadCache(Generic[Payload]):
             self._report()
 
     def _find(self, sequence: TokenSequence) -> PayloadHit[Payload] | None:
-        while (found := self._index.match(sequence).partial) is not None:
-            entry = self._memory.get(found.block_id) or self._read(self._disk[found.block_id])
+        while (match := self._index.match(sequence).partial) is not None:
+            entry = self._memory.get(match.block_id) or self._read(self._disk[match.block_id])
             if entry is not None and entry.payload is not None:
                 self._memory[entry.entry_id] = self._memory.pop(entry.entry_id)
-                self.stats.count_lookup("", len(sequence), found.num_tokens)
-                return PayloadHit(entry.payload, found.num_tokens, entry.num_tokens, entry.entry_id)
+                self.stats.count_lookup("", len(sequence), match.num_tokens)
+                return PayloadHit(entry.payload, match.num_tokens, entry.num_tokens, entry.entry_id)
         self.stats.count_lookup("", len(sequence), 0)
         return None
 
@@ -164,8 +164,8 @@ class PayloadCache(Generic[Payload]):
                 f"a payload of {num_bytes} bytes for {len(sequence)} tokens cannot be kept; give at least one of each, "
                 "and a payload that is not None"
             )
-        found = self._index.match(sequence).partial
-        if num_bytes > self.max_bytes or (found is not None and found.num_tokens == len(sequence)):
+        match = self._index.match(sequence).partial
+        if num_bytes > self.max_bytes or (match is not None and match.num_tokens == len(sequence)):
             return False
         try:
             if not self._unused:
@@ -295,8 +295,8 @@ class PayloadCache(Generic[Payload]):
             logger.warning("a payload could not be written to %s; it is lost", file, exc_info=True)
         finally:
             if not 0 < num_bytes <= spill.max_bytes:
-                for written in file.parent.glob(f"{self._num_written}.*"):  # with an ending that `dump` added, too
-                    _remove(written)
+                for leftover in file.parent.glob(f"{self._num_written}.*"):  # with an ending that `dump` added, too
+                    _remove(leftover)
         if not 0 < num_bytes <= spill.max_bytes:
             return False
         while self.num_file_bytes + num_bytes > spill.max_bytes:

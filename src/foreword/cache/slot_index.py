@@ -86,10 +86,10 @@ class SlotIndex:
         """
         if match in self._locked:
             raise AllocationError("this match is locked already; match again for another lock")
-        found = self._found(match._sequence)
-        if not np.array_equal(found.slots[: len(match.slots)], match.slots):
+        current = self._found(match._sequence)
+        if not np.array_equal(current.slots[: len(match.slots)], match.slots):
             raise AllocationError(
-                f"only {found.num_tokens} of the {match.num_tokens} tokens of this match are still in its slots; "
+                f"only {current.num_tokens} of the {match.num_tokens} tokens of this match are still in its slots; "
                 "match again after each evict"
             )
         self._pool.touch(match.slots)
@@ -113,30 +113,30 @@ class SlotIndex:
         for a wrong number of them.
         """
         sequence = TokenSequence("", token_ids, block_size=self.block_size, extra_keys=extra_keys)
-        given = np.asarray(slots)
-        if given.dtype.kind not in "iu" and given.size:
-            raise AllocationError(f"slots are of the type {given.dtype}; give whole numbers")
-        given = given.astype(np.int64)
-        if given.shape != (sequence.num_full_blocks,):
+        ids = np.asarray(slots)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise AllocationError(f"slots are of the type {ids.dtype}; give whole numbers")
+        ids = ids.astype(np.int64)
+        if ids.shape != (sequence.num_full_blocks,):
             raise AllocationError(
-                f"slots of shape {given.shape} do not fit {len(sequence)} tokens; give {sequence.num_full_blocks}, one "
+                f"slots of shape {ids.shape} do not fit {len(sequence)} tokens; give {sequence.num_full_blocks}, one "
                 f"for each {self.block_size} tokens"
             )
         cached = self._index.match(sequence).block_ids
-        known = len(cached)
-        told = np.concatenate((given[:known][given[:known] != cached], given[known:]))
-        own = told[(told >= 0) & (told < self.num_slots)]
-        if len(own) < len(told) or not self._is_owned[own].all() or len(np.unique(told)) < len(told):
+        num_cached = len(cached)
+        offered = np.concatenate((ids[:num_cached][ids[:num_cached] != cached], ids[num_cached:]))
+        owned = offered[(offered >= 0) & (offered < self.num_slots)]
+        if len(owned) < len(offered) or not self._is_owned[owned].all() or len(np.unique(offered)) < len(offered):
             raise AllocationError(
-                f"slots {told} must be distinct, below {self.num_slots}, and not the cache's; give each of them once"
+                f"slots {offered} must be distinct, below {self.num_slots}, and not the cache's; give each of them once"
             )
-        new = given[known:].astype(np.int32)
+        new = ids[num_cached:].astype(np.int32)
         if len(new):
-            self._index.insert(sequence, known, new)
+            self._index.insert(sequence, num_cached, new)
             self._is_owned[new] = False
-            self._pool.note_cached(new, np.arange(known, len(given), dtype=np.int32))
+            self._pool.note_cached(new, np.arange(num_cached, len(ids), dtype=np.int32))
             if self._pool.wants_keys:
-                self._pool.note_keys(new, sequence.block_hashes()[known:])
+                self._pool.note_keys(new, sequence.block_hashes()[num_cached:])
             self._pool.free_blocks(new[::-1].copy())
         return self._found(sequence)
 

@@ -176,15 +176,15 @@ class ModelConfig:
             raise ConfigError(f"gpu_memory_utilization={share} is not a share of memory; use (0, 1]")
 
     def _check_kv_format(self) -> None:
-        asked = str(self.kv_cache_dtype).lower().removeprefix("torch.")
-        object.__setattr__(self, "kv_cache_dtype", asked)
-        if asked.startswith("fp8"):
+        name = str(self.kv_cache_dtype).lower().removeprefix("torch.")
+        object.__setattr__(self, "kv_cache_dtype", name)
+        if name.startswith("fp8"):
             raise ConfigError(
-                f"kv_cache_dtype={asked!r} is not there, because eight bits of float round keys and values more than "
+                f"kv_cache_dtype={name!r} is not there, because eight bits of float round keys and values more than "
                 "codes with a scale for each token and head; use 'int8', which takes as much memory"
             )
         _one_of(self, kv_cache_dtype=KVCacheDtype)
-        if asked != "int8":
+        if name != "int8":
             return
         if self.device != "cpu":
             raise ConfigError(
@@ -376,8 +376,8 @@ class EngineConfig:
             if type(options.get(name)).__module__ == "torch":  # torch.float16, torch.device("cpu")
                 options[name] = str(options[name]).removeprefix("torch.")
         options["dtype"] = _DTYPES.get(str(options.get("dtype")), options.get("dtype"))
-        known = engine_options()
-        values = read_options(options, {name: known[name] for name in known if name != "model"}, ENGINE_OPTIONS)
+        allowed = engine_options()
+        values = read_options(options, {name: allowed[name] for name in allowed if name != "model"}, ENGINE_OPTIONS)
 
         def of(group: type) -> dict[str, Any]:
             return {field.name: values[field.name] for field in fields(group) if field.name in values}
@@ -497,6 +497,6 @@ def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
 
 
-def _of_type(name: str, value: object, wanted: type | UnionType, remedy: str) -> None:
-    if not isinstance(value, wanted):
+def _of_type(name: str, value: object, kind: type | UnionType, remedy: str) -> None:
+    if not isinstance(value, kind):
         raise ConfigError(f"{name}={value!r} has the wrong type; use {remedy}")

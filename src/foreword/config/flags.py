@@ -114,12 +114,12 @@ class Flags:
                     action.help = argparse.SUPPRESS
         if hidden:
             parser.add_argument("--help-all", action=_HelpAll, hidden=hidden, help="show developers' options too")
-        known = self.options
+        names = self.options
         for name, renamed in RENAMED.items():
-            if name not in known and renamed.name in known and renamed.convert is not None:
+            if name not in names and renamed.name in names and renamed.convert is not None:
                 _add_hidden(parser, name, takes_value=False)  # all of them are switches
         for name, other in self.vllm.items():
-            if name not in known and (name not in RENAMED or RENAMED[name].name not in known):
+            if name not in names and (name not in RENAMED or RENAMED[name].name not in names):
                 _add_hidden(parser, name, takes_value=other.takes_value)
 
     def given(self, args: argparse.Namespace) -> dict[str, Any]:
@@ -127,19 +127,19 @@ class Flags:
 
         Raises ConfigError for values of a wrong type and for unknown keys, naming the nearest one.
         """
-        known = self.options
-        found: dict[str, Any] = {}
+        options = self.options
+        from_file: dict[str, Any] = {}
         if args.config is not None:
             content = read_config_file(args.config)
             try:
-                found = read_options(content, known, self.vllm)
+                from_file = read_options(content, options, self.vllm)
             except ConfigError as error:
                 raise ConfigError(f"config={str(args.config)!r}: {error}") from None
         flags = {name.removeprefix(PREFIX): value for name, value in vars(args).items() if name.startswith(PREFIX)}
         for name, value in flags.items():
-            if name in known:
-                flags[name] = _value_of(known[name], value)
-        return {**found, **read_options(flags, known, self.vllm)}
+            if name in options:
+                flags[name] = _value_of(options[name], value)
+        return {**from_file, **read_options(flags, options, self.vllm)}
 
 
 class _HelpAll(argparse.Action):
@@ -177,7 +177,7 @@ def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigEr
 
 
 def _add_flag(group: argparse._ActionsContainer, option: Option, example: str) -> argparse.Action:
-    others = [_flag(name) for name, one in RENAMED.items() if one.name == option.name and one.convert is None]
+    others = [_flag(name) for name, new in RENAMED.items() if new.name == option.name and new.convert is None]
     how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if option.kind is not bool:
         how = {"action": "append" if option.is_list else "store", "metavar": _metavar(option)}
@@ -212,19 +212,19 @@ def _metavar(option: Option) -> str:
         return "SIZE"
     if option.words:
         return "{" + ",".join(("N", *option.words)) + "}"
-    known = {int: "N", Path: "FILE", tuple[int, ...]: "N,N", tuple[Path, ...]: "FILE"}
+    metavars = {int: "N", Path: "FILE", tuple[int, ...]: "N,N", tuple[Path, ...]: "FILE"}
     if option.kind is float:
         return "SECONDS" if option.name.endswith("_s") else "X"
-    return known.get(option.kind, option.name.rpartition("_")[2].upper())
+    return metavars.get(option.kind, option.name.rpartition("_")[2].upper())
 
 
-def _value_of(option: Option, given: Any) -> Any:
+def _value_of(option: Option, setting: Any) -> Any:
     """The option's value for a flag's text or list of texts."""
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, list):
-        return [value for text in given for value in option.read_text(text)]
-    return option.read_text(given)
+    if isinstance(setting, bool):
+        return setting
+    if isinstance(setting, list):
+        return [value for text in setting for value in option.read_text(text)]
+    return option.read_text(setting)
 
 
 def _plain(text: str) -> Any:

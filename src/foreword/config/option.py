@@ -101,26 +101,26 @@ class Option:
 
 def options_of(*classes: type, without: Collection[str] = ()) -> dict[str, Option]:
     """The options that are fields of dataclasses, by name, in the order of the fields."""
-    found = {}
-    for one in classes:
-        hints, docs = get_type_hints(one), field_docs(one)
-        for field in dataclasses.fields(one):
+    options = {}
+    for cls in classes:
+        hints, docs = get_type_hints(cls), field_docs(cls)
+        for field in dataclasses.fields(cls):
             if field.name not in without:
                 default = None if field.default is dataclasses.MISSING else field.default
                 kind, words = _kind(hints[field.name])
-                found[field.name] = Option(field.name, kind, default, docs.get(field.name, ""), words)
-    return found
+                options[field.name] = Option(field.name, kind, default, docs.get(field.name, ""), words)
+    return options
 
 
-def field_docs(one: type) -> dict[str, str]:
+def field_docs(cls: type) -> dict[str, str]:
     """Docstrings below a class's fields, as in `Option.help`; empty if the source is not available."""
     try:
-        tree = ast.parse(inspect.getsource(inspect.getmodule(one) or one))
+        tree = ast.parse(inspect.getsource(inspect.getmodule(cls) or cls))
     except (OSError, TypeError):
         return {}
     docs: dict[str, str] = {}
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == one.__name__:
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
             for field, below in zip(node.body, node.body[1:], strict=False):
                 if (
                     isinstance(field, ast.AnnAssign)
@@ -128,39 +128,39 @@ def field_docs(one: type) -> dict[str, str]:
                     and isinstance(below, ast.Expr)
                     and isinstance(below.value, ast.Constant)
                 ):
-                    first, *rest = inspect.cleandoc(str(below.value.value)).split("\n\n")
-                    said = [first, *(paragraph for paragraph in rest if paragraph.startswith("None:"))]
-                    docs[field.target.id] = " ".join(" ".join(said).split())
+                    first, *paragraphs = inspect.cleandoc(str(below.value.value)).split("\n\n")
+                    parts = [first, *(paragraph for paragraph in paragraphs if paragraph.startswith("None:"))]
+                    docs[field.target.id] = " ".join(" ".join(parts).split())
     return docs
 
 
 def read_options(
-    values: Mapping[str, Any], known: Mapping[str, Option], vllm: Mapping[str, VllmOption]
+    values: Mapping[str, Any], options: Mapping[str, Option], vllm: Mapping[str, VllmOption]
 ) -> dict[str, Any]:
-    """Read values; returns them by the names of `known`, without those that are None.
+    """Read values; returns them by the names of `options`, without those that are None.
 
     Raises ConfigError for values of a wrong type, for values of `vllm`'s options that would change something, and for
     names that neither has.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, value in values.items():
         renamed = RENAMED.get(name)
-        if name not in known and renamed is not None and renamed.name in known:
-            option = known[renamed.name]
+        if name not in options and renamed is not None and renamed.name in options:
+            option = options[renamed.name]
             value = value if renamed.convert is None or value is None else _converted(name, value, renamed.convert)
             if value is not None and values.get(option.name) is not None:
                 raise ConfigError(f"{name} and {option.name} are one option; give one of them")
-        elif name in known:
-            option = known[name]
+        elif name in options:
+            option = options[name]
         elif name in vllm:
             check_vllm_option(name, value, vllm[name])
             continue
         else:
-            raise unknown_option(name, value, known)
+            raise unknown_option(name, value, options)
         read = option.read(value)
         if read is not None:
-            found[option.name] = read
-    return found
+            results[option.name] = read
+    return results
 
 
 def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
@@ -170,10 +170,10 @@ def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
         raise ConfigError(f"{name}={error}") from None
 
 
-def unknown_option(name: str, value: Any, known: Collection[str]) -> ConfigError:
+def unknown_option(name: str, value: Any, names: Collection[str]) -> ConfigError:
     """The error for an option that does not exist: it names the nearest one that does."""
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(known))}"
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(names))}"
     return ConfigError(f"unknown option {name!r}={value!r}; {hint}")
 
 

@@ -45,11 +45,11 @@ def read_processors(root: Path = Path("/")) -> Processors:
 def _quotas(root: Path) -> Iterator[float]:
     """The quotas of all cgroups that this process is in, from its own up to the root, in processors."""
     with contextlib.suppress(OSError, ValueError):  # what is there is not what Linux writes: nothing is known
-        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (root / "proc/self/mountinfo").read_text().splitlines()]
         for where, how in mounts:
             (_, _, _, mounted, mount_point, *_), (kind, _, settings) = where.split(" "), how.split(" ", 2)
-            for _, controllers, path in own:
+            for _, controllers, path in groups:
                 if (kind == "cgroup2" and not controllers) or (kind == "cgroup" and _has_cpu(controllers, settings)):
                     yield from _quotas_above(root, PurePosixPath(path), mounted, mount_point)
 

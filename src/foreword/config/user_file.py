@@ -27,9 +27,9 @@ class UserFile:
     def read(self) -> dict[str, Any]:
         """All entries; none if the file is damaged, or if another user could have written it."""
         with contextlib.suppress(OSError, ValueError), open(self.path, encoding="utf-8", opener=_open_no_link) as file:
-            found = os.fstat(file.fileno())
-            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-            if is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            status = os.fstat(file.fileno())
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+            if is_ours and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 entries = json.load(file)
                 return entries if isinstance(entries, dict) else {}
         return {}

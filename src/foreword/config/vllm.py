@@ -63,7 +63,7 @@ def _switch() -> VllmOption:
 
 
 def _only(*harmless: Any, remedy: str) -> VllmOption:
-    return VllmOption(harmless, remedy, takes_value=not any(isinstance(one, bool) for one in harmless))
+    return VllmOption(harmless, remedy, takes_value=not any(isinstance(value, bool) for value in harmless))
 
 
 def _allows_none(limits: Any) -> bool:
@@ -75,7 +75,7 @@ def _allows_none(limits: Any) -> bool:
             limits = dict(part.partition("=")[::2] for part in limits.split(","))
     if not isinstance(limits, Mapping):
         return False
-    counts = (one.get("count") if isinstance(one, Mapping) else one for one in limits.values())
+    counts = (limit.get("count") if isinstance(limit, Mapping) else limit for limit in limits.values())
     return all(str(count).strip() == "0" for count in counts)
 
 
@@ -208,9 +208,9 @@ def check_vllm_option(name: str, value: Any, option: VllmOption) -> None:
     """Accept a value that changes nothing. Raises ConfigError for any other."""
     harmless = option.harmless
     listed = harmless if isinstance(harmless, tuple) else ()
-    is_harmless = harmless(value) if callable(harmless) else any(_same(value, one) for one in listed)
+    is_harmless = harmless(value) if callable(harmless) else any(_same(value, item) for item in listed)
     if value is not None and harmless is not None and not is_harmless:
-        accepted = ", ".join(str(one) for one in listed if one not in ("", {}, [], ()))
+        accepted = ", ".join(str(item) for item in listed if item not in ("", {}, [], ()))
         only = f", only {accepted}" if accepted else ""
         raise ConfigError(f"{name}={value!r}, an option of vLLM, is not supported here{only}: {option.remedy}")
     logger.debug("%s=%r changes nothing here", name, value)

@@ -144,18 +144,18 @@ def _draw_order(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
     facts = recall.make_document(rng, num_lines - num_again, heading="").facts
     values = _Values(rng, facts)
     parts: _Parts = [[] for _ in range(num_parts)]
-    asked: list[Fact] = []
+    questions: list[Fact] = []
     spare = num_again
     while spare:
-        fact = facts[len(asked)]
+        fact = facts[len(questions)]
         num_stated = min(rng.choice((2, 2, 3)), num_parts, spare + 1)
         stated = [fact, *(Fact(fact.key, values.other(fact.value)) for _ in range(num_stated - 1))]
         rng.shuffle(stated)
-        for number, one in zip(sorted(rng.sample(range(num_parts), num_stated)), stated, strict=True):
-            parts[number].append(one.text)
-        asked.append(stated[-1])
+        for number, fact_again in zip(sorted(rng.sample(range(num_parts), num_stated)), stated, strict=True):
+            parts[number].append(fact_again.text)
+        questions.append(stated[-1])
         spare -= num_stated - 1
-    return _dealt(rng, [fact.text for fact in facts[len(asked) :]], parts), asked
+    return _dealt(rng, [fact.text for fact in facts[len(questions) :]], parts), questions
 
 
 def _draw_scope(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
@@ -173,7 +173,7 @@ def _draw_scope(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
     shared = recall.make_document(rng, (num_facts + num_smaller) // num_parts, heading="").facts
     values = _Values(rng, shared)
     parts: _Parts = [[]]
-    asked = []
+    questions = []
     for number, place in enumerate(places):
         size = len(shared) - (number >= num_parts - num_smaller)
         facts = [Fact(fact.key, values.other(fact.value)) for fact in rng.sample(shared, size)]
@@ -181,8 +181,8 @@ def _draw_scope(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
         parts[-1] += [f"In {place}:", *(fact.text for fact in facts[:num_before])]
         if number:
             parts.append([fact.text for fact in facts[num_before:]])
-            asked += [Fact(f"{fact.key} in {place}", fact.value) for fact in facts[num_before:]]
-    return parts, asked
+            questions += [Fact(f"{fact.key} in {place}", fact.value) for fact in facts[num_before:]]
+    return parts, questions
 
 
 def _draw_hops(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
@@ -200,13 +200,13 @@ def _hops(rng: Random, num_lines: int, num_parts: int, num_pairs: int, attribute
     """Each person has one of each kind of attributes: a city's, and a number's."""
     num_pairs, (of_cities, of_numbers) = max(1, min(_MOST_HOPS, num_pairs)), attributes
     facts = list(recall.make_document(rng, max(1, num_lines - 3 * num_pairs), heading="").facts)
-    values, known = _Values(rng, facts), {fact.key for fact in facts}
+    values, keys = _Values(rng, facts), {fact.key for fact in facts}
     parts: _Parts = [[] for _ in range(num_parts)]
-    asked = []
+    questions = []
     for name in rng.sample(recall.NAMES, num_pairs):
-        while (key := _thing_of_a_person(rng)) in known:
+        while (key := _thing_of_a_person(rng)) in keys:
             pass
-        known.add(key)
+        keys.add(key)
         here, there = rng.sample(range(num_parts), 2)
         parts[here].append(Fact(key, name).text)
         for attribute, value in (
@@ -214,8 +214,8 @@ def _hops(rng: Random, num_lines: int, num_parts: int, num_pairs: int, attribute
             (rng.choice(of_numbers), values.number()),
         ):
             parts[there].append(Fact(f"{attribute} of {name}", value).text)
-            asked.append(Fact(f"{attribute} of the {key}", value))
-    return _dealt(rng, [fact.text for fact in facts], parts), asked
+            questions.append(Fact(f"{attribute} of the {key}", value))
+    return _dealt(rng, [fact.text for fact in facts], parts), questions
 
 
 def _thing_of_a_person(rng: Random) -> str:
@@ -227,17 +227,17 @@ class _Values:
     """Values that no other fact of the case has, as far as there are enough."""
 
     def __init__(self, rng: Random, facts: Sequence[Fact]) -> None:
-        self._rng, self._taken = rng, {fact.value for fact in facts}
-        self._beginnings = {value[:3] for value in self._taken if value.isdigit()}
+        self._rng, self._used = rng, {fact.value for fact in facts}
+        self._beginnings = {value[:3] for value in self._used if value.isdigit()}
 
     def other(self, value: str) -> str:
         """A new value of the same kind: a number, a city or a name."""
         if value.isdigit():
             return self.number()
         words = recall.CITIES if value in recall.CITIES else recall.NAMES
-        free = [word for word in words if word not in self._taken]
+        free = [word for word in words if word not in self._used]
         chosen = self._rng.choice(free or [word for word in words if word != value])
-        self._taken.add(chosen)
+        self._used.add(chosen)
         return chosen
 
     def number(self) -> str:
@@ -246,8 +246,8 @@ class _Values:
             num_digits = self._rng.choice((3, 4, 5, 6))
             number = str(self._rng.randrange(10 ** (num_digits - 1), 10**num_digits))
             begins_alike = number[:3] in self._beginnings and len(self._beginnings) < recall.MOST_BEGINNINGS
-            if number not in self._taken and not begins_alike:
-                self._taken.add(number)
+            if number not in self._used and not begins_alike:
+                self._used.add(number)
                 self._beginnings.add(number[:3])
                 return number
 

@@ -75,9 +75,9 @@ class Agents:
 
     def look_up(self, call: Mapping[str, Any]) -> Message:
         """The tool's answer to a call."""
-        wanted = call["function"]["arguments"].get("fact")
-        texts = (fact.text for fact in self.notes.facts if f"the {fact.key}" == wanted)
-        return {"role": "tool", "content": next(texts, f"There is no {wanted}.")}
+        subject = call["function"]["arguments"].get("fact")
+        texts = (fact.text for fact in self.notes.facts if f"the {fact.key}" == subject)
+        return {"role": "tool", "content": next(texts, f"There is no {subject}.")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +196,16 @@ def run_agents(llm: LLM, agents: Agents) -> tuple[Turn, ...]:
     ]
     turns: list[Turn] = []
     for number in range(len(agents.questions[0])):
-        asked = [questions[number] for questions in agents.questions]
-        for history, question in zip(histories, asked, strict=True):
+        current = [questions[number] for questions in agents.questions]
+        for history, question in zip(histories, current, strict=True):
             history.append({"role": "user", "content": question.text})
-        for expected in (map(call_message, asked), map(_answer, asked)):
+        for expected in (map(call_message, current), map(_answer, current)):
             outputs = llm.chat(histories, params, tools=TOOLS)
-            for history, output, wanted in zip(histories, outputs, expected, strict=True):
+            for history, output, right_message in zip(histories, outputs, expected, strict=True):
                 reply = output.outputs[0].reply
                 assert reply is not None, "a chat's outputs have one"
                 message = _message(reply)
-                turns.append(_turn(output, correct=message == wanted))
+                turns.append(_turn(output, correct=message == right_message))
                 history += [message, *map(agents.look_up, message.get("tool_calls", ()))]
     return tuple(turns)
 

@@ -188,13 +188,13 @@ class Engine:
         of `max_tokens`.
         """
         self._intake.check(prompt, SamplingParams(max_tokens=max_tokens))
-        found, size, tables = [], self.manager.block_size, dict[TokenSequence, BlockIds]()
+        runs, size, tables = [], self.manager.block_size, dict[TokenSequence, BlockIds]()
         for run, source in self._intake.runs(prompt):
             if source not in tables:  # a method may leave hundreds of runs in one
                 [tables[source]] = self.manager.cached_blocks(source)
             num_missing = int((tables[source][: -(-run.source_end // size)] < 0).sum())
-            found.append((run, num_missing * size))
-        return found
+            runs.append((run, num_missing * size))
+        return runs
 
     def _checked_sequence(self, prompt: Prompt) -> TokenSequence:
         self._intake.check(prompt, SamplingParams(max_tokens=1))
@@ -343,13 +343,13 @@ class Engine:
             raise InvalidRequestError(
                 "with_text=True writes token ids, and a prompt with pictures or embeddings has more; export it without"
             )
-        told: dict[str, Any] = {**facts, "keys": self._keys_digest}
+        manifest: dict[str, Any] = {**facts, "keys": self._keys_digest}
         sequence = self._intake.sequence("", prompt)
         if with_text:
             keys = sequence.extra_keys
-            told |= {"token_ids": prompt.token_ids.tolist(), "cache_salt": keys.salt}
-            told |= {"adapter": keys.adapter, "adapter_offset": keys.adapter_offset} if keys.adapter else {}
-        return self._tiers.prefix_files.export_to(path, sequence, told, overwrite=overwrite)
+            manifest |= {"token_ids": prompt.token_ids.tolist(), "cache_salt": keys.salt}
+            manifest |= {"adapter": keys.adapter, "adapter_offset": keys.adapter_offset} if keys.adapter else {}
+        return self._tiers.prefix_files.export_to(path, sequence, manifest, overwrite=overwrite)
 
     def import_prefixes(self, path: Path, identity: CacheIdentity, model_name: str) -> ImportReport:
         """Take the blocks of a file, if it is sound and of that identity: into the first tier, or else into the pool.
@@ -359,13 +359,13 @@ class Engine:
         """
         self._outputs.collect(self._settle())
         try:
-            with PrefixFile(RealFiles(), path) as found:
-                reason = why_foreign(found.facts, identity, model_name)
-                if reason is None and found.facts["keys"] != self._keys_digest:
+            with PrefixFile(RealFiles(), path) as file:
+                reason = why_foreign(file.facts, identity, model_name)
+                if reason is None and file.facts["keys"] != self._keys_digest:
                     reason = "made with another key_salt or hash_function; give those of its maker"
                 if reason is not None:
                     return ImportReport(rejected=reason)
-                return self._tiers.prefix_files.take(found, self._sequence_in(found.facts))
+                return self._tiers.prefix_files.take(file, self._sequence_in(file.facts))
         except (UnsoundFileError, OSError) as error:
             return ImportReport(rejected=str(error))
 

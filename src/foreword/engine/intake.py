@@ -126,24 +126,24 @@ class Intake:
             raise InvalidRequestError(
                 f"bad_words={words!r:.60} need a tokenizer, and this model has none; leave them out"
             )
-        found: list[Sequence[int]] = []
+        token_lists: list[Sequence[int]] = []
         for word in words:
             spellings = self._text.spell(word)
             if not all(spellings) or not spellings:
                 raise InvalidRequestError(
                     f"the bad word {word!r:.60} has no tokens in this model's vocabulary; leave it out"
                 )
-            found += spellings
-        return found
+            token_lists += spellings
+        return token_lists
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The end of a prompt that `truncate_prompt_tokens` keeps."""
-        most = params.truncate_prompt_tokens
-        if most is None or prompt.links is not None:  # links are refused with it
+        num_kept = params.truncate_prompt_tokens
+        if num_kept is None or prompt.links is not None:  # links are refused with it
             return prompt
-        if most == -1:
-            most = max(1, self._limits.max_model_len - (params.max_tokens or 1))
-        num_dropped = max(0, len(prompt.token_ids) - most)
+        if num_kept == -1:
+            num_kept = max(1, self._limits.max_model_len - (params.max_tokens or 1))
+        num_dropped = max(0, len(prompt.token_ids) - num_kept)
         if not num_dropped:
             return prompt
         if prompt.pictures or prompt.embeds is not None:
@@ -184,15 +184,15 @@ class Intake:
 
     def _sources(self, links: Links, prompt: Prompt) -> tuple[TokenSequence, ...]:
         """For each run the sequence that it is copied from; equal ones are one object."""
-        made: dict[bytes, TokenSequence] = {}
+        by_tokens: dict[bytes, TokenSequence] = {}
         of_array: dict[int, TokenSequence] = {}
         for tokens in links.sources:
             key = tokens.tobytes()
-            if key not in made:
+            if key not in by_tokens:
                 # All of a source lies under the salt: what all tenants share of a prompt is no part of it.
                 source = Prompt(tokens, extra_keys=replace(prompt.extra_keys, salt_offset=0, spans=()))
-                made[key] = self.sequence("", source)
-            of_array[id(tokens)] = made[key]
+                by_tokens[key] = self.sequence("", source)
+            of_array[id(tokens)] = by_tokens[key]
         return tuple(of_array[id(run.source)] for run in links.runs)
 
     def _spans(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[KeyedSpan, ...]:
@@ -254,11 +254,11 @@ class Intake:
             )
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
-        most = length + max_tokens - 1
-        self._check_room_for_sources(prompt, most)
-        if not self._manager.can_ever_hold(most, self._max_step_tokens):
+        num_tokens = length + max_tokens - 1
+        self._check_room_for_sources(prompt, num_tokens)
+        if not self._manager.can_ever_hold(num_tokens, self._max_step_tokens):
             raise RequestTooLargeError(
-                f"the request needs {self._manager.max_num_blocks(most, self._max_step_tokens)} blocks of "
+                f"the request needs {self._manager.max_num_blocks(num_tokens, self._max_step_tokens)} blocks of "
                 f"{' or '.join(sorted({str(group.block_size) for group in self._manager.groups}))} tokens for {length} "
                 f"prompt tokens and {max_tokens} generated, but the pool has {self._manager.num_blocks}; lower "
                 "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
@@ -278,7 +278,8 @@ class Intake:
         sign = self._limits.picture_token_id
         if sign is None:
             return
-        num_signs, num_rows = int((prompt.token_ids == sign).sum()), sum(len(one.places) for one in prompt.pictures)
+        num_signs = int((prompt.token_ids == sign).sum())
+        num_rows = sum(len(picture.places) for picture in prompt.pictures)
         if num_signs != num_rows:
             raise InvalidRequestError(
                 f"the prompt has {num_signs} tokens that stand for pictures, and pictures for {num_rows}; send the "
@@ -313,8 +314,8 @@ class Intake:
             "marks of what to keep": bool(prompt.marks),
             "embeddings": bool(prompt.extra_keys.embeddings_hash) or prompt.embeds is not None,
             "adapter": prompt.adapter is not None,
-            "pictures that turn by row and column": any(one.grid is not None for one in prompt.pictures),
-            "pictures whose tokens see each other": any(one.sees_ahead for one in prompt.pictures),
+            "pictures that turn by row and column": any(picture.grid is not None for picture in prompt.pictures),
+            "pictures whose tokens see each other": any(picture.sees_ahead for picture in prompt.pictures),
             "adapter that begins inside it": bool(prompt.extra_keys.adapter and prompt.extra_keys.adapter_offset),
         }
         for what, is_given in unable.items():
@@ -330,13 +331,13 @@ class Intake:
         for tokens in links.sources:
             self._check_vocabulary(tokens, "source")
         lengths = [len(tokens) for tokens in links.sources]
-        last, most = int(links.positions[-1]), self._limits.max_model_len - 1
-        if max([last + 1, *lengths]) > most:
+        last, limit = int(links.positions[-1]), self._limits.max_model_len - 1
+        if max([last + 1, *lengths]) > limit:
             raise PromptTooLongError(
                 f"a linked prompt reaches position {last}, its longest source has {max(lengths, default=0)} tokens, "
-                f"but max_model_len={most + 1} must hold each, and an answer; shorten its parts",
+                f"but max_model_len={limit + 1} must hold each, and an answer; shorten its parts",
                 max([last + 1, *lengths]),
-                most,
+                limit,
             )
 
     def _check_room_for_sources(self, prompt: Prompt, num_tokens: int) -> None:

@@ -50,7 +50,7 @@ class SavedEntry:
     def __post_init__(self) -> None:
         """Raises ValueError or OverflowError for values that no entry has."""
         texts, refresh_s = (self.name, self.source, self.last_key), 1.0 if self.refresh_s is None else self.refresh_s
-        if not all(isinstance(one, str) for one in texts) or not isinstance(self.owner, str | None):
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.owner, str | None):
             raise ValueError("a name is no text")
         for number in (self.num_tokens, self.until, refresh_s):
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
@@ -206,21 +206,21 @@ class Keeper:
         """Write all entries to the file, if there is one; at most every `SAVE_EVERY_S` seconds unless `at_once`."""
         if self._file is None or not (at_once or time.monotonic() >= self._last_saved + SAVE_EVERY_S):
             return
-        known = self.entries(count_kept=False)
-        if known or self._file.path.exists():
+        entries = self.entries(count_kept=False)
+        if entries or self._file.path.exists():
             self._file.write(
                 [
                     SavedEntry(
-                        one.name,
-                        one.owner,
-                        one.source,
-                        one.num_tokens,
-                        one.last_key.hex(),
-                        self._to_wall(one.until),
-                        one.refresh_s,
+                        entry.name,
+                        entry.owner,
+                        entry.source,
+                        entry.num_tokens,
+                        entry.last_key.hex(),
+                        self._to_wall(entry.until),
+                        entry.refresh_s,
                     )
-                    for one in known
-                    if one.last_key is not None
+                    for entry in entries
+                    if entry.last_key is not None
                 ]
             )
         self._last_saved = time.monotonic()

@@ -105,11 +105,11 @@ class Linking:
         for source, num_blocks in self._needed(request, hit).items():
             if source in held:
                 continue
-            found = self._manager.hold_source(source, num_blocks)
-            if found is None:
+            block_ids = self._manager.hold_source(source, num_blocks)
+            if block_ids is None:
                 missing.append(source)
             else:
-                held[source] = found
+                held[source] = block_ids
         return missing
 
     def _needed(self, request: Request, hit: PrefixHit) -> dict[TokenSequence, int]:
@@ -176,7 +176,7 @@ class Linking:
             return
         self._stop_wanting(request)
         held, needed = self._held[request], set(self._pending(request, hit.num_tokens))
-        for source in [one for one in held if one not in needed]:
+        for source in [source for source in held if source not in needed]:
             self._manager.release_blocks(held.pop(source))
         request.num_copied_tokens = 0
         if not needed:
@@ -198,7 +198,7 @@ class Linking:
             request = self._running[row]
             if request in self._held:
                 assert request.links is not None
-                ranges += [(row, *one) for one in request.links.ranges(start, end)]
+                ranges += [(row, *span) for span in request.links.ranges(start, end)]
             else:
                 ranges.append((row, start, end))
         columns = np.array(ranges, np.int64).reshape(-1, 3).T
@@ -275,7 +275,7 @@ class Linking:
 
         They take none again before the next step is planned.
         """
-        waiting = [one for one in self._held if one.status is RequestStatus.WAITING and one is not to]
+        waiting = [request for request in self._held if request.status is RequestStatus.WAITING and request is not to]
         given_back = any(self._held[request] for request in waiting)
         for request in waiting:
             self.release(request)

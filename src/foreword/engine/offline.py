@@ -37,9 +37,9 @@ def run_all(
     outputs: dict[int, RequestOutput] = {}
     try:
         for number in depth_first(prompts, block_size, engine.num_cached_tokens):
-            one = params[number]
-            one = replace(one, seed=seeds[number]) if one.seed is None else one
-            outputs[number] = engine.add_request(ids[number], prompts[number], one)
+            sampling = params[number]
+            sampling = replace(sampling, seed=seeds[number]) if sampling.seed is None else sampling
+            outputs[number] = engine.add_request(ids[number], prompts[number], sampling)
         _step_until_done(engine, list(outputs.values()), show_progress)
     except BaseException:
         for output in outputs.values():
@@ -81,9 +81,9 @@ def depth_first(prompts: Sequence[Prompt], block_size: int, num_cached: Callable
     for number, prompt in enumerate(prompts):
         groups.setdefault((prompt.priority, prompt.extra_keys), []).append(number)
     trees = [_tree(prompts, numbers, block_size) for numbers in groups.values()]
-    found = {id(child): num_cached(prompts[child.first]) for tree in trees for child in tree.children}
+    cached_counts = {id(child): num_cached(prompts[child.first]) for tree in trees for child in tree.children}
     children = [child for tree in trees for child in tree.children]
-    children.sort(key=lambda child: (-found[id(child)], child.first))
+    children.sort(key=lambda child: (-cached_counts[id(child)], child.first))
     return [number for child in children for number in child.numbers()]
 
 
@@ -94,7 +94,7 @@ class _Node:
     depth: int
     first: int = -1
     """The number of its first prompt in the order of arrival."""
-    own: list[int] = field(default_factory=list)
+    ending: list[int] = field(default_factory=list)
     """Prompts that end here."""
     children: list[_Node] = field(default_factory=list)
 
@@ -103,7 +103,7 @@ class _Node:
         waiting = [self]
         while waiting:
             node = waiting.pop()
-            yield from node.own
+            yield from node.ending
             waiting.extend(sorted(node.children, key=lambda child: child.first, reverse=True))
 
 
@@ -122,7 +122,7 @@ def _tree(prompts: Sequence[Prompt], numbers: Sequence[int], block_size: int) ->
         if path[-1].depth < shared:
             path[-1].children.append(_Node(shared, children=[path[-1].children.pop()]))
             path.append(path[-1].children[-1])
-        leaf = _Node(max(shared + 1, len(tokens)), own=[number])
+        leaf = _Node(max(shared + 1, len(tokens)), ending=[number])
         path[-1].children.append(leaf)
         path.append(leaf)
     _note_first(root)
@@ -137,4 +137,4 @@ def _note_first(root: _Node) -> None:
         seen.append(node)
         waiting += node.children
     for node in reversed(seen):
-        node.first = min([*node.own, *(child.first for child in node.children)], default=-1)
+        node.first = min([*node.ending, *(child.first for child in node.children)], default=-1)

@@ -142,8 +142,8 @@ class RunningRows:
         progress["is_new"][rows] = False
         listed = token_ids.tolist()
         TokenSequence.append_each(self._sequences.take(rows).tolist(), listed)
-        stops, found = np.zeros(len(listed), np.bool_), self._stop_ids.intersection(listed)
-        if found:
-            for at in [at for at, token_id in enumerate(listed) if token_id in found]:
+        stops, stop_ids = np.zeros(len(listed), np.bool_), self._stop_ids.intersection(listed)
+        if stop_ids:
+            for at in [at for at, token_id in enumerate(listed) if token_id in stop_ids]:
                 stops[at] = listed[at] in self[int(rows[at])].stop_token_ids
         return stops

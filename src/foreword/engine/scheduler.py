@@ -83,7 +83,7 @@ class Scheduler:
         self._linking = Linking(manager, self._running, self._queue_source, self._move_source)
         encoding = EncoderBudget(encoder, config.max_num_encoder_input_tokens)
         self._shares = Shares(
-            self._running, config, self.states, self._linking, encoding, lambda most: self._starter.wanted(most)
+            self._running, config, self.states, self._linking, encoding, lambda limit: self._starter.wanted(limit)
         )
         waits = self._coalescing, self._tiers, self._linking
         self._starter = Starter(manager, self._waiting, self._running, self._shares, *waits)
@@ -182,7 +182,7 @@ class Scheduler:
         if not len(entries):
             return None
         self._tiers.note_planned()
-        tables = [own for own, _ in self.manager.group_block_tables(entries.rows)]
+        tables = [table for table, _ in self.manager.group_block_tables(entries.rows)]
         moves = self._linking.moves(entries, tables[0])
         return build_batch(entries, tables, self.manager.take_copies(), moves)
 
@@ -230,14 +230,14 @@ class Scheduler:
         rows, starts, ends = planned
         served = self.manager.allocate_running_slots(rows, ends)
         if served < len(rows):
-            kept = self._find_room(rows, ends, served)
-            return self._running.entries(*self._linking.without_runs(rows[kept], starts[kept], ends[kept]))
+            runnable = self._find_room(rows, ends, served)
+            return self._running.entries(*self._linking.without_runs(rows[runnable], starts[runnable], ends[runnable]))
         if len(self._waiting):
             _, firsts, lasts = self._linking.without_runs(rows, starts, ends)
-            left = self.config.max_num_batched_tokens - int((lasts - firsts).sum())
+            budget = self.config.max_num_batched_tokens - int((lasts - firsts).sum())
             is_cut = self._shares.leaves_room and bool((ends < self._running.progress["num_tokens"][rows]).any())
-            admitted = self._starter.start(left, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
-            rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
+            admitted = self._starter.start(budget, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
+            rows, starts, ends = (np.append(old, new) for old, new in zip(planned, admitted.T, strict=True))
         return self._running.entries(*self._linking.without_runs(rows, starts, ends))
 
     @property
@@ -246,7 +246,7 @@ class Scheduler:
 
     def _find_room(self, rows: Int64Array, ends: Int64Array, served: int) -> list[int]:
         """The rows that can run, after the first `served` got their slots and the next one lacks blocks."""
-        kept = list(range(served))
+        runnable = list(range(served))
         requests = [self._running[row] for row in rows.tolist()]
         for number in range(served, len(rows)):
             request = requests[number]
@@ -260,8 +260,8 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                kept.append(number)
-        return kept
+                runnable.append(number)
+        return runnable
 
     # ------------------------------------------------------------------ commit
 
@@ -435,8 +435,8 @@ class SimulatedScheduler(Scheduler):
         progress = running.progress.take(running.order)
         if not len(progress) or (progress["is_new"] | (progress["num_tokens"] - progress["num_computed"] != 1)).any():
             return 0
-        most = int((running.facts["max_length"][running.order] - progress["num_tokens"]).min()) - 1
-        return most and min(most, self.manager.num_quiet_tokens(running.order))
+        num_steps = int((running.facts["max_length"][running.order] - progress["num_tokens"]).min()) - 1
+        return num_steps and min(num_steps, self.manager.num_quiet_tokens(running.order))
 
     def num_computed_tokens(self) -> Int64Array:
         """Computed tokens of each running request, in service order."""

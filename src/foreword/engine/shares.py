@@ -44,15 +44,15 @@ class Shares:
         """The spans that running requests compute next, if there are blocks for all of them."""
         rows = self._running.order
         starts = self._running.progress["num_computed"][rows]
-        wanted = self._running.progress["num_tokens"][rows] - starts
+        demand = self._running.progress["num_tokens"][rows] - starts
         if self._states is not None or self._linking.holds:
             ends = self._one_by_one(rows, starts, budget, budget)
         elif self._shows_pictures(rows, starts):
-            ends = self._one_by_one(rows, starts, budget, self._most_each(wanted, budget))
+            ends = self._one_by_one(rows, starts, budget, self._most_each(demand, budget))
         else:
-            np.minimum(wanted, self._config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
-            left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
-            ends = starts + np.minimum(wanted, np.maximum(left, 0))
+            np.minimum(demand, self._config.long_prefill_token_threshold or self._most_each(demand, budget), out=demand)
+            remaining = budget + demand - demand.cumsum()  # for each row, after the rows before it
+            ends = starts + np.minimum(demand, np.maximum(remaining, 0))
         computing = ends > starts
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
 
@@ -69,21 +69,21 @@ class Shares:
         """
         return self._states is None and self._config.long_prefill_token_threshold is None
 
-    def _most_each(self, wanted: Int64Array, budget: int) -> int:
+    def _most_each(self, demand: Int64Array, budget: int) -> int:
         """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
 
         These are running requests, and waiting ones that can compute the whole rest of their prompts beside it.
         """
-        longest, total = int(wanted.max(initial=0)), int(wanted.sum())
+        longest, total = int(demand.max(initial=0)), int(demand.sum())
         if total <= budget:
             return budget
         others, half = total - longest, budget // 2
         return budget - min(half, others + self._wanted_by_waiting(half - others))
 
-    def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int, most: int) -> Int64Array:
+    def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int, cap: int) -> Int64Array:
         """The end of each row's span, where not every place will do: at most `budget` tokens in all.
 
-        A row gets at most `most`, unless no place comes before.
+        A row gets at most `cap` tokens, unless no place comes before.
         """
         ends = starts.copy()
         lengths = self._running.progress["num_tokens"][rows].tolist()
@@ -91,7 +91,7 @@ class Shares:
             if not budget:
                 break
             request, start = self._running[row], int(starts[at])
-            end = self.end(request, start, budget, lengths[at], most)
+            end = self.end(request, start, budget, lengths[at], cap)
             if end > start:
                 request.num_scheduled_tokens = end
                 self.encoding.book(request, start, end)
@@ -99,12 +99,12 @@ class Shares:
                 budget -= num_computed(request, start, end)
         return ends
 
-    def end(self, request: Request, start: int, budget: int, length: int | None = None, most: int | None = None) -> int:
+    def end(self, request: Request, start: int, budget: int, length: int | None = None, cap: int | None = None) -> int:
         """The end of a request's span in this step; `start` if it should wait.
 
-        `length`: the number of its tokens; None: those that are known. `most`: its share, if others want theirs.
+        `length`: the number of its tokens; None: those that are known. `cap`: of its tokens, if others want some.
         """
-        budget_of_one = min(budget, self._config.long_prefill_token_threshold or most or budget)
+        budget_of_one = min(budget, self._config.long_prefill_token_threshold or cap or budget)
         length = len(request) if length is None else length
         if request.links is not None:
             return request.links.end_after(start, length, budget_of_one)
@@ -127,19 +127,19 @@ _Piece = tuple[str | Alone | None, str, int]
 class EncoderBudget:
     """Ends spans before rows of pictures that a step has no time to encode.
 
-    A step encodes pieces, which are whole pictures or tiles, of at most `most` rows together; one piece in any case.
+    A step encodes pieces, which are whole pictures or tiles, of at most `max_rows` rows; one piece in any case.
     """
 
-    def __init__(self, encoder: Encoder | None, most: int) -> None:
+    def __init__(self, encoder: Encoder | None, max_rows: int) -> None:
         """`encoder`: None if the model takes no pictures."""
-        self._encoder, self._most = encoder, most
-        self._left = most
+        self._encoder, self._max_rows = encoder, max_rows
+        self._remaining = max_rows
         self._planned: set[_Piece] = set()
         """The pieces that this step encodes."""
 
     def begin_step(self) -> None:
         """Begin to plan a step."""
-        self._left = self._most
+        self._remaining = self._max_rows
         self._planned.clear()
 
     def cut(self, request: Request, start: int, end: int) -> int:
@@ -147,14 +147,14 @@ class EncoderBudget:
 
         Books nothing: the request may not start.
         """
-        planned, left = set(self._planned), self._left
+        planned, remaining = set(self._planned), self._remaining
         for key, num_rows, place in self._pieces(request, start, end):
             if key not in planned:
-                if planned and num_rows > left:
-                    self._left = 0  # no later request passes this one with a smaller picture
+                if planned and num_rows > remaining:
+                    self._remaining = 0  # no later request passes this one with a smaller picture
                     return place
                 planned.add(key)
-                left -= num_rows
+                remaining -= num_rows
         return end
 
     def book(self, request: Request, start: int, end: int) -> None:
@@ -162,7 +162,7 @@ class EncoderBudget:
         for key, num_rows, _ in self._pieces(request, start, end):
             if key not in self._planned:
                 self._planned.add(key)
-                self._left -= num_rows
+                self._remaining -= num_rows
 
     def _pieces(self, request: Request, start: int, end: int) -> Iterator[tuple[_Piece, int, int]]:
         """What a span would have encoded: the name and the rows of each piece, and the first token that needs it."""

@@ -110,27 +110,27 @@ class Snapshot:
         )
 
     @classmethod
-    def total(cls, found: Sequence[Snapshot]) -> Snapshot:
+    def total(cls, parts: Sequence[Snapshot]) -> Snapshot:
         """Several engines as one: counts are added, the pools' blocks are lined up. Tiers are those of the first."""
-        if len(found) == 1:
-            return found[0]
-        first = found[0]
-        queried = [max(1, each.stats.queries) for each in found]
+        if len(parts) == 1:
+            return parts[0]
+        first = parts[0]
+        queried = [max(1, each.stats.queries) for each in parts]
         return replace(
             first,
-            stats=sum((each.stats for each in found), PrefixCacheStats()),
-            totals=sum((each.totals for each in found), PrefixCacheStats()),
-            recent_hit_rate=float(np.average([each.recent_hit_rate for each in found], weights=queried)),
-            evictions=sum((each.evictions for each in found), Counter()),
-            picture_rows=sum((each.picture_rows for each in found), Counter()),
-            block_states=np.concatenate([each.block_states for each in found]),
-            usage=float(np.average([each.usage for each in found], weights=[each.num_blocks for each in found])),
-            has_ledger=all(each.has_ledger for each in found),
+            stats=sum((each.stats for each in parts), PrefixCacheStats()),
+            totals=sum((each.totals for each in parts), PrefixCacheStats()),
+            recent_hit_rate=float(np.average([each.recent_hit_rate for each in parts], weights=queried)),
+            evictions=sum((each.evictions for each in parts), Counter()),
+            picture_rows=sum((each.picture_rows for each in parts), Counter()),
+            block_states=np.concatenate([each.block_states for each in parts]),
+            usage=float(np.average([each.usage for each in parts], weights=[each.num_blocks for each in parts])),
+            has_ledger=all(each.has_ledger for each in parts),
             entries=[
-                replace(entry, until=entry.until - each.clock + first.clock) for each in found for entry in each.entries
+                replace(entry, until=entry.until - each.clock + first.clock) for each in parts for entry in each.entries
             ],
-            taken=min(each.taken for each in found),
-            **{name: sum(getattr(each, name) for each in found) for name in _COUNTS},
+            taken=min(each.taken for each in parts),
+            **{name: sum(getattr(each, name) for each in parts) for name in _COUNTS},
         )
 
     @property

@@ -50,15 +50,15 @@ class Starter:
             return True
         return self._linking.must_wait(request, hit) or self._shares.encoding.must_wait(request, hit)
 
-    def wanted(self, most: int) -> int:
-        """Tokens, at most `most`, that the next waiting requests need to compute the whole rest of their prompts."""
-        left = most
-        for request in self._waiting.likely(MAX_TRIED) if most > 0 else ():
+    def wanted(self, limit: int) -> int:
+        """Tokens, at most `limit`, that the next waiting requests need to compute the whole rest of their prompts."""
+        remaining = limit
+        for request in self._waiting.likely(MAX_TRIED) if limit > 0 else ():
             if self._is_under_way(request):
                 continue
             needed = num_computed(request, self._look_up(request).num_tokens, len(request))
-            left -= needed if needed <= left else 0
-        return most - left
+            remaining -= needed if needed <= remaining else 0
+        return limit - remaining
 
     def start(self, budget: int, max_num_seqs: int, *, ahead: bool, whole: bool) -> Int64Array:
         """Start waiting requests; returns the row, start and end of each, [started, 3].

@@ -114,11 +114,11 @@ class LLM:
         if parts.pictures is None or parts.tokenizer is None:
             return None
         room = parts.engine.limits.max_model_len - 1
-        most = self.config.model.max_pictures
+        max_pictures = self.config.model.max_pictures
         vision = parts.pictures.vision
         if vision.written_sign is not None:
             parts.tokenizer.write_signs(vision.written_sign)
-        return Pictures(vision, parts.tokenizer.encode_part, max_pictures=most, max_tokens=room)
+        return Pictures(vision, parts.tokenizer.encode_part, max_pictures=max_pictures, max_tokens=room)
 
     @property
     def dtype(self) -> str:
@@ -157,16 +157,17 @@ class LLM:
         the adapter of all prompts, or a list has one for each, None among them; it needs `enable_lora=True`.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
-        shown = show_progress if use_tqdm is None else bool(use_tqdm)
+        progress = show_progress if use_tqdm is None else bool(use_tqdm)
         adapters = _one_each(lora_request, len(inputs))
-        parsed = [self._prompt(prompt, link, own) for prompt, own in zip(inputs, adapters, strict=True)]
+        parsed = [self._prompt(prompt, link, adapter) for prompt, adapter in zip(inputs, adapters, strict=True)]
         if priority is not None:
             if len(priority) != len(parsed):
                 raise InvalidRequestError(f"{len(parsed)} prompts, but {len(priority)} priorities; give one each")
-            parsed = [replace(one, priority=priority_of(value)) for one, value in zip(parsed, priority, strict=True)]
+            priorities = map(priority_of, priority)
+            parsed = [replace(plain, priority=value) for plain, value in zip(parsed, priorities, strict=True)]
         for prompt in parsed:
             self.check_priority(prompt.priority)
-        return self._run(parsed, sampling_params, shown)
+        return self._run(parsed, sampling_params, progress)
 
     def chat(
         self,
@@ -206,7 +207,7 @@ class LLM:
         prompts = list(map(self._under, plain, _one_each(lora_request, len(plain))))
         chats = [self._chat(prompt, rendering) for prompt in prompts]
         wishes = map(self._constrained, one_each(sampling_params or self._default_sampling, len(prompts)))
-        each = [chat.limited(one) for chat, one in zip(chats, wishes, strict=True)]
+        each = [chat.limited(params) for chat, params in zip(chats, wishes, strict=True)]
         outputs = self._run(prompts, each, show_progress if use_tqdm is None else bool(use_tqdm))
         for chat, output in zip(chats, outputs, strict=True):
             chat.read(output)
@@ -236,7 +237,7 @@ class LLM:
         `logits` has a digest for each continuation of each output, in order; `adapter` is the digest of their LoRA
         adapter. Raises InvalidRequestError for outputs of several adapters.
         """
-        identity, adapters = self.cache_identity, {one.adapter_digest for one in outputs} - {None}
+        identity, adapters = self.cache_identity, {output.adapter_digest for output in outputs} - {None}
         if len(adapters) > 1:
             raise InvalidRequestError("these outputs are of several adapters; ask for a certificate of each adapter's")
         return {
@@ -245,7 +246,7 @@ class LLM:
             "weights": identity.facts["model"]["weights"],
             "exact": identity.exact,
             "adapter": next(iter(adapters), None),
-            "logits": [one.logits_digest(choice.index) for one in outputs for choice in one.outputs],
+            "logits": [output.logits_digest(choice.index) for output in outputs for choice in output.outputs],
         }
 
     def add_request(
@@ -335,13 +336,13 @@ class LLM:
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
         engine = self.engine
         output = engine.add_request(self._next_id(), prompt, self._constrained(params or self._default_sampling))
-        shown = (0, False)
+        last = (0, False)
         try:
             # Other code may step the engine between two of our turns, so compare the output with the last shown one.
-            while not shown[1]:
+            while not last[1]:
                 progress = (sum(len(completion.token_ids) for completion in output.outputs), output.finished)
-                if progress != shown:
-                    shown = progress
+                if progress != last:
+                    last = progress
                     yield output
                 else:
                     engine.step()
@@ -371,10 +372,10 @@ class LLM:
 
     def _constrained(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a constraint in place of `structured_outputs`."""
-        wanted = params.structured_outputs
-        if wanted is None:
+        wish = params.structured_outputs
+        if wish is None:
             return params
-        return replace(params, structured_outputs=None, open_constraint=self.grammars.open(wanted))
+        return replace(params, structured_outputs=None, open_constraint=self.grammars.open(wish))
 
     def _next_id(self) -> str:
         return f"request-{next(self._request_numbers)}"
@@ -388,8 +389,8 @@ class LLM:
         each = one_each(params, len(prompts))
         if show_progress is None:
             show_progress = len(prompts) > 1 and sys.stderr.isatty()
-        wanted = [self._constrained(one) for one in each]
-        return run_all(self.engine, prompts, wanted, self.layout.block_size, self._next_id, show_progress=show_progress)
+        wishes = [self._constrained(params) for params in each]
+        return run_all(self.engine, prompts, wishes, self.layout.block_size, self._next_id, show_progress=show_progress)
 
     def _chat(self, prompt: Prompt, rendering: ChatKeywords) -> Chat:
         turn = Turn(self._prompts.tokenizer_for("chat()"), prompt.token_ids)

@@ -90,14 +90,14 @@ class Prompts:
             return self._with_pictures(prompt), None
         if prompt.get("prompt_embeds") is not None:
             return self._with_embeds(prompt), None
-        given = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
+        kinds = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
         unknown = (
             set(prompt)
-            - given
+            - kinds
             - {"cache_salt", "priority", "session_id", "multi_modal_data"}
-            - (FIELDS if "documents" in given else {"edited_from"})
+            - (FIELDS if "documents" in kinds else {"edited_from"})
         )
-        if unknown or len(given) != 1:
+        if unknown or len(kinds) != 1:
             raise InvalidRequestError(
                 f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
                 "'question', and optionally 'cache_salt', 'priority', 'session_id' and 'edited_from'"
@@ -138,18 +138,18 @@ class Prompts:
         """The prompt that begins with `prompt_embeds`, as vLLM has them; a text or token ids may follow."""
         if self._embeds is None:
             raise InvalidRequestError("prompt_embeds need an LLM with enable_prompt_embeds=True; open it with that")
-        rest = {name: value for name, value in prompt.items() if name != "prompt_embeds"}
-        if "prompt" in rest:
-            if "prompt_token_ids" in rest:
+        others = {name: value for name, value in prompt.items() if name != "prompt_embeds"}
+        if "prompt" in others:
+            if "prompt_token_ids" in others:
                 raise InvalidRequestError(
                     "a prompt has prompt_embeds, prompt and prompt_token_ids; give one of the last two"
                 )
-            text = rest.pop("prompt")
-            rest["prompt_token_ids"] = self.tokenizer_for("a text prompt").encode_part(text) if text else ()
-        plain = self.read({"prompt_token_ids": (), **rest})
-        made = self._embeds.read(prompt["prompt_embeds"])
-        token_ids = np.concatenate((np.zeros(len(made), np.int32), plain.token_ids))
-        return replace(plain, token_ids=token_ids, extra_keys=replace(plain.extra_keys, spans=made.spans), embeds=made)
+            text = others.pop("prompt")
+            others["prompt_token_ids"] = self.tokenizer_for("a text prompt").encode_part(text) if text else ()
+        plain = self.read({"prompt_token_ids": (), **others})
+        head = self._embeds.read(prompt["prompt_embeds"])
+        token_ids = np.concatenate((np.zeros(len(head), np.int32), plain.token_ids))
+        return replace(plain, token_ids=token_ids, extra_keys=replace(plain.extra_keys, spans=head.spans), embeds=head)
 
     def _with_pictures(self, prompt: Mapping[str, Any]) -> Prompt:
         """The prompt with `multi_modal_data`, as vLLM has it: a picture for each of the model's signs for one."""
@@ -163,7 +163,7 @@ class Prompts:
         plain = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
         if isinstance(plain.get("prompt"), str):
             plain["prompt"] = self.tokenizer_for("pictures").with_written_signs(plain["prompt"])
-        return self._pictures.shown(self.read(plain), self._pictures.read([picture_file(one) for one in images]))
+        return self._pictures.shown(self.read(plain), self._pictures.read([picture_file(image) for image in images]))
 
 
 def priority_of(value: Any) -> int:

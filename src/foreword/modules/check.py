@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
     report = report_on(loaded.layout)
     composition = None if prompt is None else prompt.composition
     if args.json:
-        shown = (
+        counts = (
             {"prompt_tokens": composition.num_tokens, "exact_tokens": composition.num_exact_tokens}
             if composition
             else {}
         )
-        print(json.dumps({**asdict(report), **shown}))
+        print(json.dumps({**asdict(report), **counts}))
         return 0
     print_report(report, str(args.file))
     if composition is not None:

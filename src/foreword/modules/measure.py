@@ -94,23 +94,23 @@ class Tally:
     """Of each prompt: to the first token."""
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Tally)})
+        return Tally(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(Tally)})
 
-    def add(self, asked: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
+    def add(self, prompt: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
         """Count one answer; `plain` is the answer of `all` without gaps."""
         output = answer.output
         assert output.link is not None
-        own, wanted = output.outputs[0], plain.output.outputs[0]
+        completion, expected = output.outputs[0], plain.output.outputs[0]
         num_tokens = len(output.prompt_token_ids)
-        is_right, was_right = asked.is_right(own.text), asked.is_right(wanted.text)
+        is_right, was_right = prompt.is_right(completion.text), prompt.is_right(expected.text)
         self.num_asked += 1
-        self.num_with_answer += asked.answer is not None
+        self.num_with_answer += prompt.answer is not None
         self.num_right += is_right
         self.num_plain_right += was_right
         self.num_lost += was_right and not is_right
         self.num_gained += is_right and not was_right
-        self.num_agreeing += list(own.token_ids) == list(wanted.token_ids)
-        self.num_linked += asked.answer is not None and not output.link.exact
+        self.num_agreeing += list(completion.token_ids) == list(expected.token_ids)
+        self.num_linked += prompt.answer is not None and not output.link.exact
         self.shares.append((num_tokens - num_exact - output.link.linked_tokens) / num_tokens)
         self.times_ms.append(answer.first_token_ms)
 
@@ -120,14 +120,14 @@ class Tally:
 
     def as_json(self) -> dict[str, Any]:
         """Percentages with 95% intervals, the mean share, and the median time."""
-        asked = self.num_with_answer
-        found: dict[str, Any] = {"prompts": self.num_asked, "linked_prompts": self.num_linked, "right": None}
-        if asked:
-            beside = self.beside_all(asked)
+        num_asked = self.num_with_answer
+        facts: dict[str, Any] = {"prompts": self.num_asked, "linked_prompts": self.num_linked, "right": None}
+        if num_asked:
+            beside = self.beside_all(num_asked)
             low, high = (round(-100 * bound, 1) for bound in reversed(beside.loss_interval))
-            found |= {
-                "right": round(100 * self.num_right / asked, 1),
-                "interval": wilson(self.num_right, asked),
+            facts |= {
+                "right": round(100 * self.num_right / num_asked, 1),
+                "interval": wilson(self.num_right, num_asked),
                 "lost": self.num_lost,
                 "gained": self.num_gained,
                 "difference": round(-100 * beside.loss, 1) + 0.0,  # never -0.0
@@ -135,7 +135,7 @@ class Tally:
                 "p": round(beside.p_value, 4),
             }
         return {
-            **found,
+            **facts,
             "agreement": round(100 * self.num_agreeing / self.num_asked, 1),
             "agreement_interval": wilson(self.num_agreeing, self.num_asked),
             "computed_share": round(statistics.fmean(self.shares), 3),
@@ -143,12 +143,12 @@ class Tally:
         }
 
 
-def wilson(right: int, asked: int) -> Interval:
+def wilson(right: int, count: int) -> Interval:
     """The 95% interval of a share, in percent (Wilson, 1927)."""
-    z, share = Z, right / asked
-    middle = share + z * z / (2 * asked)
-    half = z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
-    low, high = (100 * (middle + sign * half) / (1 + z * z / asked) for sign in (-1, 1))
+    z, share = Z, right / count
+    middle = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    low, high = (100 * (middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
     return round(max(0.0, low), 1), round(min(100.0, high), 1)
 
 
@@ -162,37 +162,37 @@ def tally(
     """
     if at_once == 1:
         arms = [replace(arm, salt=arm.salt or arm.name) for arm in arms]
-    found = {arm.name: Tally() for arm in arms}
+    tallies = {arm.name: Tally() for arm in arms}
     waiting = iter(prompts)
     while several := list(islice(waiting, at_once)):
         _compute_sources(llm, several, None)
-        dense = [replace(one, composition=one.dense or one.composition) for one in several]
+        dense = [replace(prompt, composition=prompt.dense or prompt.composition) for prompt in several]
         plain = _answers(llm, dense, Arm.of(EXACT), params)
         for arm in arms:
             answers = _linked_answers(llm, several, arm, params, plain)
-            for asked, answer, wanted in zip(several, answers, plain, strict=True):
-                found[arm.name].add(asked, answer, wanted, _exact_tokens(llm, asked))
-    return found
+            for prompt, answer, expected in zip(several, answers, plain, strict=True):
+                tallies[arm.name].add(prompt, answer, expected, _exact_tokens(llm, prompt))
+    return tallies
 
 
 def _linked_answers(
     llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[Answer]
 ) -> list[Answer]:
     """A method that links nothing of a prompt without gaps gives the plain prompt's bits: these are not asked again."""
-    differs = [one.composition.has_gaps or _links_any(one.composition, arm.method) for one in several]
-    linked = [one for one, may_differ in zip(several, differs, strict=True) if may_differ]
+    differs = [prompt.composition.has_gaps or _links_any(prompt.composition, arm.method) for prompt in several]
+    linked = [prompt for prompt, may_differ in zip(several, differs, strict=True) if may_differ]
     if arm.salt is not None:
         _compute_sources(llm, linked, arm.salt)
     with arm.changed(llm):
         answers = iter(_answers(llm, linked, arm, params))
-    return [next(answers) if may_differ else known for may_differ, known in zip(differs, plain, strict=True)]
+    return [next(answers) if may_differ else answer for may_differ, answer in zip(differs, plain, strict=True)]
 
 
 def _answers(llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams) -> list[Answer]:
-    inputs = [{"prompt": SchemaPrompt(one.composition, "", ()), "cache_salt": arm.salt} for one in several]
+    inputs = [{"prompt": SchemaPrompt(prompt.composition, "", ()), "cache_salt": arm.salt} for prompt in several]
     started = time.monotonic()
     outputs = llm.generate(inputs, params, link=arm.method, show_progress=False)
-    return [Answer(one, 1e3 * ((one.metrics.first_token_time or started) - started)) for one in outputs]
+    return [Answer(output, 1e3 * ((output.metrics.first_token_time or started) - started)) for output in outputs]
 
 
 def _links_any(composition: Composition, method: Method) -> bool:
@@ -204,15 +204,15 @@ def _links_any(composition: Composition, method: Method) -> bool:
     )
 
 
-def _exact_tokens(llm: LLM, asked: Asked) -> int:
+def _exact_tokens(llm: LLM, prompt: Asked) -> int:
     """The leading tokens that every method finds as a prefix once the sources are computed."""
     block_size = llm.layout.block_size
-    return asked.composition.num_exact_tokens // block_size * block_size
+    return prompt.composition.num_exact_tokens // block_size * block_size
 
 
 def _compute_sources(llm: LLM, several: Sequence[Asked], salt: str | None) -> None:
     """Compute the sources, so that no arm pays for them."""
-    sources = [source for one in several for source in (*one.composition.sources, *one.hidden)]
+    sources = [source for prompt in several for source in (*prompt.composition.sources, *prompt.hidden)]
     prompts = [{"prompt_token_ids": source.token_ids, "cache_salt": salt} for source in dict.fromkeys(sources)]
     llm.generate(prompts, _COMPUTE, show_progress=False)
 
@@ -235,8 +235,8 @@ class Cell:
 
     def fails(self, tallies: Mapping[str, Tally]) -> bool:
         """Whether `all` itself has too few right answers to compare with; `leak` has none to have."""
-        own = next(iter(tallies.values()))
-        return self.task not in ("leak", EDIT_LEAK) and own.num_plain_right < LEAST_RIGHT * own.num_with_answer
+        of_all = next(iter(tallies.values()))
+        return self.task not in ("leak", EDIT_LEAK) and of_all.num_plain_right < LEAST_RIGHT * of_all.num_with_answer
 
     @property
     def counts(self) -> bool:
@@ -297,27 +297,27 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         if llm.tokenizer is None:
             raise ConfigError(f"--model {options['model']!r} has no tokenizer; measure a model that has one")
         questions = Questions(llm.tokenizer, plain=args.plain)
-        found: Found = {}
+        tallies_of: Found = {}
         users = None if args.prompts is None else questions.read_file(args.prompts)
         if users is not None and args.save is not None:
-            _check_number(sum(one.answer is not None for one in users), 'with an "answer" in a file of yours')
+            _check_number(sum(prompt.answer is not None for prompt in users), 'with an "answer" in a file of yours')
         for cell in cells:
             with console.status(cell.title):
                 prompts = users or _drawn(questions, cell, args.questions, seed)
-                placed = (one.with_gaps() for one in prompts) if cell.has_gaps else prompts
-                found[cell] = tally(llm, placed, arms, _params(args, questions))
+                placed = (prompt.with_gaps() for prompt in prompts) if cell.has_gaps else prompts
+                tallies_of[cell] = tally(llm, placed, arms, _params(args, questions))
         model_id = llm.cache_identity.model_id
-    failing = [cell for cell in cells if cell.fails(found[cell])]
-    failed = [_failure(cell, found.pop(cell)) for cell in failing]
+    failing = [cell for cell in cells if cell.fails(tallies_of[cell])]
+    failed = [_failure(cell, tallies_of.pop(cell)) for cell in failing]
     report = {"model_name": options["model"], "foreword": __version__, "seed": seed, "plain": args.plain}
-    report["cells"] = [_as_json(cell, tallies) for cell, tallies in found.items()]
-    if args.json and found:
+    report["cells"] = [_as_json(cell, tallies) for cell, tallies in tallies_of.items()]
+    if args.json and tallies_of:
         print(json.dumps({"model_id": model_id, **report}))
-    elif found:
-        print_table(found, Console())
+    elif tallies_of:
+        print_table(tallies_of, Console())
     is_saved = args.save is not None and not any(cell.counts or cell.is_edit for cell in failing)
     if is_saved:
-        _saved(found, model_id, report).write(args.save.expanduser())
+        _saved(tallies_of, model_id, report).write(args.save.expanduser())
     if failed:
         raise ConfigError(
             f"`all`, the plain prompt, is right in {'; '.join(failed)}, less than {LEAST_RIGHT:.0%}: nothing shows "
@@ -328,8 +328,8 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _failure(cell: Cell, tallies: Mapping[str, Tally]) -> str:
-    own = next(iter(tallies.values()))
-    return f"{own.num_plain_right} of {own.num_with_answer} prompts of {cell.title}"
+    of_all = next(iter(tallies.values()))
+    return f"{of_all.num_plain_right} of {of_all.num_with_answer} prompts of {cell.title}"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -338,12 +338,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _arms(names: Sequence[str]) -> list[Arm]:
     try:
-        found = [Arm.of(name) for name in names]
+        arms = [Arm.of(name) for name in names]
     except InvalidRequestError as error:
         raise ConfigError(f"--methods: {error}") from error
-    if not found:
+    if not arms:
         raise ConfigError(f"--methods is empty; name methods such as {','.join(MEASURED_METHODS)}")
-    return found
+    return arms
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
@@ -361,14 +361,14 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     sizes = [_numbers(name, getattr(args, name)) for name in ("contexts", "parts")]
     if not args.tasks or not all(sizes):
         raise ConfigError("--tasks, --contexts and --parts need one value each, at least")
-    return [Cell(*one) for one in product(args.tasks, *sizes, with_gaps)]
+    return [Cell(*values) for values in product(args.tasks, *sizes, with_gaps)]
 
 
-def _numbers(name: str, given: Sequence[str]) -> list[int]:
-    for text in given:
+def _numbers(name: str, texts: Sequence[str]) -> list[int]:
+    for text in texts:
         if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) < 10**8:
             raise ConfigError(f"--{name}: {text!r} is no number of 1 or more; give numbers such as 512,1024")
-    return [int(text) for text in given]
+    return [int(text) for text in texts]
 
 
 def _check_save(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
@@ -410,67 +410,67 @@ def _drawn(questions: Questions, cell: Cell, number: int, seed: int) -> Iterator
 def _params(args: argparse.Namespace, questions: Questions) -> SamplingParams:
     """Greedy. A model without a chat template does not end after an answer, so the line's end does."""
     of_tasks = args.prompts is None
-    most = args.max_tokens or (TASK_TOKENS if of_tasks else USERS_TOKENS)
-    return SamplingParams(max_tokens=most, temperature=0.0, stop=("\n",) if of_tasks and questions.is_plain else ())
+    limit = args.max_tokens or (TASK_TOKENS if of_tasks else USERS_TOKENS)
+    return SamplingParams(max_tokens=limit, temperature=0.0, stop=("\n",) if of_tasks and questions.is_plain else ())
 
 
 def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
-    methods = {name: own.as_json() for name, own in tallies.items()}
+    methods = {name: counts.as_json() for name, counts in tallies.items()}
     size = {"context": cell.num_tokens, "parts": cell.num_parts}
     return {"task": cell.task, **size, "gaps": cell.has_gaps, "methods": methods}
 
 
-def _saved(found: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
+def _saved(tallies_of: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
     """Right answers over the prompts of the cells that count, with gaps and without. Raises ConfigError."""
-    counted = {cell: own for cell, own in found.items() if cell.counts}
-    dense = _totals({cell: own for cell, own in counted.items() if not cell.has_gaps})
-    with_gaps = _totals({cell: own for cell, own in counted.items() if cell.has_gaps})
-    edits = _totals({cell: own for cell, own in found.items() if cell.is_edit})
+    counted = {cell: tallies for cell, tallies in tallies_of.items() if cell.counts}
+    dense = _totals({cell: tallies for cell, tallies in counted.items() if not cell.has_gaps})
+    with_gaps = _totals({cell: tallies for cell, tallies in counted.items() if cell.has_gaps})
+    edits = _totals({cell: tallies for cell, tallies in tallies_of.items() if cell.is_edit})
     return MeasuredLinks(model_id, dense, with_gaps, report, edits)
 
 
-def _totals(found: Found) -> dict[str, Rightness]:
+def _totals(tallies_of: Found) -> dict[str, Rightness]:
     """Right answers over the prompts of these cells, together, of which a method linked anything.
 
     Raises ConfigError if there are too few: that says nothing about linking.
     """
     totals: dict[str, Tally] = {}
-    for cell, tallies in found.items():
-        for name, own in tallies.items():
+    for cell, tallies in tallies_of.items():
+        for name, counts in tallies.items():
             if name != EXACT or cell.has_gaps:
-                totals[name] = totals.get(name, Tally()) + own
-    for name, own in totals.items():
-        if own.num_linked < LEAST_PROMPTS:
+                totals[name] = totals.get(name, Tally()) + counts
+    for name, counts in totals.items():
+        if counts.num_linked < LEAST_PROMPTS:
             raise ConfigError(
                 f"--save needs {LEAST_PROMPTS} prompts of which a method links anything, and {name!r} linked in "
-                f"{own.num_linked} of {own.num_asked}; leave it out of --methods, or give more or longer documents"
+                f"{counts.num_linked} of {counts.num_asked}; omit it from --methods, or give more or longer documents"
             )
-    return {name: own.beside_all(own.num_linked) for name, own in totals.items()}
+    return {name: counts.beside_all(counts.num_linked) for name, counts in totals.items()}
 
 
-def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> None:
+def print_table(tallies_of: Mapping[Cell, Mapping[str, Tally]], console: Console) -> None:
     """One row for each cell and method."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("task", no_wrap=True)
     table.add_column("method", no_wrap=True)
     for name in ("asked", "right\n%", "beside all:\npoints, 95%", "same\ntext", "com-\nputed", "first\nms"):
         table.add_column(name, justify="right", no_wrap=True)
-    for cell, tallies in found.items():
-        for number, (name, own) in enumerate(tallies.items()):
-            told = own.as_json()
-            right, beside = told["right"], "-"
+    for cell, tallies in tallies_of.items():
+        for number, (name, counts) in enumerate(tallies.items()):
+            facts = counts.as_json()
+            right, beside = facts["right"], "-"
             if right is not None:
-                low, high = told["difference_interval"]
-                beside = f"{told['difference']:+.0f} ({low:+.0f}..{high:+.0f})"
+                low, high = facts["difference_interval"]
+                beside = f"{facts['difference']:+.0f} ({low:+.0f}..{high:+.0f})"
             table.add_row(
                 "" if number else cell.title,
                 name,
-                f"{told['prompts']:,}",
+                f"{facts['prompts']:,}",
                 "-" if right is None else f"{right:.0f}",
                 beside,
-                f"{told['agreement']:.0f}%",
-                f"{told['computed_share']:.0%}",
-                f"{told['ttft_ms']:,.0f}",
+                f"{facts['agreement']:.0f}%",
+                f"{facts['computed_share']:.0%}",
+                f"{facts['ttft_ms']:,.0f}",
             )
         table.add_section()
     console.print(table)

@@ -56,7 +56,7 @@ class Asked:
             module = part.name.partition(":")[0]
             if module not in ("", before):
                 shift += sum(
-                    len(own.token_ids) for own in self.composition.parts if own.name.partition(":")[0] == module
+                    len(other.token_ids) for other in self.composition.parts if other.name.partition(":")[0] == module
                 )
             before = module
             parts.append(replace(part, position=part.position + shift))
@@ -97,8 +97,8 @@ class Questions:
         name, _, size = task.partition("-")
         case = draw(rng, name, num_tokens=num_tokens, num_parts=num_parts)
         head = (*self._text.opening, *self._encode(f"{self._before}{case.instruction}\n"))
-        asked = f"Question: {case.question.text}\nAnswer:" if self.is_plain else case.question.text + self._after
-        after = self._encode(f"\n{asked}")
+        question = f"Question: {case.question.text}\nAnswer:" if self.is_plain else case.question.text + self._after
+        after = self._encode(f"\n{question}")
         if case.argument is not None:
             return Asked(self._with_argument(case, head, after), case.question.answer)
         if size:
@@ -116,37 +116,37 @@ class Questions:
         case = draw(rng, "independent", num_tokens=num_tokens + each, num_parts=num_parts + 1)
         line = Fact(case.question.key, case.question.answer).text
         parts = sorted(case.parts, key=lambda part: (line in part.split("\n")) != (task == EDIT_LEAK))
-        lost, kept = parts[0], rng.sample(parts[1:], num_parts)
+        lost, parts_now = parts[0], rng.sample(parts[1:], num_parts)
         begin, at = f"{self._before}{case.instruction}\n", rng.randrange(num_parts)
-        asked = f"Question: {case.question.text}\nAnswer:" if self.is_plain else case.question.text + self._after
-        now = [*self._text.opening, *self._encode(begin), *self._lines(kept), *self._encode(f"\n{asked}")]
-        before = [*self._text.opening, *self._encode(begin), *self._lines([*kept[:at], lost, *kept[at:]])]
+        question = f"Question: {case.question.text}\nAnswer:" if self.is_plain else case.question.text + self._after
+        now = [*self._text.opening, *self._encode(begin), *self._lines(parts_now), *self._encode(f"\n{question}")]
+        before = [*self._text.opening, *self._encode(begin), *self._lines([*parts_now[:at], lost, *parts_now[at:]])]
         return Asked(compose_edit(now, before), case.question.answer)
 
     def _lines(self, parts: Sequence[str]) -> TokenIds:
         return tuple(token for part in parts for token in self._encode(f"{part}\n"))
 
-    def read(self, given: Mapping[str, Any]) -> Asked:
+    def read(self, fields: Mapping[str, Any]) -> Asked:
         """A user's prompt: "documents", "question", and optionally "instructions" and "answer". Raises ConfigError."""
-        if not isinstance(given, Mapping) or not {"documents", "question"} <= set(given) <= USERS_FIELDS:
+        if not isinstance(fields, Mapping) or not {"documents", "question"} <= set(fields) <= USERS_FIELDS:
             raise ConfigError(
                 'a line must have "documents" and "question", and may have "instructions" and "answer"; it has '
-                f"{sorted(given) if isinstance(given, Mapping) else type(given).__name__}"
+                f"{sorted(fields) if isinstance(fields, Mapping) else type(fields).__name__}"
             )
         for name in USERS_FIELDS - {"documents"}:
-            if not isinstance(given.get(name, ""), str):
-                raise ConfigError(f"{name} must be a text, not {given[name]!r:.60}")
-        if not _words(given.get("answer", "x")):
-            raise ConfigError(f"answer={given['answer']!r} has no word; leave it out, or give the right answer")
-        instructions = given.get("instructions")
+            if not isinstance(fields.get(name, ""), str):
+                raise ConfigError(f"{name} must be a text, not {fields[name]!r:.60}")
+        if not _words(fields.get("answer", "x")):
+            raise ConfigError(f"answer={fields['answer']!r} has no word; leave it out, or give the right answer")
+        instructions = fields.get("instructions")
         head = self._before + ("" if instructions is None else instructions + SEPARATOR)
-        question = self._encode(given["question"] + self._after)
-        prompt = {"documents": given["documents"], "instructions": self._encode(head), "question": question}
+        question = self._encode(fields["question"] + self._after)
+        prompt = {"documents": fields["documents"], "instructions": self._encode(head), "question": question}
         try:
             composition = compose_documents(prompt, self._text)
         except InvalidRequestError as error:
             raise ConfigError(str(error)) from error
-        return Asked(composition, given.get("answer"))
+        return Asked(composition, fields.get("answer"))
 
     def read_file(self, path: Path) -> list[Asked]:
         """The prompts of a file of JSON lines. Raises ConfigError, with the line's number."""
@@ -155,19 +155,19 @@ class Questions:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigError(f"--prompts {str(path)!r} cannot be read: {reason}") from error
-        found = []
+        prompts = []
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                found.append(self.read(json.loads(line)))
+                prompts.append(self.read(json.loads(line)))
             except ConfigError as error:
                 raise ConfigError(f"--prompts {str(path)!r}, line {number}: {error}") from error
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"--prompts {str(path)!r}, line {number}, is no JSON: {error}") from error
-        if not found:
+        if not prompts:
             raise ConfigError(f"--prompts {str(path)!r} has no prompts; write one JSON object a line")
-        return found
+        return prompts
 
     def _with_argument(self, case: Case, head: TokenIds, after: TokenIds) -> Composition:
         """The case with one part whose key words are an argument: its source has placeholders there."""

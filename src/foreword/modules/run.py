@@ -85,8 +85,8 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     return 0
 
 
-def _prompt(schema: LoadedSchema, given: str) -> SchemaPrompt:
-    return schema.prompt(given) if looks_like_xml(given) else schema.read_prompt(given)
+def _prompt(schema: LoadedSchema, text: str) -> SchemaPrompt:
+    return schema.prompt(text) if looks_like_xml(text) else schema.read_prompt(text)
 
 
 def _as_json(prompt: SchemaPrompt, output: RequestOutput) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _in_words(link: LinkReport) -> str:
 def _print_comparison(answers: Sequence[LinkedAnswer], *, as_json: bool) -> None:
     """The answers below each other, as a table, or as one JSON line."""
     if as_json:
-        print(json.dumps([{**asdict(one), "link": _report(one.link)} for one in answers]))
+        print(json.dumps([{**asdict(answer), "link": _report(answer.link)} for answer in answers]))
         return
     heads = ["method", "as all", "linked", "recomputed", "computed", "cached", "first token ms", "answer"]
     print_table([heads, *map(_cells, answers)], right="lrrrrrrl")

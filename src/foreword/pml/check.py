@@ -104,9 +104,9 @@ _End = tuple[str, str]
 
 def _seams(layout: Layout, pairs: Sequence[tuple[_End, _End]]) -> Iterator[Seam]:
     encode = functools.cache(layout.text.encode)
-    for (before, left), (after, right) in pairs:
-        if encode(left) + encode(right) != encode(left + right):
-            yield Seam(before, after, left, right)
+    for (before, end), (after, begin) in pairs:
+        if encode(end) + encode(begin) != encode(end + begin):
+            yield Seam(before, after, end, begin)
 
 
 def _neighbours(box: Box, ends: tuple[_End, ...]) -> Generator[tuple[_End, _End], None, tuple[_End, ...]]:
@@ -125,11 +125,11 @@ def _neighbours(box: Box, ends: tuple[_End, ...]) -> Generator[tuple[_End, _End]
         elif isinstance(item, Box):
             ends = yield from _neighbours(item, ends)
         else:
-            found: dict[int, tuple[_End, ...]] = {}
+            seen: dict[int, tuple[_End, ...]] = {}
             for member in item.members:
                 after = yield from _neighbours(member, ends)
-                found[id(after)] = after
-            ends = tuple(dict.fromkeys(end for after in found.values() for end in after)) if len(found) > 1 else after
+                seen[id(after)] = after
+            ends = tuple(dict.fromkeys(end for after in seen.values() for end in after)) if len(seen) > 1 else after
     return ends
 
 

@@ -49,9 +49,9 @@ class Placing:
 
     def __post_init__(self) -> None:
         """Raises PromptError for unknown values."""
-        for name, value, known in (("positions", self.positions, POSITIONS), ("trailing", self.trailing, TRAILING)):
-            if value not in known:
-                raise PromptError(f"{name}={value!r} is unknown; use {' or '.join(known)}")
+        for name, value, choices in (("positions", self.positions, POSITIONS), ("trailing", self.trailing, TRAILING)):
+            if value not in choices:
+                raise PromptError(f"{name}={value!r} is unknown; use {' or '.join(choices)}")
 
 
 def compose(layout: Layout, prompt: ModulePrompt, placing: Placing | None = None) -> Composition:
@@ -61,7 +61,7 @@ def compose(layout: Layout, prompt: ModulePrompt, placing: Placing | None = None
         raise prompt.place.error(
             PromptError, f"the prompt is for schema {prompt.schema_name!r}, and this one is {layout.schema.name!r}"
         )
-    imports = _Imports(layout, prompt).found
+    imports = _Imports(layout, prompt).imports
     items = _Items(layout, imports).parts
     texts = _Texts(layout, prompt, imports, items)
     return Composition(tuple(_place(items, texts.inserted, placing, layout.num_positions)))
@@ -75,33 +75,31 @@ class _Imports:
 
     def __init__(self, layout: Layout, prompt: ModulePrompt) -> None:
         self._layout = layout
-        self.found: dict[str, Import] = {}
-        named = [one for reference in references(prompt) for one in reference.flat()]
-        if len(named) > MAX_REFERENCES:
-            raise prompt.place.error(
-                PromptError, f"the prompt names {len(named):,} modules; at most {MAX_REFERENCES:,}"
-            )
-        for reference in named:
+        self.imports: dict[str, Import] = {}
+        flat = [inner for reference in references(prompt) for inner in reference.flat()]
+        if len(flat) > MAX_REFERENCES:
+            raise prompt.place.error(PromptError, f"the prompt names {len(flat):,} modules; at most {MAX_REFERENCES:,}")
+        for reference in flat:
             self._add(reference)
-        for path, one in list(self.found.items()):
-            self._add_modules_around(path, one.place)
-        for path, one in self.found.items():
-            self._check_arguments(path, one)
-            self._check_union(path, one)
+        for path, imported in list(self.imports.items()):
+            self._add_modules_around(path, imported.place)
+        for path, imported in self.imports.items():
+            self._check_arguments(path, imported)
+            self._check_union(path, imported)
 
     def _add(self, reference: Reference) -> None:
         path, place = reference.path, reference.place
         box = self._layout.boxes.get(path) if path else None
         if box is None:
             raise place.error(PromptError, f"the schema has no module {path!r}{_near(path, list(self._layout.boxes))}")
-        if path in self.found:
+        if path in self.imports:
             raise place.error(PromptError, f"the module {path!r} is imported twice; import it once")
         slots = box.slots
         arguments: dict[str, TokenIds] = {}
         for name, text in reference.arguments.items():
             if name not in slots:
-                known = f"; it has: {', '.join(slots)}" if slots else "; it has none"
-                raise place.error(PromptError, f"the module {path!r} has no parameter {name!r}{known}")
+                remedy = f"; it has: {', '.join(slots)}" if slots else "; it has none"
+                raise place.error(PromptError, f"the module {path!r} has no parameter {name!r}{remedy}")
             arguments[name] = token_ids = self._layout.text.encode(text) if text else ()
             length = slots[name].parameter.length
             if len(token_ids) > length:
@@ -110,45 +108,45 @@ class _Imports:
                     f"the argument {name!r} of {path!r} has {len(token_ids)} tokens, and there is room for {length}; "
                     "shorten it, or raise the parameter's length",
                 )
-        self.found[path] = Import(arguments, place)
+        self.imports[path] = Import(arguments, place)
 
     def _add_modules_around(self, path: str, place: Place) -> None:
         """A nested module brings those that it is nested in."""
         while "/" in path:
             path = path.rpartition("/")[0]
-            self.found.setdefault(path, Import({}, place))
+            self.imports.setdefault(path, Import({}, place))
 
-    def _check_arguments(self, path: str, one: Import) -> None:
+    def _check_arguments(self, path: str, imported: Import) -> None:
         for name, slot in self._layout.boxes[path].slots.items():
-            if name not in one.arguments and not slot.parameter.is_optional:
-                raise one.place.error(
+            if name not in imported.arguments and not slot.parameter.is_optional:
+                raise imported.place.error(
                     PromptError,
                     f"the module {path!r} needs an argument {name!r} of up to {slot.parameter.length} tokens; give "
                     'one, or make the parameter optional="true"',
                 )
 
-    def _check_union(self, path: str, one: Import) -> None:
+    def _check_union(self, path: str, imported: Import) -> None:
         union = self._layout.union_of(path)
         if union is None:
             return
-        others = [member.path for member in union.members if member.path in self.found and member.path != path]
+        others = [member.path for member in union.members if member.path in self.imports and member.path != path]
         if others:
-            raise one.place.error(
+            raise imported.place.error(
                 PromptError, f"{path!r} and {others[0]!r} are members of one union; import one of them"
             )
 
 
 def references(prompt: ModulePrompt) -> list[Reference]:
     """The modules that a prompt names, in its order, without those in them."""
-    found: list[Reference] = []
+    named: list[Reference] = []
     for child in prompt.children:
         inner = child.children if isinstance(child, Message) else (child,)
-        found += [one for one in inner if isinstance(one, Reference)]
-    return found
+        named += [node for node in inner if isinstance(node, Reference)]
+    return named
 
 
-def _near(path: str, known: Sequence[str]) -> str:
-    names = [name for name in known if name]
+def _near(path: str, paths: Sequence[str]) -> str:
+    names = [name for name in paths if name]
     # Comparing takes the product of the lengths, so a client must not choose long ones.
     short = [name for name in names if len(name) <= MAX_COMPARED_CHARACTERS][:MAX_COMPARED_NAMES]
     near = difflib.get_close_matches(path, short, n=1) if len(path) <= MAX_COMPARED_CHARACTERS else []
@@ -248,12 +246,12 @@ class _Texts:
         self._spoken = sorted(turn for path in ("", *imports) for turn in layout.boxes[path].spoken)
         self._last_part = _last_parts(parts)
         self.inserted: list[Inserted] = []
-        named = references(prompt)
-        self._check_order(prompt, named)
-        self._last = named[-1] if named else None
-        self._number = self._first_number(named)
+        modules = references(prompt)
+        self._check_order(prompt, modules)
+        self._last = modules[-1] if modules else None
+        self._number = self._first_number(modules)
         self._name = ""
-        self._said: tuple[int, Role] | None = None
+        self._last_message: tuple[int, Role] | None = None
         """The prompt's own last message: the number of parts before it, and its role."""
         for child in prompt.children:
             if isinstance(child, Message):
@@ -261,29 +259,29 @@ class _Texts:
             else:
                 self._add(child)
         self._open_answer(prompt)
-        for one in self.inserted:
-            one.token_ids = layout.text.encode(one.text)
+        for text in self.inserted:
+            text.token_ids = layout.text.encode(text.text)
 
-    def _check_order(self, prompt: ModulePrompt, named: Sequence[Reference]) -> None:
+    def _check_order(self, prompt: ModulePrompt, modules: Sequence[Reference]) -> None:
         """Text has a place among modules only if the prompt names them in the schema's order."""
         has_text_between = any(not isinstance(child, Reference) for child in prompt.children[:-1])
         last = prompt.children[-1] if prompt.children else None
-        holds_references = isinstance(last, Message) and any(isinstance(one, Reference) for one in last.children)
+        holds_references = isinstance(last, Message) and any(isinstance(node, Reference) for node in last.children)
         if has_text_between or holds_references:
-            begins = [self._layout.boxes[one.path].position for one in named]
-            for one, before, after in zip(named[1:], begins, begins[1:], strict=False):
+            begins = [self._layout.boxes[module.path].position for module in modules]
+            for module, before, after in zip(modules[1:], begins, begins[1:], strict=False):
                 if after < before:
-                    raise one.place.error(
+                    raise module.place.error(
                         PromptError,
-                        f"the module {one.path!r} stands earlier in the schema than the one before it here, so text "
+                        f"the module {module.path!r} stands earlier in the schema than the one before it here, so text "
                         "between them has no place; name the modules in the schema's order",
                     )
 
-    def _first_number(self, named: Sequence[Reference]) -> int:
+    def _first_number(self, modules: Sequence[Reference]) -> int:
         """Where text before the first module stands: after the schema's own text before that module."""
-        if not named:
+        if not modules:
             return len(self._parts)
-        return bisect_left(self._positions, self._layout.boxes[named[0].path].position)
+        return bisect_left(self._positions, self._layout.boxes[modules[0].path].position)
 
     def _add(self, child: Text | Reference) -> None:
         if isinstance(child, Text):
@@ -312,7 +310,7 @@ class _Texts:
             before, after = self._layout.text.around(self._role_so_far(), message.role)
         except ChatTemplateError as error:
             raise message.place.error(PromptError, f"<{message.role}> cannot be written: {error}") from error
-        self._said = self._number, message.role
+        self._last_message = self._number, message.role
         self._insert(before, message.place)
         for child in message.children:
             self._add(child)
@@ -320,12 +318,12 @@ class _Texts:
 
     def _role_so_far(self) -> Role | None:
         """Whose message stands before the place of the next text: one of the schema, or the prompt's own."""
-        number, role = self._said or (0, None)
+        number, role = self._last_message or (0, None)
         begin = self._parts[number - 1].position if number else -1
         end = self._parts[self._number - 1].position if self._number else -1
-        found = bisect_right(self._spoken, end, key=lambda turn: turn[0])
-        if found and self._spoken[found - 1][0] > begin:
-            return self._spoken[found - 1][1]
+        num_before = bisect_right(self._spoken, end, key=lambda turn: turn[0])
+        if num_before and self._spoken[num_before - 1][0] > begin:
+            return self._spoken[num_before - 1][1]
         return role
 
     def _open_answer(self, prompt: ModulePrompt) -> None:
@@ -342,13 +340,13 @@ class _Texts:
 
 def _last_parts(parts: Sequence[Part]) -> dict[str, int]:
     """For each module, the number of the last part in it or in a module nested in it."""
-    found: dict[str, int] = {}
+    last: dict[str, int] = {}
     for number, part in enumerate(parts):
         path = part.name.partition(":")[0]
         while path:
-            found[path] = number
+            last[path] = number
             path = path.rpartition("/")[0]
-    return found
+    return last
 
 
 # -------------------------------------------------------------------------------------------------- positions
@@ -358,7 +356,7 @@ def _place(parts: Sequence[Part], inserted: Sequence[Inserted], placing: Placing
     """Parts and texts in order, with their final positions."""
     placed: list[Part] = []
     cursor = shift = 0
-    waiting = [one for one in inserted if one.token_ids]
+    waiting = [text for text in inserted if text.token_ids]
     last: Inserted | None = None
     for number in range(len(parts) + 1):
         if number == len(parts) and placing.trailing == "schema" and placing.positions != "dense":

@@ -70,7 +70,7 @@ def read_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Docume
     head = (() if text is None else text.opening) + _tokens(
         "instructions", prompt.get("instructions", ()), encode, separator
     )
-    read = (_tokens(f"document {number}", one, encode, separator) for number, one in enumerate(documents))
+    read = (_tokens(f"document {number}", document, encode, separator) for number, document in enumerate(documents))
     return DocumentTokens(head, tuple(read), question)
 
 
@@ -88,6 +88,6 @@ def _tokens(name: str, value: Any, encode: Encode, separator: str) -> TokenIds:
     if isinstance(value, str):
         return tuple(encode(value + separator))
     is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, bytes)
-    if not is_list or not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in value):
+    if not is_list or not all(isinstance(item, int | np.integer) and not isinstance(item, bool) for item in value):
         raise InvalidRequestError(f"{name} must be a text or a list of token ids, not {value!r:.60}")
-    return tuple(int(one) for one in value)
+    return tuple(int(token_id) for token_id in value)

@@ -64,18 +64,18 @@ def _runs(new: TokenArray, old: TokenArray, start: int) -> list[Run]:
     places: defaultdict[bytes, list[int]] = defaultdict(list)
     for place in range(start, len(old) - WINDOW + 1, WINDOW):
         places[old[place : place + WINDOW].tobytes()].append(place)
-    found = []
+    runs = []
     at = done = least = start
     while at <= len(new) - WINDOW:
         if new[at : at + WINDOW].tobytes() in places:
             run = _longest(new, old, places, at, (done, least))
             if run[2] >= LEAST_RUN:
-                found.append(run)
+                runs.append(run)
                 at, least = run[0] + run[2], run[1] + run[2]
                 done = at
                 continue
         at += 1
-    return found
+    return runs
 
 
 def _longest(
@@ -87,11 +87,11 @@ def _longest(
     """
     best = (at, 0, 0)
     for number in range(at, min(at + WINDOW, len(new) - WINDOW + 1)):
-        known = places.get(new[number : number + WINDOW].tobytes(), [])
-        first = bisect_left(known, least[1])
-        if first == len(known):
+        candidates = places.get(new[number : number + WINDOW].tobytes(), [])
+        first = bisect_left(candidates, least[1])
+        if first == len(candidates):
             continue
-        begin, place = number, known[first]
+        begin, place = number, candidates[first]
         length = _num_equal(new[begin:], old[place:])
         while begin > least[0] and place > least[1] and new[begin - 1] == old[place - 1]:
             begin, place, length = begin - 1, place - 1, length + 1
@@ -101,11 +101,11 @@ def _longest(
 
 def _num_equal(ours: TokenArray, theirs: TokenArray) -> int:
     """The length of the common beginning."""
-    known, size, length = 0, 4 * LEAST_RUN, min(len(ours), len(theirs))
-    while known < length:  # in growing pieces: most comparisons end soon
-        end = min(length, known + size)
-        differs = np.flatnonzero(ours[known:end] != theirs[known:end])
+    num_equal, size, length = 0, 4 * LEAST_RUN, min(len(ours), len(theirs))
+    while num_equal < length:  # in growing pieces: most comparisons end soon
+        end = min(length, num_equal + size)
+        differs = np.flatnonzero(ours[num_equal:end] != theirs[num_equal:end])
         if len(differs):
-            return known + int(differs[0])
-        known, size = end, 2 * size
+            return num_equal + int(differs[0])
+        num_equal, size = end, 2 * size
     return length

@@ -117,7 +117,7 @@ class _SchemaReader:
     def _turn(self, element: Element, around: _Around) -> Turn:
         element.checked(PMLSyntaxError, frozenset({_SPACE}))
         inner = replace(around, in_turn=True, is_exact=is_exact(element, around.is_exact))
-        (role,) = (one for one in ROLES if one == element.tag)
+        (role,) = (tag for tag in ROLES if tag == element.tag)
         return Turn(role, self._children(element, inner), element.place)
 
     def _module(self, element: Element, around: _Around) -> Module:
@@ -174,18 +174,18 @@ def _parameter(element: Element) -> Parameter:
     element.checked(PMLSyntaxError, allowed, frozenset({"name", "length"}))
     if any(not isinstance(node, TextNode) or node.text.strip(_SPACES) for node in element.children):
         raise element.place.error(PMLSyntaxError, "a parameter holds nothing; write <parameter name=... length=.../>")
-    written = element.attributes["length"].strip()
-    if not re.fullmatch(r"[0-9]{1,9}", written) or not 1 <= int(written) <= MAX_PARAMETER_TOKENS:
+    length = element.attributes["length"].strip()
+    if not re.fullmatch(r"[0-9]{1,9}", length) or not 1 <= int(length) <= MAX_PARAMETER_TOKENS:
         raise element.place.error(
-            SchemaError, f"length={written!r} is no number of tokens; give one from 1 to {MAX_PARAMETER_TOKENS:,}"
+            SchemaError, f"length={length!r} is no number of tokens; give one from 1 to {MAX_PARAMETER_TOKENS:,}"
         )
     wish = element.attributes.get("recompute", "run")
-    after = [one for one in AFTER_ARGUMENT if one == wish]
+    after = [choice for choice in AFTER_ARGUMENT if choice == wish]
     if not after:
         raise element.place.error(SchemaError, f"recompute={wish!r} is unknown; use {', '.join(AFTER_ARGUMENT)}")
     return Parameter(
         _name(element),
-        int(written),
+        int(length),
         element.attributes.get("scaffold", ""),
         is_optional=_flag(element, "optional", default=False),
         recomputed=after[0],
@@ -259,27 +259,27 @@ def _recompute(element: Element) -> tuple[bool, int | None]:
 
 def check_names(module: Module) -> None:
     """Raise SchemaError if two modules directly in this one, or two of its parameters, have the same name."""
-    for kind, named in (
-        ("module", [one for one, _ in module.modules()]),
+    for kind, members in (
+        ("module", [inner for inner, _ in module.modules()]),
         ("parameter", _parameters(module.children)),
     ):
         seen: dict[str, int] = {}
-        for one in named:
-            if one.name in seen:
-                raise one.place.error(
-                    SchemaError, f"the {kind} {one.name!r} is also in line {seen[one.name]}; give each its own name"
+        for item in members:
+            if item.name in seen:
+                raise item.place.error(
+                    SchemaError, f"the {kind} {item.name!r} is also in line {seen[item.name]}; give each its own name"
                 )
-            seen[one.name] = one.place.line
+            seen[item.name] = item.place.line
 
 
 def _parameters(children: tuple[Child, ...]) -> list[Parameter]:
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     for child in children:
         if isinstance(child, Parameter):
-            found.append(child)
+            parameters.append(child)
         elif isinstance(child, Turn):
-            found += _parameters(child.children)
-    return found
+            parameters += _parameters(child.children)
+    return parameters
 
 
 def _check_scaffolds(schema: Schema) -> None:

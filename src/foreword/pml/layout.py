@@ -111,11 +111,11 @@ class Box:
     @property
     def boxes(self) -> dict[str, Box]:
         """The modules directly in it, by name."""
-        found: dict[str, Box] = {}
+        boxes: dict[str, Box] = {}
         for item in self.items:
             for box in item.members if isinstance(item, Choice) else (item,) if isinstance(item, Box) else ():
-                found[box.module.name] = box
-        return found
+                boxes[box.module.name] = box
+        return boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +142,16 @@ class Layout:
         if bounds.max_module_tokens is not None:
             self._check_lengths(bounds.max_module_tokens)
 
-    def _check_lengths(self, most: int) -> None:
+    def _check_lengths(self, limit: int) -> None:
         """Every source must fit into one request, with its scaffold."""
         for path, box in self.boxes.items():
             scaffold = sum(len(self.boxes[name].own_ids) for name in box.module.scaffold)
             num_tokens = len(box.own_ids) + (scaffold + len(self.text.opening) if path else 0)
-            if num_tokens > most:
+            if num_tokens > limit:
                 after = f" after a scaffold of {scaffold:,}" if scaffold else ""
                 raise box.module.place.error(
                     SchemaError,
-                    f"{_named(path)} has {len(box.own_ids):,} tokens{after}, and one request may have {most:,}; "
+                    f"{_named(path)} has {len(box.own_ids):,} tokens{after}, and one request may have {limit:,}; "
                     "split it, shorten its parameters, or raise max_model_len if the model has more positions",
                 )
 
@@ -173,7 +173,7 @@ class Layout:
         if not path:
             return Source(own_ids)  # its own text begins with the opening
         scaffold = self._scaffold(path, imported)
-        before = self.text.opening + tuple(one for name in scaffold for one in self.boxes[name].own_ids)
+        before = self.text.opening + tuple(token_id for name in scaffold for token_id in self.boxes[name].own_ids)
         return Source(before + own_ids, len(before), path)
 
     def _scaffold(self, path: str, imported: Mapping[str, object]) -> tuple[str, ...]:
@@ -182,18 +182,18 @@ class Layout:
 
     def num_tokens_of_source(self, path: str, imported: Mapping[str, object]) -> int:
         """The tokens of a source, which need not be made for that."""
-        own = len(self.boxes[path].own_ids)
+        own_tokens = len(self.boxes[path].own_ids)
         scaffold = sum(len(self.boxes[name].own_ids) for name in self._scaffold(path, imported))
-        return own + scaffold + (len(self.text.opening) if path else 0)
+        return own_tokens + scaffold + (len(self.text.opening) if path else 0)
 
     def sources(self) -> tuple[Source, ...]:
         """All that prompts of this schema may link from, each once: what to compute before the first prompt comes."""
-        found: dict[Source, None] = {}
+        sources: dict[Source, None] = {}
         for path, box in self.boxes.items():
             if box.module.is_cached and box.own_ids:
-                found[self.source(path, {})] = None
-                found[self.source(path, self.boxes)] = None
-        return tuple(found)
+                sources[self.source(path, {})] = None
+                sources[self.source(path, self.boxes)] = None
+        return tuple(sources)
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -212,21 +212,21 @@ class Layout:
         """Tokens of all sources. They are not made: each repeats its scaffold, which many modules may name."""
         number_of: dict[TokenIds, int] = {}
         number = {path: number_of.setdefault(box.own_ids, len(number_of)) for path, box in self.boxes.items()}
-        found: dict[tuple[bool, tuple[int, ...]], int] = {}
+        counts: dict[tuple[bool, tuple[int, ...]], int] = {}
         for path, box in self.boxes.items():
             if box.module.is_cached and box.own_ids:
                 for imported in ({}, self.boxes):
                     scaffold = tuple(number[name] for name in self._scaffold(path, imported))
                     key = bool(path), (*scaffold, number[path])
-                    found[key] = self.num_tokens_of_source(path, imported)
-        return sum(found.values())
+                    counts[key] = self.num_tokens_of_source(path, imported)
+        return sum(counts.values())
 
 
 class _Builder:
     """Places items one after another, and remembers who spoke last."""
 
     def __init__(self, text: SchemaText, bounds: Bounds) -> None:
-        self._text, self._bounds, self._most = text, bounds, bounds.max_module_tokens
+        self._text, self._bounds, self._limit = text, bounds, bounds.max_module_tokens
         self._num_tokens = 0
         self._role: Role | None = None
         self._began: Role | None = None
@@ -272,20 +272,20 @@ class _Builder:
     def _check_characters(self, text: str, path: str, module: Module) -> None:
         """A text that cannot fit is refused before it is tokenized."""
         per_token = self._text.max_token_characters
-        if self._most is not None and per_token is not None and len(text) > self._most * per_token:
+        if self._limit is not None and per_token is not None and len(text) > self._limit * per_token:
             raise module.place.error(
                 SchemaError,
-                f"{_named(path)} has a text of {len(text):,} characters, and the {self._most:,} tokens of one request "
-                f"hold at most {self._most * per_token:,}; split it, or raise max_model_len",
+                f"{_named(path)} has a text of {len(text):,} characters, and the {self._limit:,} tokens of one request "
+                f"hold at most {self._limit * per_token:,}; split it, or raise max_model_len",
             )
 
     def _check_parameter(self, parameter: Parameter) -> None:
         """One that cannot fit is refused before its places are made."""
-        if self._most is not None and parameter.length > self._most:
+        if self._limit is not None and parameter.length > self._limit:
             raise parameter.place.error(
                 SchemaError,
                 f"the parameter {parameter.name!r} has {parameter.length:,} tokens, and one request may have "
-                f"{self._most:,}; shorten it, or raise max_model_len",
+                f"{self._limit:,}; shorten it, or raise max_model_len",
             )
 
     def _count(self, num_tokens: int, place: Place) -> None:
@@ -295,7 +295,7 @@ class _Builder:
 
     def _choice(self, path: str, union: Union, position: int) -> Choice:
         role = self._role
-        members = tuple(self.box(join(path, one.name), one, position, role) for one in union.members)
+        members = tuple(self.box(join(path, module.name), module, position, role) for module in union.members)
         return Choice(members, position, max(member.end for member in members))
 
     def _placeholders(self, parameter: Parameter) -> TokenIds:

@@ -83,10 +83,10 @@ class LoadedSchema:
         if isinstance(prompt, str) and prompt:
             if text or messages:
                 raise PromptError("text or messages are given beside a PML text; write them into it")
-            written = read_prompt(prompt)
+            modules = read_prompt(prompt)
         else:
-            written = prompt_of(prompt or {}, text=text, messages=messages)
-        return self._composed(written, Placing(positions, trailing))
+            modules = prompt_of(prompt or {}, text=text, messages=messages)
+        return self._composed(modules, Placing(positions, trailing))
 
     def read_prompt(self, file: str | Path) -> SchemaPrompt:
         """The prompt of a file of PML. Raises PMLError, with file, line and column."""
@@ -106,7 +106,7 @@ class LoadedSchema:
         Raises what `LLM.pin_prefix` raises.
         """
         assert self._keep is not None
-        if short := [one for one in self.sources if len(one.token_ids) < self._block_size]:
+        if short := [source for source in self.sources if len(source.token_ids) < self._block_size]:
             logger.warning(
                 "%d of %d texts of schema %r are shorter than a block (%d tokens), so they are not kept and never "
                 "linked: %s; load the model with a block_size of at most %d, or join short modules",
@@ -114,8 +114,8 @@ class LoadedSchema:
                 len(self.sources),
                 self.name,
                 self._block_size,
-                ", ".join(f"{one.name or '(schema)'} ({len(one.token_ids)})" for one in short[:NAMED]),
-                min(len(one.token_ids) for one in short),
+                ", ".join(f"{source.name or '(schema)'} ({len(source.token_ids)})" for source in short[:NAMED]),
+                min(len(source.token_ids) for source in short),
             )
         return sum(self._keep(source.token_ids, pin_ttl_s, cache_salt) for source in self.sources)
 
@@ -193,7 +193,7 @@ class _Included:
 
 def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
     """A regular file's bytes; `name` is how a schema names it. Raises PMLError."""
-    named = f"src={name!r}" if name else f"the file {str(path)!r}"
+    subject = f"src={name!r}" if name else f"the file {str(path)!r}"
     try:
         # A pipe or a device could block forever.
         content = None
@@ -202,11 +202,11 @@ def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
                 content = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise place.error(PMLError, f"{named} cannot be read: {reason}") from error
+        raise place.error(PMLError, f"{subject} cannot be read: {reason}") from error
     if content is None:
-        raise place.error(PMLError, f"{named} is not a regular file; name one")
+        raise place.error(PMLError, f"{subject} is not a regular file; name one")
     if len(content) > most_bytes:
         raise place.error(
-            PMLSyntaxError, f"{named} is too large: a schema and its files may have {MAX_BYTES:,} bytes; split it"
+            PMLSyntaxError, f"{subject} is too large: a schema and its files may have {MAX_BYTES:,} bytes; split it"
         )
     return content

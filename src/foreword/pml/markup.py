@@ -56,8 +56,8 @@ class Element:
         """Raise an error of this kind unless it has only allowed attributes, and all required ones."""
         for name in self.attributes:
             if name not in allowed:
-                known = ", ".join(sorted(allowed)) or "none"
-                raise self.place.error(kind, f"<{self.tag}> has an unknown attribute {name!r}; it may have: {known}")
+                names = ", ".join(sorted(allowed)) or "none"
+                raise self.place.error(kind, f"<{self.tag}> has an unknown attribute {name!r}; it may have: {names}")
         for name in sorted(required):
             if name not in self.attributes:
                 raise self.place.error(kind, f'<{self.tag}> lacks {name}="..."; add it')

@@ -76,10 +76,10 @@ def read_prompt(text: str | bytes, file: str = "<prompt>") -> ModulePrompt:
         )
     root.checked(PMLSyntaxError, frozenset({"schema", "positions", "trailing", _SPACE}), frozenset({"schema"}))
     placing: dict[str, str] = {}
-    for name, known in (("positions", POSITIONS), ("trailing", TRAILING)):
+    for name, choices in (("positions", POSITIONS), ("trailing", TRAILING)):
         value = root.attributes.get(name)
-        if value is not None and value not in known:
-            raise root.place.error(PromptError, f"{name}={value!r} is unknown; use {' or '.join(known)}")
+        if value is not None and value not in choices:
+            raise root.place.error(PromptError, f"{name}={value!r} is unknown; use {' or '.join(choices)}")
         placing |= {} if value is None else {name: value}
     keeps_space = is_exact(root)
     children: list[PromptChild] = []
@@ -100,7 +100,7 @@ def _message(element: Element, inherited: bool) -> Message:
             raise node.place.error(PromptError, f"<{node.tag}> stands in another message; close that one first")
         is_last = number == len(element.children) - 1
         children += _plain(node, keeps_space, is_first=number == 0, is_last=is_last)
-    (role,) = (one for one in ROLES if one == element.tag)
+    (role,) = (tag for tag in ROLES if tag == element.tag)
     return Message(role, tuple(children), element.place)
 
 
@@ -162,11 +162,11 @@ def prompt_of(modules: Mapping[str, Any], *, text: str = "", messages: Mapping[s
         raise PromptError(f"text={text!r:.60} is no text")
     if text:
         children.append(Text(text, NOWHERE))
-    for name, said in (messages or {}).items():
+    for name, content in (messages or {}).items():
         roles = [role for role in ROLES if role == name]
-        if not roles or not isinstance(said, str):
-            raise PromptError(f"messages have {name!r}: {said!r:.60}; give texts by role: {', '.join(ROLES)}")
-        children.append(Message(roles[0], (Text(said, NOWHERE),) if said else ()))
+        if not roles or not isinstance(content, str):
+            raise PromptError(f"messages have {name!r}: {content!r:.60}; give texts by role: {', '.join(ROLES)}")
+        children.append(Message(roles[0], (Text(content, NOWHERE),) if content else ()))
     return ModulePrompt(tuple(children))
 
 

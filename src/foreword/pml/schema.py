@@ -111,7 +111,7 @@ class Schema:
             path, module, union = waiting.pop()
             if path:
                 ordered.append((path, module, union))
-            inner = [(join(path, one.name), one, its_union) for one, its_union in module.modules()]
+            inner = [(join(path, nested.name), nested, its_union) for nested, its_union in module.modules()]
             waiting.extend(reversed(inner))  # type: ignore[arg-type]
         yield from ordered
 

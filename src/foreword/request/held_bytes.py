@@ -13,15 +13,15 @@ from foreword.errors import MediaBusyError
 class HeldBytes:
     """The bytes that requests hold together. Any thread may call it."""
 
-    def __init__(self, most: int | None = None) -> None:
-        """`most`: None: no limit: what a Python caller sends is held by the caller in any case."""
-        self.most = most
+    def __init__(self, limit: int | None = None) -> None:
+        """`limit`: in bytes; None: no limit, because a Python caller holds what it sends in any case."""
+        self.limit = limit
         self.num_bytes = 0
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
 
     def __reduce__(self) -> tuple[type[HeldBytes], tuple[int | None]]:
         """Another process holds nothing yet."""
-        return HeldBytes, (self.most,)
+        return HeldBytes, (self.limit,)
 
     def hold(self, thing: object, num_bytes: int) -> None:
         """Count bytes until `thing` is freed. Raises MediaBusyError if requests hold too many."""
@@ -39,9 +39,9 @@ class HeldBytes:
 
     def _take(self, num_bytes: int) -> None:
         with self._lock:
-            if self.most is not None and self.num_bytes + num_bytes > self.most:
+            if self.limit is not None and self.num_bytes + num_bytes > self.limit:
                 raise MediaBusyError(
-                    f"requests hold pictures or embeddings of {self.num_bytes} bytes, and {self.most} may be held; "
+                    f"requests hold pictures or embeddings of {self.num_bytes} bytes, and {self.limit} may be held; "
                     "try again when some have ended"
                 )
             self.num_bytes += num_bytes

@@ -75,9 +75,9 @@ class Links:
         """The part of these links that lies in whole blocks of the sources: only these stay cached."""
         runs = []
         for run in self.runs:
-            most = run.num_in_whole_blocks(block_size)
-            if most > 0:
-                runs.append(replace(run, end=min(run.end, run.begin + most)))
+            num_tokens = run.num_in_whole_blocks(block_size)
+            if num_tokens > 0:
+                runs.append(replace(run, end=min(run.end, run.begin + num_tokens)))
         return replace(self, runs=tuple(runs))
 
     def linked_from_in(self, block_size: int) -> int | None:
@@ -121,8 +121,8 @@ class Links:
         begins, ends = (np.array([getattr(run, name) for run in self.runs], np.int64) for name in ("begin", "end"))
         after = np.searchsorted(begins, starts, side="right")  # the number of runs that begin before or at the index
         reached = np.concatenate((np.zeros(1, np.int64), ends))[after]
-        found: list[int] = starts[starts >= reached].tolist()
-        return found
+        indices: list[int] = starts[starts >= reached].tolist()
+        return indices
 
     def jumps_before_links(self, block_size: int) -> tuple[tuple[int, int], ...]:
         """Index and position of each token before the first link whose position does not follow that of the token
@@ -169,12 +169,12 @@ class Links:
 
     def positions_of(self, start: int, end: int) -> IntArray:
         """The positions of tokens `start` to `end` (exclusive); generated tokens follow the prompt's last one."""
-        known = self.positions[start:end]
-        if len(known) == end - start:
-            return known
+        of_prompt = self.positions[start:end]
+        if len(of_prompt) == end - start:
+            return of_prompt
         offset = int(self.positions[-1]) - len(self.positions) + 1
-        rest = np.arange(max(start, len(self.positions)), end, dtype=np.int32) + np.int32(offset)
-        return np.concatenate((known, rest))
+        of_answer = np.arange(max(start, len(self.positions)), end, dtype=np.int32) + np.int32(offset)
+        return np.concatenate((of_prompt, of_answer))
 
 
 @dataclass(frozen=True, slots=True)

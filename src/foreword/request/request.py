@@ -132,17 +132,17 @@ class PlacedPicture:
         return int(self.places[-1]) + 1 - self.offset
 
 
-def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, most: int) -> int:
+def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, limit: int) -> int:
     """The end of a step from `start` that would end at `end`, moved out of a picture whose tokens see each other.
 
-    It may grow up to `most`; `start` if the rest of the picture does not fit.
+    It may grow up to `limit`; `start` if the rest of the picture does not fit.
     """
     for placed in pictures:
         after = placed.offset + placed.num_tokens
         if placed.sees_ahead and placed.offset < end < after:
             if placed.offset > start:
                 return placed.offset
-            return after if after <= most else start
+            return after if after <= limit else start
     return end
 
 
@@ -152,17 +152,17 @@ def turned_positions(pictures: Sequence[PlacedPicture], start: int, end: int) ->
     A picture stands at one time and takes as many positions as its longer side (mrope, arXiv 2409.12191).
     """
     places = np.arange(start, end, dtype=np.int32)
-    turned, taken = np.tile(places, (3, 1)), 0
+    turned, shift = np.tile(places, (3, 1)), 0
     for placed in pictures:
         if placed.grid is None:
             continue
-        first, after = placed.offset + taken, placed.offset + placed.num_tokens
+        first, after = placed.offset + shift, placed.offset + placed.num_tokens
         inside = slice(*np.searchsorted(places, (placed.offset, after)))
         rows, columns = np.divmod(places[inside] - placed.offset, placed.grid[1])
         turned[:, inside] = first
         turned[1:, inside] += rows, columns
-        taken += max(placed.grid) - placed.num_tokens
-        turned[:, inside.stop :] = places[inside.stop :] + taken
+        shift += max(placed.grid) - placed.num_tokens
+        turned[:, inside.stop :] = places[inside.stop :] + shift
     return turned
 
 
@@ -270,13 +270,13 @@ class Loaded:
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
         """Tokens of a hit by the tier that gave them, and `memory` for the rest; without zeros."""
-        found, at = {"memory": num_cached_tokens}, num_cached_tokens
+        counts, at = {"memory": num_cached_tokens}, num_cached_tokens
         for name, start, end in reversed(self.spans):  # what was evicted and loaded again counts once
             num_tokens = max(0, min(end, at) - start)
-            found["memory"] -= num_tokens
-            found[name] = found.get(name, 0) + num_tokens
+            counts["memory"] -= num_tokens
+            counts[name] = counts.get(name, 0) + num_tokens
             at = min(at, start)
-        return {name: num_tokens for name, num_tokens in found.items() if num_tokens}
+        return {name: num_tokens for name, num_tokens in counts.items() if num_tokens}
 
 
 @dataclass(slots=True)
@@ -492,8 +492,8 @@ class Request:
         ahead = self._ahead.masks.pop(num_generated, None)
         if ahead is not None:
             return ahead
-        found = self._mask(self.constraint, self.output_token_ids, num_generated, vocab_size)
-        return self._dry_mask(num_generated, vocab_size) if found is None else found
+        mask = self._mask(self.constraint, self.output_token_ids, num_generated, vocab_size)
+        return self._dry_mask(num_generated, vocab_size) if mask is None else mask
 
     def _limits(self, vocab_size: int) -> TokenLimits:
         return self.limits if self.limits is not None else TokenLimits(vocab_size, self.stop_token_ids)
@@ -564,13 +564,13 @@ class Request:
         if links is None:
             return None
         recomputed = links.num_recomputed(self.num_cached_tokens)
-        rest = self.num_prompt_tokens - links.num_linked_tokens - recomputed - self.num_cached_tokens
+        computed = self.num_prompt_tokens - links.num_linked_tokens - recomputed - self.num_cached_tokens
         return LinkReport(
             links.method,
             len(links.spans),
             linked_tokens=links.num_linked_tokens,
             recomputed_tokens=recomputed,
-            computed_tokens=rest,
+            computed_tokens=computed,
             cached_tokens=self.num_cached_tokens,
             copied_tokens=self.num_copied_tokens,
             has_gaps=links.has_gaps,
@@ -648,8 +648,8 @@ class RequestOutput:
         First come those of the reported prompt tokens, then those of the answer. Raises InvalidRequestError unless its
         parameters have `certify`.
         """
-        reports = [one for one in (*(self.prompt_logprobs or ()), *(self.outputs[index].logprobs or ())) if one]
-        digests = [one.logits_digest for one in reports if one.logits_digest is not None]
+        reports = [entry for entry in (*(self.prompt_logprobs or ()), *(self.outputs[index].logprobs or ())) if entry]
+        digests = [entry.logits_digest for entry in reports if entry.logits_digest is not None]
         if not digests or len(digests) < len(reports):
             raise InvalidRequestError("this output has no digests of logits; ask for them with certify=True")
         return hashlib.sha256(b"".join(digests)).hexdigest()

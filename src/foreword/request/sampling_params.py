@@ -66,10 +66,10 @@ class StructuredOutputsParams:
     """Any JSON object."""
 
     def __post_init__(self) -> None:
-        given = [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
-        if len(given) != 1:
+        kinds = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        if len(kinds) != 1:
             raise InvalidRequestError(
-                f"structured outputs name {' and '.join(given) or 'nothing'}; give exactly one of json, regex, choice, "
+                f"structured outputs name {' and '.join(kinds) or 'nothing'}; give exactly one of json, regex, choice, "
                 "grammar and json_object"
             )
         schema: Any = self.json
@@ -102,9 +102,9 @@ def _parsed(schema: str) -> Any:
         raise InvalidRequestError(f"json={schema!r:.60} is not valid JSON: {error}") from error
 
 
-def _check_length(name: str, text: str, most: int = MAX_CONSTRAINT_CHARACTERS) -> None:
-    if len(text) > most:
-        raise InvalidRequestError(f"{name} has {len(text)} characters; at most {most} are taken, write it shorter")
+def _check_length(name: str, text: str, limit: int = MAX_CONSTRAINT_CHARACTERS) -> None:
+    if len(text) > limit:
+        raise InvalidRequestError(f"{name} has {len(text)} characters; at most {limit} are taken, write it shorter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,9 +251,9 @@ class SamplingParams:
         if self.max_tokens != 1:
             raise InvalidRequestError(f"max_tokens={self.max_tokens} with label_token_ids; use 1")
         plain = SamplingParams(max_tokens=1)
-        for one in fields(self):
-            if one.name not in _BESIDE_LABELS and getattr(self, one.name) != getattr(plain, one.name):
-                raise InvalidRequestError(f"{one.name} cannot be combined with label_token_ids; leave it out")
+        for option in fields(self):
+            if option.name not in _BESIDE_LABELS and getattr(self, option.name) != getattr(plain, option.name):
+                raise InvalidRequestError(f"{option.name} cannot be combined with label_token_ids; leave it out")
 
     def _check_types(self) -> None:
         optional = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
@@ -341,7 +341,7 @@ class TokenLimits:
         """
         forbidden = [token_id for token_id, bias in params.logit_bias.items() if bias == -math.inf]
         names = ("allowed_token_ids", "bad_words", "logit_bias", "stop_token_ids")
-        given = [name for name in names if getattr(params, name)]
+        used = [name for name in names if getattr(params, name)]
         needs_mask = params.allowed_token_ids is not None or bad_words or (forbidden and params.open_constraint)
         stops = set(stop_token_ids) if params.min_tokens else set()
         if not needs_mask and len({*forbidden, *stops}) < vocab_size:
@@ -356,11 +356,11 @@ class TokenLimits:
         )
         first = limits._without_answer()
         if not first.any():
-            raise InvalidRequestError(f"no token is left by {' and '.join(given)}; allow at least one")
+            raise InvalidRequestError(f"no token is left by {' and '.join(used)}; allow at least one")
         first[list(stops)] = False
         if not first.any() and params.open_constraint is None:
             raise InvalidRequestError(
-                f"min_tokens={params.min_tokens} forbids the end, and nothing else is left by {' and '.join(given)}; "
+                f"min_tokens={params.min_tokens} forbids the end, and nothing else is left by {' and '.join(used)}; "
                 "lower min_tokens, or allow a token that does not end the answer"
             )
         if not len(limits._end):

@@ -144,7 +144,7 @@ class Service:
         self.llm, self.config, self.model_name = llm, config, model_name
         for reader in (llm.pictures, llm.embeds):
             if reader is not None:
-                reader.held.most = MOST_MEDIA_BYTES
+                reader.held.limit = MOST_MEDIA_BYTES
         self._own_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
         self.created = int(time.time())
         self.is_stopping = False

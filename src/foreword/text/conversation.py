@@ -40,13 +40,13 @@ def pictures_in_order(
 ) -> list[Any]:
     """The files of all pictures in the order that `write` gives to their marks: it may move messages and texts."""
     files, numbers = pictures_of(messages), count()
-    if (num_marks := sum(str(one["content"]).count(MARK) for one in messages)) != len(files):
+    if (num_marks := sum(str(turn["content"]).count(MARK) for turn in messages)) != len(files):
         raise InvalidRequestError(f"the messages have {len(files)} pictures, but {num_marks} places for them")
     numbered = [
-        {**one, "content": re.sub(MARK, lambda mark: f"{mark[0]}{next(numbers)};", one["content"])} for one in messages
+        {**turn, "content": re.sub(MARK, lambda m: f"{m[0]}{next(numbers)};", turn["content"])} for turn in messages
     ]
     contents = [message.get("content") or "" for message in write(numbered)]
-    texts = [one if isinstance(one, str) else "".join(part.get("text", "") for part in one) for one in contents]
+    texts = [body if isinstance(body, str) else "".join(part.get("text", "") for part in body) for body in contents]
     return [files[int(number)] for number in re.findall(rf"{MARK}(\d+);", "".join(texts))]
 
 
@@ -234,11 +234,11 @@ def _other(text: str) -> str:
 
 def common_beginning(text: Sequence[Any], other: Sequence[Any]) -> int:
     """The number of items that two texts, or lists, begin with in common. Compares each about twice."""
-    known, most = 0, min(len(text), len(other))
-    while known < most:
-        middle = (known + most + 1) // 2
-        if text[known:middle] == other[known:middle]:
-            known = middle
+    common, limit = 0, min(len(text), len(other))
+    while common < limit:
+        middle = (common + limit + 1) // 2
+        if text[common:middle] == other[common:middle]:
+            common = middle
         else:
-            most = middle - 1
-    return known
+            limit = middle - 1
+    return common

@@ -176,7 +176,7 @@ class JsonTokenizer:
         unknown = self.special_tokens_map.get("unk_token")
         other = None if unknown is None else self.backend_tokenizer.token_to_id(unknown)
         ids = (self.backend_tokenizer.token_to_id(token) for token in tokens)
-        return [other if one is None else one for one in ids]
+        return [other if token_id is None else token_id for token_id in ids]
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
         """A token as the vocabulary has it; None if there is none."""
@@ -208,8 +208,8 @@ def _load(folder: Path, trust_remote_code: bool) -> JsonTokenizer:
         older = [name for name in ("special_tokens_map.json", "added_tokens.json") if (folder / name).exists()]
         if older:
             raise NotPlainError(older[0])
-    named = [name for name in config if name.endswith("_token") and name not in _KNOWN_FIELDS]
-    unknown = sorted(set(config) - _KNOWN_FIELDS - set(named))
+    token_fields = [name for name in config if name.endswith("_token") and name not in _KNOWN_FIELDS]
+    unknown = sorted(set(config) - _KNOWN_FIELDS - set(token_fields))
     if unknown:
         raise NotPlainError(f"tokenizer_config.json's {unknown[0]}")
     if {config.get("padding_side", "left"), config.get("truncation_side", "left")} - {"left", "right"}:
@@ -223,29 +223,29 @@ def _load(folder: Path, trust_remote_code: bool) -> JsonTokenizer:
         raise NotPlainError("a vocabulary of Mistral's, whose pattern may be wrong")
     rebuilt = _REBUILT.get(name)
     listed = config.get("added_tokens_decoder")
-    given = dict(backend.get_added_tokens_decoder())
-    added = given if listed is None else {int(number): AddedToken(**one) for number, one in listed.items()}
-    special, extra = _special(config, named, {} if rebuilt is None else rebuilt.special, added)
+    existing = dict(backend.get_added_tokens_decoder())
+    added = existing if listed is None else {int(number): AddedToken(**entry) for number, entry in listed.items()}
+    special, extra = _special(config, token_fields, {} if rebuilt is None else rebuilt.special, added)
     if rebuilt is not None:
         _check_parts(name, rebuilt, backend, special, bool(config.get("add_prefix_space")))
         size = backend.get_vocab_size(with_added_tokens=False)
-        beyond = sorted(number for number in given if number >= size)
-        if set(given) != set(added) or beyond != list(range(size, size + len(beyond))):
+        beyond = sorted(number for number in existing if number >= size)
+        if set(existing) != set(added) or beyond != list(range(size, size + len(beyond))):
             raise NotPlainError("added tokens that tokenizer_config.json lists otherwise than tokenizer.json")
-    _add(backend, given, added, special, extra)
+    _add(backend, existing, added, special, extra)
     if name == "Qwen2Tokenizer":
-        backend.add_tokens([AddedToken(_text(one), special=True) for one in (*special.values(), *extra)])
+        backend.add_tokens([AddedToken(_text(token), special=True) for token in (*special.values(), *extra)])
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    made = JsonTokenizer(backend, {key: _text(one) for key, one in special.items()}, [_text(one) for one in extra])
-    made.chat_template, made.response_template = _chat_template(folder, config), config.get("response_template")
-    return made
+    loaded = JsonTokenizer(backend, {key: _text(one) for key, one in special.items()}, [_text(one) for one in extra])
+    loaded.chat_template, loaded.response_template = _chat_template(folder, config), config.get("response_template")
+    return loaded
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_bytes()) if path.exists() else {}
-    if not isinstance(found, dict):
+    content = json.loads(path.read_bytes()) if path.exists() else {}
+    if not isinstance(content, dict):
         raise NotPlainError(f"a {path.name} that is no object")
-    return found
+    return content
 
 
 def _class(config: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> str:
@@ -258,8 +258,8 @@ def _class(config: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> s
     if kind in ("mistral", "mixtral") and find_spec("mistral_common") is not None:
         raise NotPlainError("mistral_common, which is installed")
     registered = _CLASS_OF[kind]
-    said = config.get("tokenizer_class") or model.get("tokenizer_class")
-    declared = (registered or "") if said is None else str(said).removesuffix("Fast")
+    class_name = config.get("tokenizer_class") or model.get("tokenizer_class")
+    declared = (registered or "") if class_name is None else str(class_name).removesuffix("Fast")
     if declared == "LlamaTokenizer" and kind not in _CORRECTED and b'"ByteLevel"' in path.read_bytes():
         declared = "TokenizersBackend"
     elif registered is not None and registered != declared:
@@ -267,35 +267,35 @@ def _class(config: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> s
     if declared in _PLAIN_CLASSES:
         return "TokenizersBackend"
     if declared not in _REBUILT:
-        raise NotPlainError(f"tokenizer_class={said!r}")
+        raise NotPlainError(f"tokenizer_class={class_name!r}")
     return declared
 
 
 def _special(
-    config: Mapping[str, Any], named: Sequence[str], own: Mapping[str, str | None], added: Mapping[int, AddedToken]
+    config: Mapping[str, Any], fields: Sequence[str], usual: Mapping[str, str | None], added: Mapping[int, AddedToken]
 ) -> tuple[dict[str, str | AddedToken], list[str | AddedToken]]:
-    """Special tokens by their names, and others. `own`: those of the class."""
+    """Special tokens by their names, and others. `usual`: those of the class."""
     by_text = {token.content: token for token in added.values()}
-    given = {**own, **{name: _token(config[name]) for name in _NAMED if name in config}}
-    found = {name: by_text.get(_text(one), one) for name in _NAMED if (one := given.get(name)) is not None}
-    further = {name: config[name] for name in named if name not in _NAMED}
+    tokens = {**usual, **{name: _token(config[name]) for name in _NAMED if name in config}}
+    special = {name: by_text.get(_text(value), value) for name in _NAMED if (value := tokens.get(name)) is not None}
+    further = {name: config[name] for name in fields if name not in _NAMED}
     more, older = config.get("extra_special_tokens") or [], config.get("additional_special_tokens") or []
     if isinstance(more, Mapping):
         further, more = {**further, **more}, []
     extra = more or older
-    for name, one in further.items():
-        if not isinstance(one, str):
+    for name, value in further.items():
+        if not isinstance(value, str):
             raise NotPlainError(f"tokenizer_config.json's {name}")
-        found[name] = one
-    return found, [_token(one) for one in extra]
+        special[name] = value
+    return special, [_token(token) for token in extra]
 
 
-def _token(one: Any) -> Any:
-    if isinstance(one, Mapping) and one.get("__type") == "AddedToken":
-        return AddedToken(**{name: value for name, value in one.items() if name != "__type"})
-    if one is not None and not isinstance(one, str):
+def _token(token: Any) -> Any:
+    if isinstance(token, Mapping) and token.get("__type") == "AddedToken":
+        return AddedToken(**{name: value for name, value in token.items() if name != "__type"})
+    if token is not None and not isinstance(token, str):
         raise NotPlainError("a special token that is no text")
-    return one
+    return token
 
 
 def _text(token: str | AddedToken) -> str:
@@ -309,8 +309,8 @@ def _check_parts(
     unk, fuse_unk, byte_fallback = rebuilt.model
     model, unk = backend.model, None if unk is None else _text(special[unk])
     affixes = (model.continuing_subword_prefix or "") + (model.end_of_word_suffix or "")
-    own = (model.unk_token, model.fuse_unk, model.byte_fallback, model.dropout, model.ignore_merges, affixes)
-    same = own == (unk, fuse_unk, byte_fallback, None, False, "")
+    model_facts = (model.unk_token, model.fuse_unk, model.byte_fallback, model.dropout, model.ignore_merges, affixes)
+    same = model_facts == (unk, fuse_unk, byte_fallback, None, False, "")
     same = same and _state(backend.normalizer) == rebuilt.normalizer
     splitting = backend.pre_tokenizer
     several: Any = splitting if isinstance(splitting, pre_tokenizers.Sequence) else [splitting]
@@ -319,12 +319,12 @@ def _check_parts(
             part.trim_offsets = True  # as classes have it: it moves offsets, and no tokens
     backend.pre_tokenizer = splitting
     splits = _state(splitting)
-    for one in (splits or {}).get("pretokenizers", ()):
-        if "Regex" in one.get("pattern", {}):
-            one["pattern"]["Regex"] = hashlib.sha256(one["pattern"]["Regex"].encode()).hexdigest()
+    for splitter in (splits or {}).get("pretokenizers", ()):
+        if "Regex" in splitter.get("pattern", {}):
+            splitter["pattern"]["Regex"] = hashlib.sha256(splitter["pattern"]["Regex"].encode()).hexdigest()
     same = same and splits == rebuilt.pre_tokenizer and not has_prefix
     decoder = _state(backend.decoder) or {}
-    kinds = " ".join(one["type"] for one in decoder.get("decoders", [decoder]) if one)
+    kinds = " ".join(part["type"] for part in decoder.get("decoders", [decoder]) if part)
     if not same or kinds != rebuilt.decoder:
         raise NotPlainError(f"parts of tokenizer.json that {name} builds otherwise")
 
@@ -336,28 +336,28 @@ def _state(part: Any) -> Any:
 
 def _add(
     backend: Tokenizer,
-    given: Mapping[int, AddedToken],
+    existing: Mapping[int, AddedToken],
     added: Mapping[int, AddedToken],
     special: Mapping[str, str | AddedToken],
     extra: Sequence[str | AddedToken],
 ) -> None:
-    """Add the tokens that tokenizer.json lacks, or has in another way. `given`: those that it has."""
-    named = {_text(one) for one in special.values()}
-    present = {repr(token) for token in given.values()}
+    """Add the tokens that tokenizer.json lacks, or has in another way. `existing`: those that it has."""
+    special_texts = {_text(token) for token in special.values()}
+    present = {repr(token) for token in existing.values()}
     missing = []
     for number in sorted(added):
         token = added[number]
-        token.special = token.special or token.content in named
+        token.special = token.special or token.content in special_texts
         if repr(token) not in present:
             missing.append(token)
-    texts = {token.content for token in (*given.values(), *missing)}
+    texts = {token.content for token in (*existing.values(), *missing)}
     further: list[str | AddedToken] = []
-    for one in (*special.values(), *extra):
-        if _text(one) not in texts and one not in further:  # the same text may come twice, in different ways
-            further.append(one)
-    for one in further:
-        token = AddedToken(one, special=True) if isinstance(one, str) else one
-        token.special = token.special or token.content in named
+    for entry in (*special.values(), *extra):
+        if _text(entry) not in texts and entry not in further:  # the same text may come twice, in different ways
+            further.append(entry)
+    for entry in further:
+        token = AddedToken(entry, special=True) if isinstance(entry, str) else entry
+        token.special = token.special or token.content in special_texts
         missing.append(token)
     if missing:
         backend.add_tokens(missing)
@@ -367,11 +367,11 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
     """The template's source, or several by their names. Files come before tokenizer_config.json."""
     paths = {"default": folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    found = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
-    if found:
-        return found["default"] if list(found) == ["default"] else found
-    said = config.get("chat_template")
-    return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said
+    sources = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+    if sources:
+        return sources["default"] if list(sources) == ["default"] else sources
+    template = config.get("chat_template")
+    return {entry["name"]: entry["template"] for entry in template} if isinstance(template, list) else template
 
 
 _TOKENIZER_FILES = (

@@ -46,17 +46,17 @@ class ControlTokens:
     """The special tokens of a tokenizer."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._named = [text for text in texts if len(text) > 1]
-        self._beginnings = {text[:2] for text in self._named}
-        self._pattern = regex.compile(r"\L<texts>", texts=self._named) if self._named else None
+        self._texts = [text for text in texts if len(text) > 1]
+        self._beginnings = {text[:2] for text in self._texts}
+        self._pattern = regex.compile(r"\L<texts>", texts=self._texts) if self._texts else None
 
     def hidden(self, value: Any, mark: str, spared: frozenset[str] = frozenset()) -> Any:
         """A value whose strings have the mark in each special token's text but `spared`; itself if there is none."""
         if isinstance(value, str):
             return self._hidden_text(value, mark, spared)
         if isinstance(value, Mapping):
-            made = {self.hidden(key, mark, spared): self.hidden(item, mark, spared) for key, item in value.items()}
-            return made if any(made.get(key, made) is not item for key, item in value.items()) else value
+            marked = {self.hidden(key, mark, spared): self.hidden(item, mark, spared) for key, item in value.items()}
+            return marked if any(marked.get(key, marked) is not item for key, item in value.items()) else value
         if isinstance(value, list | tuple):
             items = [self.hidden(item, mark, spared) for item in value]
             return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
@@ -66,8 +66,8 @@ class ControlTokens:
         if self._pattern is None or not any(beginning in text for beginning in self._beginnings):
             return text  # most texts: it takes a hundredth of the time
 
-        def hide(found: Any) -> str:
-            token = str(found[0])
+        def hide(match: Any) -> str:
+            token = str(match[0])
             return token if token in spared else token[0] + mark + token[1:]
 
         hidden = str(self._pattern.sub(hide, text))
@@ -78,10 +78,10 @@ def marked_tokens(encoding: Any, text: str, mark: str) -> npt.NDArray[np.intp] |
     """The indices of the tokens that are a mark; None if a token is more than a mark."""
     if mark not in text:
         return np.empty(0, np.intp)
-    found = [at for at, (begin, end) in enumerate(encoding.offsets) if mark in text[begin:end]]
-    if any(text[begin:end] != mark for begin, end in (encoding.offsets[at] for at in found)):
+    indices = [at for at, (begin, end) in enumerate(encoding.offsets) if mark in text[begin:end]]
+    if any(text[begin:end] != mark for begin, end in (encoding.offsets[at] for at in indices)):
         return None
-    return np.array(found, np.intp)
+    return np.array(indices, np.intp)
 
 
 class _Marked(NamedTuple):
@@ -208,28 +208,28 @@ class Renderer:
         conversation = _conversation(messages, template_inputs, add_generation_prompt, False)
         return self._marked(conversation, False).plain
 
-    def _marked(self, one: Conversation, continues: bool, chat_template: str | None = None) -> _Marked:
+    def _marked(self, chat: Conversation, continues: bool, chat_template: str | None = None) -> _Marked:
         """The text of a conversation, in which a mark hides the control tokens that messages have."""
-        wrong = sorted(_NO_INPUTS & set(one.inputs))
+        wrong = sorted(_NO_INPUTS & set(chat.inputs))
         if wrong:
             raise InvalidRequestError(f"{wrong[0]!r} is not an input of a chat template; leave it out")
-        source = chat_template or self._source_for(one)
+        source = chat_template or self._source_for(chat)
         if source is None:
             raise ChatTemplateError(
                 "the model has no chat template: it continues texts; send a prompt written out in full (generate(), "
                 "/v1/completions), name a template with chat_template, or add chat_template.jinja to the model's folder"
             )
         report = self.template_report(source)
-        refuse_lost(report, one.messages, one.inputs)
-        one, mark = self._hidden(one)
-        messages, inputs = report.form.write(one.messages, one.inputs)
-        if not pictures_of(one.messages):
-            return _Marked(self._apply(Conversation(messages, inputs, one.is_open), continues, source), mark)
-        text = self._apply(Conversation(in_parts(messages), inputs, one.is_open), continues, source)
+        refuse_lost(report, chat.messages, chat.inputs)
+        chat, mark = self._hidden(chat)
+        messages, inputs = report.form.write(chat.messages, chat.inputs)
+        if not pictures_of(chat.messages):
+            return _Marked(self._apply(Conversation(messages, inputs, chat.is_open), continues, source), mark)
+        text = self._apply(Conversation(in_parts(messages), inputs, chat.is_open), continues, source)
         return _Marked(self.with_written_signs(text), mark)
 
-    def _source_for(self, one: Conversation) -> str | None:
-        has_tools = bool(one.inputs.get("tools")) or any(message.get("tool_calls") for message in one.messages)
+    def _source_for(self, chat: Conversation) -> str | None:
+        has_tools = bool(chat.inputs.get("tools")) or any(message.get("tool_calls") for message in chat.messages)
         return self._source(has_tools=has_tools)
 
     def pictures(
@@ -241,29 +241,29 @@ class Renderer:
         """The files of a conversation's pictures, in the order in which its rendering has their signs."""
         if len(files := pictures_of(messages)) < 2:
             return files
-        one = _conversation(messages, template_inputs, None, False)
-        form = self.template_report(chat_template or self._source_for(one)).form
-        return pictures_in_order(one.messages, lambda told: form.write(told, one.inputs)[0])
+        chat = _conversation(messages, template_inputs, None, False)
+        form = self.template_report(chat_template or self._source_for(chat)).form
+        return pictures_in_order(chat.messages, lambda ordered: form.write(ordered, chat.inputs)[0])
 
-    def _hidden(self, one: Conversation) -> tuple[Conversation, str]:
+    def _hidden(self, chat: Conversation) -> tuple[Conversation, str]:
         """The conversation with a mark in its control tokens, and the mark; "" if it has none."""
         if self._takes_control_tokens:
-            return one, ""
+            return chat, ""
         spared = self._spared_tokens()
         for mark in MARKS:
             messages = [
                 self._control.hidden(message, mark, spared if message["role"] == "assistant" else frozenset())
-                for message in one.messages
+                for message in chat.messages
             ]
-            inputs = self._control.hidden(one.inputs, mark)
-            if inputs is one.inputs and all(a is b for a, b in zip(messages, one.messages, strict=True)):
-                return one, ""
-            if mark not in repr(one):
+            inputs = self._control.hidden(chat.inputs, mark)
+            if inputs is chat.inputs and all(a is b for a, b in zip(messages, chat.messages, strict=True)):
+                return chat, ""
+            if mark not in repr(chat):
                 break
-        return Conversation(messages, inputs, one.is_open), mark
+        return Conversation(messages, inputs, chat.is_open), mark
 
-    def _apply(self, one: Conversation, continues: bool, source: str) -> str:
-        return apply_template(source, one, self._hf.special_tokens_map, continues=continues)
+    def _apply(self, chat: Conversation, continues: bool, source: str) -> str:
+        return apply_template(source, chat, self._hf.special_tokens_map, continues=continues)
 
     def _encoded(self, marked: _Marked) -> tuple[npt.NDArray[np.int32], Any, npt.NDArray[np.intp]]:
         """Token ids of a text without its marks; its encoding by a fast tokenizer, and the marks' indices there."""
@@ -378,14 +378,14 @@ def _num_common(token_ids: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) 
 
 
 def apply_template(
-    source: str, one: Conversation, special_tokens: Mapping[str, Any], *, continues: bool = False
+    source: str, chat: Conversation, special_tokens: Mapping[str, Any], *, continues: bool = False
 ) -> str:
     """The text of messages in the template's own form. Raises ChatTemplateError."""
-    inputs = {"tools": None, "documents": None, **special_tokens, **one.inputs}
+    inputs = {"tools": None, "documents": None, **special_tokens, **chat.inputs}
     try:
-        return render(source, one.messages, inputs, is_open=one.is_open and not continues, continues=continues)
+        return render(source, chat.messages, inputs, is_open=chat.is_open and not continues, continues=continues)
     except Exception as error:  # a template is a program: it may fail in any way
-        roles = ", ".join(str(message["role"]) for message in one.messages)
+        roles = ", ".join(str(message["role"]) for message in chat.messages)
         raise ChatTemplateError(
             f"the chat template does not accept these messages (roles: {roles}): {one_line(error)}"
         ) from error

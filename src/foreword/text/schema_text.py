@@ -41,7 +41,7 @@ def schema_text(tokenizer: Tokenizer) -> SchemaText:
     """One object for each id: as objects of their own, a schema's tokens would take three times the memory."""
 
     def encode(text: str) -> tuple[int, ...]:
-        return tuple(numbers.setdefault(one, one) for one in tokenizer.encode_part(text))
+        return tuple(numbers.setdefault(token_id, token_id) for token_id in tokenizer.encode_part(text))
 
     return SchemaText(
         encode=encode,
@@ -108,8 +108,8 @@ class _Messages:
         text = self._tokenizer.render_text(messages, add_generation_prompt=opened)
         pieces: list[str] = []
         for mark in marks:
-            before, found, text = text.partition(mark)
-            if not found or mark in text:
+            before, separator, text = text.partition(mark)
+            if not separator or mark in text:
                 raise ChatTemplateError(
                     f"the template does not write the content of each message once, as {mark} shows"
                 )

@@ -80,13 +80,13 @@ class TextStream:
         """Ends an output that was cut off: returns the text held back until now, without an incomplete character."""
         return self._end(self._detokenizer.cut)
 
-    def _end(self, rest: Callable[[], str]) -> str:
+    def _end(self, flush: Callable[[], str]) -> str:
         if self._finished:
             return ""
         self._finished = True
         if self._stop is not None:
             return ""
-        piece = rest()
+        piece = flush()
         if self._num_tokens > self._min_tokens:
             piece = self._release(piece, is_last=True)  # U+FFFD may be part of a stop string
         return self._append(piece + self._held)
@@ -126,10 +126,10 @@ def _first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
 
     "Complete first" makes the answer independent of how tokens cut the text.
     """
-    found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
-    if not found:
+    matches = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    if not matches:
         return None
-    _, start, stop = min(found)
+    _, start, stop = min(matches)
     return start, stop
 
 

@@ -53,21 +53,21 @@ def _tools(tools: Any) -> list[Any] | None:
     """Tools as JSON schemas; functions of Python become ones."""
     if tools is None:
         return None
-    made = []
+    schemas = []
     for tool in tools:
         if callable(tool):
             from transformers.utils.chat_template_utils import get_json_schema
 
-            made.append(get_json_schema(tool))
+            schemas.append(get_json_schema(tool))
         elif isinstance(tool, dict):
-            made.append(_plain(tool))
+            schemas.append(_plain(tool))
         else:
             raise ValueError("tools must be JSON schemas, or functions with type hints and a docstring")
-    return made
+    return schemas
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    reasoning = next((found for name in _REASONING if (found := message.get(name)) is not None), None)
+    reasoning = next((text for name in _REASONING if (text := message.get(name)) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
@@ -77,7 +77,7 @@ def _mark(message: dict[str, Any]) -> str:
     if isinstance(content, str):
         message["content"] = content + _TAG
         return content
-    block = next((one for one in reversed(content) if "text" in one), None)
+    block = next((part for part in reversed(content) if "text" in part), None)
     if block is None:
         raise ValueError("the last message has no text to continue")
     text = str(block["text"])
@@ -148,8 +148,8 @@ class _Generation(Extension):
 class _Dict:
     """`dict` without its attributes, by which templates could reach Python's own objects."""
 
-    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*args, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
         return dict.fromkeys(keys, value)
@@ -158,12 +158,12 @@ class _Dict:
 class _Namespace(Namespace):
     """A namespace whose names do not begin with an underscore."""
 
-    def __init__(*args: Any, **named: Any) -> None:
-        self, *rest = args
-        given = dict(*rest, **named)
-        for name in given:
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *positional = args
+        items = dict(*positional, **kwargs)
+        for name in items:
             _check_name(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, items)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)

@@ -60,11 +60,11 @@ def _arguments(arguments: Any, tags: Mapping[str, str] | None) -> str:
     if tags is None:
         return json.dumps(arguments, ensure_ascii=False)
     mark = tags.get("string", "")
-    written = []
+    pairs = []
     for key, value in arguments.items():
         text = f"{mark}{value}{mark}" if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        written.append(tags["open"].replace("{key}", key) + text + tags["close"])
-    return tags.get("between", "").join(written)
+        pairs.append(tags["open"].replace("{key}", key) + text + tags["close"])
+    return tags.get("between", "").join(pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +109,16 @@ class TemplateForm:
         self, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
         """The messages and the template's inputs in this form."""
-        if self.beside_call == "written" and any(one.get("tool_calls") and one["content"] for one in messages):
+        if self.beside_call == "written" and any(turn.get("tool_calls") and turn["content"] for turn in messages):
             return replace(self, beside_call="kept", calls="written", results="question").write(messages, inputs)
         inputs, tools_text = self._tools(dict(inputs))
-        told = self._identified(messages)
-        told = [one for message in self._one_by_one(told) for one in self._answer(message)]
-        told = self._systems(told, tools_text)
-        told = self._joined(told)
+        converted = self._identified(messages)
+        converted = [answer for message in self._one_by_one(converted) for answer in self._answer(message)]
+        converted = self._systems(converted, tools_text)
+        converted = self._joined(converted)
         if self.content == "parts":
-            told = [_in_parts(message) for message in told]
-        return told, inputs
+            converted = [_in_parts(message) for message in converted]
+        return converted, inputs
 
     def _tools(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], str]:
         tools = inputs.get("tools")
@@ -133,11 +133,11 @@ class TemplateForm:
 
     def _identified(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Calls with ids that the template takes; results with these ids and with the names of their functions."""
-        told: list[Message] = []
-        found: dict[Any, tuple[Any, str]] = {}
+        converted: list[Message] = []
+        ids: dict[Any, tuple[Any, str]] = {}
         number = 0
-        for given in messages:
-            message = {key: value for key, value in given.items() if value is not None}
+        for source in messages:
+            message = {key: value for key, value in source.items() if value is not None}
             if message["role"] == "developer":
                 message["role"] = "system"
             if message.get("tool_calls"):
@@ -146,53 +146,53 @@ class TemplateForm:
                     name, old = call["function"]["name"], call.get("id")
                     new = self._id(old, name, index if self.ids == "indexed" else number)
                     number += 1
-                    found[old] = new, name
+                    ids[old] = new, name
                     calls.append(call if new is None else {**call, "id": new})
                 message["tool_calls"] = calls
-            elif message["role"] == "tool" and message.get("tool_call_id") in found:
-                new, name = found[message.get("tool_call_id")]
+            elif message["role"] == "tool" and message.get("tool_call_id") in ids:
+                new, name = ids[message.get("tool_call_id")]
                 message = {"name": name, **message}
                 if new is not None:
                     message["tool_call_id"] = new
-            told.append(message)
-        return told
+            converted.append(message)
+        return converted
 
     def _id(self, old: Any, name: str, number: int) -> Any:
         if self.ids == "kept":
             return old
-        given = old if isinstance(old, str) else ""
+        text = old if isinstance(old, str) else ""
         if self.ids != "nine":
-            return given if re.fullmatch(rf"functions\.{re.escape(name)}:\d+", given) else f"functions.{name}:{number}"
-        if _NINE.fullmatch(given):
-            return given
-        value = int.from_bytes(hashlib.sha256((given or f"{name}:{number}").encode()).digest())
+            return text if re.fullmatch(rf"functions\.{re.escape(name)}:\d+", text) else f"functions.{name}:{number}"
+        if _NINE.fullmatch(text):
+            return text
+        value = int.from_bytes(hashlib.sha256((text or f"{name}:{number}").encode()).digest())
         return "".join(_DIGITS[value // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
 
     def _one_by_one(self, messages: list[Message]) -> list[Message]:
         """Each of several calls with its result after it, if the template wants that."""
         if self.calls != "one by one":
             return messages
-        told: list[Message] = []
+        converted: list[Message] = []
         at = 0
         while at < len(messages):
             message = messages[at]
             at += 1
             calls = message.get("tool_calls") or ()
             if len(calls) < 2:
-                told.append(message)
+                converted.append(message)
                 continue
             results = []
             while at < len(messages) and messages[at]["role"] == "tool":
                 results.append(messages[at])
                 at += 1
             for number, call in enumerate(calls):
-                own = message if not number else {"role": "assistant", "content": ""}
-                told.append({**own, "tool_calls": [call]})
-                mine = [one for one in results if one.get("tool_call_id") == call.get("id")]
-                told += mine
-                results = [one for one in results if one not in mine]
-            told += results
-        return told
+                base = message if not number else {"role": "assistant", "content": ""}
+                converted.append({**base, "tool_calls": [call]})
+                mine = [result for result in results if result.get("tool_call_id") == call.get("id")]
+                converted += mine
+                results = [result for result in results if result not in mine]
+            converted += results
+        return converted
 
     def _answer(self, message: Message) -> list[Message]:
         """The messages that stand for one, of the assistant or of a tool."""
@@ -238,37 +238,37 @@ class TemplateForm:
 
     def _systems(self, messages: list[Message], tools_text: str) -> list[Message]:
         """System messages where the template takes them, with the tools that it does not take."""
-        head = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
-        first, told = messages[:head], []
+        head = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        first, converted = messages[:head], []
         if tools_text:
-            text = "\n\n".join(filter(None, [*(one["content"] for one in first), tools_text]))
+            text = "\n\n".join(filter(None, [*(system["content"] for system in first), tools_text]))
             first = [{"role": "system", "content": text}]
         elif len(first) > 1 and "joined" in (self.systems, self.system):
-            first = [{"role": "system", "content": "\n\n".join(one["content"] for one in first)}]
+            first = [{"role": "system", "content": "\n\n".join(system["content"] for system in first)}]
         if self.system == "kept":
-            told, first = list(first), []
+            converted, first = list(first), []
         for message in messages[head:]:
             if message["role"] == "system" and self.later_system == "question":
-                if told and told[-1]["role"] == "user":
-                    told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n\n{message['content']}"}
+                if converted and converted[-1]["role"] == "user":
+                    converted[-1] = {**converted[-1], "content": f"{converted[-1]['content']}\n\n{message['content']}"}
                     continue
                 message = {**message, "role": "user"}
             if first and message["role"] == "user":
-                text = "\n\n".join([*(one["content"] for one in first), message["content"]])
+                text = "\n\n".join([*(system["content"] for system in first), message["content"]])
                 message, first = {**message, "content": text}, []
-            told.append(message)
-        return [*({**one, "role": "user"} for one in first), *told]
+            converted.append(message)
+        return [*({**system, "role": "user"} for system in first), *converted]
 
     def _joined(self, messages: list[Message]) -> list[Message]:
         """Messages in succession as one, where the template wants that."""
         joined = {"user": self.questions == "joined", "assistant": self.answers == "joined"}
-        told: list[Message] = []
+        converted: list[Message] = []
         for message in messages:
-            if told and joined.get(message["role"]) and told[-1]["role"] == message["role"]:
-                told[-1] = _both(told[-1], message)
+            if converted and joined.get(message["role"]) and converted[-1]["role"] == message["role"]:
+                converted[-1] = _both(converted[-1], message)
             else:
-                told.append(message)
-        return told
+                converted.append(message)
+        return converted
 
 
 def explained_form(form: TemplateForm, reply: ReplyFormat | None) -> ReplyFormat | None:
@@ -278,13 +278,13 @@ def explained_form(form: TemplateForm, reply: ReplyFormat | None) -> ReplyFormat
     return family(GENERIC if reply is None else "hermes")
 
 
-def _both(one: Message, other: Message) -> Message:
-    both = {**one, **other}
+def _both(first: Message, second: Message) -> Message:
+    both = {**first, **second}
     for key, between in (("content", "\n\n"), ("reasoning_content", "\n\n")):
-        texts = [text for text in (one.get(key), other.get(key)) if isinstance(text, str) and text]
+        texts = [text for text in (first.get(key), second.get(key)) if isinstance(text, str) and text]
         if texts:
             both[key] = between.join(texts)
-    calls = [*(one.get("tool_calls") or ()), *(other.get("tool_calls") or ())]
+    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
     return {**both, "tool_calls": calls} if calls else both
 
 
@@ -299,18 +299,18 @@ def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
-    given = function.get("parameters") or {}
+    schema = function.get("parameters") or {}
     properties = {
-        name: {"type": _type_of(one), "description": "", **one} if isinstance(one, Mapping) else one
-        for name, one in (given.get("properties") or {}).items()
+        name: {"type": _type_of(member), "description": "", **member} if isinstance(member, Mapping) else member
+        for name, member in (schema.get("properties") or {}).items()
     }
-    parameters = {**NO_PARAMETERS, **given, "properties": properties}
+    parameters = {**NO_PARAMETERS, **schema, "properties": properties}
     return {**tool, "type": "function", "function": {"description": "", **function, "parameters": parameters}}
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
     """The type that a schema without `type` says otherwise; text if it says none."""
-    for one in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        if isinstance(one, Mapping) and isinstance(one.get("type"), str) and one["type"] != "null":
-            return str(one["type"])
+    for variant in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        if isinstance(variant, Mapping) and isinstance(variant.get("type"), str) and variant["type"] != "null":
+            return str(variant["type"])
     return "object" if "properties" in schema else "string"

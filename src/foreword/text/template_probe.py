@@ -37,7 +37,7 @@ class Sample:
 
     def all_marks(self) -> list[str]:
         """Everything that must be shown."""
-        return [*(one["content"] for one in self.messages if one["content"]), *self.marks]
+        return [*(message["content"] for message in self.messages if message["content"]), *self.marks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +268,12 @@ class Probe:
     def _calls(self, form: TemplateForm) -> TemplateForm:
         names = list(_CALL_CHOICES)
         each = [dict(zip(names, values, strict=True)) for values in itertools.product(*_CALL_CHOICES.values())]
-        each.sort(key=lambda one: sum(_CALL_CHOICES[name].index(value) > 0 for name, value in one.items()))
-        written = [{"calls": "written", "results": results} for results in ("tool", "question")]
-        single = [one for one in each if one["calls"] == "together" and one["beside_call"] == "kept"]
+        each.sort(key=lambda choice: sum(_CALL_CHOICES[name].index(value) > 0 for name, value in choice.items()))
+        written_calls = [{"calls": "written", "results": results} for results in ("tool", "question")]
+        single = [choice for choice in each if choice["calls"] == "together" and choice["beside_call"] == "kept"]
         if self._lost(self._best(form, single, CALLS[:1]), CALLS[0]):  # it shows no call at all
-            return self._best(form, written, CALLS)
-        return self._best(form, [*each, *written], CALLS)
+            return self._best(form, written_calls, CALLS)
+        return self._best(form, [*each, *written_calls], CALLS)
 
     def _linked(self, form: TemplateForm) -> TemplateForm:
         """The form with ids that results share with their calls, if the template shows the ids of results alone."""
@@ -284,9 +284,9 @@ class Probe:
         return form
 
     def _has_lone_id(self, form: TemplateForm, sample: Sample) -> bool:
-        told, inputs = form.write(sample.messages, {"tools": list(sample.tools)})
-        text = self._render(told, inputs)
-        return any(text.count(one["tool_call_id"]) == 1 for one in told if one.get("tool_call_id"))
+        messages, inputs = form.write(sample.messages, {"tools": list(sample.tools)})
+        text = self._render(messages, inputs)
+        return any(text.count(message["tool_call_id"]) == 1 for message in messages if message.get("tool_call_id"))
 
     def _best(
         self, form: TemplateForm, choices: Sequence[Mapping[str, str]], samples: Sequence[Sample]
@@ -334,9 +334,9 @@ def _each(name: str, *values: str) -> list[Mapping[str, str]]:
 
 def _in_order(text: str, sample: Sample) -> bool:
     """Whether the contents stand in the order of the messages; system messages at the beginning may stand anywhere."""
-    rest: Iterator[str] = (one["content"] for one in sample.messages if one["content"])
-    told = [text.rindex(content) for content in rest][1 if sample.messages[0]["role"] == "system" else 0 :]
-    return told == sorted(told)
+    contents: Iterator[str] = (message["content"] for message in sample.messages if message["content"])
+    places = [text.rindex(content) for content in contents][1 if sample.messages[0]["role"] == "system" else 0 :]
+    return places == sorted(places)
 
 
 # --------------------------------------------------------------------- refusal
@@ -346,8 +346,8 @@ def refuse_lost(report: TemplateReport, messages: Sequence[Mapping[str, Any]], i
     """Raises ChatTemplateError if the template leaves out something that a conversation has."""
     # A template says itself what it refuses; one that writes messages as JSON has all that it seems to spoil.
     lost = {loss.kind for loss in report.losses if not loss.refusal and not set(loss.lost) <= set(_PARTS_REPR)}
-    found = lost & _kinds(messages, bool(inputs.get("tools"))) if lost else ()
-    for kind in found:
+    kinds = lost & _kinds(messages, bool(inputs.get("tools"))) if lost else ()
+    for kind in kinds:
         raise ChatTemplateError(
             f"the chat template does not show {kind}, so the model would not see all messages; leave it out, or name "
             "another template with chat_template"
@@ -360,7 +360,7 @@ def _kinds(messages: Sequence[Mapping[str, Any]], has_tools: bool) -> set[str]:
     pairs = list(itertools.pairwise(roles))
     head = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
     calling = [message for message in messages if message.get("tool_calls")]
-    found = {
+    has_kind = {
         PLAIN.kind: "assistant" in roles and not calling,
         SYSTEM.kind: head > 0,
         SYSTEMS.kind: head > 1,
@@ -379,4 +379,4 @@ def _kinds(messages: Sequence[Mapping[str, Any]], has_tools: bool) -> set[str]:
             isinstance(call["function"]["arguments"], str) for message in calling for call in message["tool_calls"]
         ),
     }
-    return {kind for kind, has in found.items() if has}
+    return {kind for kind, has in has_kind.items() if has}

@@ -84,9 +84,9 @@ class Tokenizer(Renderer):
                 f"the tokenizer of {model!r} has no vocabulary; add its vocabulary (usually tokenizer.json), "
                 "or delete its other tokenizer files to work with token ids alone"
             )
-        made = cls(hf_tokenizer)
-        made._load_own = functools.partial(_load_with_transformers, model, source, revision, trust_remote_code)
-        return made
+        tokenizer = cls(hf_tokenizer)
+        tokenizer._load_own = functools.partial(_load_with_transformers, model, source, revision, trust_remote_code)
+        return tokenizer
 
     @functools.cached_property
     def max_token_characters(self) -> int:
@@ -105,7 +105,7 @@ class Tokenizer(Renderer):
     def placeholder_id(self) -> int:
         """A token that stands where none is: the unknown token, else padding, else the end."""
         ids = self._hf.unk_token_id, self._hf.pad_token_id, self._hf.eos_token_id
-        return next((int(one) for one in ids if one is not None), 0)
+        return next((int(token_id) for token_id in ids if token_id is not None), 0)
 
     def set_response_template(self, template: str | None) -> None:
         """Read replies by another form: a family's name, a file, or a response template's JSON text; None: its own.
@@ -145,8 +145,8 @@ class Tokenizer(Renderer):
         return frozenset() if marks is None else frozenset((marks.opens, marks.closes))
 
     def _find_markers(self, form: ReplyFormat | None) -> frozenset[int]:
-        named = {token_id for token, token_id in self.added_tokens.items() if form and form.has_marker(token)}
-        return frozenset(named & self._skipped_ids - self.eos_token_ids)
+        markers = {token_id for token, token_id in self.added_tokens.items() if form and form.has_marker(token)}
+        return frozenset(markers & self._skipped_ids - self.eos_token_ids)
 
     def prompt_end(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
         """The last text of a prompt, special tokens included: at best from where its reply begins."""
@@ -348,9 +348,9 @@ def _decodes_plainly(hf_tokenizer: Any) -> bool:
         return True
     from transformers import PreTrainedTokenizerFast
 
-    own: Any = type(hf_tokenizer)
+    kind: Any = type(hf_tokenizer)
     plain: Any = PreTrainedTokenizerFast
-    return issubclass(own, plain) and own.decode is plain.decode and own._decode is plain._decode
+    return issubclass(kind, plain) and kind.decode is plain.decode and kind._decode is plain._decode
 
 
 class TokenBytes:
@@ -368,19 +368,19 @@ class TokenBytes:
             decodes_plainly and type(hf_tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
         )
         """Whether a text is the bytes of its tokens, one after the other, as in GPT-2's vocabulary."""
-        found = {} if self.is_byte_level else _byte_tokens(hf_tokenizer)
-        self.byte_of = found if _reads_runs_whole(found, decode) else {}
+        single = {} if self.is_byte_level else _byte_tokens(hf_tokenizer)
+        self.byte_of = single if _reads_runs_whole(single, decode) else {}
         """Tokens of one byte each, if the decoder reads a run of them as a whole; otherwise none."""
-        self._single = found
+        self._single = single
         self._of: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes | None:
         """The bytes of a token, those of a special token's name included; None if they cannot be known."""
         if token_id not in self._of:
-            found = self._find(token_id)
-            if found is None:
+            data = self._find(token_id)
+            if data is None:
                 return None
-            self._of[token_id] = found
+            self._of[token_id] = data
         return self._of[token_id]
 
     def _find(self, token_id: int) -> bytes | None:
@@ -417,8 +417,8 @@ def _byte_tokens(hf_tokenizer: Any) -> dict[int, int]:
     """Sentencepiece's tokens for single bytes, such as `<0xE2>`: the byte of each."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     ids: Sequence[Any] = hf_tokenizer.convert_tokens_to_ids(names)
-    known = [(token_id, byte) for byte, token_id in enumerate(ids) if isinstance(token_id, int)]
-    return {token_id: byte for token_id, byte in known if hf_tokenizer.convert_ids_to_tokens(token_id) == names[byte]}
+    pairs = [(token_id, byte) for byte, token_id in enumerate(ids) if isinstance(token_id, int)]
+    return {token_id: byte for token_id, byte in pairs if hf_tokenizer.convert_ids_to_tokens(token_id) == names[byte]}
 
 
 def _reads_runs_whole(byte_of: dict[int, int], decode: Decode) -> bool:

@@ -38,8 +38,8 @@ class Clock:
         """
         if expires_s == 0:
             return 0
-        left = expires_s - max(self.wall_s(), created_s)
-        return min(LATEST, self.now_s() + left) if left > 0 else 1
+        ttl_s = expires_s - max(self.wall_s(), created_s)
+        return min(LATEST, self.now_s() + ttl_s) if ttl_s > 0 else 1
 
     def moment_before(self, age_s: int) -> int:
         """The moment `age_s` seconds ago; negative ages count as 0."""

@@ -35,9 +35,9 @@ class CacheIdentity:
     @classmethod
     def of(cls, model: Facts, arithmetic: Facts, layout: Facts, *, exact: bool = True) -> CacheIdentity:
         """The identity that these facts give. The facts about the model do not include the layout."""
-        own = digest(layout)
-        told = {"model": {name: value for name, value in model.items() if name != "config"}, "arithmetic": arithmetic}
-        return cls(digest({"model": model, "layout": own}), digest(arithmetic), own, exact, told)
+        layout_id = digest(layout)
+        facts = {"model": {name: value for name, value in model.items() if name != "config"}, "arithmetic": arithmetic}
+        return cls(digest({"model": model, "layout": layout_id}), digest(arithmetic), layout_id, exact, facts)
 
     @property
     def fingerprint(self) -> str:

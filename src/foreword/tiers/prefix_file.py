@@ -149,8 +149,8 @@ def decode_manifest(pages: bytes) -> dict[str, Any]:
             raise UnsoundFileError(f"{whose} says {name}={facts[name]}; a file has {allowed[0]} to {allowed[-1]}")
     if not _is_prompt(facts):
         raise UnsoundFileError(f"{whose} has token ids or a salt that no prompt has")
-    own = CacheIdentity(facts["model_id"], facts["arithmetic_id"], facts["layout"], facts["exact"])
-    if own.namespace.hex() != facts["namespace"]:
+    identity = CacheIdentity(facts["model_id"], facts["arithmetic_id"], facts["layout"], facts["exact"])
+    if identity.namespace.hex() != facts["namespace"]:
         raise UnsoundFileError(f"{whose} contradicts itself: its namespace is not that of its model and arithmetic")
     return dict(facts)
 
@@ -160,17 +160,17 @@ def _is_prompt(facts: Facts) -> bool:
     texts = facts.get("cache_salt"), facts.get("adapter")
     is_keyed = all(text is None or isinstance(text, str) for text in texts) and type(begin) is int and begin >= 0
     return (
-        is_keyed and isinstance(token_ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in token_ids)
+        is_keyed and isinstance(token_ids, list) and all(type(id_) is int and 0 <= id_ < 1 << 31 for id_ in token_ids)
     )
 
 
 def why_foreign(facts: Facts, identity: CacheIdentity, model_name: str) -> str | None:
     """Why blocks of a manifest are of no use to a cache of that identity; None if they are."""
     theirs, ours = facts["model"], json.loads(json.dumps(identity.description()["model"]))
-    maker, own = f"made by model {facts['model_name']!r}", f"this is {model_name!r}"
+    maker, here = f"made by model {facts['model_name']!r}", f"this is {model_name!r}"
     if theirs.get("weights") != ours.get("weights"):
         weights = [str(model.get("weights"))[:12] for model in (theirs, ours)]
-        return f"{maker} (weights {weights[0]}), {own} (weights {weights[1]}); open the model that made it"
+        return f"{maker} (weights {weights[0]}), {here} (weights {weights[1]}); open the model that made it"
     if facts["layout"] != identity.layout:
         shapes = (
             f"blocks of {facts['block_size']} tokens and dtype {theirs.get('dtype')}, layout {facts['layout'][:12]}"
@@ -305,15 +305,15 @@ class PrefixFile:
             self.runs.append(run)
         if self.num_blocks != self.facts["num_blocks"]:
             raise UnsoundFileError(f"it has {self.num_blocks} blocks instead of {self.facts['num_blocks']}")
-        digest, told, offset = hashlib.sha256(), bytearray(DIGEST_BYTES), 0
+        digest, stored_digest, offset = hashlib.sha256(), bytearray(DIGEST_BYTES), 0
         chunk = memoryview(bytearray(AT_ONCE_BYTES))
         while offset < end:
             piece = chunk[: min(len(chunk), end - offset)]
             self._read_whole(piece, offset)
             digest.update(piece)
             offset += len(piece)
-        self._read_whole(memoryview(told), end)
-        if digest.digest() != told:
+        self._read_whole(memoryview(stored_digest), end)
+        if digest.digest() != stored_digest:
             raise UnsoundFileError(f"the digest at byte {end} is not that of the bytes before it")
 
     def _verify_blocks(self, header: RunHeader) -> None:
@@ -344,10 +344,10 @@ class _RunSource:
         self.file.read(self.header, index, out)
 
 
-def store_prefix_file(found: PrefixFile, tier: Tier) -> ImportReport:
+def store_prefix_file(file: PrefixFile, tier: Tier) -> ImportReport:
     """Store the blocks of a file in a tier, and wait until it has them."""
     outcomes: Counter[str] = Counter()
-    for run in found.block_runs():
+    for run in file.block_runs():
         ticket = tier.store(run)
         in_time = ticket.wait(PATIENCE_S)
         if not in_time:
@@ -358,8 +358,8 @@ def store_prefix_file(found: PrefixFile, tier: Tier) -> ImportReport:
     num_stored = outcomes[Outcome.DONE.name.lower()] + outcomes[Outcome.PRESENT.name.lower()]
     if num_stored == 0:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in outcomes.items())
-        return ImportReport(rejected=f"the {tier.name} tier stored none of its {found.num_blocks} blocks ({reasons})")
-    return ImportReport(num_stored, found.facts["num_tokens"] if num_stored == found.num_blocks else 0)
+        return ImportReport(rejected=f"the {tier.name} tier stored none of its {file.num_blocks} blocks ({reasons})")
+    return ImportReport(num_stored, file.facts["num_tokens"] if num_stored == file.num_blocks else 0)
 
 
 def write_prefix_file(files: RealFiles, path: Path, facts: Facts, run: BlockRun, *, overwrite: bool = False) -> int:

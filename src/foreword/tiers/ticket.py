@@ -154,19 +154,19 @@ class Ticket:
         with self._lock:
             return self._outcomes.copy()
 
-    def finish(self, rest: Outcome) -> None:
-        """End the job; blocks that are not settled get the outcome `rest`."""
-        self._end(rest)
+    def finish(self, outcome: Outcome) -> None:
+        """End the job; blocks that are not settled get the outcome `outcome`."""
+        self._end(outcome)
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
-    def _end(self, rest: Outcome) -> None:
+    def _end(self, outcome: Outcome) -> None:
         self._is_ending = True
         with self._lock:
             if self._report is not None:
                 return
-            self._outcomes[self._outcomes == Outcome.PENDING] = rest
+            self._outcomes[self._outcomes == Outcome.PENDING] = outcome
             if self._before_done is not None:
                 self._before_done(self._outcomes)
             self._outcomes.flags.writeable = False
@@ -252,10 +252,10 @@ class JobThread(Generic[Job]):
 
     def _cancel_queued(self) -> None:
         with self._wake:
-            left = list(self._queue)
+            queued = list(self._queue)
             self._queue.clear()
-            self._amount -= sum(amount for _, amount in left)
-        for job, _ in left:
+            self._amount -= sum(amount for _, amount in queued)
+        for job, _ in queued:
             job.ticket.cancel()
 
     def _run(self) -> None:

@@ -144,9 +144,9 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
 def test_acceptance_is_learnt_by_source_and_length_of_match_and_by_request() -> None:
     acceptance = Acceptance()
     for _ in range(50):
-        acceptance.note("own", 2, 0, one_was_wrong=True, own=Record())
-        acceptance.note("own", 4, 6, one_was_wrong=True, own=Record())
-        acceptance.note("own", 20, 6, one_was_wrong=False, own=Record())
+        acceptance.note("own", 2, 0, one_was_wrong=True, record=Record())
+        acceptance.note("own", 4, 6, one_was_wrong=True, record=Record())
+        acceptance.note("own", 20, 6, one_was_wrong=False, record=Record())
     assert acceptance.chances("own", 2, Record())[0] < 0.1
     assert acceptance.chances("own", 2, Record())[1] == pytest.approx(ASSUMED_CHANCE)
     assert acceptance.chances("own", 5, Record())[0] > 0.95
@@ -155,7 +155,7 @@ def test_acceptance_is_learnt_by_source_and_length_of_match_and_by_request() -> 
     assert acceptance.chances("cache", 2, Record()) == pytest.approx((ASSUMED_CHANCE, ASSUMED_CHANCE))
     unlucky = Record()
     for _ in range(10):
-        acceptance.note("own", 20, 0, one_was_wrong=True, own=unlucky)
+        acceptance.note("own", 20, 0, one_was_wrong=True, record=unlucky)
     assert acceptance.chances("own", 30, unlucky)[0] < 0.5 * acceptance.chances("own", 30, Record())[0]
 
 

@@ -86,10 +86,10 @@ class EventLog:
 
     def take(self) -> list[NumberedEvent]:
         """All kept events since the last call."""
-        taken = list(self._events)
+        events = list(self._events)
         self._events.clear()
         self._num_blocks = 0
-        return taken
+        return events
 
 
 def _num_blocks(event: KVCacheEvent) -> int:

@@ -223,17 +223,17 @@ class GroupLedger:
         (plain,) = keys_of_group(sequence.plain_block_hashes(), self.width, numbers.start, numbers.stop)
         return self._difference(plain, sequence.extra_keys), None
 
-    def _difference(self, plain: BlockHash, own: ExtraKeys) -> MissReason:
+    def _difference(self, plain: BlockHash, extra_keys: ExtraKeys) -> MissReason:
         """How a prompt's extra keys differ from those under which the same tokens are findable."""
         others = list(self._variants.get(plain, ()))
         if plain in self._num_copies:
             others.append(NO_EXTRA_KEYS)
         if not others:
             return MissReason.NEVER_SEEN
-        others = [other for other in others if other.salt == own.salt]
+        others = [other for other in others if other.salt == extra_keys.salt]
         if not others:
             return MissReason.SALT_DIFFERS
-        if all(other.adapter != own.adapter for other in others):
+        if all(other.adapter != extra_keys.adapter for other in others):
             return MissReason.ADAPTER_DIFFERS
         return MissReason.MEDIA_DIFFERS
 
@@ -369,12 +369,12 @@ class TailAccount:
         there = self._evicted_at.get(_place(sequence, number), {})
         start = number * sequence.block_size
         ours = sequence.token_ids[start : start + sequence.block_size]
-        longest, found = num_known, None
+        longest, eviction = num_known, None
         for tail in islice(reversed(there), MAX_COMPARED):
             length = common_length(ours, np.frombuffer(tail.tokens, np.int32))
             if length > longest:
-                longest, found = length, self._evicted[tail]
-        return found
+                longest, eviction = length, self._evicted[tail]
+        return eviction
 
     def num_under_salt(self, prefix: str) -> int:
         """The number of tails under salts that start with `prefix`."""
@@ -478,8 +478,8 @@ class CacheLedger:
 
     def blocks_under_salt(self, prefix: str, block_ids: BlockIds) -> BlockIds:
         """The blocks, in the given order, that are findable only under a salt that starts with `prefix`."""
-        found = [group.under_salt(prefix, block_ids) for group in self.groups]
-        return block_ids[np.logical_or.reduce([*found, self.tails.under_salt(prefix, block_ids)])]
+        masks = [group.under_salt(prefix, block_ids) for group in self.groups]
+        return block_ids[np.logical_or.reduce([*masks, self.tails.under_salt(prefix, block_ids)])]
 
     def cleared(self) -> None:
         """Everything was forgotten on request; that leaves no ghosts."""

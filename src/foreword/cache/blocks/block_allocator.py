@@ -74,15 +74,15 @@ class PrefixCachingBlockAllocator:
             )
         block = PrefixCachingBlock(prev_block, -1, self._hash_fn)
         key = block.key_with(token_ids)
-        found = None if key is None else self._pool.get_cached_block(key)
+        hit = None if key is None else self._pool.get_cached_block(key)
         self._num_queries += 1
-        if found is None:
+        if hit is None:
             block = self.allocate_mutable_block(prev_block)
             self.append_token_ids(block, token_ids)
             return block
         self._num_hits += 1
-        self._pool.touch(_ids(found[0].block_id))
-        block.block_id, block.content_hash, block.token_ids = found[0].block_id, key, list(token_ids)
+        self._pool.touch(_ids(hit[0].block_id))
+        block.block_id, block.content_hash, block.token_ids = hit[0].block_id, key, list(token_ids)
         return block
 
     def allocate_immutable_blocks(
@@ -124,13 +124,13 @@ class PrefixCachingBlockAllocator:
         if key is None:
             return
         block.content_hash = key
-        found = self._pool.get_cached_block(key)
-        if found is None:
+        hit = self._pool.get_cached_block(key)
+        if hit is None:
             self._pool.cache_key(block.block_id, key, block.number)
             return
-        self._pool.touch(_ids(found[0].block_id))
+        self._pool.touch(_ids(hit[0].block_id))
         self._pool.free_blocks(_ids(block.block_id))
-        block.block_id = found[0].block_id
+        block.block_id = hit[0].block_id
 
     def _copy_on_write(self, block: PrefixCachingBlock, shared_id: int) -> None:
         """Give the chain a block of its own before it writes into a shared one."""

@@ -119,13 +119,13 @@ class BlockPool:
 
     def _take_early(self, count: int) -> BlockIds:
         """Take blocks where some go before those of the policy."""
-        taken = [self._free.popleft(min(count, self._free.num_empty))]
-        count -= len(taken[0])
-        taken.append(self._given_up.free.popleft(min(count, len(self._given_up.free))))
-        self._free.note_forgotten(taken[-1])
-        count -= len(taken[-1])
-        taken.append(self._tails.free.popleft(min(count, len(self._tails.free))))
-        return np.concatenate((*taken, self._free.popleft(count - len(taken[-1]))))
+        parts = [self._free.popleft(min(count, self._free.num_empty))]
+        count -= len(parts[0])
+        parts.append(self._given_up.free.popleft(min(count, len(self._given_up.free))))
+        self._free.note_forgotten(parts[-1])
+        count -= len(parts[-1])
+        parts.append(self._tails.free.popleft(min(count, len(self._tails.free))))
+        return np.concatenate((*parts, self._free.popleft(count - len(parts[-1]))))
 
     def give_up(self, block_ids: BlockIds) -> int:
         """Let these (distinct) cached blocks go before tails, in this order, held ones once they are free.
@@ -243,8 +243,8 @@ class BlockPool:
     def get_cached_block(self, key: BlockHash, group_ids: Iterable[int] = (0,)) -> list[KVCacheBlock] | None:
         """The block that holds a key in each of these groups, or None if one of them lacks it. Changes nothing."""
         finders = [self._checked_index().finder(group_id) for group_id in group_ids]
-        found = [block_id for finder in finders if (block_id := finder(key)) is not None]
-        return [self.block(block_id) for block_id in found] if len(found) == len(finders) else None
+        block_ids = [block_id for finder in finders if (block_id := finder(key)) is not None]
+        return [self.block(block_id) for block_id in block_ids] if len(block_ids) == len(finders) else None
 
     def cache_full_blocks(
         self,

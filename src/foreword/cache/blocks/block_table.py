@@ -97,8 +97,8 @@ class BlockTable:
 
     def entries(self, rows: npt.NDArray[np.int64], numbers: npt.NDArray[np.integer]) -> BlockIds:
         """Entry `numbers[i]` of row `rows[i]` (a copy)."""
-        found: BlockIds = self._ids[rows, numbers]
-        return found
+        block_ids: BlockIds = self._ids[rows, numbers]
+        return block_ids
 
     def gather(self, rows: npt.NDArray[np.int64]) -> tuple[BlockIds, npt.NDArray[np.int32]]:
         """Tables of several requests, [len(rows), longest], and their lengths (copies)."""

@@ -107,16 +107,16 @@ class FreeKVCacheBlockQueue:
 
     def _take_missing(self, count: int) -> BlockIds:
         """Take the next `count` alive blocks, and move the head past the last of them."""
-        taken: list[BlockIds] = []
+        parts: list[BlockIds] = []
         missing = count
         while missing:
             end = min(self._tail, self._head + max(2 * missing, WINDOW))
             window = self._buffer[self._head : end]
             alive = np.flatnonzero(self._place.take(window) == np.arange(self._head, end, dtype=np.int32))[:missing]
-            taken.append(window.take(alive))
+            parts.append(window.take(alive))
             missing -= len(alive)
             self._head = end if missing else self._head + int(alive[-1]) + 1
-        return taken[0] if len(taken) == 1 else np.concatenate(taken)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def in_order(self) -> BlockIds:
         """All free blocks from head to tail (a copy)."""
@@ -219,21 +219,21 @@ class KeyedBlockQueue:
     def popleft(self, count: int) -> BlockIds:
         """Take the first `count` blocks; the caller has checked `count <= len(self)`."""
         assert count <= self._num_queued
-        taken: list[BlockIds] = [NO_BLOCKS]
+        parts: list[BlockIds] = [NO_BLOCKS]
         missing = count
         while missing:
             lane = self._lanes[self._keys[0]]
             end = min(lane.tail, lane.head + max(2 * missing, WINDOW))
             window = lane.block_ids[lane.head : end]
             alive = np.flatnonzero(self._entry.take(window) == lane.entries[lane.head : end])[:missing]
-            taken.append(window.take(alive))
+            parts.append(window.take(alive))
             missing -= len(alive)
             passed = end - lane.head if missing else int(alive[-1]) + 1
             lane.head += passed
             self._num_entries -= passed
             if lane.head == lane.tail:
                 del self._lanes[heapq.heappop(self._keys)]
-        block_ids = np.concatenate(taken)
+        block_ids = np.concatenate(parts)
         self._entry[block_ids] = NOT_QUEUED
         self._num_queued -= count
         return block_ids

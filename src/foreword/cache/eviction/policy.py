@@ -195,12 +195,12 @@ class EmptyFirstPolicy(ABC):
     def check_integrity(self) -> None:
         self._empty.check_integrity()
         self._check_kept()
-        empty, kept = self._empty.in_order(), self._kept()
-        assert len(empty) + len(kept) == self._num_free, "the eviction policy miscounts its free blocks"
+        empty, cached = self._empty.in_order(), self._kept()
+        assert len(empty) + len(cached) == self._num_free, "the eviction policy miscounts its free blocks"
         assert np.array_equal(np.sort(empty), np.flatnonzero(self._is_free & ~self._is_cached)), (
             "the blocks to go first are not the free blocks that hold nothing"
         )
-        assert np.array_equal(np.sort(kept), np.flatnonzero(self._is_free & self._is_cached)), (
+        assert np.array_equal(np.sort(cached), np.flatnonzero(self._is_free & self._is_cached)), (
             "the blocks to go later are not the free blocks that are cached"
         )
 

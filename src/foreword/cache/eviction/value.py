@@ -100,16 +100,16 @@ class _History:
             self._grow()
         count_kept = min(count, len(self._key))  # a request longer than the ring overwrites itself
         entries = np.arange(self.num_uses, self.num_uses + count)
-        kept = entries[count - count_kept :]
-        places = kept % len(self._key)
-        self._forget(self._key[places], kept - len(self._key))
+        recent = entries[count - count_kept :]
+        places = recent % len(self._key)
+        self._forget(self._key[places], recent - len(self._key))
         self._key[places] = keys[count - count_kept :]
         self._class[places] = classes[count - count_kept :]
         self._times[places] = times[count - count_kept :]
         self._latest[places] = True
         self.num_uses += count
-        known = keys[count - count_kept :] != 0
-        self._entry_of.update(zip(keys[count - count_kept :][known].tolist(), kept[known].tolist(), strict=True))
+        has_key = keys[count - count_kept :] != 0
+        self._entry_of.update(zip(keys[count - count_kept :][has_key].tolist(), recent[has_key].tolist(), strict=True))
         return entries
 
     def find(self, keys: Sequence[int]) -> Int64Array:
@@ -136,10 +136,10 @@ class _History:
 
     def _grow(self) -> None:
         old = np.arange(self.oldest, self.num_uses)
-        kept = [column[old % len(self._key)] for column in self._columns()]
+        columns = [column[old % len(self._key)] for column in self._columns()]
         self._allocate(min(self.max_uses, 2 * len(self._key)))
         places = old % len(self._key)
-        for column, values in zip(self._columns(), kept, strict=True):
+        for column, values in zip(self._columns(), columns, strict=True):
             column[places] = values
 
     def _columns(self) -> list[npt.NDArray[Any]]:
@@ -239,8 +239,8 @@ class _Hazards:
         hazards = np.minimum(_estimates(hit, reached), 0.98)
         num_bins = hazards.shape[1]
         for start in range(num_bins):
-            rest = hazards[:, start:]
-            still = np.cumprod(1.0 - rest, axis=1)  # probability of no hit until the end of each bin
+            later = hazards[:, start:]
+            still = np.cumprod(1.0 - later, axis=1)  # probability of no hit until the end of each bin
             before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
             if not start:
                 self._chance[:] = 1.0 - still[:, -1]
@@ -376,18 +376,18 @@ class ValuePolicy(EmptyFirstPolicy):
         self._end_ranking()  # `_is_free` shows that they are gone, but heads may be worth less without them
 
     def _take(self, count: int) -> BlockIds:
-        taken: list[BlockIds] = [NO_BLOCKS]
+        parts: list[BlockIds] = [NO_BLOCKS]
         missing = count
         while missing:
             if self._place >= self._batch_end:
                 self._rank()
             end = min(self._place + 2 * missing, self._batch_end)
             standing = self._place + np.flatnonzero(self._stands(slice(self._place, end)))[:missing]
-            taken.append(self._ranking[standing])
-            self._is_free[taken[-1]] = False
+            parts.append(self._ranking[standing])
+            self._is_free[parts[-1]] = False
             missing -= len(standing)
             self._place = end if missing else int(standing[-1]) + 1
-        return np.concatenate(taken)
+        return np.concatenate(parts)
 
     def _rank(self) -> None:
         """Sort all free cached blocks. The order holds until something changes; for one batch, even after that."""
@@ -438,7 +438,7 @@ class ValuePolicy(EmptyFirstPolicy):
 
     def _check_kept(self) -> None:
         self._history.check_integrity()
-        kept = np.flatnonzero(self._is_free & self._is_cached)
-        assert (self._entry[kept] >= 0).all(), "a free cached block was never freed"
-        assert (self._entry[kept] < self._history.num_uses).all(), "a block is used in the future"
-        assert len(np.unique(self._entry[kept])) == len(kept), "two blocks share a use"
+        block_ids = np.flatnonzero(self._is_free & self._is_cached)
+        assert (self._entry[block_ids] >= 0).all(), "a free cached block was never freed"
+        assert (self._entry[block_ids] < self._history.num_uses).all(), "a block is used in the future"
+        assert len(np.unique(self._entry[block_ids])) == len(block_ids), "two blocks share a use"

@@ -61,8 +61,8 @@ class StateCheckpoints:
         """The positions in a new prompt at which states are saved, ascending, besides the multiples of the interval."""
         length = len(sequence)
         # The prompt alone again must leave a token to compute; a longer one may begin with all of it.
-        wanted = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}
-        return sorted({self.align(position) for position in wanted} - {0})
+        positions = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}
+        return sorted({self.align(position) for position in positions} - {0})
 
     def next_after(self, positions: Sequence[int], start: int) -> int:
         """The first position after `start` at which a state is saved; `positions` are those besides the intervals."""

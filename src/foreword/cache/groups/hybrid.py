@@ -74,10 +74,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         while length > 0 and not agreed:
             agreed = True
             for group_id in self._order:
-                table, found = self._cut_or_find(group_id, tables.get(group_id), length, sequence, finders[group_id])
+                table, end = self._cut_or_find(group_id, tables.get(group_id), length, sequence, finders[group_id])
                 tables[group_id] = table
-                if found < length:
-                    length, agreed = found, False
+                if end < length:
+                    length, agreed = end, False
         if length <= 0:
             return self.nothing.tables, 0
         return tuple(tables[g] for g in range(len(self.managers))), length
@@ -121,8 +121,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return self.find_longest_cache_hit(sequence).num_shared_tokens >= end
 
     def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
-        most = min(len(sequence), self._num_findable(sequence))
-        return [self._keys(group_id, sequence, 0, most // size) for group_id, size in enumerate(self.block_sizes)]
+        num_tokens = min(len(sequence), self._num_findable(sequence))
+        return [self._keys(group_id, sequence, 0, num_tokens // size) for group_id, size in enumerate(self.block_sizes)]
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
         def finder(group_id: int) -> BlockFinder:
@@ -137,21 +137,21 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return self._agree(sequence, [finder(group_id) for group_id in range(len(self.managers))])[0]
 
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
-        found = []
+        tables = []
         for group_id, keys in enumerate(self.keys_by_group(sequence)):
             find = self._finder(group_id)
             block_ids = [find(key) for key in keys]
-            found.append(np.array([NULL_BLOCK if one is None else one for one in block_ids], np.int32))
-        return found
+            tables.append(np.array([NULL_BLOCK if block_id is None else block_id for block_id in block_ids], np.int32))
+        return tables
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         self._insert(group_id, sequence, range(first, first + len(block_ids)), block_ids, self._note_adopted)
         return True
 
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
-        num_tokens, most = min(num_tokens, len(sequence)), self._num_findable(sequence)
+        num_tokens, num_findable = min(num_tokens, len(sequence)), self._num_findable(sequence)
         for group_id, manager in enumerate(self.managers):
-            numbers = manager.blocks_to_index(row, num_tokens, most)
+            numbers = manager.blocks_to_index(row, num_tokens, num_findable)
             if not numbers:
                 continue
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
@@ -171,8 +171,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         self.index.insert(group_id, keys, block_ids)
         note(block_ids, numbers.start)
         if self.pool.wants_keys:
-            own = [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
-            self.pool.note_keys(block_ids, own)
+            group_keys = [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
+            self.pool.note_keys(block_ids, group_keys)
         if self._accounts:
             self._accounts[group_id].stored(sequence, numbers, block_ids)
 

@@ -149,7 +149,7 @@ class SingleTypeKVCacheManager(ABC):
         """
         size = self.block_size
         length = max_num_tokens // alignment * alignment
-        found: list[int] = []
+        block_ids: list[int] = []
         number = length // size - 1
         while length:
             first = max(0, self.first_needed_block(length))
@@ -157,16 +157,16 @@ class SingleTypeKVCacheManager(ABC):
                 block_id = block_of(keys[number])
                 if block_id is None:
                     break
-                found.append(block_id)
+                block_ids.append(block_id)
                 number -= 1
             else:
                 break
             length = number * size // alignment * alignment
             number = length // size - 1
-            found.clear()
+            block_ids.clear()
         entries = np.full(length // size, NULL_BLOCK, np.int32)
-        if found:
-            entries[-len(found) :] = found[::-1]
+        if block_ids:
+            entries[-len(block_ids) :] = block_ids[::-1]
         return entries
 
     # -------------------------------------------------------------------- need
@@ -237,12 +237,12 @@ class SingleTypeKVCacheManager(ABC):
         """Add the `num_new_blocks(row, start, end)` new blocks to the table."""
         self.tables.append(row, new_ids)
 
-    def blocks_to_index(self, row: int, num_tokens: int, most: int) -> range:
+    def blocks_to_index(self, row: int, num_tokens: int, num_findable: int) -> range:
         """The numbers of the blocks that the first `num_tokens` tokens fill and that are not indexed yet.
 
-        Other requests may find only the first `most` tokens.
+        Other requests may find only the first `num_findable` tokens.
         """
-        return range(self.num_indexed[row], min(num_tokens, most) // self.block_size)
+        return range(self.num_indexed[row], min(num_tokens, num_findable) // self.block_size)
 
     def set_indexed(self, row: int, num_blocks: int) -> None:
         """Note that the row's blocks before number `num_blocks` were offered to the index."""
@@ -271,14 +271,14 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         self, keys: Sequence[BlockHash], block_of: BlockFinder, max_num_tokens: int, alignment: int
     ) -> BlockIds:
         """The search goes from left to right, up to the first missing block."""
-        found: list[int] = []
+        block_ids: list[int] = []
         for key in keys[: max_num_tokens // self.block_size]:
             block_id = block_of(key)
             if block_id is None:
                 break
-            found.append(block_id)
-        length = len(found) * self.block_size // alignment * alignment
-        return np.array(found[: length // self.block_size], np.int32)
+            block_ids.append(block_id)
+        length = len(block_ids) * self.block_size // alignment * alignment
+        return np.array(block_ids[: length // self.block_size], np.int32)
 
 
 class SinkFullAttentionManager(FullAttentionManager):
@@ -383,9 +383,9 @@ class MambaManager(SingleTypeKVCacheManager):
         self.tables.append(row, added)
         self._is_kept[row] = False
 
-    def blocks_to_index(self, row: int, num_tokens: int, most: int) -> range:
+    def blocks_to_index(self, row: int, num_tokens: int, num_findable: int) -> range:
         number = num_tokens // self.block_size
-        if num_tokens > most or num_tokens % self.block_size or number <= self.num_indexed[row]:
+        if num_tokens > num_findable or num_tokens % self.block_size or number <= self.num_indexed[row]:
             return range(0)
         if not self.is_state_saved(row, num_tokens):
             return range(0)

@@ -58,10 +58,10 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             return self.nothing
         block_ids, partial = match.block_ids, match.partial
         computed_last = sequence.num_hittable_tokens
-        if (most := sequence.most_hit_tokens) is not None and len(block_ids) * self._size > most:
-            # |--- whole blocks ---|-- rest --:--|   the first `most` tokens end at the colon
-            whole, rest = divmod(most, self._size)
-            partial = PartialBlock(int(block_ids[whole]), rest) if rest else None
+        if (limit := sequence.most_hit_tokens) is not None and len(block_ids) * self._size > limit:
+            # |--- whole blocks ---|-- rest --:--|   the first `limit` tokens end at the colon
+            whole, remainder = divmod(limit, self._size)
+            partial = PartialBlock(int(block_ids[whole]), remainder) if remainder else None
             block_ids = block_ids[:whole]
         num_shared = len(block_ids) * self._size
         if partial is None or num_shared >= computed_last:
@@ -79,16 +79,16 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         return [sequence.block_hashes()]
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
-        found, keys = self.index.match(sequence).block_ids, sequence.block_hashes()
-        end = len(found)
+        block_ids, keys = self.index.match(sequence).block_ids, sequence.block_hashes()
+        end = len(block_ids)
         while end < len(keys) and sequence.may_hit(end) and keys[end] in elsewhere[0]:
             end += 1
-        return (np.concatenate((found, np.full(end - len(found), ELSEWHERE, np.int32))),)
+        return (np.concatenate((block_ids, np.full(end - len(block_ids), ELSEWHERE, np.int32))),)
 
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
-        found = self.index.match(sequence).block_ids
-        rest = np.full(sequence.num_full_blocks - len(found), NULL_BLOCK, np.int32)
-        return [np.concatenate((found, rest))]
+        block_ids = self.index.match(sequence).block_ids
+        missing = np.full(sequence.num_full_blocks - len(block_ids), NULL_BLOCK, np.int32)
+        return [np.concatenate((block_ids, missing))]
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         if len(self.index.match(sequence).block_ids) != first or not self.index.insert(sequence, first, block_ids):
@@ -207,8 +207,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         super().check_integrity(rows, sequence_of, held_apart)
         for row in rows:
             self.index.check_table(sequence_of(row), self._manager.tables.row(row))
-        known = np.concatenate((self.index.tail_block_ids(), self.index.block_ids()))
-        assert self.pool.tail_block_ids() <= set(known.tolist()), "the pool keeps a tail that cannot be found"
+        findable = np.concatenate((self.index.tail_block_ids(), self.index.block_ids()))
+        assert self.pool.tail_block_ids() <= set(findable.tolist()), "the pool keeps a tail that cannot be found"
         if self._ledger is not None:
             self._ledger.check_integrity(len(self.index))
             assert self._ledger.tails.block_ids() == set(self.index.tail_block_ids().tolist()), (

@@ -195,10 +195,10 @@ class HashIndex(_KeysAlone):
         keys, find = self._known_keys(sequence), self._blocks.finder(0)
         if not keys or find(keys[0]) is None:
             return NO_MATCH
-        found = list(map(find, keys))
-        if None in found:
-            del found[found.index(None) :]
-        return PrefixMatch(np.fromiter(found, np.int32, len(found)))
+        block_ids = list(map(find, keys))
+        if None in block_ids:
+            del block_ids[block_ids.index(None) :]
+        return PrefixMatch(np.fromiter(block_ids, np.int32, len(block_ids)))
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         keys = self._known_keys(sequence)
@@ -233,7 +233,7 @@ class HashIndex(_KeysAlone):
         return NO_BLOCKS
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        keys = {} if self._prefixes is None else {one: self._blocks.key_of(one) for one in block_ids.tolist()}
+        keys = {} if self._prefixes is None else {block: self._blocks.key_of(block) for block in block_ids.tolist()}
         forgotten = self._blocks.remove(block_ids)
         if self._prefixes is not None:
             for key in map(keys.get, forgotten.tolist()):

@@ -137,8 +137,8 @@ class RadixIndex:
     # ------------------------------------------------------------------ lookup
 
     def match(self, sequence: TokenSequence) -> PrefixMatch:
-        node, position, found = self._walk(_namespace(sequence.extra_keys), self._tokens(sequence))
-        block_ids = np.concatenate(found) if found else np.empty(0, np.int32)
+        node, position, parts = self._walk(_namespace(sequence.extra_keys), self._tokens(sequence))
+        block_ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
         start = len(block_ids) * self._block_size
         if not self._cut_tails:
             while node is not None and (node.tail == NO_TAIL or node.end > position):
@@ -157,8 +157,8 @@ class RadixIndex:
         node, position, _ = self._walk(_namespace(sequence.extra_keys), tokens)
         if position == len(tokens):
             return None
-        own = self._spans.replace(sequence.token_ids, placed_spans(sequence.extra_keys))
-        ours = tuple(own[position : position + num_tokens].tolist())
+        plain_tokens = self._spans.replace(sequence.token_ids, placed_spans(sequence.extra_keys))
+        ours = tuple(plain_tokens[position : position + num_tokens].tolist())
         theirs: list[int] = []
         start = position
         while node is not None and len(theirs) < num_tokens:
@@ -181,9 +181,9 @@ class RadixIndex:
             parts.append(node.tokens[start - node.start : end - node.start])
             start = node.end
             node = next(reversed(node.children.values()), None)
-        found = np.concatenate(parts) if parts else np.empty(0, np.int32)
-        numbers = np.flatnonzero(found < 0)  # media, or another salt
-        return found[: numbers[0]] if len(numbers) else found
+        following = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        numbers = np.flatnonzero(following < 0)  # media, or another salt
+        return following[: numbers[0]] if len(numbers) else following
 
     def original_of(self, block_id: int) -> int | None:
         return self._original_of.get(block_id)
@@ -228,10 +228,10 @@ class RadixIndex:
             self._trim(node)
             return False  # the blocks before were forgotten while the request ran, so these could not be found
         if position < len(tokens):
-            own = block_ids[num_known - first :].copy()
-            self._number_of[own] = np.arange(num_known, num_known + len(own))
-            self._num_indexed += len(own)
-            node = self._grow(node, position, tokens[position:], own)
+            new_ids = block_ids[num_known - first :].copy()
+            self._number_of[new_ids] = np.arange(num_known, num_known + len(new_ids))
+            self._num_indexed += len(new_ids)
+            node = self._grow(node, position, tokens[position:], new_ids)
         self._ends[sequence] = (node, node.num_cuts, len(tokens))
         return True
 
@@ -436,7 +436,7 @@ class RadixIndex:
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
         """Examines only the children of the returned nodes and of their ancestors. Leaves out tails."""
-        found: list[PrefixNode] = []
+        nodes: list[PrefixNode] = []
         queue: list[tuple[int, int, int, int | None, str | None, RadixNode]] = []
 
         def push_children(node: RadixNode, node_id: int | None, salt: str | None) -> None:
@@ -448,17 +448,17 @@ class RadixIndex:
         for (_, salt, _), root in self._roots.items():
             if salt is None or salt.startswith(under_salt):
                 push_children(root, None, salt)
-        while queue and len(found) < limit:
+        while queue and len(nodes) < limit:
             reuses, _, node_id, parent_id, salt, node = heapq.heappop(queue)
             tokens, begins = self._shown(node)
             salt = begins or salt
             if salt is not None and not salt.startswith(under_salt):
                 continue
             if salt is not None or not under_salt:
-                shown = (node.start, len(node.tokens), tokens, node.block_ids.copy(), -reuses, len(node.children))
-                found.append(PrefixNode(node_id, parent_id, salt, *shown))
+                fields = (node.start, len(node.tokens), tokens, node.block_ids.copy(), -reuses, len(node.children))
+                nodes.append(PrefixNode(node_id, parent_id, salt, *fields))
             push_children(node, node_id, salt)
-        return found
+        return nodes
 
     def _shown(self, node: RadixNode) -> tuple[tuple[int, ...], str | None]:
         """A node's first tokens, those at which a salt begins among them, and this salt."""
@@ -471,28 +471,28 @@ class RadixIndex:
         return tuple(tokens), salt
 
     def block_ids(self) -> BlockIds:
-        found = np.flatnonzero(self._node_id_of != NOT_INDEXED).astype(np.int32)
-        return np.concatenate((found, np.array(list(self._original_of), np.int32))) if self._original_of else found
+        indexed = np.flatnonzero(self._node_id_of != NOT_INDEXED).astype(np.int32)
+        return np.concatenate((indexed, np.array(list(self._original_of), np.int32))) if self._original_of else indexed
 
     # ---------------------------------------------------------------- the tree
 
     def _walk(self, namespace: Namespace, tokens: TokenArray) -> tuple[RadixNode | None, int, list[BlockIds]]:
         """Follow `tokens` down the tree: the last node touched, the number of tokens matched, the whole blocks."""
-        found: list[BlockIds] = []
+        parts: list[BlockIds] = []
         node = self._roots.get(namespace)
         position = 0
         while node is not None:
             shared = common_length(node.tokens, tokens[position:])
             position += shared
             if shared < len(node.tokens):
-                found.append(node.block_ids[: self._blocks_ending(node, position)])
+                parts.append(node.block_ids[: self._blocks_ending(node, position)])
                 break
-            found.append(node.block_ids)
+            parts.append(node.block_ids)
             below = node.children.get(int(tokens[position])) if position < len(tokens) else None
             if below is None:
                 break
             node = below
-        return node, position, found
+        return node, position, parts
 
     def _blocks_ending(self, node: RadixNode, position: int) -> int:
         """The number of the node's blocks that end at or before `position`."""
@@ -607,11 +607,11 @@ class RadixIndex:
         assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
 
     def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
-        found = self.match(sequence).block_ids.tolist()
+        matched_ids = self.match(sequence).block_ids.tolist()
         for number, block_id in enumerate(block_ids.tolist()):
             assert block_id not in self._tails, f"block {block_id} is a tail, but somebody holds it"
             answering = self._original_of.get(block_id, block_id)
-            assert self._node_id_of[answering] == NOT_INDEXED or answering in found[number : number + 1], (
+            assert self._node_id_of[answering] == NOT_INDEXED or answering in matched_ids[number : number + 1], (
                 f"block {block_id} is indexed as something else than its holder's block number {number}"
             )
 

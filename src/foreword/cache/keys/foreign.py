@@ -77,9 +77,9 @@ def _vllm_extra(context: Context, start: int, end: int) -> tuple[tuple[object, .
     extra: list[tuple[object, ...]] = []
     if context.adapter is not None:
         extra.append(("lora", *context.adapter))
-    for one in sorted(context.media, key=lambda one: one.offset):
-        if one.offset < end and start < one.offset + one.num_tokens:
-            extra.append(("mm", one.identifier, one.offset - start))
+    for item in sorted(context.media, key=lambda item: item.offset):
+        if item.offset < end and start < item.offset + item.num_tokens:
+            extra.append(("mm", item.identifier, item.offset - start))
     if context.salt and start == 0:
         extra.append(("cache_salt", context.salt))
     return tuple(extra) or None

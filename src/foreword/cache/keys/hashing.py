@@ -239,15 +239,15 @@ def _pack(token_ids: list[int]) -> TokenArray:
 def _convert(token_ids: npt.ArrayLike) -> TokenArray:
     """Copy any one-dimensional sequence of integers into a new array."""
     try:
-        given = np.asarray(token_ids)
+        tokens = np.asarray(token_ids)
     except ValueError:  # lists of different lengths
-        given = np.empty((0, 0))
-    if given.ndim != 1:
+        tokens = np.empty((0, 0))
+    if tokens.ndim != 1:
         raise InvalidRequestError("token ids must be one row of numbers; give a list, or an array of one dimension")
-    if given.size and (given.dtype.kind not in "iub" or given.min() < 0 or given.max() > MAX_TOKEN_ID):
-        for token in given.tolist():
+    if tokens.size and (tokens.dtype.kind not in "iub" or tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID):
+        for token in tokens.tolist():
             check_token_id(token)
-    return given.astype(np.int32)
+    return tokens.astype(np.int32)
 
 
 def check_token_id(token: object) -> None:

@@ -20,8 +20,8 @@ from foreword.cache.keys.hashing import BlockHash, KeyedSpan
 
 def linked_span(source_key: BlockHash, first: int, num_tokens: int, *, index: int, position: int) -> KeyedSpan:
     """The name of a run of `num_tokens` tokens at `index`, from the source's token number `first` on."""
-    told = b"%b|%d|%d|%d" % (source_key, first, num_tokens, position)
-    return KeyedSpan("link", hashlib.sha256(told).hexdigest(), index, num_tokens)
+    content = b"%b|%d|%d|%d" % (source_key, first, num_tokens, position)
+    return KeyedSpan("link", hashlib.sha256(content).hexdigest(), index, num_tokens)
 
 
 def jump_span(token_id: int, *, index: int, position: int) -> KeyedSpan:

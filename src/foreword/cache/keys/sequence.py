@@ -73,7 +73,7 @@ class TokenSequence:
         self._tokens: TokenArray = as_token_array(token_ids)
         self._num_given = self._num_gathered = len(self._tokens)
         self._generated: list[int] = []
-        self.shown: list[int] = []
+        self.answer_ids: list[int] = []
         """A copy of the generated tokens for callers: each token is appended to it, and nothing here reads it."""
         self._hashes: list[BlockHash] = []
         if extra_keys is not NO_EXTRA_KEYS:
@@ -98,8 +98,8 @@ class TokenSequence:
     @property
     def num_hittable_tokens(self) -> int:
         """Leading tokens that a hit may have: the last one is always computed."""
-        most = max(0, len(self) - 1)
-        return most if self.most_hit_tokens is None else min(most, self.most_hit_tokens)
+        limit = max(0, len(self) - 1)
+        return limit if self.most_hit_tokens is None else min(limit, self.most_hit_tokens)
 
     def may_hit(self, block: int) -> bool:
         """Whether a hit may have all of the full block number `block`, as far as `most_hit_tokens` says."""
@@ -113,11 +113,11 @@ class TokenSequence:
     @property
     def token_ids(self) -> TokenArray:
         """All tokens, [len(self)]; a view that is valid until a token is added."""
-        length, known = len(self), self._num_gathered
-        if known < length:
+        length, num_gathered = len(self), self._num_gathered
+        if num_gathered < length:
             if length > len(self._tokens):
-                self._tokens = np.concatenate((self._tokens[:known], np.empty(max(64, length), np.int32)))
-            self._tokens[known:length] = as_token_array(self._generated[known - self._num_given :])
+                self._tokens = np.concatenate((self._tokens[:num_gathered], np.empty(max(64, length), np.int32)))
+            self._tokens[num_gathered:length] = as_token_array(self._generated[num_gathered - self._num_given :])
             self._num_gathered = length
         return self._tokens[:length]
 
@@ -129,20 +129,20 @@ class TokenSequence:
     def append(self, token_id: int) -> None:
         """Add one generated token."""
         self._generated.append(token_id)
-        self.shown.append(token_id)
+        self.answer_ids.append(token_id)
 
     @staticmethod
     def append_each(sequences: list[TokenSequence], token_ids: list[int]) -> None:
         """Add one generated token to each of these sequences."""
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             sequence._generated.append(token_id)
-            sequence.shown.append(token_id)
+            sequence.answer_ids.append(token_id)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Add generated tokens."""
         num_known = len(self._generated)
         self._generated.extend(token_ids)
-        self.shown.extend(self._generated[num_known:])
+        self.answer_ids.extend(self._generated[num_known:])
 
     def generated_from(self, start: int) -> list[int]:
         """The generated tokens from number `start` on (a copy)."""
@@ -168,12 +168,12 @@ class TokenSequence:
 
     def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
         """Append the keys of new full blocks to a list, and return the list."""
-        known, full = len(hashes), self.num_full_blocks
-        if known < full:
-            first = known * self.block_size
+        num_hashed, full = len(hashes), self.num_full_blocks
+        if num_hashed < full:
+            first = num_hashed * self.block_size
             hashes += hash_blocks(
                 self._hash_fn,
-                hashes[-1] if known else self.root,
+                hashes[-1] if num_hashed else self.root,
                 self.token_ids[first : full * self.block_size],
                 self.block_size,
                 first,

@@ -65,12 +65,12 @@ def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]
     firsts: list[Placed] = []
     for place in sorted({salted, adapted}):
         if 0 < place < len(token_ids):
-            own = keys.salt if place == salted else None, keys.adapter if place == adapted else None
-            first = FirstToken(*own, int(token_ids[place]), None, 0)
+            owner_keys = keys.salt if place == salted else None, keys.adapter if place == adapted else None
+            first = FirstToken(*owner_keys, int(token_ids[place]), None, 0)
             for offset, content in placed:
                 if offset <= place < offset + content.num_tokens:
                     assert isinstance(content, Content)
-                    first = FirstToken(*own, 0, content, place - offset)
+                    first = FirstToken(*owner_keys, 0, content, place - offset)
             firsts.append((place, first))
     return [*placed, *firsts]
 
@@ -128,19 +128,19 @@ class SpanNumbers:
     def keep(self, used: Iterable[TokenArray]) -> list[TokenArray]:
         """Forget the stretches that have no number in these tokens; returns the tokens, renumbered."""
         used = list(used)
-        known = sorted(self._first_of.items(), key=lambda named: -named[1])
-        starts = np.array([-first for _, first in known], np.int64)
+        stretches = sorted(self._first_of.items(), key=lambda item: -item[1])
+        starts = np.array([-first for _, first in stretches], np.int64)
         owners = [_owners(starts, tokens[tokens < UNKNOWN]) for tokens in used]
-        kept = np.unique(np.concatenate([np.empty(0, np.int64), *owners]))
+        used_places = np.unique(np.concatenate([np.empty(0, np.int64), *owners]))
         self._first_of.clear()
         self._stretch_of.clear()
         self._next = UNKNOWN - 1
-        shift = np.zeros(len(known), np.int64)
-        for at in kept.tolist():
-            stretch, first = known[at]
+        shift = np.zeros(len(stretches), np.int64)
+        for at in used_places.tolist():
+            stretch, first = stretches[at]
             shift[at] = self._next - first
             self._give_numbers(stretch)
-        self._limit = max(self._least_limit, 2 * len(kept))
+        self._limit = max(self._least_limit, 2 * len(used_places))
         for tokens, of_tokens in zip(used, owners, strict=True):
             tokens[tokens < UNKNOWN] += shift[of_tokens].astype(np.int32)
         return used

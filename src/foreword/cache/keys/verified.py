@@ -40,15 +40,15 @@ class VerifiedPrefixes:
 
     def find(self, sequence: TokenSequence) -> list[VerifiedPrefix]:
         """The known prefixes of a sequence, the shortest first. Changes nothing."""
-        found: list[VerifiedPrefix] = []
+        prefixes: list[VerifiedPrefix] = []
         parent: VerifiedPrefix | BlockHash = sequence.root
         for key, tokens, extra_keys in _contents(sequence, sequence.num_full_blocks):
             prefix = self._look_up(parent, key, tokens, extra_keys)
             if prefix is None:
                 break
-            found.append(prefix)
+            prefixes.append(prefix)
             parent = prefix
-        return found
+        return prefixes
 
     def extend(self, sequence: TokenSequence, first: int, count: int) -> list[VerifiedPrefix]:
         """Add one use to each prefix that ends in blocks `first` to `first + count` (exclusive), and return them."""
@@ -91,9 +91,9 @@ class VerifiedPrefixes:
 
     def check_integrity(self, held: Iterable[VerifiedPrefix]) -> None:
         """Raise AssertionError unless every use is one of `held`, one for each block, or a longer prefix."""
-        known = [prefix for same_key in self._of_key.values() for prefix in same_key]
-        uses = dict.fromkeys(known, 0)
-        for prefix in (*held, *(prefix.parent for prefix in known)):
+        prefixes = [prefix for same_key in self._of_key.values() for prefix in same_key]
+        uses = dict.fromkeys(prefixes, 0)
+        for prefix in (*held, *(prefix.parent for prefix in prefixes)):
             if isinstance(prefix, VerifiedPrefix):
                 assert prefix in uses, "a prefix in use is unknown"
                 uses[prefix] += 1

@@ -37,7 +37,7 @@ class _Guess:
 
 
 @dataclass(slots=True)
-class _Known:
+class _History:
     """What is known of a running request."""
 
     records: dict[str, Record] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
         self._acceptance, self.times = Acceptance(), StepTimes()
-        self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
         self._allowance = Allowance()
         self._seconds_of_guess = self._guessing_s = 0.0
         """Of one guess lately, and of planning the drafts of the next step."""
@@ -138,8 +138,8 @@ class Drafting:
         self._num_ahead += 1
         if not self._allowance.is_open:
             return False
-        known = (self._known.get(request) for request in requests)
-        is_lucky = any(one is not None and one.was_right and one.guesses for one in known)
+        histories = (self._histories.get(request) for request in requests)
+        is_lucky = any(history is not None and history.was_right and history.guesses for history in histories)
         if not is_lucky and self._num_ahead < PAUSE_EVERY:
             return False
         self._num_ahead = 0
@@ -158,22 +158,22 @@ class Drafting:
     def _fixed_lengths(self, longest: Sequence[int], room: int) -> list[int]:
         assert self._fixed is not None
         lengths = []
-        for most in longest:
-            lengths.append(min(most, self._fixed, room))
+        for limit in longest:
+            lengths.append(min(limit, self._fixed, room))
             room -= lengths[-1]
         return lengths
 
     def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[_Judged | None]:
         """A guess for each request that is asked for one, within the shares of a step's time that guesses may take."""
-        lucky = np.array([self._known.setdefault(request, _Known()).was_right for request in requests])
-        asked = np.zeros(len(requests), np.bool_)
+        lucky = np.array([self._histories.setdefault(request, _History()).was_right for request in requests])
+        is_asked = np.zeros(len(requests), np.bool_)
         for of_kind, pool in ((lucky, self._for_lucky), (~lucky, self._for_others)):
             places = np.flatnonzero(of_kind)
-            asked[places[pool.turns(len(places), self._guesses_in_step(num_rows))]] = True
+            is_asked[places[pool.turns(len(places), self._guesses_in_step(num_rows))]] = True
         started = time.perf_counter()
-        guesses = [self._guess(request) if ask else None for request, ask in zip(requests, asked, strict=True)]
-        if asked.any():
-            seconds = (time.perf_counter() - started) / int(asked.sum())
+        guesses = [self._guess(request) if ask else None for request, ask in zip(requests, is_asked, strict=True)]
+        if is_asked.any():
+            seconds = (time.perf_counter() - started) / int(is_asked.sum())
             self._seconds_of_guess += (seconds - self._seconds_of_guess) / 16
         return guesses
 
@@ -185,28 +185,28 @@ class Drafting:
 
     def _guess(self, request: Request) -> _Judged | None:
         """The proposal of which the most tokens are likely to be right."""
-        known = self._known[request]
-        self._judge(request, known)
-        most = min(MOST_DRAFTED, request.max_tokens - request.num_output_tokens - 1)
-        if most <= 0:
+        history = self._histories[request]
+        self._judge(request, history)
+        max_tokens = min(MOST_DRAFTED, request.max_tokens - request.num_output_tokens - 1)
+        if max_tokens <= 0:
             return None
         best: _Judged | None = None
         most_likely = 0.0
         for drafter in self._drafters:
-            proposal = drafter.propose(request, most)
+            proposal = drafter.propose(request, max_tokens)
             if proposal is None:
                 continue
-            known.guesses.append(_Guess(proposal, len(request)))
-            first, later = self._acceptance.chances(proposal.source, proposal.num_matched, known.of(proposal.source))
+            history.guesses.append(_Guess(proposal, len(request)))
+            first, later = self._acceptance.chances(proposal.source, proposal.num_matched, history.of(proposal.source))
             likely = first * (1.0 - later ** len(proposal.token_ids)) / (1.0 - later)
             if likely > most_likely:
                 best, most_likely = (proposal, (first, later)), likely
         return best
 
-    def _judge(self, request: Request, known: _Known) -> None:
+    def _judge(self, request: Request, history: _History) -> None:
         """Compare the last guesses with what came."""
-        known.was_right = False
-        for guess in known.guesses:
+        history.was_right = False
+        for guess in history.guesses:
             came = request.sequence.token_ids[guess.length :]
             proposal = guess.proposal
             guessed = proposal.token_ids[: len(came)]
@@ -217,10 +217,10 @@ class Drafting:
                 proposal.num_matched,
                 num_right,
                 one_was_wrong=len(wrong) > 0,
-                own=known.of(proposal.source),
+                record=history.of(proposal.source),
             )
-            known.was_right |= num_right > 0
-        known.guesses.clear()
+            history.was_right |= num_right > 0
+        history.guesses.clear()
 
     def note_checked(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """A step has checked a request's draft, of which these tokens are in its answer now."""
@@ -251,7 +251,7 @@ class Drafting:
 
     def leave(self, request: Request) -> None:
         """A request has ended."""
-        self._known.pop(request, None)
+        self._histories.pop(request, None)
         for drafter in self._drafters:
             drafter.leave(request)
 

@@ -56,7 +56,7 @@ class Allowance:
         """Seconds of a step of `num_rows` rows without drafts, by the nearest number that was timed; None: none was."""
         if not self._plain_s:
             return None
-        return min(self._plain_s[min(self._plain_s, key=lambda known: abs(known - num_rows))])
+        return min(self._plain_s[min(self._plain_s, key=lambda size: abs(size - num_rows))])
 
     def note_plain(self, num_rows: int, seconds: float, guessing_s: float) -> None:
         """A step without drafts, in which each row gave a token; `guessing_s`: seconds of guessing before it."""
@@ -78,8 +78,8 @@ class Allowance:
 
         One step costs no more than that either: a process that was stopped for seconds says nothing about drafts.
         """
-        most = max(MOST_S, plain_s)
-        self.left_s = min(most, self.left_s + max(seconds, -most))
+        limit_s = max(MOST_S, plain_s)
+        self.left_s = min(limit_s, self.left_s + max(seconds, -limit_s))
 
 
 class StepTimes:
@@ -146,16 +146,16 @@ class StepTimes:
         less often is taken for nearly as slow as the next smaller one that was timed often, so that it is tried again.
         While none is known, the last step alone tells how slow the machine is.
         """
-        known = self._fresh()
+        timed = self._fresh()
         assumed = _assumed(SIZES)
-        if not known:
+        if not timed:
             return assumed * self._last_slowness
-        counts = np.array([len(self._times[at]) for at in known])
-        slowness = np.array([min(self._times[at]) for at in known]) / assumed[known]
-        sure_below = np.maximum.accumulate(np.where(counts >= TRIES, np.arange(len(known)), 0))
+        counts = np.array([len(self._times[at]) for at in timed])
+        slowness = np.array([min(self._times[at]) for at in timed]) / assumed[timed]
+        sure_below = np.maximum.accumulate(np.where(counts >= TRIES, np.arange(len(timed)), 0))
         trust = np.minimum(1.0, counts / TRIES)
         slowness = trust * slowness + (1.0 - trust) * slowness[sure_below]
-        ratios = np.interp(np.log(SIZES), np.log(SIZES[known]), slowness)
+        ratios = np.interp(np.log(SIZES), np.log(SIZES[timed]), slowness)
         curve: Floats = np.maximum.accumulate(assumed * ratios)
         return curve
 
@@ -180,10 +180,10 @@ class Trials:
     weight: float = 0.0
     right: float = 0.0
 
-    def note(self, num_trials: int, num_right: int, kept: float) -> None:
-        """Note some trials; `kept`: the weight that earlier ones keep at each of them."""
-        self.weight = self.weight * kept**num_trials + num_trials
-        self.right = self.right * kept**num_trials + num_right
+    def note(self, num_trials: int, num_right: int, decay: float) -> None:
+        """Note some trials; earlier ones keep `decay` of their weight at each of them."""
+        self.weight = self.weight * decay**num_trials + num_trials
+        self.right = self.right * decay**num_trials + num_right
 
     def mixed_with(self, chance: float) -> float:
         """The share of right ones, if what was known before is this chance, with the weight of `ASSUMED_TRIALS`."""
@@ -197,12 +197,12 @@ class Record:
     first: Trials = field(default_factory=Trials)
     later: Trials = field(default_factory=Trials)
 
-    def note(self, num_right: int, *, one_was_wrong: bool, kept: float) -> None:
+    def note(self, num_right: int, *, one_was_wrong: bool, decay: float) -> None:
         """Note a guess of which `num_right` tokens were right, and then perhaps one was wrong."""
         if num_right or one_was_wrong:
-            self.first.note(1, min(num_right, 1), kept)
+            self.first.note(1, min(num_right, 1), decay)
         if num_right:
-            self.later.note(num_right - 1 + one_was_wrong, num_right - 1, kept)
+            self.later.note(num_right - 1 + one_was_wrong, num_right - 1, decay)
 
 
 class Acceptance:
@@ -218,18 +218,18 @@ class Acceptance:
         self._records: dict[tuple[str, int], Record] = {}
         """By source and class of match."""
 
-    def chances(self, source: str, num_matched: int, own: Record) -> tuple[float, float]:
-        """The chance of a first token, and of each later one if those before it are right; `own`: of the request."""
+    def chances(self, source: str, num_matched: int, record: Record) -> tuple[float, float]:
+        """The chance of a first token, and of each later one if those before it are right; `record`: of the request."""
         general = self._records.get((source, _class(num_matched)), _NOTHING_KNOWN)
-        first = own.first.mixed_with(general.first.mixed_with(ASSUMED_CHANCE))
-        later = own.later.mixed_with(general.later.mixed_with(ASSUMED_CHANCE))
+        first = record.first.mixed_with(general.first.mixed_with(ASSUMED_CHANCE))
+        later = record.later.mixed_with(general.later.mixed_with(ASSUMED_CHANCE))
         return first, min(0.995, later)
 
-    def note(self, source: str, num_matched: int, num_right: int, *, one_was_wrong: bool, own: Record) -> None:
+    def note(self, source: str, num_matched: int, num_right: int, *, one_was_wrong: bool, record: Record) -> None:
         """Note a checked guess: `num_right` tokens were right, and then perhaps one was wrong."""
         general = self._records.setdefault((source, _class(num_matched)), Record())
-        general.note(num_right, one_was_wrong=one_was_wrong, kept=self.KEPT)
-        own.note(num_right, one_was_wrong=one_was_wrong, kept=self.KEPT_OF_REQUEST)
+        general.note(num_right, one_was_wrong=one_was_wrong, decay=self.KEPT)
+        record.note(num_right, one_was_wrong=one_was_wrong, decay=self.KEPT_OF_REQUEST)
 
 
 _NOTHING_KNOWN = Record()
@@ -265,7 +265,7 @@ def best_lengths(
     if not len(owners) or room <= 0:
         return [0] * len(longest)
     gains = np.concatenate(
-        [first * later ** np.arange(most) for (first, later), most in zip(chances, longest, strict=True)]
+        [first * later ** np.arange(limit) for (first, later), limit in zip(chances, longest, strict=True)]
     )
     order = (-gains).argsort(kind="stable")[:room]
     tokens = num_samples + np.append(0.0, gains[order].cumsum())

@@ -57,8 +57,8 @@ class Drafter(Protocol):
     name: str
     """The source of its drafts, for statistics."""
 
-    def propose(self, request: Request, most: int) -> Proposal | None:
-        """Guess at most `most` tokens that follow the request's known tokens; None: no idea."""
+    def propose(self, request: Request, max_tokens: int) -> Proposal | None:
+        """Guess at most `max_tokens` tokens that follow the request's known tokens; None: no idea."""
 
     def leave(self, request: Request) -> None:
         """A request has ended; `request.finish_reason` says how."""
@@ -126,9 +126,9 @@ class SuffixIndex:
         best = int(lengths.argmax())  # the first of equals, which is the last in the text
         return (places[best], int(lengths[best])) if lengths[best] >= PAIR else None
 
-    def following(self, place: int, most: int) -> IntArray:
-        """At most `most` tokens after a place."""
-        return self._tokens[place + 1 : min(place + 1 + most, self._length)].copy()
+    def following(self, place: int, max_tokens: int) -> IntArray:
+        """At most `max_tokens` tokens after a place."""
+        return self._tokens[place + 1 : min(place + 1 + max_tokens, self._length)].copy()
 
     def _reserve(self, least: int) -> None:
         room = 1 << (least - 1).bit_length()
@@ -183,19 +183,19 @@ class OwnText(_OfRequests):
 
     name = "own"
 
-    def propose(self, request: Request, most: int) -> Proposal | None:
+    def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = SuffixIndex()
         text.extend(request.sequence.token_ids[len(text) :])
         last = len(text) - 1
-        found = text.find(text.tokens[-LONGEST_MATCH:], last)
-        if found is None:
+        match = text.find(text.tokens[-LONGEST_MATCH:], last)
+        if match is None:
             return None
-        place, num_matched = found
-        token_ids = text.following(place, most)
-        if len(token_ids) < most:  # the text repeats itself up to its end, so it may go on to do so
-            token_ids = np.resize(token_ids, most)
+        place, num_matched = match
+        token_ids = text.following(place, max_tokens)
+        if len(token_ids) < max_tokens:  # the text repeats itself up to its end, so it may go on to do so
+            token_ids = np.resize(token_ids, max_tokens)
         return Proposal(token_ids, self.name, num_matched)
 
 
@@ -204,7 +204,7 @@ class Predicted(_OfRequests):
 
     name = "prediction"
 
-    def propose(self, request: Request, most: int) -> Proposal | None:
+    def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         predicted = request.params.prediction_token_ids
         if not predicted:
             return None
@@ -216,11 +216,11 @@ class Predicted(_OfRequests):
         if answer == list(predicted[: len(answer)]) and request.num_output_tokens < 2:
             place, num_matched = len(answer) - 1, LONGEST_MATCH  # it begins as predicted
         else:
-            found = text.find(request.sequence.token_ids[request.num_prompt_tokens :][-LONGEST_MATCH:], len(text))
-            if found is None:
+            match = text.find(request.sequence.token_ids[request.num_prompt_tokens :][-LONGEST_MATCH:], len(text))
+            if match is None:
                 return None
-            place, num_matched = found
-        token_ids = text.following(place, most)
+            place, num_matched = match
+        token_ids = text.following(place, max_tokens)
         return Proposal(token_ids, self.name, num_matched) if len(token_ids) else None
 
 
@@ -248,7 +248,7 @@ class CachedPaths:
         self._read: WeakKeyDictionary[Request, tuple[int, IntArray, int]] = WeakKeyDictionary()
         """The text's length when a path was read, the path, and the number of tokens followed before."""
 
-    def propose(self, request: Request, most: int) -> Proposal | None:
+    def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         length = len(request.sequence)
         start, path, before = self._read.get(request, (0, _NOTHING, 0))
         num_new = length - start
@@ -260,7 +260,7 @@ class CachedPaths:
         elif request not in self._read or num_new >= self.PAUSE:
             start, path, before = length, self._cache.following(request.sequence, self.READ_AHEAD), 0
             self._read[request] = (start, path, before)
-        token_ids = path[length - start :][:most]
+        token_ids = path[length - start :][:max_tokens]
         return Proposal(token_ids, self.name, before + length - start) if len(token_ids) else None
 
     def leave(self, request: Request) -> None:
@@ -287,17 +287,17 @@ class RecentAnswers:
         self.num_bytes = 0
         """Of all namespaces."""
 
-    def propose(self, request: Request, most: int) -> Proposal | None:
+    def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         text = self._texts.get(_namespace(request))
         if text is None:
             return None
-        found = text.find(request.sequence.token_ids[-LONGEST_MATCH:], len(text))
-        if found is None:
+        match = text.find(request.sequence.token_ids[-LONGEST_MATCH:], len(text))
+        if match is None:
             return None
-        token_ids = text.following(found[0], most)
+        token_ids = text.following(match[0], max_tokens)
         ends = np.flatnonzero(token_ids == END_OF_ANSWER)
         token_ids = token_ids[: ends[0]] if len(ends) else token_ids
-        return Proposal(token_ids, self.name, found[1]) if len(token_ids) else None
+        return Proposal(token_ids, self.name, match[1]) if len(token_ids) else None
 
     def leave(self, request: Request) -> None:
         answer = request.sequence.token_ids[request.num_prompt_tokens :]
@@ -309,8 +309,8 @@ class RecentAnswers:
         text = SuffixIndex() if text is None else text
         added = np.append(answer[-self.MOST_TOKENS // 2 :], np.int32(END_OF_ANSWER))
         if len(text) + len(added) > self.MOST_TOKENS:
-            kept, text = text.tokens[-self.MOST_TOKENS // 2 :], SuffixIndex()
-            text.extend(kept)
+            newest, text = text.tokens[-self.MOST_TOKENS // 2 :], SuffixIndex()
+            text.extend(newest)
         text.extend(added)
         self._texts[key] = text
         self.num_bytes += text.num_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -49,17 +50,17 @@ class PayloadsApart:
             if not missing.any():
                 break
             lacking = np.flatnonzero(missing)
-            asked = tier.probe(keys.select(lacking), deadline_s=min(MOST_PROBE_S, max(0.0, until - time.monotonic())))
-            asked.wait()
-            here = lacking[asked.report.outcomes == Outcome.PRESENT]
-            num_bytes, left = int(sizes[here].sum()), until - time.monotonic()
-            worth = left if compute_s is None else WORTH * compute_s * num_bytes / int(sizes.sum())
-            if not len(here) or tier.estimate_load_s(num_bytes) > min(left, worth):
+            probe = tier.probe(keys.select(lacking), deadline_s=min(MOST_PROBE_S, max(0.0, until - time.monotonic())))
+            probe.wait()
+            here = lacking[probe.report.outcomes == Outcome.PRESENT]
+            num_bytes, wait_s = int(sizes[here].sum()), until - time.monotonic()
+            worth = wait_s if compute_s is None else WORTH * compute_s * num_bytes / int(sizes.sum())
+            if not len(here) or tier.estimate_load_s(num_bytes) > min(wait_s, worth):
                 continue
             buffers = Buffers([pieces[number] for number in here.tolist()])
             # Cancelled, not timed out: a tier forgets blocks whose load timed out, as if they were damaged.
             ticket = tier.load(keys.select(here), sizes[here], buffers, deadline_s=10 * MOST_WAIT_S)
-            if not ticket.wait(left):
+            if not ticket.wait(wait_s):
                 ticket.cancel()
                 self._rests_until = time.monotonic() + REST_S
             missing[here[ticket.report.outcomes == Outcome.DONE]] = False
@@ -71,8 +72,8 @@ class PayloadsApart:
     def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
         """Begin to store those payloads that are admitted; they must not change any more."""
         admitted = [self._stores.admits_apart(self._key(name)) for name in names]
-        names = [name for name, is_admitted in zip(names, admitted, strict=True) if is_admitted]
-        keys, pieces, _ = self._cut(names, [one for one, own in zip(payloads, admitted, strict=True) if own])
+        names = list(compress(names, admitted))
+        keys, pieces, _ = self._cut(names, list(compress(payloads, admitted)))
         count = len(pieces)
         if not count:
             return

@@ -62,9 +62,9 @@ class OtherIdentity:
         if first >= end:
             return False
         keys = sequence.keys_after(self.root, self.block_size, end)[first:]
-        one = BlockKeys.of_group(self.namespace, 0, keys)
+        block_keys = BlockKeys.of_group(self.namespace, 0, keys)
         group_ids = np.repeat(np.arange(MOST_GROUPS, dtype=np.uint16), len(keys))
-        names = BlockKeys(self.namespace, group_ids, np.tile(one.keys, (MOST_GROUPS, 1)))
+        names = BlockKeys(self.namespace, group_ids, np.tile(block_keys.keys, (MOST_GROUPS, 1)))
         ticket = self.tier.probe(names)
         return ticket.done and bool((ticket.report.outcomes == Outcome.PRESENT).any())
 
@@ -87,10 +87,10 @@ class BelowThePool:
         if self._loads.can_load(sequence, num_tokens):
             return MissReason.IN_TIER
         by_group = zip(self._manager.groups, self._manager.keys_by_group(sequence), strict=True)
-        own = [
+        next_keys = [
             keys[num_tokens // spec.block_size] for spec, keys in by_group if num_tokens // spec.block_size < len(keys)
         ]
-        if any(key in self._dropped for key in own):
+        if any(key in self._dropped for key in next_keys):
             return MissReason.DROPPED_BY_ADMISSION
         if was_here:
             return None

@@ -140,7 +140,7 @@ class Loads:
         self._loads: list[Load] = []
         self._num_ended = 0
         self._load_of: dict[Request, Load] = {}
-        self._asked: dict[Request, list[Ticket]] = {}
+        self._probes: dict[Request, list[Ticket]] = {}
         """Requests that wait for tiers to say what they have."""
         self._owner_of: dict[BlockHash, Load] = {}
         self._gave_up: WeakSet[TokenSequence] = WeakSet()
@@ -153,7 +153,7 @@ class Loads:
 
     def __len__(self) -> int:
         """Loads under way, and requests that wait for answers."""
-        return len(self._loads) + len(self._asked)
+        return len(self._loads) + len(self._probes)
 
     # ---------------------------------------------------------------- requests
 
@@ -165,22 +165,22 @@ class Loads:
             BlockKeys.of_group(self._namespace, group_id, keys)
             for group_id, keys in enumerate(self._manager.keys_by_group(request.sequence))
         ]
-        if any(len(own) for own in names):
+        if any(len(group_keys) for group_keys in names):
             keys = joined_keys(names)
             compute_s = self._cost.seconds(0, len(request.sequence))
             wait_s = MOST_PROBE_S if compute_s is None else PROBE_SHARE * compute_s
             wait_s = min(MOST_PROBE_S, max(LEAST_PROBE_S, wait_s))
             tickets = [tier.probe(keys, deadline_s=wait_s, on_done=self._note_arrival) for tier in self._tiers]
             if not all(ticket.done for ticket in tickets):
-                self._asked[request] = tickets
+                self._probes[request] = tickets
 
     def still_waits(self, request: Request) -> bool:
         """Whether the request waits for a load, or for a tier's answer."""
-        tickets = self._asked.get(request)
+        tickets = self._probes.get(request)
         if tickets is not None:
             if not all(ticket.done for ticket in tickets):
                 return True
-            del self._asked[request]
+            del self._probes[request]
             request.loads.failure = next(filter(None, (_failure(ticket.report) for ticket in tickets)), None)
         return request in self._load_of
 
@@ -215,7 +215,7 @@ class Loads:
 
     def leave(self, request: Request) -> None:
         """Forget a request that has left; a load that nobody waits for is cancelled."""
-        self._asked.pop(request, None)
+        self._probes.pop(request, None)
         load = self._load_of.pop(request, None)
         if load is not None:
             load.waiting.remove(request)
@@ -240,7 +240,7 @@ class Loads:
 
     def cancel_all(self) -> None:
         """Give up all loads and release their blocks; wait for no answers. The requests compute."""
-        self._asked.clear()
+        self._probes.clear()
         for load in self._loads.copy():
             for request in load.waiting:
                 request.loads.may_ask = False
@@ -260,7 +260,7 @@ class Loads:
         if manager.has_one_full_group:
             return any(self._stored(tier, 0, keys[0][first : first + 1]) for tier in self._tiers)
         for tier in self._tiers:
-            tables = manager.find_hit_with(sequence, [self._stored(tier, *own) for own in enumerate(keys)])
+            tables = manager.find_hit_with(sequence, [self._stored(tier, *group) for group in enumerate(keys)])
             if len(tables[0]) * manager.groups[0].block_size > num_tokens:
                 return True
         return False
@@ -269,24 +269,24 @@ class Loads:
         """The load that makes the longest hit, if any is faster than computing."""
         keys = self._manager.keys_by_group(sequence)
         plans = [self._plan_from(tier, sequence, hit, keys) for tier in self._tiers]
-        found = [plan for plan in plans if plan is not None]
-        return max(found, key=lambda plan: plan.num_tokens, default=None)  # of equal ones the first tier's
+        possible = [plan for plan in plans if plan is not None]
+        return max(possible, key=lambda plan: plan.num_tokens, default=None)  # of equal ones the first tier's
 
     def _plan_from(
         self, tier: Tier, sequence: TokenSequence, hit: PrefixHit, keys: Sequence[Sequence[BlockHash]]
     ) -> _Plan | None:
         manager, one_group = self._manager, self._manager.has_one_full_group
         first = len(hit.block_ids) if one_group else 0
-        found = [self._stored(tier, group_id, own[first:]) for group_id, own in enumerate(keys)]
-        if not any(found):
+        stored = [self._stored(tier, group_id, group_keys[first:]) for group_id, group_keys in enumerate(keys)]
+        if not any(stored):
             return None
-        tables = manager.find_hit_with(sequence, found)
+        tables = manager.find_hit_with(sequence, stored)
         parts = [Part(group_id, elsewhere(table), NO_BLOCKS) for group_id, table in enumerate(tables)]
         most_blocks = manager.num_blocks // 2
         num_tokens = len(tables[0]) * manager.groups[0].block_size
         if one_group:
-            most = min(PIECE_BYTES // self._memory.payload_bytes(0), most_blocks - first)
-            parts = [Part(0, parts[0].numbers[: max(0, most)], NO_BLOCKS)]
+            max_blocks = min(PIECE_BYTES // self._memory.payload_bytes(0), most_blocks - first)
+            parts = [Part(0, parts[0].numbers[: max(0, max_blocks)], NO_BLOCKS)]
             num_tokens = (first + len(parts[0].numbers)) * manager.block_size
         num_blocks = sum(len(part.numbers) for part in parts)
         if num_tokens <= hit.num_tokens or not num_blocks or len(in_pool(tables)) + num_blocks > most_blocks:
@@ -313,12 +313,12 @@ class Loads:
         if sum(load.num_blocks for load in self._loads) + len(held) + sum(counts) > manager.num_blocks // 2:
             return None
         manager.hold_blocks(held)
-        taken = manager.take_blocks(sum(counts))
-        if taken is None:
+        block_ids = manager.take_blocks(sum(counts))
+        if block_ids is None:
             manager.release_blocks(held)
             return None
-        pieces = np.split(taken, np.cumsum(counts)[:-1])
-        parts = [Part(part.group_id, part.numbers, own) for part, own in zip(plan.parts, pieces, strict=True)]
+        pieces = np.split(block_ids, np.cumsum(counts)[:-1])
+        parts = [Part(part.group_id, part.numbers, piece) for part, piece in zip(plan.parts, pieces, strict=True)]
         blocks = BlocksOfParts(self._memory, parts)
         by_group = manager.keys_by_group(sequence)
         keys = [[by_group[part.group_id][number] for number in part.numbers.tolist()] for part in parts]
@@ -389,7 +389,7 @@ class Loads:
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         """Raise AssertionError if somebody waits who is not queued, or for a load that is not under way."""
-        assert self._load_of.keys() | self._asked.keys() <= set(waiting), (
+        assert self._load_of.keys() | self._probes.keys() <= set(waiting), (
             "a request that is not queued waits for a load"
         )
         assert all(load in self._loads for load in self._load_of.values()), "a request waits for a load that has ended"

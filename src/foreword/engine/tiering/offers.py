@@ -183,4 +183,4 @@ class Offers:
     def _has_room(self) -> bool:
         """Whether a tier is not full yet."""
         stats = [tier.stats() for tier in self._tiers]
-        return any(not one.budget_bytes or one.shared_bytes < FULL_SHARE * one.budget_bytes for one in stats)
+        return any(not each.budget_bytes or each.shared_bytes < FULL_SHARE * each.budget_bytes for each in stats)

@@ -60,45 +60,47 @@ class PrefixFiles:
         num_bytes = write_prefix_file(RealFiles(), path, with_size, run, overwrite=overwrite)
         return ExportReport(num_tokens, len(run.keys), num_bytes)
 
-    def take(self, found: PrefixFile, sequence: TokenSequence | None) -> ImportReport:
+    def take(self, file: PrefixFile, sequence: TokenSequence | None) -> ImportReport:
         """Take the blocks of a file: into the first tier, or into the pool if there is none.
 
         `sequence`: of the tokens in the file, None if it has none. Raises ConfigError if the blocks can go nowhere,
         UnsoundFileError if they cannot be of as many tokens as the file says, OSError if the file changes meanwhile;
         then nothing has changed.
         """
-        self._check_num_tokens(found, sequence)
+        self._check_num_tokens(file, sequence)
         if self._tiers:
-            return store_prefix_file(found, self._tiers[0])
+            return store_prefix_file(file, self._tiers[0])
         if sequence is None:
             raise ConfigError(
-                f"path={str(found.path)!r} holds no token ids, so its blocks can only go to a tier, and there is none; "
+                f"path={str(file.path)!r} holds no token ids, so its blocks can only go to a tier, and there is none; "
                 "open the LLM with cache_dir, or export with with_text=True (--with-text)"
             )
-        places = self._places(found, sequence)
+        places = self._places(file, sequence)
         if places is None:
             return ImportReport(rejected="its token ids do not give the keys and sizes of its blocks")
-        return self._adopt(found, sequence, places)
+        return self._adopt(file, sequence, places)
 
-    def _check_num_tokens(self, found: PrefixFile, sequence: TokenSequence | None) -> None:
+    def _check_num_tokens(self, file: PrefixFile, sequence: TokenSequence | None) -> None:
         """Raise UnsoundFileError for more tokens than the text has, or than blocks that every token needs hold."""
-        counts = Counter(group_id for run in found.runs for group_id in run.entries["group"].tolist())
-        most = [
+        counts = Counter(group_id for run in file.runs for group_id in run.entries["group"].tolist())
+        limits = [
             counts[group_id] * spec.block_size
             for group_id, spec in enumerate(self._manager.groups)
             if isinstance(spec, FullAttentionSpec)
         ]
         if sequence is not None:
-            most.append(sequence.num_prompt_tokens)
-        if most and found.facts["num_tokens"] > min(most):
-            told = found.facts["num_tokens"]
-            raise UnsoundFileError(f"it says num_tokens={told}, but its blocks and text are of at most {min(most)}")
+            limits.append(sequence.num_prompt_tokens)
+        if limits and file.facts["num_tokens"] > min(limits):
+            num_tokens = file.facts["num_tokens"]
+            raise UnsoundFileError(
+                f"it says num_tokens={num_tokens}, but its blocks and text are of at most {min(limits)}"
+            )
 
-    def _places(self, found: PrefixFile, sequence: TokenSequence) -> list[dict[int, Place]] | None:
+    def _places(self, file: PrefixFile, sequence: TokenSequence) -> list[dict[int, Place]] | None:
         """For each group, the blocks of the file by their number in the sequence; None if one does not fit."""
         numbers = [{key: number for number, key in enumerate(keys)} for keys in self._manager.keys_by_group(sequence)]
         places: list[dict[int, Place]] = [{} for _ in numbers]
-        for header in found.runs:
+        for header in file.runs:
             for index, entry in enumerate(header.entries):
                 group_id = int(entry["group"])
                 number = numbers[group_id].get(entry["key"].tobytes()) if group_id < len(numbers) else None
@@ -107,34 +109,34 @@ class PrefixFiles:
                 places[group_id][number] = header, index
         return places
 
-    def _adopt(self, found: PrefixFile, sequence: TokenSequence, places: list[dict[int, Place]]) -> ImportReport:
+    def _adopt(self, file: PrefixFile, sequence: TokenSequence, places: list[dict[int, Place]]) -> ImportReport:
         manager = self._manager
         manager.begin_step()
         cached = manager.cached_blocks(sequence)
-        wanted = [
-            np.array([number for number in sorted(own) if table[number] == NULL_BLOCK], np.int32)
-            for own, table in zip(places, cached, strict=True)
+        missing = [
+            np.array([number for number in sorted(group_places) if table[number] == NULL_BLOCK], np.int32)
+            for group_places, table in zip(places, cached, strict=True)
         ]
-        counts = [len(numbers) for numbers in wanted]
+        counts = [len(numbers) for numbers in missing]
         held = _blocks_of(cached)
         manager.hold_blocks(held)  # or else taking blocks could evict what is here
-        taken = manager.take_blocks(sum(counts))
-        if taken is None:
+        block_ids = manager.take_blocks(sum(counts))
+        if block_ids is None:
             manager.release_blocks(held)
             return ImportReport(
                 rejected=f"its {sum(counts)} blocks do not fit into the {manager.get_num_free_blocks()} free blocks of "
                 "the pool; raise kv_cache_memory_bytes, or open the LLM with cache_dir"
             )
-        pieces = np.split(taken, np.cumsum(counts)[:-1])
+        pieces = np.split(block_ids, np.cumsum(counts)[:-1])
         parts = [
-            Part(group_id, numbers, own) for group_id, (numbers, own) in enumerate(zip(wanted, pieces, strict=True))
+            Part(group_id, numbers, ids) for group_id, (numbers, ids) in enumerate(zip(missing, pieces, strict=True))
         ]
         try:
-            self._fill(found, parts, places)
+            self._fill(file, parts, places)
             for part in parts:
-                for own in np.split(np.arange(len(part.numbers)), np.flatnonzero(np.diff(part.numbers) != 1) + 1):
-                    if len(own):
-                        manager.adopt(part.group_id, sequence, int(part.numbers[own[0]]), part.block_ids[own])
+                for run in np.split(np.arange(len(part.numbers)), np.flatnonzero(np.diff(part.numbers) != 1) + 1):
+                    if len(run):
+                        manager.adopt(part.group_id, sequence, int(part.numbers[run[0]]), part.block_ids[run])
         finally:
             for part in reversed(parts):
                 manager.release_blocks(part.block_ids)
@@ -142,19 +144,19 @@ class PrefixFiles:
         manager.begin_step()
         tables = manager.cached_blocks(sequence)
         num_here = sum(table[number] != NULL_BLOCK for own, table in zip(places, tables, strict=True) for number in own)
-        return ImportReport(int(num_here), found.facts["num_tokens"] if num_here == found.num_blocks else 0)
+        return ImportReport(int(num_here), file.facts["num_tokens"] if num_here == file.num_blocks else 0)
 
-    def _fill(self, found: PrefixFile, parts: list[Part], places: list[dict[int, Place]]) -> None:
+    def _fill(self, file: PrefixFile, parts: list[Part], places: list[dict[int, Place]]) -> None:
         blocks = BlocksOfParts(self._memory, parts)
         sources = [places[part.group_id][number] for part in parts for number in part.numbers.tolist()]
         for at, (header, index) in enumerate(sources):
             payload = memoryview(bytearray(int(blocks.payload_bytes[at])))
-            found.read(header, index, payload)
+            file.read(header, index, payload)
             blocks.put(at, payload)
 
 
 def _blocks_of(tables: Sequence[BlockIds]) -> BlockIds:
     """The distinct blocks in these tables."""
     entries = np.concatenate(tables)
-    found: BlockIds = np.unique(entries[entries != NULL_BLOCK])
-    return found
+    block_ids: BlockIds = np.unique(entries[entries != NULL_BLOCK])
+    return block_ids

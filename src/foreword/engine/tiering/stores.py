@@ -150,15 +150,15 @@ class Stores:
     def _settle_apart(self) -> None:
         """Count what became of such payloads; give up those that take too long."""
         going, self._apart = self._apart, []
-        for one in going:
-            if time.monotonic() - one.started > PATIENCE_S:
-                for ticket in one.tickets:
+        for store in going:
+            if time.monotonic() - store.started > PATIENCE_S:
+                for ticket in store.tickets:
                     ticket.cancel()
-            if all(ticket.done for ticket in one.tickets):
-                for ticket in one.tickets:
-                    self._count(one.run, ticket)
+            if all(ticket.done for ticket in store.tickets):
+                for ticket in store.tickets:
+                    self._count(store.run, ticket)
             else:
-                self._apart.append(one)
+                self._apart.append(store)
 
     # ------------------------------------------------------------------ chunks
 
@@ -183,16 +183,16 @@ class Stores:
             return None
         names = names_of(self._manager, self._namespace, offer.sequence, parts)
         missing = [(tier, ~tier.lookup(names)) for tier in self._tiers]
-        wanted = np.logical_or.reduce([lacks for _, lacks in missing])
+        lacking = np.logical_or.reduce([lacks for _, lacks in missing])
         if offer.admitted is not None:
-            wanted &= np.concatenate([self._admitted(part, offer.admitted) for part in parts])
-        if not wanted.any():
+            lacking &= np.concatenate([self._admitted(part, offer.admitted) for part in parts])
+        if not lacking.any():
             return None
         chosen: list[npt.NDArray[np.int64]] = []
         num_bytes, at = 0, 0
         for part in parts:
-            size, own = self._memory.payload_bytes(part.group_id), wanted[at : at + len(part.numbers)]
-            places = np.flatnonzero(own)[: max(at == 0, (CHUNK_BYTES - num_bytes) // size)]
+            size, is_lacking = self._memory.payload_bytes(part.group_id), lacking[at : at + len(part.numbers)]
+            places = np.flatnonzero(is_lacking)[: max(at == 0, (CHUNK_BYTES - num_bytes) // size)]
             chosen.append(places)
             num_bytes += len(places) * size
             at += len(part.numbers)
@@ -201,11 +201,11 @@ class Stores:
         return _Chunk(
             offer,
             [
-                Part(part.group_id, part.numbers[own], part.block_ids[own])
-                for part, own in zip(parts, chosen, strict=True)
+                Part(part.group_id, part.numbers[places], part.block_ids[places])
+                for part, places in zip(parts, chosen, strict=True)
             ],
             [tier for tier, lacks in missing if lacks[flat].any()],
-            len(flat) == np.count_nonzero(wanted),
+            len(flat) == np.count_nonzero(lacking),
             num_planned,
             num_bytes,
         )
@@ -260,7 +260,7 @@ class Stores:
         """Whether this day's bytes allow this number, in all tiers, besides those that are under way."""
         if time.monotonic() - self._day_began > DAY_S:
             self._day_began, self._bytes_today = time.monotonic(), 0
-        num_bytes += self._bytes_today + sum(one.num_bytes for one in self._apart)
+        num_bytes += self._bytes_today + sum(store.num_bytes for store in self._apart)
         return self._max_bytes_per_day is None or num_bytes <= self._max_bytes_per_day
 
 
@@ -269,8 +269,8 @@ def cached_parts(manager: KVCacheManager, sequence: TokenSequence, num_tokens: i
     parts = []
     tables, all_keys = manager.cached_blocks(sequence), manager.keys_by_group(sequence)
     for group_id, (spec, table, keys) in enumerate(zip(manager.groups, tables, all_keys, strict=True)):
-        most = min(len(keys), num_tokens // spec.block_size)
-        numbers = np.flatnonzero(table[:most] != NULL_BLOCK).astype(np.int32)
+        num_full = min(len(keys), num_tokens // spec.block_size)
+        numbers = np.flatnonzero(table[:num_full] != NULL_BLOCK).astype(np.int32)
         if len(numbers):
             parts.append(Part(group_id, numbers, table[numbers]))
     return parts
@@ -307,8 +307,8 @@ def _parents(parts: Sequence[Part]) -> npt.NDArray[np.int32]:
     """For each block its predecessor's place among all, [blocks]; -1 if it is not among them."""
     parents, start = [], 0
     for part in parts:
-        own = np.arange(start - 1, start - 1 + len(part.numbers), dtype=np.int32)
-        own[np.flatnonzero(np.diff(part.numbers, prepend=-9) != 1)] = -1
-        parents.append(own)
+        part_parents = np.arange(start - 1, start - 1 + len(part.numbers), dtype=np.int32)
+        part_parents[np.flatnonzero(np.diff(part.numbers, prepend=-9) != 1)] = -1
+        parents.append(part_parents)
         start += len(part.numbers)
     return np.concatenate(parents)

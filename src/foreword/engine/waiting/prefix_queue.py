@@ -144,8 +144,8 @@ class WaitingPrefixes:
         for key in keys:
             families = list(self._by_last.get(key, ()))
             if families:  # all of them share the blocks up to this one
-                own = self._keys[families[0].oldest]
-                num_cached = self._num_cached(own, 0, families[0].num_cached)
+                member_keys = self._keys[families[0].oldest]
+                num_cached = self._num_cached(member_keys, 0, families[0].num_cached)
                 for family in families if num_cached < families[0].num_cached else ():
                     self._move(family, num_cached)
 
@@ -155,14 +155,14 @@ class WaitingPrefixes:
 
     def _spread(self, family: Family) -> None:
         """Put the members of a family whose next block is cached where they belong now."""
-        least, own = family.num_cached, self._keys[family.oldest]
-        likely = self._num_cached(own, least, len(own))
+        least, oldest_keys = family.num_cached, self._keys[family.oldest]
+        likely = self._num_cached(oldest_keys, least, len(oldest_keys))
         places: dict[BlockHash | None, int] = {}
         """The next block of each member -> cached blocks before it."""
         for request in family.members:
             keys = self._keys[request]
             num_cached = likely
-            if len(keys) < likely or keys[likely - 1] != own[likely - 1] or self._finds(keys, likely):
+            if len(keys) < likely or keys[likely - 1] != oldest_keys[likely - 1] or self._finds(keys, likely):
                 num_cached = self._num_cached(keys, least, len(keys))
             places[keys[num_cached] if num_cached < len(keys) else None] = num_cached
         if len(places) == 1 and None not in places:
@@ -237,9 +237,9 @@ class WaitingPrefixes:
     def _finds(self, keys: Sequence[BlockHash], number: int) -> bool:
         return number < len(keys) and keys[number] in self._ledger
 
-    def _num_cached(self, keys: Sequence[BlockHash], least: int, most: int) -> int:
+    def _num_cached(self, keys: Sequence[BlockHash], low: int, high: int) -> int:
         """The number of leading blocks that are found, between two bounds; found blocks have no gaps before them."""
-        return bisect.bisect_left(keys, True, least, most, key=lambda key: key not in self._ledger)
+        return bisect.bisect_left(keys, True, low, high, key=lambda key: key not in self._ledger)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if families, members and tables contradict each other, or what the ledger finds."""
@@ -283,11 +283,11 @@ class Lane:
         """Note a family that is new, or has changed."""
         if max(len(self._by_match), len(self._by_age)) > 64 + MAX_STALE * len(self.waiting):
             entries = self._by_match + self._passed_by_match
-            families = {one for _, _, version, one in entries if version == one.version}
+            families = {each for _, _, version, each in entries if version == each.version}
             for heap in (self._by_match, self._by_age, self._passed_by_match, self._passed_by_age):
                 heap.clear()
-            for one in families:
-                self._push(one)
+            for each in families:
+                self._push(each)
         self._push(family)
 
     def _push(self, family: Family) -> None:
@@ -410,7 +410,7 @@ class PrefixQueue:
         while len(idle) < len(self._lanes):
             tenant = self._turns.next(idle)
             by_rank = sorted(self._lanes[tenant].items())
-            request = next((one for _, lane in by_rank if (one := self._choose(lane)) is not None), None)
+            request = next((chosen for _, lane in by_rank if (chosen := self._choose(lane)) is not None), None)
             if request is None:
                 idle.add(tenant)
                 continue
@@ -425,12 +425,12 @@ class PrefixQueue:
         if best is None or oldest is None or best is oldest or lane.blocked_in == self._step:
             return oldest
         num_tokens = len(best) - self._prefixes.num_cached_tokens(best)
-        taken = lane.seconds_taken_from(oldest) + self._pace.seconds(best, num_tokens)
-        return best if taken <= self._max_overtake_s else oldest
+        seconds = lane.seconds_taken_from(oldest) + self._pace.seconds(best, num_tokens)
+        return best if seconds <= self._max_overtake_s else oldest
 
-    def likely(self, most: int) -> Iterable[Request]:
-        found = (r for lanes in self._lanes.values() for lane in lanes.values() for r in lane.likely())
-        return islice(found, most)
+    def likely(self, limit: int) -> Iterable[Request]:
+        requests = (r for lanes in self._lanes.values() for lane in lanes.values() for r in lane.likely())
+        return islice(requests, limit)
 
     def may_pass(self, request: Request) -> bool:
         lane = self._lane_of(request)
@@ -517,9 +517,9 @@ class Pace:
         prompt_token_s = self._prompt_token_s.value
         if prompt_token_s is None:
             return float("inf")
-        left = request.max_tokens - request.num_output_tokens
+        remaining = request.max_tokens - request.num_output_tokens
         answer_token_s = self._answer_token_s.value or prompt_token_s
-        return num_tokens * prompt_token_s + min(left, self._answer_tokens.value or left) * answer_token_s
+        return num_tokens * prompt_token_s + min(remaining, self._answer_tokens.value or remaining) * answer_token_s
 
 
 def make_queue(manager: KVCacheManager, config: SchedulerConfig, pace: Pace) -> WaitingQueue:

@@ -83,8 +83,8 @@ class WaitingQueue(Protocol):
         A request that still waits when the next one is asked for cannot run in this step, and is passed over.
         """
 
-    def likely(self, most: int) -> Iterable[Request]:
-        """Requests that the next step is likely to try first, at most `most`. Changes nothing."""
+    def likely(self, limit: int) -> Iterable[Request]:
+        """Requests that the next step is likely to try first, at most `limit`. Changes nothing."""
 
     def may_pass(self, request: Request) -> bool:
         """Whether others may be tried after a candidate for which there are no blocks."""
@@ -122,8 +122,8 @@ class ArrivalQueue:
     def candidates(self) -> Iterator[Request]:
         return iter(self._requests.copy())
 
-    def likely(self, most: int) -> Iterable[Request]:
-        return self._requests[:most]
+    def likely(self, limit: int) -> Iterable[Request]:
+        return self._requests[:limit]
 
     def may_pass(self, request: Request) -> bool:
         return False
@@ -166,9 +166,9 @@ class PriorityQueue:
         self._turns.join(request.tenant)
 
     def remove(self, request: Request) -> None:
-        own = self._requests[request.tenant]
-        del own[bisect.bisect_left(own, request.service_key, key=_ORDER)]
-        if not own:
+        requests = self._requests[request.tenant]
+        del requests[bisect.bisect_left(requests, request.service_key, key=_ORDER)]
+        if not requests:
             del self._requests[request.tenant]
             self._turns.leave(request.tenant)
 
@@ -181,19 +181,19 @@ class PriorityQueue:
         idle: set[str | None] = set()
         while len(idle) < len(self._requests):
             tenant = self._turns.next(idle)
-            own, at = self._requests[tenant], num_passed.get(tenant, 0)
-            if at >= len(own):
+            requests, at = self._requests[tenant], num_passed.get(tenant, 0)
+            if at >= len(requests):
                 idle.add(tenant)
                 continue
-            request = own[at]
+            request = requests[at]
             yield request
-            own = self._requests.get(tenant, [])
-            at = bisect.bisect_left(own, request.service_key, key=_ORDER)
-            num_passed[tenant] = at + (at < len(own) and own[at] is request)
+            requests = self._requests.get(tenant, [])
+            at = bisect.bisect_left(requests, request.service_key, key=_ORDER)
+            num_passed[tenant] = at + (at < len(requests) and requests[at] is request)
             idle &= self._requests.keys()
 
-    def likely(self, most: int) -> Iterable[Request]:
-        return islice(self, most)
+    def likely(self, limit: int) -> Iterable[Request]:
+        return islice(self, limit)
 
     def may_pass(self, request: Request) -> bool:
         return False
@@ -209,7 +209,7 @@ class PriorityQueue:
 
     def check_integrity(self) -> None:
         self._turns.check_integrity(self._requests)
-        for own in self._requests.values():
-            keys = [request.service_key for request in own]
+        for requests in self._requests.values():
+            keys = [request.service_key for request in requests]
             assert keys, "a tenant has turns and nothing waits"
             assert keys == sorted(set(keys)), "the waiting queue is out of order"

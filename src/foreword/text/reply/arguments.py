@@ -71,7 +71,7 @@ def required_of(schema: Any) -> set[str]:
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
     """The names of the types that a schema allows, in its order; references lead into `root`."""
-    return list(dict.fromkeys(name for one in variants(schema, root) for name in _type_names(one)))
+    return list(dict.fromkeys(name for variant in variants(schema, root) for name in _type_names(variant)))
 
 
 def _type_names(schema: Mapping[str, Any]) -> list[str]:
@@ -91,30 +91,30 @@ def variants(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return _variants(schema, root, [MOST_SCHEMAS])
 
 
-def _variants(schema: Any, root: Mapping[str, Any], left: list[int]) -> list[Mapping[str, Any]]:
-    left[0] -= 1
-    if left[0] < 0 or not isinstance(schema, Mapping):
+def _variants(schema: Any, root: Mapping[str, Any], budget: list[int]) -> list[Mapping[str, Any]]:
+    budget[0] -= 1
+    if budget[0] < 0 or not isinstance(schema, Mapping):
         return []
-    schema = _joined(_resolved(schema, root), root, left)
+    schema = _joined(_resolved(schema, root), root, budget)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list) and schema[key]:
-            rest = {name: value for name, value in schema.items() if name != key}
+            others = {name: value for name, value in schema.items() if name != key}
             choices = [_resolved(choice, root) for choice in schema[key]]
-            return [one for choice in choices for one in _variants({**rest, **choice}, root, left)]
+            return [variant for choice in choices for variant in _variants({**others, **choice}, root, budget)]
     types = schema.get("type")
     if not isinstance(types, list) or "enum" in schema or "const" in schema:
-        found = [schema]
+        options = [schema]
     else:
-        found = [{**schema, "type": name} for name in types if isinstance(name, str)]
-    return [*found, {"type": "null"}] if schema.get("nullable") is True else found
+        options = [{**schema, "type": name} for name in types if isinstance(name, str)]
+    return [*options, {"type": "null"}] if schema.get("nullable") is True else options
 
 
-def _joined(schema: Mapping[str, Any], root: Mapping[str, Any], left: list[int]) -> Mapping[str, Any]:
+def _joined(schema: Mapping[str, Any], root: Mapping[str, Any], budget: list[int]) -> Mapping[str, Any]:
     """A schema with those of its `allOf` joined to it."""
-    while isinstance(schema.get("allOf"), list) and left[0] > 0:
+    while isinstance(schema.get("allOf"), list) and budget[0] > 0:
         joined: dict[str, Any] = {}
         for part in schema["allOf"]:
-            left[0] -= 1
+            budget[0] -= 1
             joined.update(_resolved(part, root))
         schema = {**joined, **{name: value for name, value in schema.items() if name != "allOf"}}
     return schema
@@ -128,8 +128,8 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
         target: Any = root
         for key in schema["$ref"].removeprefix("#").strip("/").split("/"):
             target = target if not key else target.get(key) if isinstance(target, Mapping) else None
-        rest = {name: value for name, value in schema.items() if name != "$ref"}
-        schema = {**target, **rest} if isinstance(target, Mapping) else rest
+        others = {name: value for name, value in schema.items() if name != "$ref"}
+        schema = {**target, **others} if isinstance(target, Mapping) else others
     return schema if isinstance(schema, Mapping) else {}
 
 
@@ -141,10 +141,10 @@ def _cast(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
     Where a schema allows texts too, a value counts only if it is written like this: 02134 and 1e5 stay texts.
     """
-    found = variants(schema, root)
-    if any(text == value for one in found for value in (*_listed(one.get("enum")), one.get("const"))):
+    options = variants(schema, root)
+    if any(text == value for option in options for value in (*_listed(option.get("enum")), option.get("const"))):
         return text
-    types = list(dict.fromkeys(name for one in found for name in _type_names(one)))
+    types = list(dict.fromkeys(name for option in options for name in _type_names(option)))
     for name in types:
         try:
             value = _CASTS[name](text.strip())
@@ -162,12 +162,12 @@ def _listed(value: Any) -> Sequence[Any]:
 def _is_written(value: Any, text: str) -> bool:
     """Whether a value is written as this text, by JSON or by a template; white space in lists and objects is free."""
     try:
-        written = as_json(value)
+        json_text = as_json(value)
     except (ValueError, RecursionError):
         return False
     if isinstance(value, dict | list):
-        return "".join(written.split()) == "".join(text.split())
-    return text in (written, str(value))
+        return "".join(json_text.split()) == "".join(text.split())
+    return text in (json_text, str(value))
 
 
 def _integer(text: str) -> int:
@@ -222,10 +222,10 @@ _CASTS: Mapping[str, Any] = {
 def beginning_at(text: str, keys: Sequence[str]) -> str | None:
     """The JSON text at nested keys of an object that may be cut off, as far as it goes; None if it is not there."""
     for key in keys:
-        found = dict(_members(text)).get(key)
-        if found is None:
+        member = dict(_members(text)).get(key)
+        if member is None:
             return None
-        text = found
+        text = member
     return text
 
 

@@ -252,14 +252,14 @@ class _JsonBody(CallBody):
         text, field = self._scanner.text.lstrip(), self._field
         if not text or not self._scanner.is_beginning:
             return None
-        found: list[Call] = []
+        complete: list[Call] = []
         if text[0] == "[":
             *whole, text = items_of(text) or [""]
             for item in whole:
                 calls = calls_in([json.loads(item)], field, self._captures)
                 if calls is None:
                     return None
-                found += calls
+                complete += calls
         function = field.transform if isinstance(field.transform, Mapping) else {}
         function = function.get("function", function)
         if not isinstance(function, Mapping):  # the JSON object itself is the function
@@ -276,15 +276,15 @@ class _JsonBody(CallBody):
             arguments = _string_so_far(arguments)
         if not (arguments or self._has_marker) or (arguments and not arguments.startswith("{")):
             return None
-        return [*found, Call(name, arguments or "", False, self._captures.get("id") or None)]
+        return [*complete, Call(name, arguments or "", False, self._captures.get("id") or None)]
 
     def _name(self, text: str, placeholder: Any) -> str | None:
         captured = self._captures.get(str(placeholder).strip("{}"))
         if captured:
             return captured
-        written = beginning_at(text, _keys(placeholder))
+        name_text = beginning_at(text, _keys(placeholder))
         try:
-            name = json.loads(written or "")
+            name = json.loads(name_text or "")
         except (ValueError, RecursionError):
             return None
         return name if isinstance(name, str) and name else None
@@ -371,7 +371,7 @@ class _TagBody(CallBody):
             return None
         return [Call(calls[0].name, arguments, True, calls[0].id)]
 
-    def _cut_off(self, rest: str) -> None:
+    def _cut_off(self, tail: str) -> None:
         """End a call that has no closing marker: complete if nothing but that is missing."""
         calls = self._made()
         if calls is None:
@@ -380,7 +380,7 @@ class _TagBody(CallBody):
         (call,) = calls
         schema = self._schemas.get(call.name, {})
         has_all = required_of(schema) <= set(self._values) and bool(self._values or not properties_of(schema))
-        if self._key is None and not rest.strip() and has_all:
+        if self._key is None and not tail.strip() and has_all:
             self.calls = calls
             return
         begun = call.arguments[:-1]
@@ -453,14 +453,14 @@ def calls_in(
 ) -> list[Call] | None:
     """The calls that a region's content describes; None if it describes none."""
     try:
-        found = []
+        calls = []
         for item in content if isinstance(content, list) else [content]:
             value = _named(item, needs_arguments)
             if field.transform is not None:
-                own = value if field.transform_each else {"content": value}
-                value = _filled(field.transform, {**captures, **own})
-            found.append(_call(value, schemas or {}))
-        return found or None
+                inputs = value if field.transform_each else {"content": value}
+                value = _filled(field.transform, {**captures, **inputs})
+            calls.append(_call(value, schemas or {}))
+        return calls or None
     except (TypeError, ValueError, KeyError, RecursionError, AttributeError):
         return None
 

@@ -54,21 +54,21 @@ def tag_values(schema: Any, root: Mapping[str, Any]) -> list[TagValue]:
 
 
 def _values(schema: Any, root: Mapping[str, Any]) -> Iterator[TagValue]:
-    for one in variants(schema, root):
-        values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else None
+    for case in variants(schema, root):
+        values = case["enum"] if isinstance(case.get("enum"), list) else [case["const"]] if "const" in case else None
         if values is not None:
             for value in values:
                 is_text = isinstance(value, str)
                 yield TagValue(is_text, exactly=value if is_text else as_json(value))
-        elif one.get("type") == "null":
+        elif case.get("type") == "null":
             yield TagValue(is_text=False, exactly="null")
-        elif one.get("type") == "string" or not (
-            isinstance(one.get("type"), str) or {"properties", "items"} & set(one)
+        elif case.get("type") == "string" or not (
+            isinstance(case.get("type"), str) or {"properties", "items"} & set(case)
         ):
-            yield TagValue(is_text=True, patterns=tuple(_patterns(one)))
+            yield TagValue(is_text=True, patterns=tuple(_patterns(case)))
         else:
             definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            yield TagValue(is_text=False, schema=_Frozen({**definitions, **one}))
+            yield TagValue(is_text=False, schema=_Frozen({**definitions, **case}))
 
 
 class _Frozen(dict[str, Any]):
@@ -82,9 +82,9 @@ def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
     """Regular expressions for what a schema says of a text. As in JSON schema, unknown formats say nothing."""
     if isinstance(schema.get("pattern"), str):
         yield whole_pattern(schema["pattern"])
-    least, most = (schema.get(key) for key in ("minLength", "maxLength"))
-    if isinstance(least, int) or isinstance(most, int):
-        yield f"(?s:.{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}})"
+    shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
+    if isinstance(shortest, int) or isinstance(longest, int):
+        yield f"(?s:.{{{shortest if isinstance(shortest, int) else 0},{longest if isinstance(longest, int) else ''}}})"
     if schema.get("format") in FORMATS:
         yield FORMATS[schema["format"]]
 
@@ -106,7 +106,7 @@ _ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
 
 def _branches(pattern: str) -> list[str]:
     """The parts of a pattern between bars that stand in no group and no class."""
-    depth, in_class, begin, found = 0, False, 0, []
+    depth, in_class, begin, branches = 0, False, 0, []
     for match in re.finditer(r"\\.|[\[\]()|]", pattern, flags=re.DOTALL):
         mark = match[0]
         if mark == "[":
@@ -116,9 +116,9 @@ def _branches(pattern: str) -> list[str]:
         elif not in_class and mark in "()":
             depth += 1 if mark == "(" else -1
         elif not in_class and mark == "|" and depth == 0:
-            found.append(pattern[begin : match.start()])
+            branches.append(pattern[begin : match.start()])
             begin = match.end()
-    return [*found, pattern[begin:]]
+    return [*branches, pattern[begin:]]
 
 
 _LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -171,34 +171,34 @@ def without_patterns(
     A member that only such a pattern of names allows is allowed without it: what is left takes more, never less.
     """
     if isinstance(schema, list):
-        parts = [without_patterns(one, can_follow, f"{place}[{at}]") for at, one in enumerate(schema)]
-        return [part for part, _ in parts], tuple(one for _, left_out in parts for one in left_out)
+        parts = [without_patterns(item, can_follow, f"{place}[{at}]") for at, item in enumerate(schema)]
+        return [part for part, _ in parts], tuple(item for _, left_out in parts for item in left_out)
     if not isinstance(schema, Mapping):
         return schema, ()
-    kept: dict[str, Any] = {}
-    found: list[Unenforced] = []
+    result: dict[str, Any] = {}
+    unenforced: list[Unenforced] = []
     for key, value in schema.items():
         where = f"{place}.{key}"
         if key == "pattern" and isinstance(value, str) and not can_follow(whole_pattern(value)):
-            found.append(Unenforced(where, value))
+            unenforced.append(Unenforced(where, value))
         elif key in _MAPS and isinstance(value, Mapping):
             names = {name for name in value if key == "patternProperties" and not can_follow(whole_pattern(name))}
-            found += [Unenforced(where, name) for name in names]
+            unenforced += [Unenforced(where, name) for name in names]
             members = {
-                name: without_patterns(one, can_follow, f"{where}.{name}")
-                for name, one in value.items()
+                name: without_patterns(member, can_follow, f"{where}.{name}")
+                for name, member in value.items()
                 if name not in names
             }
-            kept[key] = {name: part for name, (part, _) in members.items()}
-            found += [one for _, left_out in members.values() for one in left_out]
+            result[key] = {name: part for name, (part, _) in members.items()}
+            unenforced += [item for _, left_out in members.values() for item in left_out]
             if names:
-                kept["additionalProperties"] = True
-        elif key not in _VALUES and not (key == "additionalProperties" and key in kept):
-            kept[key], left_out = without_patterns(value, can_follow, where)
-            found += left_out
+                result["additionalProperties"] = True
+        elif key not in _VALUES and not (key == "additionalProperties" and key in result):
+            result[key], left_out = without_patterns(value, can_follow, where)
+            unenforced += left_out
         else:
-            kept.setdefault(key, value)
-    return kept, tuple(found)
+            result.setdefault(key, value)
+    return result, tuple(unenforced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +220,10 @@ def forced_calls(
     call = form.call_form if form is not None and form.call_form is not None else family(BARE).call_form
     assert call is not None
     writer = _Writer(call, added_tokens)
-    rules = [rule for number, one in enumerate(functions) for rule in writer.call(number, one)]
+    rules = [rule for number, function in enumerate(functions) for rule in writer.call(number, function)]
     one_of = " | ".join(f"c{number}" for number in range(len(functions)))
-    most = min(MAX_FORCED_CALLS, call.get("most", MAX_FORCED_CALLS)) if may_repeat else 1
-    more = f"({writer.literal(call.get('between', ''))} call){{0,{most - 1}}}" if most > 1 else ""
+    max_calls = min(MAX_FORCED_CALLS, call.get("most", MAX_FORCED_CALLS)) if may_repeat else 1
+    more = f"({writer.literal(call.get('between', ''))} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     begin, end = (writer.literal(call.get(key, "")) for key in ("begin", "end"))
     return "\n".join([f"start: {begin} call {more} {end}", f"call: {one_of}", *rules])
 
@@ -231,8 +231,8 @@ def forced_calls(
 class _Writer:
     def __init__(self, form: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
         self._form, self._added = form, added_tokens
-        named = sorted((token for token in added_tokens if token), key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, [*named, *_PATTERNS])) + ")")
+        literals = sorted((token for token in added_tokens if token), key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, [*literals, *_PATTERNS])) + ")")
 
     def literal(self, text: str) -> str:
         """The terms that stand for a text."""
@@ -257,10 +257,10 @@ class _Writer:
         properties, required = properties_of(schema), required_of(schema)
         between = self.literal(tags.get("between", ""))
         rules, items = [], []
-        for number, (key, one) in enumerate(properties.items()):
+        for number, (key, member) in enumerate(properties.items()):
             item = f"{name}_{number}"
             opening = self.literal(tags["open"].replace("{key}", key))
-            rules += self._value(item, opening, one, schema, tags)
+            rules += self._value(item, opening, member, schema, tags)
             items.append((item, key in required))
         return [*_sequence(name, items, between), *rules]
 

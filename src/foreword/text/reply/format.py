@@ -93,28 +93,28 @@ def family(name: str) -> ReplyFormat:
     return _read_family(name, _data(name))
 
 
-def choose_format(option: str | None, own: Mapping[str, Any] | None, chat_template: str | None) -> ReplyFormat | None:
+def choose_format(option: str | None, spec: Mapping[str, Any] | None, chat_template: str | None) -> ReplyFormat | None:
     """The form of a model's replies: of the option, else the checkpoint's own, else that of the chat template's family.
 
     The option is a family's name, a file, or the JSON text of a response template. None: replies are plain text.
     Raises ConfigError for an option that is none of these, ModelLoadError for a template of the checkpoint that
     transformers refuses.
     """
-    found = next((_read_family(name, data) for name, data in _marked(chat_template or "")), None)
+    base = next((_read_family(name, data) for name, data in _marked(chat_template or "")), None)
     if option is not None:
-        return _chosen(option, found)
-    if own is not None:
+        return _chosen(option, base)
+    if spec is not None:
         try:
-            return _with_template("checkpoint", own, found)
+            return _with_template("checkpoint", spec, base)
         except (ValueError, TypeError, KeyError) as error:
             raise ModelLoadError(
                 f"the tokenizer's response_template cannot be used: {error}; correct it, or name a family with "
                 f"response_template ({', '.join(FAMILIES)})"
             ) from error
-    return found
+    return base
 
 
-def _chosen(option: str, found: ReplyFormat | None) -> ReplyFormat:
+def _chosen(option: str, base: ReplyFormat | None) -> ReplyFormat:
     if option in (*FAMILIES, BARE, GENERIC):
         return family(option)
     text = option
@@ -130,7 +130,7 @@ def _chosen(option: str, found: ReplyFormat | None) -> ReplyFormat:
         spec = json.loads(text)
         if isinstance(spec, dict) and "response_template" in spec:
             return _read_family("option", spec, _compiled)
-        return _with_template("option", spec, found)
+        return _with_template("option", spec, base)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"response_template={option!r:.60} is not a response template of transformers: {error}; correct it, or "
@@ -138,20 +138,20 @@ def _chosen(option: str, found: ReplyFormat | None) -> ReplyFormat:
         ) from error
 
 
-def _with_template(name: str, spec: Any, found: ReplyFormat | None) -> ReplyFormat:
+def _with_template(name: str, spec: Any, base: ReplyFormat | None) -> ReplyFormat:
     """A template from outside; the rest is that of the family that the chat template shows."""
     template = _compiled(spec)
-    rest = {} if found is None else {"thinking": found.thinking, "call_form": found.call_form, "stop": found.stop}
-    if "thinking" not in rest or rest["thinking"] is None:
-        rest["thinking"] = _marks_of(template)
-    return ReplyFormat(name, template, source=_plain(spec), **rest)  # type: ignore[arg-type]
+    parts = {} if base is None else {"thinking": base.thinking, "call_form": base.call_form, "stop": base.stop}
+    if "thinking" not in parts or parts["thinking"] is None:
+        parts["thinking"] = _marks_of(template)
+    return ReplyFormat(name, template, source=_plain(spec), **parts)  # type: ignore[arg-type]
 
 
 def _marks_of(template: Any) -> ThinkingMarks | None:
-    for name, one in template.fields.items():
-        if _KINDS.get(name) == "reasoning" and one.open_literals and one.close_literals:
-            close = one.close_literals[0]
-            return ThinkingMarks(one.open_literals[0], close)
+    for name, part in template.fields.items():
+        if _KINDS.get(name) == "reasoning" and part.open_literals and part.close_literals:
+            close = part.close_literals[0]
+            return ThinkingMarks(part.open_literals[0], close)
     return None
 
 
@@ -205,21 +205,21 @@ class _Template:
 def _compiled_own(spec: Mapping[str, Any]) -> _Template:
     """One of foreword's own templates, which need none of transformers' checks: a test compares both."""
     fields = {}
-    for name, one in spec["fields"].items():
-        given = one.get("content", "text"), one.get("content_args", {}), one.get("join"), one.get("transform")
+    for name, item in spec["fields"].items():
+        content = item.get("content", "text"), item.get("content_args", {}), item.get("join"), item.get("transform")
         fields[name] = _Field(
-            name, *_anchor(one, "open"), *_anchor(one, "close"), *given, one.get("transform_each", False)
+            name, *_anchor(item, "open"), *_anchor(item, "close"), *content, item.get("transform_each", False)
         )
     return _Template(fields, _anchor(spec, "start_anchor")[0])
 
 
-def _anchor(one: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, bool]:
+def _anchor(item: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, bool]:
     """What begins or ends a field: an expression, its literal texts if it has some, and whether one may grow."""
-    if f"{key}_pattern" in one:
-        return regex.compile(one[f"{key}_pattern"], regex.DOTALL), None, False
-    if key not in one:
+    if f"{key}_pattern" in item:
+        return regex.compile(item[f"{key}_pattern"], regex.DOTALL), None, False
+    if key not in item:
         return None, None, False
-    texts = [one[key]] if isinstance(one[key], str) else list(dict.fromkeys(one[key]))
+    texts = [item[key]] if isinstance(item[key], str) else list(dict.fromkeys(item[key]))
     longest_first = "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True))
     can_extend = any(a != b and a.startswith(b) for a in texts for b in texts)
     return regex.compile(longest_first, regex.DOTALL), texts, can_extend
@@ -228,8 +228,8 @@ def _anchor(one: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, bo
 def _plain(spec: Any) -> str:
     """The texts of a template's markers, patterns without their escapes."""
     fields = list(spec["fields"].values())
-    marks = [one.get(key, ()) for one in fields for key in ("open", "open_pattern", "close", "close_pattern")]
-    marks += [text for one in fields for text in _texts(one.get("content_args", {}))]
+    marks = [field.get(key, ()) for field in fields for key in ("open", "open_pattern", "close", "close_pattern")]
+    marks += [text for field in fields for text in _texts(field.get("content_args", {}))]
     return "\n".join(text for mark in marks for text in _texts(mark)).replace("\\", "")
 
 
@@ -237,7 +237,7 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [text for one in inner for text in _texts(one)]
+    return [text for item in inner for text in _texts(item)]
 
 
 def _marked(chat_template: str) -> list[tuple[str, Mapping[str, Any]]]:

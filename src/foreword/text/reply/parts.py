@@ -27,13 +27,13 @@ Part = Text | Reasoning | Call
 
 def joined(parts: list[Part]) -> list[Part]:
     """The parts with neighbours of one kind made one, and without empty ones."""
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if isinstance(part, Text) and isinstance(last, Text):
-            found[-1] = Text(last.text + part.text)
+            merged[-1] = Text(last.text + part.text)
         elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + part.text)
+            merged[-1] = Reasoning(last.text + part.text)
         elif isinstance(part, Call) or part.text:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged

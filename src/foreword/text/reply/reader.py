@@ -59,8 +59,8 @@ class ReplyReader:
         """Characters that left the buffer; the reply begins at 0."""
         self._schemas = schemas_of(tools)
         fields = form.template.fields.values()
-        self._fields = [one for one in fields if reads_calls or form.kind(one.name) != "call"]
-        self._implicit = next((one for one in self._fields if one.open_re is None), None)
+        self._fields = [field for field in fields if reads_calls or form.kind(field.name) != "call"]
+        self._implicit = next((field for field in self._fields if field.open_re is None), None)
         self._region: Any = None
         """The explicit field that is open."""
         self._call: _OpenCall | None = None
@@ -132,13 +132,13 @@ class ReplyReader:
         """Read up to the next marker, or to what may become one. Returns whether a marker was found."""
         was_reasoning = self.is_reasoning
         self._marker_at = self._num_done + self._at
-        found = self._read_to_marker(at_end=at_end)
+        has_marker = self._read_to_marker(at_end=at_end)
         if was_reasoning:
             before = self.reasoning_spans.pop() if self.reasoning_spans else (self._marker_at,) * 2
             self.reasoning_spans.append((before[0], self._num_done + self._at))
         elif self.is_reasoning:
             self.reasoning_spans.append((self._marker_at, self._num_done + self._at))
-        return found
+        return has_marker
 
     def _read_to_marker(self, *, at_end: bool) -> bool:
         field, match, held = self._next_marker(at_end=at_end)
@@ -176,7 +176,7 @@ class ReplyReader:
         if self._region is not None:
             watched = [(self._region, False)]
         else:
-            watched = [(one, one is not self._implicit) for one in self._fields]
+            watched = [(field, field is not self._implicit) for field in self._fields]
         for field, opens in watched:
             pattern = field.open_re if opens else field.close_re
             if pattern is None:
@@ -260,8 +260,8 @@ class ReplyReader:
         text = "".join([*self._space, text])
         if self._last in ("reasoning", "opened"):
             text = text.lstrip()
-        shown = text.rstrip()
-        self._space = [text[len(shown) :]] if len(shown) < len(text) else []
-        self._parts.append((Reasoning if self.is_reasoning else Text)(self._lead + shown))
+        visible = text.rstrip()
+        self._space = [text[len(visible) :]] if len(visible) < len(text) else []
+        self._parts.append((Reasoning if self.is_reasoning else Text)(self._lead + visible))
         self._lead = ""
         self._last = "shown" if self.is_reasoning else "text"

@@ -220,12 +220,12 @@ class _LimitOpener:
     is_call: bool
 
     def __call__(self) -> ThinkingLimit:
-        tokenizer, kept = self.tokenizer, self.tokenizer.marker_ids
+        tokenizer, marker_ids = self.tokenizer, self.tokenizer.marker_ids
         spelling = Spelling(
             self.vocab_size,
             self.end_token_ids,
             lambda text: list(tokenizer.encode_part(text)),
-            lambda: tokenizer.detokenizer(kept).push,
+            lambda: tokenizer.detokenizer(marker_ids).push,
         )
         return ThinkingLimit(
             self.marks,

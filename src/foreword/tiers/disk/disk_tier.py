@@ -102,9 +102,9 @@ class DiskTier:
         """Which blocks are here, [blocks]; see `Tier.lookup`."""
         if self._is_closed:
             return np.zeros(len(keys), bool)
-        found = self._state.index.contains(keys, self._state.clock.now_s())
-        self._state.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(found)))
-        return found
+        is_present = self._state.index.contains(keys, self._state.clock.now_s())
+        self._state.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(is_present)))
+        return is_present
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
         """Which blocks are here, at once; see `Tier.probe`."""

@@ -96,9 +96,9 @@ class RealFiles:
         os.rmdir(path)
 
     def space(self, path: Path) -> Space:
-        found = os.statvfs(path)
-        is_read_only = bool(found.f_flag & os.ST_RDONLY)
-        return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, is_read_only)
+        status = os.statvfs(path)
+        is_read_only = bool(status.f_flag & os.ST_RDONLY)
+        return Space(status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, is_read_only)
 
     def _private(self, path: Path, flags: int) -> int:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)

@@ -113,7 +113,7 @@ class ReadAhead:
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
-        self._asked: queue.SimpleQueue[tuple[Piece, memoryview] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Piece, memoryview] | None] = queue.SimpleQueue()
         self._read: queue.SimpleQueue[Content] = queue.SimpleQueue()
         self._buffers = [np.empty(state.options.staging_bytes, np.uint8) for _ in range(2)]
         self._file: tuple[int, int] | None = None
@@ -126,7 +126,7 @@ class ReadAhead:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join(timeout_s)
 
     def contents(self, places: Rows, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Piece, Content]]:
@@ -147,14 +147,14 @@ class ReadAhead:
         waits = False
         try:
             before = Content(0, NOTHING, None)
-            self._asked.put((pieces[0], rooms[0][front:]))
+            self._requests.put((pieces[0], rooms[0][front:]))
             waits = True
             for number, piece in enumerate(pieces):
                 content = self._read.get()
                 waits = False
                 content = _carried_over(piece, before, content, rooms[number % 2], front)
                 if number + 1 < len(pieces):  # its buffer is that of the piece before, which is through
-                    self._asked.put((pieces[number + 1], rooms[(number + 1) % 2][front:]))
+                    self._requests.put((pieces[number + 1], rooms[(number + 1) % 2][front:]))
                     waits = True
                 yield piece, content
                 before = content
@@ -164,8 +164,8 @@ class ReadAhead:
             self._close()  # of a load that was cancelled: the file may be evicted, and takes up its room while open
 
     def _run(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            self._read.put(self._read_piece(*asked))
+        while (request := self._requests.get()) is not None:
+            self._read.put(self._read_piece(*request))
         self._close()
 
     def _read_piece(self, piece: Piece, room: memoryview) -> Content:

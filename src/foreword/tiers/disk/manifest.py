@@ -41,11 +41,11 @@ def manifest_facts(identity: CacheIdentity, model_name: str, block_size: int) ->
 def identity_in(facts: Facts) -> CacheIdentity | None:
     """The identity that a manifest's facts describe; None if they are not those of its namespace."""
     try:
-        own = [str(facts[name]) for name in ("model_id", "arithmetic_id", "layout", "namespace")]
-        identity = CacheIdentity(own[0], own[1], own[2], exact=bool(facts["exact"]))
+        ids = [str(facts[name]) for name in ("model_id", "arithmetic_id", "layout", "namespace")]
+        identity = CacheIdentity(ids[0], ids[1], ids[2], exact=bool(facts["exact"]))
     except KeyError:
         return None
-    return identity if identity.namespace.hex() == own[3] else None
+    return identity if identity.namespace.hex() == ids[3] else None
 
 
 class Manifests(NamedTuple):
@@ -87,19 +87,19 @@ def manifest_path(root: Path, namespace: bytes) -> Path:
 
 def read_manifests(files: RealFiles, root: Path) -> Manifests:
     """All manifests in a cache's inner folder. Raises OSError if the folder cannot be listed."""
-    found = Manifests({}, {})
+    manifests = Manifests({}, {})
     for name in sorted(files.list_folder(root)):
         if not _NAME.fullmatch(name):
             continue
         try:
-            found.facts[bytes.fromhex(name.removesuffix(".json"))] = _read(files, root / name)
+            manifests.facts[bytes.fromhex(name.removesuffix(".json"))] = _read(files, root / name)
         except FileNotFoundError:
             continue
         except OSError as error:
-            found.unsound[root / name] = f"the manifest cannot be read: {error.strerror}"
+            manifests.unsound[root / name] = f"the manifest cannot be read: {error.strerror}"
         except ValueError as error:
-            found.unsound[root / name] = str(error)
-    return found
+            manifests.unsound[root / name] = str(error)
+    return manifests
 
 
 def _read(files: RealFiles, path: Path) -> dict[str, Any]:

@@ -118,16 +118,16 @@ class Scanner:
             logger.warning("%s could not be scanned: %s", segment.path, error)
             return
         try:
-            for found in scan_runs(state.files, fd, segment.num_bytes, size, uncached=state.leaves_cache):
+            for part in scan_runs(state.files, fd, segment.num_bytes, size, uncached=state.leaves_cache):
                 if state.closing.is_set():
                     return
-                if isinstance(found, Damage):
+                if isinstance(part, Damage):
                     state.count(num_damaged_headers=1)
                     logger.warning(
-                        "%s has no sound header from byte %d to %d", segment.path.name, found.offset, found.end
+                        "%s has no sound header from byte %d to %d", segment.path.name, part.offset, part.end
                     )
-                elif found.cipher_id == state.cipher.cipher_id:
-                    self._insert(found, segment, size)
+                elif part.cipher_id == state.cipher.cipher_id:
+                    self._insert(part, segment, size)
             segment.num_bytes = size // PAGE * PAGE
             segment.is_scanned = True
             self._measure(segment)  # it may have been evicted meanwhile

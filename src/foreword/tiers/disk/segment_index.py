@@ -287,14 +287,14 @@ class SegmentIndex:
         if len(last) < len(names):  # of equal names the last counts
             names, rows = list(last), rows[list(last.values())]
         numbers = self._rows_of(names)
-        known = numbers >= 0
+        is_known = numbers >= 0
         old, new = self._rows["expires"][numbers], rows["expires"]
         self._next_expiry = min(self._next_expiry, int(new[new != 0].min(initial=LATEST)))
-        wanted = ~known | replaces | ((old != 0) & ((new == 0) | (new > old)))
-        numbers[~known] = self._take_rows(int(np.count_nonzero(~known)))
-        self._rows[numbers[wanted]] = rows[wanted]
+        is_written = ~is_known | replaces | ((old != 0) & ((new == 0) | (new > old)))
+        numbers[~is_known] = self._take_rows(int(np.count_nonzero(~is_known)))
+        self._rows[numbers[is_written]] = rows[is_written]
         self._row_of.update(zip(names, numbers.tolist(), strict=True))
-        return int(np.count_nonzero(~known))
+        return int(np.count_nonzero(~is_known))
 
     def _take_rows(self, count: int) -> RowNumbers:
         num_reused = min(count, len(self._free))
@@ -451,7 +451,7 @@ def _decode(content: memoryview, clock: Clock, cipher_id: bytes) -> Snapshot | N
             return None
     elapsed = max(0, clock.wall_s() - int(described["saved_s"]))
     now = clock.now_s()
-    left = rows["expires"].astype(np.int64)
+    ttl_s = rows["expires"].astype(np.int64)
     rows["used"] = np.maximum(1, now - rows["used"].astype(np.int64) - elapsed)
-    rows["expires"] = np.where(left == 0, 0, np.clip(now + left - elapsed, 1, LATEST))
+    rows["expires"] = np.where(ttl_s == 0, 0, np.clip(now + ttl_s - elapsed, 1, LATEST))
     return Snapshot(rows, names, segments)

@@ -271,8 +271,8 @@ def _read_header(files: RealFiles, fd: int, offset: int, buffer: memoryview, *, 
     length = header_length(buffer[:PAGE])
     if length is None:
         return None
-    rest = buffer[PAGE:length]
-    if read_fully(files, fd, rest, offset + PAGE, uncached=uncached) < len(rest):
+    remainder = buffer[PAGE:length]
+    if read_fully(files, fd, remainder, offset + PAGE, uncached=uncached) < len(remainder):
         return None
     return decode_header(buffer[:length], offset)
 
@@ -285,9 +285,9 @@ def _next_header(files: RealFiles, fd: int, begin: int, end: int, buffer: memory
         count = read_fully(files, fd, pages, offset, uncached=uncached) // PAGE
         starts = np.frombuffer(pages, np.uint8).reshape(-1, PAGE)[:count, : len(magic)]
         for page in np.flatnonzero((starts == magic).all(axis=1)).tolist():
-            found = offset + page * PAGE
-            if found < end and _read_header(files, fd, found, buffer, uncached=uncached) is not None:
-                return found
+            candidate = offset + page * PAGE
+            if candidate < end and _read_header(files, fd, candidate, buffer, uncached=uncached) is not None:
+                return candidate
         if count < RESYNC_BYTES // PAGE:
             break
     return end
@@ -300,8 +300,8 @@ class RunBuffer:
         self._data = np.zeros(MAX_RUN_BYTES, np.uint8)
         self._entries = np.zeros(0, ENTRY)
         self._first = self._end = 0
-        self._kept: dict[int, int] = {}
-        """Index in what was given: index in the run."""
+        self._index_of: dict[int, int] = {}
+        """Index among the given blocks -> index in the run."""
 
     def begin(self, stored_bytes: IndexArray) -> None:
         """Begin a run of at most as many blocks as these, which have these stored lengths."""
@@ -310,7 +310,7 @@ class RunBuffer:
             self._data = np.zeros(num_bytes, np.uint8)
         self._entries = np.zeros(len(stored_bytes), ENTRY)
         self._first = self._end = header_bytes_of(len(stored_bytes))
-        self._kept = {}
+        self._index_of = {}
 
     def place(self, stored_bytes: int) -> memoryview:
         """Where the next block goes as it is stored, with its padding, which is zeros already."""
@@ -322,42 +322,42 @@ class RunBuffer:
         """Keep what was written to `place` as the `index`-th block of `run`."""
         key, group_id = run.keys.keys[index], int(run.keys.group_ids[index])
         payload = self._data[self._end : self._end + padded(stored_bytes)].data
-        entry = self._entries[len(self._kept)]
+        entry = self._entries[len(self._index_of)]
         entry["key"], entry["group"] = key, group_id
         checksum = block_checksum(run.keys.namespace, group_id, key.tobytes(), stored_bytes, payload)
         entry["checksum"] = np.frombuffer(checksum, np.uint8)
-        entry["parent"] = self._kept.get(int(run.parents[index]), -1)
+        entry["parent"] = self._index_of.get(int(run.parents[index]), -1)
         entry["flags"], entry["value"] = run.flags[index], run.values[index]
         entry["stored_bytes"] = stored_bytes
         self._keep(index, stored_bytes)
 
     def copy(self, header: RunHeader, index: int) -> None:
         """Keep what was written to `place` as the `index`-th block of another run; its parent is not in this one."""
-        self._entries[len(self._kept)] = header.entries[index]
-        self._entries["parent"][len(self._kept)] = -1
+        self._entries[len(self._index_of)] = header.entries[index]
+        self._entries["parent"][len(self._index_of)] = -1
         self._keep(index, int(header.entries[index]["stored_bytes"]))
 
     def _keep(self, index: int, stored_bytes: int) -> None:
-        self._entries["page"][len(self._kept)] = self._end // PAGE
-        self._kept[index] = len(self._kept)
+        self._entries["page"][len(self._index_of)] = self._end // PAGE
+        self._index_of[index] = len(self._index_of)
         self._end += padded(stored_bytes)
 
     @property
     def kept(self) -> IndexArray:
         """The indices of the blocks that were kept, in the order of the run."""
-        return np.array(list(self._kept), np.int64)
+        return np.array(list(self._index_of), np.int64)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the run as it is."""
-        return self._end - self._first + header_bytes_of(len(self._kept))
+        return self._end - self._first + header_bytes_of(len(self._index_of))
 
     def finish(
         self, sequence: int, namespace: bytes, cipher_id: bytes, offset: int, *, created_s: int, expires_s: int
     ) -> tuple[RunHeader, memoryview]:
         """The header of the run at `offset` of its file, and all its bytes; there is at least one block."""
         # Blocks that were left out leave a gap in the header's room, which must have the length that its count says.
-        length, entries = header_bytes_of(len(self._kept)), self._entries[: len(self._kept)]
+        length, entries = header_bytes_of(len(self._index_of)), self._entries[: len(self._index_of)]
         begin = self._first - length
         entries["page"] -= begin // PAGE
         numbers = length, self._end - begin, sequence

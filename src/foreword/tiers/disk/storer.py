@@ -155,14 +155,14 @@ class SegmentWriter:
         for index, stored_bytes in zip(part.tolist(), stored.tolist(), strict=True):
             if self._gather(run, index, ticket, buffer.place(stored_bytes)[:stored_bytes]):
                 buffer.add(run, index, stored_bytes)
-        kept = buffer.kept
-        if not len(kept):
-            return kept
+        indices = buffer.kept
+        if not len(indices):
+            return indices
         created = state.clock.wall_s()
         expires = 0 if run.ttl_s is None else created + max(1, int(run.ttl_s))
         segment, header = self._write(run.keys.namespace, created, expires)
         state.index.insert(header, segment, expires=state.clock.expiry_of(created, expires), used=state.clock.now_s())
-        return kept
+        return indices
 
     def copy(self, fd: int, source: Segment, header: RunHeader, chosen: npt.NDArray[np.int64]) -> int:
         """Copy blocks of a run of an open segment as they are, once they are verified; returns the number copied."""
@@ -175,8 +175,8 @@ class SegmentWriter:
                 if read_block(files, fd, header, index, out, uncached=self._state.leaves_cache):
                     buffer.copy(header, index)
             if len(buffer.kept):
-                target, written = self._write(header.namespace, header.created_s, header.expires_s)
-                copied += self._state.index.move(written, source, target)
+                target, new_header = self._write(header.namespace, header.created_s, header.expires_s)
+                copied += self._state.index.move(new_header, source, target)
         return copied
 
     def seal(self) -> None:
@@ -334,9 +334,9 @@ class Evictor:
         """The blocks to copy in the order in which they lie: runs, and indices of their entries."""
         state, now = self._state, self._state.clock.now_s()
         headers = [
-            found
-            for found in scan_runs(state.files, fd, 0, victim.num_bytes, uncached=state.leaves_cache)
-            if not isinstance(found, Damage) and found.cipher_id == state.cipher.cipher_id
+            header
+            for header in scan_runs(state.files, fd, 0, victim.num_bytes, uncached=state.leaves_cache)
+            if not isinstance(header, Damage) and header.cipher_id == state.cipher.cipher_id
         ]
         if not headers:
             return []
@@ -352,8 +352,8 @@ class Evictor:
     def _merit(self, header: RunHeader, victim: Segment, now: int) -> npt.NDArray[np.float64]:
         """The worth of a run's blocks, [blocks]; infinite if they are pinned, -1 if they are gone or lie elsewhere."""
         rows: Rows = self._state.index.locate(header.keys(), now)
-        own = header.offset // PAGE + header.entries["page"]
-        is_here = (rows["name"] != 0) & (rows["segment"] == victim.id) & (rows["page"] == own)
+        page = header.offset // PAGE + header.entries["page"]
+        is_here = (rows["name"] != 0) & (rows["segment"] == victim.id) & (rows["page"] == page)
         worth = np.where(header.entries["flags"] & PINNED, np.inf, worth_of(rows, now))
         return np.where(is_here, worth, -1.0)
 
@@ -425,9 +425,9 @@ class Storer:
                 return
             if not self._make_room(run_bytes_of(stored[part])):
                 return
-            written = self._writer.append(run, part, ticket)
-            ticket.settle(written, Outcome.DONE)
-            self._state.count(num_written=len(written))
+            indices = self._writer.append(run, part, ticket)
+            ticket.settle(indices, Outcome.DONE)
+            self._state.count(num_written=len(indices))
             ticket.settle(part, Outcome.IO_ERROR)  # the rest: their source failed
         self._pause_s = 0.0
 
@@ -478,9 +478,9 @@ class Storer:
         while self.space.used_bytes > self.space.budget_bytes or self.space.must_give_way:
             if not self.space.may_evict or not self._evict():
                 break
-        written = self._state.stats.written_bytes - self._saved_at_bytes
+        written_bytes = self._state.stats.written_bytes - self._saved_at_bytes
         enough = max(1, SNAPSHOT_SHARE * ROW.itemsize * len(self._state.index))
-        if time.monotonic() >= self._next_snapshot and written >= enough:
+        if time.monotonic() >= self._next_snapshot and written_bytes >= enough:
             self._save()
 
     def _save(self) -> None:

@@ -85,9 +85,9 @@ class HostTier:
 
     def lookup(self, keys: BlockKeys) -> BoolArray:
         """Which blocks are here, [blocks]; see `Tier.lookup`."""
-        found = self._contains(keys.names())
-        self._counts.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(found)))
-        return found
+        is_present = self._contains(keys.names())
+        self._counts.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(is_present)))
+        return is_present
 
     def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
         """Which blocks are here, at once; see `Tier.probe`."""
@@ -95,8 +95,8 @@ class HostTier:
         if self._is_closed:
             ticket.cancel()
             return ticket
-        found = self._contains(keys.names())
-        ticket.settle(np.flatnonzero(found), Outcome.PRESENT)
+        is_present = self._contains(keys.names())
+        ticket.settle(np.flatnonzero(is_present), Outcome.PRESENT)
         ticket.finish(Outcome.MISSING)
         return ticket
 

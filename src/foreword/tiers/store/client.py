@@ -203,25 +203,25 @@ class Link:
         sock: socket.socket | None = self._connection._sock
         if sock is None:
             raise OSError("the connection is closed")
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError
-        sock.settimeout(max(SHORTEST_WAIT_S, min(self._io_timeout_s, left)))
+        sock.settimeout(max(SHORTEST_WAIT_S, min(self._io_timeout_s, remaining_s)))
         return sock
 
     def _read(self, max_bytes: int) -> Reply:
         line = self._read_line()
-        kind, rest = line[:1], line[1:]
-        if kind in b":$" and not re.fullmatch(rb"-?[0-9]{1,18}", rest):
-            raise OSError(f"{rest[:20]!r} is no number of a Valkey or Redis server")
+        kind, body = line[:1], line[1:]
+        if kind in b":$" and not re.fullmatch(rb"-?[0-9]{1,18}", body):
+            raise OSError(f"{body[:20]!r} is no number of a Valkey or Redis server")
         if kind == b":":
-            return int(rest)
+            return int(body)
         if kind == b"$":
-            return None if rest == b"-1" else self._read_body(int(rest), max_bytes)
+            return None if body == b"-1" else self._read_body(int(body), max_bytes)
         if kind == b"+":
-            return rest.decode(errors="replace")
+            return body.decode(errors="replace")
         if kind == b"-":
-            return Refusal(" ".join(rest.decode(errors="replace").split())[:REFUSAL_CHARACTERS])
+            return Refusal(" ".join(body.decode(errors="replace").split())[:REFUSAL_CHARACTERS])
         raise OSError(f"{kind!r} begins no reply of a Valkey or Redis server")
 
     def _read_line(self) -> bytes:

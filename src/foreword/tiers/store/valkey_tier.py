@@ -64,7 +64,7 @@ class StoreAsker:
         self.thread: JobThread[Question] = JobThread(
             "foreword-store-ask", self._ask, state.options.max_asked, self._try_again
         )
-        self._asked: set[bytes] = set()
+        self._pending: set[bytes] = set()
         """Blocks that were asked for without a ticket and have no answer yet."""
 
     def probe(self, names: list[bytes], deadline_s: float, on_done: DoneCallback | None) -> Ticket:
@@ -83,10 +83,10 @@ class StoreAsker:
 
     def ask(self, names: list[bytes]) -> None:
         """Ask for blocks whose answers `StoreView` will have; no more of them than may wait."""
-        names = [name for name in names if name not in self._asked]
+        names = [name for name in names if name not in self._pending]
         if names and self.thread.amount + len(names) <= self._state.options.max_asked:
-            self._asked.update(names)
-            ticket = Ticket(0, before_done=lambda _: self._asked.difference_update(names))
+            self._pending.update(names)
+            ticket = Ticket(0, before_done=lambda _: self._pending.difference_update(names))
             self.thread.add(Question(names, ticket, []), len(names))
 
     def greet(self) -> None:
@@ -207,34 +207,34 @@ class StoreLoader:
         if load.ticket.done or not self._state.breaker.is_closed:
             load.ticket.finish(Outcome.IO_ERROR)
             return
-        rest, began = Outcome.CANCELLED, time.monotonic()
+        outcome, began = Outcome.CANCELLED, time.monotonic()
         try:
             with self._state.session(self.link, deadline=load.deadline) as link:
                 self._receive(load, link)
         except ServerGoneError as error:
-            rest = Outcome.TIMEOUT if error.is_deadline else Outcome.IO_ERROR
+            outcome = Outcome.TIMEOUT if error.is_deadline else Outcome.IO_ERROR
         loaded = np.flatnonzero(load.ticket.outcomes_so_far() == Outcome.DONE).tolist()
         num_bytes = sum(load.payload_bytes[index] for index in loaded)
         self._state.count(num_loaded=len(loaded), loaded_bytes=num_bytes)
         self._state.view.note_present([load.names[index] for index in loaded], self._state.options.present_s)
         self.rate.measure(num_bytes, time.monotonic() - began)
         self._delete(load.bad)
-        load.ticket.finish(rest)
+        load.ticket.finish(outcome)
         if Outcome.TIMEOUT in load.ticket.report.outcomes:
             self.rate.measure_late(num_bytes, time.monotonic() - began)
 
     def _receive(self, load: Load, link: Link) -> None:
         """Ask for blocks, at most a window ahead, and deliver them as they come."""
-        count, asked, in_flight = len(load.names), 0, 0
+        count, num_asked, in_flight = len(load.names), 0, 0
         for index in range(count):
             if 2 * in_flight <= self._state.options.window_bytes:
-                begin = asked
-                while asked < count and (asked == index or in_flight < self._state.options.window_bytes):
-                    in_flight += load.payload_bytes[asked]
-                    asked += 1
+                begin = num_asked
+                while num_asked < count and (num_asked == index or in_flight < self._state.options.window_bytes):
+                    in_flight += load.payload_bytes[num_asked]
+                    num_asked += 1
                 # One byte more than there should be: what is longer is not ours, however long it is.
-                ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, asked)]
-                keys = [server_key(name) for name in load.names[begin:asked]]
+                ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, num_asked)]
+                keys = [server_key(name) for name in load.names[begin:num_asked]]
                 link.send([("GETRANGE", key, 0, end) for key, end in zip(keys, ends, strict=True)])
             reply = link.reply(HEADER_BYTES + load.payload_bytes[index] + 1)
             in_flight -= load.payload_bytes[index]
@@ -304,27 +304,27 @@ class StoreWriter:
         return ticket
 
     def _store(self, store: Store) -> None:
-        state, rest = self._state, Outcome.NO_ROOM
+        state, outcome = self._state, Outcome.NO_ROOM
         try:
             if not store.ticket.done and state.breaker.is_closed and state.room.may_try():
                 with state.session(self.link, longest_s=state.options.store_session_s) as link:
                     self._write(store, self._absent(store, link), link)
         except ServerGoneError:
-            rest = Outcome.CANCELLED if state.closing.is_set() else Outcome.IO_ERROR
-        store.ticket.finish(rest)
+            outcome = Outcome.CANCELLED if state.closing.is_set() else Outcome.IO_ERROR
+        store.ticket.finish(outcome)
 
     def _absent(self, store: Store, link: Link) -> list[int]:
         """The blocks that are to be written; the others are PRESENT."""
         view, names = self._state.view, store.names
-        known, _ = view.look(names)
-        ask = np.flatnonzero(~known & ~view.is_refused(names)).tolist()
-        found = exist(link, [names[index] for index in ask])
+        is_present, _ = view.look(names)
+        ask = np.flatnonzero(~is_present & ~view.is_refused(names)).tolist()
+        replies = exist(link, [names[index] for index in ask])
         view.note_present(
-            [names[index] for index, here in zip(ask, found, strict=True) if here], self._present_s(store)
+            [names[index] for index, here in zip(ask, replies, strict=True) if here], self._present_s(store)
         )
-        known[ask] = found
+        is_present[ask] = replies
         first = dict(zip(reversed(names), reversed(range(len(names))), strict=True))
-        absent = [index for index, name in enumerate(names) if first[name] == index and not known[index]]
+        absent = [index for index, name in enumerate(names) if first[name] == index and not is_present[index]]
         store.ticket.settle(np.setdiff1d(np.arange(len(names)), absent), Outcome.PRESENT)
         return absent
 
@@ -349,21 +349,21 @@ class StoreWriter:
 
     def _settle_sent(self, store: Store, sent: list[int], link: Link) -> None:
         """Await the replies for blocks that were sent, and empty the list."""
-        state, written = self._state, []
+        state, stored = self._state, []
         for index in sent:
             reply = link.reply()
             if reply == "OK":
-                written.append(index)
+                stored.append(index)
                 continue
             refusal = reply if isinstance(reply, Refusal) else Refusal(f"ERR {reply!r}")
             state.note_refused_store(refusal)
             store.ticket.settle(index, Outcome.NO_ROOM if refusal.code == "OOM" else Outcome.IO_ERROR)
-        if len(written) == len(sent) and written:
+        if len(stored) == len(sent) and stored:
             state.room.succeeded()
-        state.view.note_stored([store.names[index] for index in written], self._present_s(store))
-        num_bytes = int(store.run.payload_bytes[written].sum()) + HEADER_BYTES * len(written)
-        state.count(num_written=len(written), written_bytes=num_bytes)
-        store.ticket.settle(written, Outcome.DONE)
+        state.view.note_stored([store.names[index] for index in stored], self._present_s(store))
+        num_bytes = int(store.run.payload_bytes[stored].sum()) + HEADER_BYTES * len(stored)
+        state.count(num_written=len(stored), written_bytes=num_bytes)
+        store.ticket.settle(stored, Outcome.DONE)
         sent.clear()
 
     def _present_s(self, store: Store) -> float:

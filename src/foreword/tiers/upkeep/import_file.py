@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Take the file, and say so; returns the exit code, 1 if it is damaged or was not taken."""
     try:
-        with PrefixFile(RealFiles(), args.file) as found:
+        with PrefixFile(RealFiles(), args.file) as file:
             options = DiskOptions(budget_bytes=NO_BUDGET_BYTES, key_file=args.key_file)
             tier = DiskTier(args.directory, options)
             try:
                 tier.wait_scanned()
-                facts, namespace = found.facts, bytes.fromhex(found.facts["namespace"])
-                report = store_prefix_file(found, tier)
+                facts, namespace = file.facts, bytes.fromhex(file.facts["namespace"])
+                report = store_prefix_file(file, tier)
                 if report.blocks:
                     tier.describe(namespace, {name: facts[name] for name in OF_THE_NAMESPACE if name in facts})
             finally:
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     except UnsoundFileError as error:
         print(f"foreword: {args.file} is refused: {error}", file=sys.stderr)
         return 1
-    if report.rejected is not None or report.blocks < found.num_blocks:
-        reason = report.rejected or f"only {report.blocks:,} of {counted(found.num_blocks, 'block')} were stored"
+    if report.rejected is not None or report.blocks < file.num_blocks:
+        reason = report.rejected or f"only {report.blocks:,} of {counted(file.num_blocks, 'block')} were stored"
         print(f"foreword: {args.file}: {reason}", file=sys.stderr)
         return 1
     size, where = counted(report.blocks, "block"), f"namespace {facts['namespace'][:8]} of {args.directory}"

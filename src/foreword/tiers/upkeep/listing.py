@@ -26,15 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns the exit code."""
-    found = survey(RealFiles(), args.directory)
-    listed = tallies(found)
+    cache = survey(RealFiles(), args.directory)
+    listed = tallies(cache)
     if args.json:
         print(json.dumps({"namespaces": [{**tally.as_json(), "manifest": tally.facts or None} for tally in listed]}))
     elif listed:
         print_table([HEADS, *map(_row, listed)], right="    rrrr")
     else:
         print("the cache is empty")
-    print_unreadable(found)
+    print_unreadable(cache)
     return 0
 
 

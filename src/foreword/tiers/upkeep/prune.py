@@ -88,40 +88,40 @@ class Result:
     """Files that could not be deleted, and why."""
 
 
-def contents_of(found: Survey) -> list[Content]:
+def contents_of(cache: Survey) -> list[Content]:
     """What lies in each segment. Reads all headers."""
-    contents = [Content(segment) for segment in found.segments]
+    contents = [Content(segment) for segment in cache.segments]
     for content in contents:
-        for header in found.runs(content.segment):
+        for header in cache.runs(content.segment):
             if not isinstance(header, Damage):
                 content.blocks[header.namespace] += len(header.within(content.segment.num_bytes).entries)
                 content.newest_s = max(content.newest_s, header.created_s)
     return contents
 
 
-def choose(found: Survey, contents: list[Content], wish: Wish, cipher: Cipher | None) -> Result:
+def choose(cache: Survey, contents: list[Content], wish: Wish, cipher: Cipher | None) -> Result:
     """Give the segments that a wish means a reason. Raises ConfigError for namespaces and models that are not there.
 
     Segments that a process may be writing are among them only as far as they were wished for: the caller spares them.
     """
     result = Result()
-    unwanted = _unwanted(found, contents, wish)
-    damaged = verdicts(found, cipher) if wish.damaged else {}
+    unwanted = _unwanted(cache, contents, wish)
+    damaged = verdicts(cache, cipher) if wish.damaged else {}
     now_s = time.time()
     for content in contents:
-        own, verdict = set(content.blocks), damaged.get(content.segment.path)
+        namespaces, verdict = set(content.blocks), damaged.get(content.segment.path)
         if verdict and verdict.findings:
             content.reason = f"damage; {verdict.num_sound:,} of its blocks are sound and go too"
-        elif own and own <= unwanted:
+        elif namespaces and namespaces <= unwanted:
             content.reason = "other namespaces" if wish.kept_model else "its namespace"
         elif wish.older_than_s is not None and now_s - content.written_s > wish.older_than_s:
             content.reason = "its age"
         elif wish.everything:
             content.reason = "all"
-        result.num_mixed += not content.reason and bool(own & unwanted)
+        result.num_mixed += not content.reason and bool(namespaces & unwanted)
     if wish.max_bytes is not None:  # the oldest go until the rest fits
-        excess = found.physical_bytes - wish.max_bytes
-        excess -= sum(one.segment.physical_bytes for one in contents if one.reason and not one.segment.may_grow)
+        excess = cache.physical_bytes - wish.max_bytes
+        excess -= sum(part.segment.physical_bytes for part in contents if part.reason and not part.segment.may_grow)
         for content in sorted(contents, key=lambda content: content.written_s):
             if excess > 0 and not content.reason and not content.segment.may_grow:
                 content.reason = f"beyond {format_bytes(wish.max_bytes)}"
@@ -130,29 +130,29 @@ def choose(found: Survey, contents: list[Content], wish: Wish, cipher: Cipher | 
     return result
 
 
-def _unwanted(found: Survey, contents: list[Content], wish: Wish) -> set[bytes]:
+def _unwanted(cache: Survey, contents: list[Content], wish: Wish) -> set[bytes]:
     """The namespaces whose blocks are to go."""
-    known = {namespace for content in contents for namespace in content.blocks} | set(found.manifests.facts)
+    namespaces = {namespace for content in contents for namespace in content.blocks} | set(cache.manifests.facts)
     unwanted = set()
     for digits in wish.namespaces:
         if not re.fullmatch(r"[0-9a-fA-F]{1,32}", digits):
             raise ConfigError(
                 f"--namespace {digits!r} is not 1 to 32 hexadecimal digits; `foreword cache list` shows them"
             )
-        meant = {namespace for namespace in known if namespace.hex().startswith(digits.lower())}
+        meant = {namespace for namespace in namespaces if namespace.hex().startswith(digits.lower())}
         if len(meant) != 1:
             problem = f"begins {len(meant)} namespaces" if meant else "is no namespace"
-            names = ", ".join(sorted(namespace.hex()[:8] for namespace in known)) or "none"
-            raise ConfigError(f"--namespace {digits!r} {problem} of {str(found.path)!r}; there are: {names}")
+            names = ", ".join(sorted(namespace.hex()[:8] for namespace in namespaces)) or "none"
+            raise ConfigError(f"--namespace {digits!r} {problem} of {str(cache.path)!r}; there are: {names}")
         unwanted |= meant
     if wish.kept_model is not None:
-        names_of = {namespace: facts.get("model_name") for namespace, facts in found.manifests.facts.items()}
+        names_of = {namespace: facts.get("model_name") for namespace, facts in cache.manifests.facts.items()}
         if wish.kept_model not in names_of.values():
             names = ", ".join(sorted({repr(name) for name in names_of.values()})) or "none"
             raise ConfigError(
-                f"--other-models {wish.kept_model!r} is no model with blocks in {str(found.path)!r}; there are: {names}"
+                f"--other-models {wish.kept_model!r} is no model with blocks in {str(cache.path)!r}; there are: {names}"
             )
-        unwanted |= {namespace for namespace in known if names_of.get(namespace) != wish.kept_model}
+        unwanted |= {namespace for namespace in namespaces if names_of.get(namespace) != wish.kept_model}
     return unwanted
 
 
@@ -191,27 +191,27 @@ def run(args: argparse.Namespace) -> int:
     )
     wish.check()
     cipher = cipher_of(args.key_file)
-    with held(RealFiles(), args.directory) as found:
-        contents = contents_of(found)
-        result = choose(found, contents, wish, cipher)
+    with held(RealFiles(), args.directory) as cache:
+        contents = contents_of(cache)
+        result = choose(cache, contents, wish, cipher)
         for content in contents:
             path = content.segment.path
             if content.reason and not content.segment.may_grow:
-                content.is_deleted = args.dry_run or _removed(found, path, result)
+                content.is_deleted = args.dry_run or _removed(cache, path, result)
         if not args.dry_run:
-            _tidy(found, contents, result, unsound_too=wish.damaged or wish.everything)
-    _print(found, contents, result, dry=args.dry_run)
+            _tidy(cache, contents, result, unsound_too=wish.damaged or wish.everything)
+    _print(cache, contents, result, dry=args.dry_run)
     for content in contents:
         if content.is_deleted:
-            found.unreadable.pop(content.segment.path, None)
-    print_unreadable(found)
+            cache.unreadable.pop(content.segment.path, None)
+    print_unreadable(cache)
     return 1 if result.failed else 0
 
 
-def _removed(found: Survey, path: Path, result: Result) -> bool:
+def _removed(cache: Survey, path: Path, result: Result) -> bool:
     """Remove a file; True if it is gone by our hand."""
     try:
-        found.files.unlink(path)
+        cache.files.unlink(path)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -220,43 +220,43 @@ def _removed(found: Survey, path: Path, result: Result) -> bool:
     return True
 
 
-def _tidy(found: Survey, contents: list[Content], result: Result, *, unsound_too: bool) -> None:
+def _tidy(cache: Survey, contents: list[Content], result: Result, *, unsound_too: bool) -> None:
     """Remove the folders of dead processes that hold no segment now, and manifests of namespaces without blocks."""
-    files = found.files
-    for home in found.homes:
+    files = cache.files
+    for home in cache.homes:
         with contextlib.suppress(OSError):  # what is no file of the cache stays, and so does its folder
             if not home.is_live and not segments_in(files, home.path):
                 for name in files.list_folder(home.path):
                     files.unlink(home.path / name)
                 files.remove_folder(home.path)
     if unsound_too:
-        for path in list(found.manifests.unsound):
-            if _removed(found, path, result):
-                del found.manifests.unsound[path]
-    if any(home.is_live for home in found.homes) or found.unreadable:
+        for path in list(cache.manifests.unsound):
+            if _removed(cache, path, result):
+                del cache.manifests.unsound[path]
+    if any(home.is_live for home in cache.homes) or cache.unreadable:
         return  # a live process may be about to store the first block of a namespace
-    left = {namespace for content in contents if not content.is_deleted for namespace in content.blocks}
-    for namespace in found.manifests.facts.keys() - left:
-        _removed(found, manifest_path(found.path / VERSION, namespace), result)
+    remaining = {namespace for content in contents if not content.is_deleted for namespace in content.blocks}
+    for namespace in cache.manifests.facts.keys() - remaining:
+        _removed(cache, manifest_path(cache.path / VERSION, namespace), result)
 
 
-def _print(found: Survey, contents: list[Content], result: Result, *, dry: bool) -> None:
+def _print(cache: Survey, contents: list[Content], result: Result, *, dry: bool) -> None:
     verb = "would delete" if dry else "deleted"
     deleted = [content for content in contents if content.is_deleted]
     for content in deleted:
         size = format_bytes(content.segment.physical_bytes)
         what = f"{counted(content.num_blocks, 'block')}, {size} ({content.reason})"
-        print(f"{verb} {found.name(content.segment.path)}: {what}")
+        print(f"{verb} {cache.name(content.segment.path)}: {what}")
     num_blocks = sum(content.num_blocks for content in deleted)
     size = format_bytes(sum(content.segment.physical_bytes for content in deleted))
     print(f"{verb} {counted(len(deleted), 'segment')}, {counted(num_blocks, 'block')}, {size}")
     for content in contents:
         if content.reason and content.segment.may_grow:
-            name, owner = found.name(content.segment.path), content.segment.home.owner
+            name, owner = cache.name(content.segment.path), content.segment.home.owner
             print(f"kept {name}: {owner} may be writing it; end that process, or wait until it begins a new segment")
     if result.num_mixed:
         print(f"kept {counted(result.num_mixed, 'segment')} in which blocks of other namespaces lie too")
     if result.excess_bytes:
         print(f"{format_bytes(result.excess_bytes)} more than --max-size stay: processes are writing them, or indexes")
     for path, reason in result.failed.items():
-        print(f"foreword: {found.name(path)} {reason}", file=sys.stderr)
+        print(f"foreword: {cache.name(path)} {reason}", file=sys.stderr)

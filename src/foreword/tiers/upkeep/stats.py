@@ -28,56 +28,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the statistics; returns the exit code."""
-    found = survey(RealFiles(), args.directory)
-    listed = tallies(found)
+    cache = survey(RealFiles(), args.directory)
+    listed = tallies(cache)
     if args.json:
-        print(json.dumps(_as_json(found, listed)))
+        print(json.dumps(_as_json(cache, listed)))
     else:
-        _print(found, listed)
-    print_unreadable(found)
+        _print(cache, listed)
+    print_unreadable(cache)
     return 0
 
 
-def print_unreadable(found: Survey) -> None:
+def print_unreadable(cache: Survey) -> None:
     """Say on standard error which files were left out."""
-    for path, reason in {**found.manifests.unsound, **found.unreadable}.items():
-        print(f"foreword: {found.name(path)}: {reason}", file=sys.stderr)
+    for path, reason in {**cache.manifests.unsound, **cache.unreadable}.items():
+        print(f"foreword: {cache.name(path)}: {reason}", file=sys.stderr)
 
 
-def _as_json(found: Survey, listed: list[Tally]) -> dict[str, Any]:
-    defaults = _default_options(found)
+def _as_json(cache: Survey, listed: list[Tally]) -> dict[str, Any]:
+    defaults = _default_options(cache)
     return {
-        "directory": str(found.path),
+        "directory": str(cache.path),
         "num_blocks": sum(tally.num_blocks for tally in listed),
-        "num_segments": len(found.segments),
+        "num_segments": len(cache.segments),
         "payload_bytes": sum(tally.payload_bytes for tally in listed),
-        "physical_bytes": found.physical_bytes,
+        "physical_bytes": cache.physical_bytes,
         "default_budget_bytes": defaults.budget_bytes,
         "default_min_free_bytes": defaults.min_free_bytes,
-        "free_bytes": found.space.free_bytes,
-        "total_bytes": found.space.total_bytes,
+        "free_bytes": cache.space.free_bytes,
+        "total_bytes": cache.space.total_bytes,
         "processes": [
-            {"folder": home.path.name, "is_live": home.is_live, "process_id": home.process_id} for home in found.homes
+            {"folder": home.path.name, "is_live": home.is_live, "process_id": home.process_id} for home in cache.homes
         ],
         "bytes_by_day": dict(sorted(_by_day(listed).items())),
         "namespaces": [tally.as_json() for tally in listed],
-        "unreadable": {found.name(path): reason for path, reason in found.unreadable.items()},
+        "unreadable": {cache.name(path): reason for path, reason in cache.unreadable.items()},
     }
 
 
-def _print(found: Survey, listed: list[Tally]) -> None:
-    defaults = _default_options(found)
-    live = [home.owner for home in found.homes if home.is_live]
+def _print(cache: Survey, listed: list[Tally]) -> None:
+    defaults = _default_options(cache)
+    live = [home.owner for home in cache.homes if home.is_live]
     num_blocks = sum(tally.num_blocks for tally in listed)
     rows = [
-        ("directory", str(found.path)),
-        ("blocks", f"{counted(num_blocks, 'block')} in {counted(len(found.segments), 'segment')}"),
+        ("directory", str(cache.path)),
+        ("blocks", f"{counted(num_blocks, 'block')} in {counted(len(cache.segments), 'segment')}"),
         ("payloads", format_bytes(sum(tally.payload_bytes for tally in listed))),
-        ("on disk", format_bytes(found.physical_bytes)),
+        ("on disk", format_bytes(cache.physical_bytes)),
         ("budget", f"{format_bytes(defaults.budget_bytes or 0)} if a process starts now and names none"),
         (
             "free",
-            f"{format_bytes(found.space.free_bytes)} of {format_bytes(found.space.total_bytes)}; "
+            f"{format_bytes(cache.space.free_bytes)} of {format_bytes(cache.space.total_bytes)}; "
             f"the cache leaves {format_bytes(defaults.min_free_bytes or 0)} free",
         ),
         ("in use by", ", ".join(live) or "no process"),
@@ -104,9 +104,9 @@ def _print(found: Survey, listed: list[Tally]) -> None:
     print_table([("WRITTEN (UTC)", "PAYLOADS"), *days], right=" r")
 
 
-def _default_options(found: Survey) -> DiskOptions:
+def _default_options(cache: Survey) -> DiskOptions:
     """Budget and floor of a process that is started now. Those of live processes are not written down."""
-    return DiskOptions().completed(found.space.total_bytes, found.space.free_bytes, found.physical_bytes)
+    return DiskOptions().completed(cache.space.total_bytes, cache.space.free_bytes, cache.physical_bytes)
 
 
 def _by_day(listed: list[Tally]) -> Counter[str]:

@@ -158,32 +158,32 @@ def _checked(files: RealFiles, path: Path) -> Path:
 
 def _survey(files: RealFiles, path: Path) -> Survey:
     root = path / VERSION
-    found = Survey(files, path, files.space(path), read_manifests(files, root))
+    cache = Survey(files, path, files.space(path), read_manifests(files, root))
     for folder in homes_in(files, root):
         try:
             check_private(folder, files.stat(folder))
             home = _home(files, folder)
             paths = segments_in(files, folder)
         except ConfigError as error:  # a link, perhaps, to a folder that is not the cache's
-            found.unreadable[folder] = str(error)
+            cache.unreadable[folder] = str(error)
             continue
         except OSError as error:
-            found.note_unreadable(folder, error)
+            cache.note_unreadable(folder, error)
             continue
-        found.homes.append(home)
+        cache.homes.append(home)
         with suppress(OSError):
-            found.snapshot_bytes += physical_bytes(files.stat(folder / SNAPSHOT_NAME))
+            cache.snapshot_bytes += physical_bytes(files.stat(folder / SNAPSHOT_NAME))
         for segment in paths:
             try:
                 status = files.stat(segment)
             except OSError as error:
-                found.note_unreadable(segment, error)
+                cache.note_unreadable(segment, error)
                 continue
             # Segments of the dead get higher numbers than the one that a process writes, so the last is not all.
             may_grow = home.is_live and (segment == paths[-1] or time.time() - status.st_mtime < QUIET_S)
             sizes = status.st_size, physical_bytes(status)
-            found.segments.append(SegmentFile(segment, home, *sizes, status.st_mtime, may_grow))
-    return found
+            cache.segments.append(SegmentFile(segment, home, *sizes, status.st_mtime, may_grow))
+    return cache
 
 
 def _home(files: RealFiles, folder: Path) -> Home:
@@ -296,10 +296,10 @@ class Tally:
         self.newest_s = max(self.newest_s, header.created_s)
         self.bytes_by_day[day(header.created_s)] += payload_bytes
         for group_id in np.unique(entries["group"]).tolist():
-            own = entries["group"] == group_id
+            in_group = entries["group"] == group_id
             group = self.groups.setdefault(group_id, GroupTally())
-            group.num_blocks += int(np.count_nonzero(own))
-            group.payload_bytes += int(entries["stored_bytes"][own].sum())
+            group.num_blocks += int(np.count_nonzero(in_group))
+            group.payload_bytes += int(entries["stored_bytes"][in_group].sum())
 
     def as_json(self) -> dict[str, Any]:
         """Everything, ready for `json.dumps`."""
@@ -326,21 +326,21 @@ class Tally:
         }
 
 
-def tallies(found: Survey) -> list[Tally]:
+def tallies(cache: Survey) -> list[Tally]:
     """The blocks of every namespace that has blocks or a manifest, most bytes first. Reads all headers."""
     now_s = time.time()
-    by_namespace = {name: Tally(name, facts) for name, facts in found.manifests.facts.items()}
+    by_namespace = {name: Tally(name, facts) for name, facts in cache.manifests.facts.items()}
     keys: dict[tuple[bytes, int], list[npt.NDArray[np.uint8]]] = {}
-    for segment in found.segments:
-        for header in found.runs(segment):
+    for segment in cache.segments:
+        for header in cache.runs(segment):
             if isinstance(header, Damage):
                 continue
             header = header.within(segment.num_bytes)
             by_namespace.setdefault(header.namespace, Tally(header.namespace, {})).add(header, now_s)
             entries = header.entries
             for group_id in np.unique(entries["group"]).tolist():
-                own = entries["key"][entries["group"] == group_id]
-                keys.setdefault((header.namespace, group_id), []).append(own)
+                group_keys = entries["key"][entries["group"] == group_id]
+                keys.setdefault((header.namespace, group_id), []).append(group_keys)
     for (namespace, group_id), parts in keys.items():
         joined = np.ascontiguousarray(np.concatenate(parts))
         distinct = len(np.unique(joined.view(f"V{joined.shape[1]}")))

@@ -13,9 +13,9 @@ REDRAW_S = 0.2
 
 def print_table(rows: Sequence[Sequence[str]], *, right: str = "") -> None:
     """Print rows in aligned columns, the first row as heads. `right`: `r` for each column that is flush right."""
-    shown = [["".join(char if char.isprintable() else "?" for char in cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*shown, strict=True)]
-    for row in shown:
+    printable = [["".join(char if char.isprintable() else "?" for char in cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*printable, strict=True)]
+    for row in printable:
         cells = [
             cell.rjust(width) if right[at : at + 1] == "r" else cell.ljust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))

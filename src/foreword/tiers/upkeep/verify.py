@@ -73,13 +73,13 @@ def add_key_argument(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify everything and print what is damaged; returns the exit code, 1 for damage."""
     cipher = cipher_of(args.key_file)
-    found = survey(RealFiles(), args.directory)
+    cache = survey(RealFiles(), args.directory)
     total = Verdict()
-    for path, reason in {**found.manifests.unsound, **found.unreadable}.items():
-        total.findings.append(Finding(found.name(path), 0, None, reason))
-    for verdict in verdicts(found, cipher).values():
+    for path, reason in {**cache.manifests.unsound, **cache.unreadable}.items():
+        total.findings.append(Finding(cache.name(path), 0, None, reason))
+    for verdict in verdicts(cache, cipher).values():
         total.add(verdict)
-    _print(found, total, args)
+    _print(cache, total, args)
     return 1 if total.findings else 0
 
 
@@ -88,18 +88,18 @@ def cipher_of(key_file: Path | None) -> Cipher | None:
     return None if key_file is None else AesGcm(read_secret(key_file))
 
 
-def verdicts(found: Survey, cipher: Cipher | None) -> dict[Path, Verdict]:
+def verdicts(cache: Survey, cipher: Cipher | None) -> dict[Path, Verdict]:
     """What is found in each segment. Reads them all, and shows progress at a terminal."""
-    progress = ProgressLine("verifying", sum(segment.num_bytes for segment in found.segments))
+    progress = ProgressLine("verifying", sum(segment.num_bytes for segment in cache.segments))
     try:
-        return {segment.path: verify_segment(found, segment, cipher, progress.advance) for segment in found.segments}
+        return {segment.path: verify_segment(cache, segment, cipher, progress.advance) for segment in cache.segments}
     finally:
         progress.end()
 
 
-def verify_segment(found: Survey, segment: SegmentFile, cipher: Cipher | None, advance: Advance) -> Verdict:
+def verify_segment(cache: Survey, segment: SegmentFile, cipher: Cipher | None, advance: Advance) -> Verdict:
     """Read one segment and check all that can be checked."""
-    files, verdict, name = found.files, Verdict(), found.name(segment.path)
+    files, verdict, name = cache.files, Verdict(), cache.name(segment.path)
     try:
         fd = files.open_for_reading(segment.path)
     except FileNotFoundError:
@@ -178,12 +178,12 @@ class _RunReader:
         return None
 
 
-def _print(found: Survey, total: Verdict, args: argparse.Namespace) -> None:
+def _print(cache: Survey, total: Verdict, args: argparse.Namespace) -> None:
     for finding in total.findings:
         print(finding)
     print(
         f"{counted(total.num_sound, 'block')} sound, {total.num_damaged:,} damaged; "
-        f"read {format_bytes(total.num_bytes)} in {counted(len(found.segments) - total.num_gone, 'segment')}"
+        f"read {format_bytes(total.num_bytes)} in {counted(len(cache.segments) - total.num_gone, 'segment')}"
     )
     if total.num_sealed:
         remedy = "they belong to another secret" if args.key_file else "give --key-file to try that"
