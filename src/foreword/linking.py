@@ -431,7 +431,7 @@ def explain_parts(
     """`runs`: those that are copied, each with the tokens that the cache lacks of its source."""
     waiting, parts = deque(runs), []  # each run lies in one part; a method may leave several in a part
     in_blocks: dict[str, bool] = {}
-    """By name: whether any token lies in a whole block of its source."""
+    """Name -> whether any token lies in a whole block of its source."""
     for part, end in zip(composition.parts, composition.begins[1:], strict=True):
         if part.span is not None:
             num_linked = num_missing = 0

@@ -1,7 +1,7 @@
 """`foreword bench calibrate`: measures this machine's rates for `foreword replay --flops --bandwidth`.
 
-Knows the engine's interface and the replay's cost model. It measures steps whose cost that model predicts, and solves
-for the model's two rates. It assumes that arithmetic limits prefill and that memory limits the decoding of one request.
+It measures steps whose cost that model predicts, and solves for the model's two rates. It assumes that arithmetic
+limits prefill and that memory limits the decoding of one request.
 """
 
 from __future__ import annotations

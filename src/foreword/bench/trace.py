@@ -215,7 +215,7 @@ class TraceReport:
     ttft_misses: Latency
     generated_tokens: int
     wall_s: float
-    """From the first request's start to the last request's end, without loading the model."""
+    """Seconds from the first request's start to the last request's end, without loading the model."""
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
     """Prompt tokens served per second, including reused ones."""

@@ -1,8 +1,8 @@
 """The prefix cache core: which KV blocks hold which tokens, and who may use them.
 
-Needs the standard library and numpy only, so that any engine can adopt it alone. Knows token ids, never
-text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else. Two more doors are for engines
-that own their memory: `SlotIndex`, if they give out slots, and `PayloadCache`, if they keep an object for a sequence.
+The package needs only the standard library and numpy, so any engine can adopt it. It sees token ids, never text,
+tensors or requests. A scheduler needs only `KVCacheManager`. Engines that own their memory use `SlotIndex` if they give
+out slots, and `PayloadCache` if they keep one object for each sequence.
 
 To learn how prefix caching works, read in this order:
 

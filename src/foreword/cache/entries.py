@@ -28,13 +28,13 @@ class EntryWish:
 
     until: float
     owner: str | None = None
-    """Whose budget it takes; None: only the budget of all."""
+    """The owner whose budget it uses; None: only the budget that all owners share."""
     source: str = PIN
     """Who asked, such as "breakpoint" or "resource"; entries of different sources live and end apart."""
     name: str | None = None
     """Its name; None: the same prefix of the same owner and source is the same entry."""
     refresh_s: float | None = None
-    """A request that begins with the whole entry keeps it this time from then on; None: use does not."""
+    """Seconds that a request which begins with the whole entry keeps it from then on; None: use prolongs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class CacheEntry:
     last_key: BlockHash | None = None
     """The key of its last whole block; None if it has none."""
     lacks_budget: bool = False
-    """Whether blocks are cached, and nothing is kept, because a budget is used up."""
+    """Whether blocks are cached but none is kept, because a budget is used up."""
 
     @property
     def is_whole(self) -> bool:
@@ -92,7 +92,7 @@ class EntryKeeper:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether it has a policy that can."""
+        """Whether its eviction policy can keep prefixes."""
         return self._pins is not None
 
     @property
@@ -101,7 +101,7 @@ class EntryKeeper:
         return 0 if self._pins is None else self._pins.num_broken
 
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
-        """Make an entry of a sequence's cached blocks, or add them to it; its end is never moved nearer.
+        """Make an entry of a sequence's cached blocks, or add them to it; its end never moves earlier.
 
         Of several wishes for one entry the longest `refresh_s` counts. The budget may cover fewer tokens than are
         cached: the head of the prefix is kept first. A tail is kept too, and then like a full block. Raises ConfigError
@@ -147,7 +147,7 @@ class EntryKeeper:
         return of_owner < MAX_ENTRIES_BY_OWNER
 
     def set_entry_end(self, name: str, until: float, now: float) -> None:
-        """Move the end of an entry, nearer or farther. Does nothing if there is no such entry (any more)."""
+        """Move the end of an entry, earlier or later. Does nothing if there is no such entry (any more)."""
         if self._pins is not None:
             self._pins.set_end(name, until, now)
         if until <= now:
@@ -165,7 +165,7 @@ class EntryKeeper:
         return None if entry is None else self._entry(name, entry)
 
     def entries(self, *, count_kept: bool = True) -> list[CacheEntry]:
-        """All entries, the oldest first, those too that lost their blocks.
+        """All entries, the oldest first, including those that lost their blocks.
 
         Counting what is kept reads the ids of all their blocks; without it `num_kept_tokens` is 0.
         """

@@ -1,7 +1,6 @@
 """Why a lookup ended where it did.
 
-Knows one sequence, its hit and the ledger; changes nothing. `MissReason` lists the answers;
-docs/concepts/cache.md says what to do about each.
+`MissReason` lists the answers; docs/concepts/cache.md says what to do about each.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Below(Protocol):
     """What lies below the pool, as far as explanations ask."""
 
     def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
-        """What is known below of the sequence's block after `num_tokens` tokens, which the pool lacks; None: nothing.
+        """The reason, if known below, for the sequence's block after `num_tokens` tokens, which the pool lacks.
 
         `was_here`: the pool had it once.
         """

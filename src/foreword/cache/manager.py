@@ -124,7 +124,7 @@ class KVCacheManager(EntryKeeper):
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         coordinator.reserve()
         self.below: Below | None = None
-        """What lies below the pool, which explanations ask; None: nothing."""
+        """Answers what explanations ask about the tiers below the pool; None: there are none."""
         self._explanations: dict[int, LookupExplanation] = {}
         """Row -> the explanation of the lookup that admitted it; empty without a ledger."""
         self._sequences: dict[int, TokenSequence] = {}
@@ -138,7 +138,7 @@ class KVCacheManager(EntryKeeper):
         """Row that began with a copy -> tokens in shared blocks, and tokens in these and the copied blocks."""
         self._copies: list[tuple[int, int]] = []
         self._held_apart: BlockIds = np.zeros(num_blocks, np.int32)
-        """Block -> number of its holders that are no requests."""
+        """Block -> number of its holders that are not requests."""
         self._session_blocks: SessionBlocks | None = None
         """None until a request of a session is admitted."""
 
@@ -223,8 +223,8 @@ class KVCacheManager(EntryKeeper):
     def grow(self, row: int, num_tokens: int) -> BlockIds | None:
         """Make room for the first `num_tokens` tokens of a held request; None, and no change, if blocks are short.
 
-        Takes what earlier calls made room for as computed, and gives up blocks that are no longer needed. Returns
-        the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once. Raises
+        The tokens that earlier calls made room for count as computed; blocks that are no longer needed are given up.
+        Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once. Raises
         AllocationError, and changes nothing, for fewer tokens than there is room for already.
         """
         if num_tokens < self._num_slots[row]:
@@ -309,7 +309,7 @@ class KVCacheManager(EntryKeeper):
         )
 
     def retract(self, row: int, num_tokens: int) -> None:
-        """Take all slots of a row but the first `num_tokens` as not computed: they hold the KV of wrong drafts.
+        """Treat a row's slots after the first `num_tokens` as not computed: they hold the KV of wrong drafts.
 
         None of them is indexed, because only known tokens are. The row keeps its blocks, which it soon fills.
         """
@@ -394,7 +394,7 @@ class KVCacheManager(EntryKeeper):
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, self._num_slots[rows])
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
-        """Have recurrent states after these numbers of tokens saved too, beyond the groups' intervals.
+        """Save recurrent states after these numbers of tokens too, beyond the groups' intervals.
 
         Takes effect for steps that end exactly there; numbers that are no multiples of every group's
         block size are ignored, as no hit could end there.
@@ -516,7 +516,7 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.cached_blocks(sequence)
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The share of blocks that are used again, of requests that add `num_blocks`; 1.0 if the policy learns none."""
+        """Of requests that add `num_blocks` blocks, the share of blocks used again; 1.0 without a learning policy."""
         policy = self._policy
         return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 

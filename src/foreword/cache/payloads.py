@@ -1,4 +1,4 @@
-"""PayloadCache: whatever an engine keeps of a sequence, found by the longest prefix.
+"""PayloadCache: objects that an engine keeps for sequences, found by the longest prefix.
 
 For engines without blocks, whose cache is an object for a whole sequence: MLX's prompt caches, `past_key_values` of
 transformers, a recurrent state. The cache knows its tokens and its size in bytes, and never looks into it.
@@ -25,7 +25,7 @@ from foreword.cache.keys.hashing import MAX_TOKEN_ID, NO_EXTRA_KEYS, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import ConfigError, InvalidRequestError
 
-if TYPE_CHECKING:  # what only a spill needs is imported by it: the package is to import quickly
+if TYPE_CHECKING:  # a spill imports what only it needs, so that the package imports quickly
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
@@ -41,10 +41,10 @@ class Spill(Generic[Payload]):
     """Where payloads go that memory has no room for. Of those on disk, the first that were written leave first."""
 
     folder: Path
-    """It exists. The cache makes a folder of its own in it, and removes it when it is closed or Python ends; a process
-    that is killed leaves it."""
+    """An existing folder. The cache makes its own folder in it, and removes that when it is closed or Python ends; a
+    killed process leaves it behind."""
     max_bytes: int
-    """Most bytes of files, but for the one that is being written."""
+    """The most bytes of all files but the one that is being written."""
     dump: Callable[[Payload, Path], None]
     """Writes a payload to a new file with exactly this path."""
     load: Callable[[Path], Payload]
@@ -59,7 +59,7 @@ class PayloadHit(Generic[Payload]):
     num_tokens: int
     """The leading tokens of the sequence that it holds."""
     num_payload_tokens: int
-    """The tokens that it was put for. If they are more, it goes on with other tokens: cut it to `num_tokens`."""
+    """The tokens that it was put for. If they are more than `num_tokens`, the rest differ: cut it to `num_tokens`."""
     entry_id: int
     """The number of its entry, for `take_out`."""
 

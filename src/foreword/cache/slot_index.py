@@ -74,8 +74,8 @@ class SlotIndex:
     def match(self, token_ids: npt.ArrayLike, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> SlotMatch:
         """The longest cached beginning of these tokens, in whole slots. Changes nothing.
 
-        Leave out a prompt's last token: it is computed for its logits. Raises InvalidRequestError for token ids that
-        are no int32 from 0 on, and for extra keys that do not fit.
+        Leave out a prompt's last token: it is computed for its logits. Raises InvalidRequestError for token ids below 0
+        or beyond int32, and for extra keys that do not fit.
         """
         return self._found(TokenSequence("", token_ids, block_size=self.block_size, extra_keys=extra_keys))
 

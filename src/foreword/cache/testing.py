@@ -137,7 +137,8 @@ def random_prompt(
 ) -> tuple[list[int], ExtraKeys]:
     """A prompt of tokens 0 and 1 (and 2, of media) that begins like one of `texts`, and its extra keys.
 
-    Adapters, salts and media are from so few that they meet, at places that are anywhere, or those of an earlier one.
+    There are few adapters, salts and media, so that prompts share them; they begin anywhere, or as in an earlier
+    prompt.
     """
     text = list(rng.choice(texts))
     text = text[: rng.randint(0, len(text))] + [rng.randint(0, 1) for _ in range(rng.randint(1, 6))]

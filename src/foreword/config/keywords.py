@@ -1,6 +1,6 @@
 """Keywords of `LLM(...)`, spelt out so that editors complete them and mypy checks them.
 
-Knows only names and types; foreword.config has the meanings and defaults, and a test compares the two.
+foreword.config has the meanings and defaults, and a test compares the two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's options that foreword does not have, so that a command or a script written for vLLM runs as it is.
 
-Knows which of their values change nothing here: these are accepted. All others are refused by name, with what to do
-instead. An option of the same name in `foreword.config.engine` or `foreword.server.options` goes first.
+Values that change nothing here are accepted. All others are refused by name, with what to do instead. An option of the
+same name in `foreword.config.engine` or `foreword.server.options` goes first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Four everyday workloads with shared prefixes, for the embedded model.
 
-Knows documents, questions, conversations and tools; runs them on an `LLM` and counts hits and right answers. Knows
-nothing of tables or terminals.
+Documents, questions, conversations and tools run on an `LLM`, which counts hits and right answers.
 """
 
 from __future__ import annotations

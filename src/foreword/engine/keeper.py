@@ -2,8 +2,8 @@
 
 A mark of a prompt becomes an entry once the prompt is computed.
 
-A file has what a restarted process is still to keep. An entry is written without its tokens: the key of its last block
-tells whether a prompt begins with it.
+A file has the entries that a restarted process still has to keep. An entry is written without its tokens: the key of
+its last block tells whether a prompt begins with it.
 
     CACHE_DIR/v1/<namespace, 32 hex>.entries     {"entries": [{"name", "owner", "source", "refresh_s", ...}, ...]}
 """
@@ -167,7 +167,7 @@ class Keeper:
         self._change_marks(name, None)
 
     def set_end(self, name: str, until: float) -> None:
-        """Move an entry's end, nearer or farther, for prompts on their way too."""
+        """Move an entry's end, earlier or later, also for prompts on their way."""
         self._manager.set_entry_end(name, until, self._clock())
         if name in self._asleep:
             self._asleep[name] = replace(self._asleep[name], until=self._to_wall(until))
@@ -184,7 +184,7 @@ class Keeper:
                 self._marked[request] = replace(prompt, marks=tuple(changed))
 
     def entries(self, *, count_kept: bool = True) -> list[CacheEntry]:
-        """All entries, the oldest first, those too that lost blocks; see `KVCacheManager.entries`."""
+        """All entries, the oldest first, including those that lost blocks; see `KVCacheManager.entries`."""
         now = self._clock()
         self._manager.expire_pins(now)
         return [

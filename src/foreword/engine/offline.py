@@ -72,8 +72,8 @@ def progress_bar(console: Console | None = None) -> Progress:
 def depth_first(prompts: Sequence[Prompt], block_size: int, num_cached: Callable[[Prompt], int]) -> list[int]:
     """The numbers of the prompts, depth-first over their tree of shared blocks.
 
-    Of the subtrees at its root those come first of which most is cached now; otherwise the order of arrival decides.
-    Prompts of other extra keys, or of another priority, share nothing. O(tokens + n log n).
+    Subtrees at its root with more cached tokens come first; otherwise the order of arrival decides. Prompts of other
+    extra keys, or of another priority, share nothing. O(tokens + n log n).
     """
     if len(prompts) < 2:
         return [*range(len(prompts))]

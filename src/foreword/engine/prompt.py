@@ -122,7 +122,7 @@ class Prompt:
     embeds: Embeds | None = None
     """Rows in place of its first tokens, which are 0, each a part of a span of `extra_keys`; None: it has none."""
     owner: str | None = None
-    """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""
+    """The owner whose budget the entries use, and whose turn the request takes; None: only the shared budget."""
     session: str | None = None
     """The owner's session that the request belongs to; None: to none."""
 

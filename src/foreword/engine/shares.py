@@ -102,7 +102,7 @@ class Shares:
     def end(self, request: Request, start: int, budget: int, length: int | None = None, cap: int | None = None) -> int:
         """The end of a request's span in this step; `start` if it should wait.
 
-        `length`: the number of its tokens; None: those that are known. `cap`: of its tokens, if others want some.
+        `length`: the number of its tokens; None: those that are known. `cap`: its most tokens, if others want some.
         """
         budget_of_one = min(budget, self._config.long_prefill_token_threshold or cap or budget)
         length = len(request) if length is None else length

@@ -1,7 +1,4 @@
-"""Starter: which waiting requests start in a step, and the room that a long prompt leaves them.
-
-Knows the waiting and the running requests, the cache manager, and what requests wait for; plans no running request.
-"""
+"""Starter: which waiting requests start in a step, and the room that a long prompt leaves them."""
 
 from __future__ import annotations
 

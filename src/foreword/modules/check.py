@@ -1,6 +1,6 @@
 """`foreword pml check FILE`: a schema's layout, or where it is wrong.
 
-Knows the terminal; `pml/` does the work. Exit codes: 0 the schema is sound, 1 it is not, 2 a user's mistake.
+Exit codes: 0 the schema is sound, 1 it is not, 2 a user's mistake.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Answer:
 
     output: RequestOutput
     first_token_ms: float
-    """From the call to the first token: choosing what is linked takes time, too."""
+    """Milliseconds from the call to the first token: choosing what is linked takes time, too."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Tally:
     """Prompts whose right answer is known."""
     num_right: int = 0
     num_plain_right: int = 0
-    """Of the same prompts, those that `all` without gaps answers rightly."""
+    """The number of these prompts that `all` without gaps answers rightly."""
     num_lost: int = 0
     num_gained: int = 0
     num_agreeing: int = 0
@@ -89,9 +89,9 @@ class Tally:
     """Prompts with an answer of which something was linked, or that have gaps between positions: the others tell
     nothing about the method, and are neither lost nor gained."""
     shares: list[float] = field(default_factory=list)
-    """Of each prompt: the share of its tokens that were neither linked nor part of its exact beginning."""
+    """For each prompt, the share of its tokens that were neither linked nor part of its exact beginning."""
     times_ms: list[float] = field(default_factory=list)
-    """Of each prompt: to the first token."""
+    """For each prompt, the milliseconds to the first token."""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(Tally)})

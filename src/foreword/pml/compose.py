@@ -317,7 +317,7 @@ class _Texts:
         self._insert(after, message.place)
 
     def _role_so_far(self) -> Role | None:
-        """Whose message stands before the place of the next text: one of the schema, or the prompt's own."""
+        """The role of the message before the place of the next text: one of the schema, or the prompt's own."""
         number, role = self._last_message or (0, None)
         begin = self._parts[number - 1].position if number else -1
         end = self._parts[self._number - 1].position if self._number else -1

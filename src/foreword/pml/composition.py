@@ -1,7 +1,6 @@
 """Composition: the tokens of one prompt, their rotary positions, and the sources that they may be linked from.
 
-Knows token ids, positions and names. Knows no schema language, no tokenizer, no tensors: an engine needs only this
-module of the room.
+An engine needs only this module of the room: it has token ids, positions and names.
 
     source of module b, computed alone     b0 b1 b2 b3            positions 0..3
                                               |  |  |             a span: tokens 1..3 of the source

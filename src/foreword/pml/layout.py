@@ -82,7 +82,7 @@ class Slot:
     placeholder_ids: TokenIds
     position: int
     offset: int
-    """As of a run."""
+    """The number of tokens of its module's own text before it."""
 
     @property
     def end(self) -> int:

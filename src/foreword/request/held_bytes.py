@@ -20,7 +20,7 @@ class HeldBytes:
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
 
     def __reduce__(self) -> tuple[type[HeldBytes], tuple[int | None]]:
-        """Another process holds nothing yet."""
+        """A copy in another process, where nothing is held yet."""
         return HeldBytes, (self.limit,)
 
     def hold(self, thing: object, num_bytes: int) -> None:

@@ -28,7 +28,7 @@ NOTHING_ALLOWED = (
 """Why an answer ended with `content_filter`."""
 NO_ROW = -1
 NO_REPORT = np.iinfo(np.int64).max
-"""In place of a position: the request reports no log probabilities of prompt tokens."""
+"""Replaces a position: the request reports no log probabilities of prompt tokens."""
 FACTS = np.dtype(
     [
         ("num_prompt_tokens", np.int64),
@@ -65,11 +65,11 @@ class LoRARequest:
     lora_name: str
     """For people: what a server calls it."""
     lora_int_id: int = 0
-    """Of no use here; vLLM keeps adapters apart by it."""
+    """Not used here; vLLM keeps adapters apart by it."""
     lora_path: str = ""
     """Folder that PEFT's `save_pretrained` wrote."""
     load_inplace: bool = False
-    """Of no use here: a folder whose files have changed is read again in any case."""
+    """Not used here: a folder whose files have changed is read again in any case."""
 
 
 class Adapter(Protocol):
@@ -84,7 +84,7 @@ class Adapter(Protocol):
 
 
 class Alone:
-    """In place of a salt: of the answers to one prompt, which find no rows that others encoded and leave them none."""
+    """Replaces a salt for the answers to one prompt, which neither find nor leave encoded rows."""
 
 
 class Picture(Protocol):
@@ -328,14 +328,14 @@ class Request:
     """What computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
     pictures: tuple[PlacedPicture, ...] = ()
     rows_salt: str | Alone | None = None
-    """Under which rows of its pictures are kept."""
+    """The salt under which rows of its pictures are kept."""
     """Pictures whose rows replace tokens of the prompt, in their order."""
     embeds: Embeds | None = None
     """Rows in place of its first tokens, which are 0; None: it has none."""
     tenant: str | None = None
     """Who sent it, if that is known."""
     hidden_state: npt.NDArray[np.float32] | None = None
-    """Of the prompt's last token, [width], if it was asked for."""
+    """The hidden state of the prompt's last token, [width], if it was asked for."""
     _distinct: DistinctTokens | None = None
 
     def __init__(
@@ -630,13 +630,13 @@ class RequestOutput:
     """The entries that the prompt's marks made, in their order, as they were when the prompt was computed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     hidden_state: npt.NDArray[np.float32] | None = None
-    """Of the prompt's last token, [width], after the last norm; None unless `SamplingParams.embeds`."""
+    """The state of the prompt's last token, [width], after the last norm; None unless `SamplingParams.embeds`."""
     link: LinkReport | None = None
     """What was linked; None for a plain prompt."""
     num_picture_tokens: int = 0
     """Prompt tokens that rows of pictures replace."""
     adapter_digest: str | None = None
-    """Of the LoRA adapter that computes some of the tokens; None: none does."""
+    """The digest of the LoRA adapter that computes some of the tokens; None: none does."""
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""Text: tokenizers, chat templates, streaming detokenization, stop strings. Knows nothing of requests or the cache."""
+"""Text: tokenizers, chat templates, streaming detokenization, stop strings."""
 
 from foreword.text.stream import TextStream as TextStream
 from foreword.text.tokenizer import Tokenizer as Tokenizer

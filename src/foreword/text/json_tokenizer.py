@@ -1,8 +1,8 @@
 """A tokenizer of a written family from its `tokenizer.json`, as transformers makes one of the same files.
 
-Knows the `tokenizers` library and the fields of tokenizer_config.json; knows no model. transformers chooses a class by
-the names in both configs. Most classes take tokenizer.json as it is; some build its parts anew, and here the file must
-have the same parts. Whatever transformers might do otherwise raises `NotPlainError`, and transformers does it.
+transformers chooses a class by the names in both configs. Most classes take tokenizer.json as it is; some build its
+parts anew, and here the file must have the same parts. Where transformers might make another tokenizer, `NotPlainError`
+is raised, and transformers makes it.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Renderer:
         self._written_sign: tuple[str, str] | None = None
 
     def write_signs(self, written_sign: tuple[str, str]) -> None:
-        """From now on, let texts have something else in place of a picture's sign: (sign, what is written)."""
+        """Write something else in place of a picture's sign in texts from now on: (sign, its replacement)."""
         self._written_sign = written_sign
 
     def with_written_signs(self, text: str) -> str:

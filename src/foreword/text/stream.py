@@ -1,7 +1,4 @@
-"""The text of one output as its tokens arrive: whole characters, and no part of a stop string.
-
-Knows stop strings and a detokenizer. Knows nothing of tokenizers, or of when tokens are computed.
-"""
+"""The text of one output as its tokens arrive: whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Chat templates as programs: the sandbox in which they run, and the data that they see.
 
-Knows Jinja, and what transformers adds to it: `raise_exception`, `strftime_now`, a `tojson` that leaves characters as
-they are, and blocks named `generation`. A template comes with a model, so it is not trusted: it sees plain data alone,
-and can change nothing.
+Templates have Jinja and what transformers adds to it: `raise_exception`, `strftime_now`, a `tojson` that leaves
+characters as they are, and blocks named `generation`. A template comes with a model, so it is not trusted: it sees
+plain data alone, and can change nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Tokenizers and chat templates: text to tokens and back.
 
-Knows nothing of tensors, of steps or of the cache.
 transformers is imported for a tokenizer that `json_tokenizer.py` does not read, and when somebody asks for its own.
 """
 

@@ -15,7 +15,7 @@ from foreword.config import AdmissionName
 
 ADMISSIONS: tuple[AdmissionName, ...] = get_args(AdmissionName)
 HEAD_TOKENS = 4096
-"""Of a prompt, which `heads` admits."""
+"""The leading tokens of a prompt that `heads` admits."""
 MOST_REMEMBERED = 1 << 18
 """Keys of computed blocks that are remembered for certain; at most twice this number are remembered, in 50 MB."""
 

@@ -1,7 +1,7 @@
-"""Whose KV a cache holds: digests of the model that it is of, and of the arithmetic that computed it.
+"""Whose KV a cache holds: digests of its model, and of the arithmetic that computed it.
 
-Knows facts as JSON and their digests; `foreword.model.identity` gathers the facts. Blocks with equal keys hold equal
-bits only if both digests are equal, so both enter the root of all keys, and the name of the place where blocks lie.
+`foreword.model.identity` gathers the facts. Blocks with equal keys hold equal bits only if both digests are equal, so
+both enter the root of all keys, and the name of the place where blocks lie.
 """
 
 from __future__ import annotations

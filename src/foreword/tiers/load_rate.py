@@ -1,7 +1,7 @@
 """The rate of recent loads, and what it says of the next one.
 
-Knows bytes and seconds. A tier that was slow once is not slow forever, and nobody measures a tier that nobody asks: a
-slow rate counts for a minute, and then the next load is a try.
+A tier that was slow once is not slow forever, and nobody measures a tier that nobody asks: a slow rate counts for a
+minute, and then the next load is a try.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 RATE_MEMORY = 0.8
 """Weight of the old rate when a new load is measured."""
 RATE_MIN_BYTES = 1 << 20
-"""Of loads that are measured."""
+"""The least bytes of a load that is measured."""
 FIRST_GUESS_BYTES_PER_S = 500e6
 LATENCY_S = 0.001
 REMEMBERED_S = 60.0
-"""For which a rate below the first guess counts after it was measured."""
+"""The seconds for which a rate below the first guess counts after it was measured."""
 LATE_MIN_S = 0.1
-"""Of loads that their deadline ended and that are measured."""
+"""The least seconds of a load that is measured although its deadline ended it."""
 
 
 class LoadRate:
@@ -28,7 +28,7 @@ class LoadRate:
         self._monotonic = monotonic
         self._measured_at = 0.0
         self.bytes_per_s = 0.0
-        """Of recent loads; 0 before the first."""
+        """The rate of recent loads; 0 before the first."""
 
     def estimate_s(self, num_bytes: int) -> float:
         """Seconds that a load of that size would take."""

@@ -68,7 +68,7 @@ _REQUIRED: Mapping[str, type] = {
 }
 """What every manifest says. `keys`: a digest of the hash function and the root; `run_bytes`: of all runs."""
 MOST_TOKENS = 1 << 31
-"""Of a prefix: positions are 32-bit numbers."""
+"""The most tokens of a prefix: positions are 32-bit numbers."""
 _RANGES = {
     "block_size": range(1, MOST_TOKENS),
     "num_tokens": range(1, MOST_TOKENS),
@@ -93,7 +93,7 @@ class ExportReport:
     tokens: int
     """Leading tokens of the prompt that a cache with these blocks need not compute."""
     blocks: int
-    """Of all groups of layers."""
+    """The blocks of all groups of layers."""
     bytes: int
     """Size of the file."""
 
@@ -257,7 +257,7 @@ class PrefixFile:
 
     @property
     def num_blocks(self) -> int:
-        """Of all groups."""
+        """The number of blocks of all groups."""
         return sum(len(header.entries) for header in self.runs)
 
     def read(self, header: RunHeader, index: int, out: memoryview) -> None:

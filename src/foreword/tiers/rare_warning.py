@@ -18,7 +18,7 @@ class RareWarning:
         self._lock = threading.Lock()
         self._next_at = -PERIOD_S
         self._num_silent = 0
-        """Since the last line."""
+        """The number of warnings since the last line."""
 
     def note(self, *facts: object) -> None:
         """It happened again; `facts` are the text's."""

@@ -56,7 +56,7 @@ class Report:
     outcomes: npt.NDArray[np.uint8]
     """[blocks], values of `Outcome`."""
     seconds: float
-    """From the call until the job ended."""
+    """Seconds from the call until the job ended."""
 
     @property
     def num_done(self) -> int:
@@ -213,7 +213,7 @@ class JobThread(Generic[Job]):
 
     @property
     def amount(self) -> int:
-        """Of the jobs that are queued or worked on."""
+        """The total amount of the jobs that are queued or worked on."""
         return self._amount
 
     def start(self) -> None:

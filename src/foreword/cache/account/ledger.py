@@ -1,7 +1,6 @@
 """CacheLedger: the keys that the cache holds and has held, so that it can say why it missed.
 
-Knows keys, block ids and extra keys; decides nothing. The coordinator reports what it indexes and
-forgets. The ledger answers:
+The coordinator reports what it indexes and forgets. The ledger answers:
 
 - why a block was not found (`reason`),
 - what twice the memory would have found (`ghost_hits`): forgotten keys stay as ghosts, up to one for each block of

@@ -36,7 +36,7 @@ class SessionBlocks:
         self._of_request: dict[str, int] = {}
         """The numbers of requests that have begun and not ended, preempted ones too."""
         self._num_requests: Counter[int] = Counter()
-        """By number: these requests of it."""
+        """Session's number -> the number of these requests."""
         self._closed: set[int] = set()
         """Numbers that were closed while requests had them."""
         self._of_row: dict[int, tuple[int, int]] = {}
@@ -67,7 +67,7 @@ class SessionBlocks:
         self._of_row.pop(row, None)
 
     def end(self, request_id: str) -> int | None:
-        """Note that a request has ended; returns its number if that was closed, and this was the last request of it."""
+        """Note that a request has ended; returns its session's number if this ends a closed session."""
         number = self._of_request.pop(request_id, None)
         if number is None:
             return None

@@ -1,7 +1,7 @@
 """PrefixCachingBlockAllocator: vLLM v0's interface to the pool, block by block instead of request by request.
 
-Knows chains of blocks, their tokens and their keys; a `BlockPool` keeps holders, free blocks and the map of keys. The
-method and the names are those of vLLM v0.6.
+It keeps chains of blocks, their tokens and their keys; a `BlockPool` keeps holders, free blocks and the map of keys.
+The method and the names are those of vLLM v0.6.
 
 A block is mutable until it is full. A full block has a key (its content hash, which identifies the whole chain up to
 it), can be found, and never changes. If another block already has that key, the chain continues with the other block,

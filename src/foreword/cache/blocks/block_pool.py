@@ -1,8 +1,8 @@
 """The blocks of the KV memory: who holds them, and which are free.
 
-Knows block ids and reference counts; a policy decides which free block goes next. An observer knows the contents of
-blocks, and the pool calls it before a block is overwritten. The observer is a coordinator with an index or, in a pool
-that is used alone, the pool's own index of keys.
+A policy decides which free block goes next. An observer knows the contents of blocks, and the pool calls it before a
+block is overwritten. The observer is a coordinator with an index or, in a pool that is used alone, the pool's own index
+of keys.
 
 All state is in numpy arrays indexed by block id, and every operation takes many blocks at once.
 """
@@ -61,7 +61,7 @@ class BlockPool:
         self._tails, self._given_up = _EarlyBlocks(num_blocks), _EarlyBlocks(num_blocks)
         """The blocks that were given up go before the tails."""
         self.users: SessionBlocks | None = None
-        """What notes whose blocks these are; None: nothing does."""
+        """Records which session used each block; None: nothing does."""
         self._keyed: KeyedPolicy | None = (
             self._free if isinstance(self._free, KeyedPolicy) and self._free.wants_keys else None
         )
@@ -130,7 +130,7 @@ class BlockPool:
     def give_up(self, block_ids: BlockIds) -> int:
         """Let these (distinct) cached blocks go before tails, in this order, held ones once they are free.
 
-        They go after those that were given up before. Tails stay what they are. Returns the number of the others.
+        They go after those that were given up before. Tails stay tails. Returns the number of blocks that now go early.
         """
         tails, given_up = self._tails, self._given_up
         block_ids = block_ids.compress(~(tails.free.holds(block_ids) | given_up.free.holds(block_ids)))
@@ -143,7 +143,7 @@ class BlockPool:
         return len(block_ids)
 
     def take_back(self, block_ids: BlockIds) -> None:
-        """Let the policy order these blocks again, as freed just now, as far as they were given up."""
+        """Let the policy order those of these blocks that were given up, as if they were freed just now."""
         self._free.append(self._given_up.forget(block_ids))
 
     def touch(self, block_ids: BlockIds) -> None:
@@ -160,7 +160,7 @@ class BlockPool:
         self._free.note_hit(block_ids)
 
     def hold(self, block_ids: BlockIds) -> None:
-        """Add a holder to these (distinct) blocks, which is no use of them that the policy should count."""
+        """Add a holder to these (distinct) blocks; the policy does not count this as a use."""
         counts = self._ref_counts.take(block_ids)
         self._free.remove(self._given_up.hold(self._tails.hold(block_ids.compress(counts == 0))))
         self._ref_counts[block_ids] = counts + 1

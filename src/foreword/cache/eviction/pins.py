@@ -84,10 +84,10 @@ class PinnedPolicy:
         owner: str | None = None,
         refresh_s: float | None = None,
     ) -> BlockIds:
-        """Add blocks to a pin, which begins if there is none of this name; returns those that it has now.
+        """Add blocks to the pin of this name, or begin one; returns the blocks that it has now.
 
         Give the head of a prefix first: the blocks from the first one that the budget does not cover, or that holds
-        nothing cached, get no pin. The pin's end is never moved nearer (`set_end` does that). The longest `refresh_s`
+        nothing cached, get no pin. The pin's end never moves earlier (`set_end` can do that). The longest `refresh_s`
         counts, and the `owner` of the beginning. Modifies the order of the free blocks.
         """
         held = self._pins.get(pin)
@@ -133,7 +133,7 @@ class PinnedPolicy:
                 yield block_id
 
     def set_end(self, pin: Hashable, until: float, now: float) -> None:
-        """Move the end of a pin, nearer or farther. Does nothing if there is no such pin."""
+        """Move the end of a pin, earlier or later. Does nothing if there is no such pin."""
         held = self._pins.get(pin)
         if held is None:
             return

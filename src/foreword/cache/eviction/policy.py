@@ -92,7 +92,7 @@ class LearningPolicy(Protocol):
     """A policy that learns from the traffic which blocks return."""
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The share of blocks that are used again within the policy's memory, of requests that add `num_blocks`."""
+        """Of requests that add `num_blocks` blocks, the share of blocks used again within the policy's memory."""
 
 
 class EmptyFirstPolicy(ABC):

@@ -342,7 +342,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return classes
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """The share of blocks that are used again within its memory, of requests that add `num_blocks`."""
+        """Of requests that add `num_blocks` blocks, the share of blocks that are used again within its memory."""
         return float(self._hazards.chance[_size(num_blocks)])
 
     def _tell_time(self) -> None:

@@ -73,7 +73,7 @@ class BlockHashToBlockMap(Generic[Key]):
 
 
 class _KeysAlone:
-    """What an index of keys answers where others know the tokens: it has no tails and no tree."""
+    """The answers of an index that has only keys to questions about tokens: no tails, no tree."""
 
     keeps_tails = False
     num_tails = 0

@@ -1,8 +1,7 @@
 """RadixIndex: finds the blocks of a prefix by comparing tokens instead of hashing them.
 
-Knows sequences and block ids; knows nothing of reference counts. The method is SGLang's RadixAttention
-tree, over blocks: an edge holds a run of tokens, children differ in their first token, a node splits
-where sequences diverge, at any token.
+The method is SGLang's RadixAttention tree, over blocks: an edge holds a run of tokens, children differ in their first
+token, a node splits where sequences diverge, at any token.
 
     block size 4, sequences ABCDEFGH (blocks 0 1) and ABCDEFXY (blocks 0 2)
 

@@ -119,7 +119,7 @@ class KeyedSpan:
     kind: SpanKind
     """Placeholders of an image, sound or video; tokens that are copied (`keys/links.py`); one whose position jumps."""
     digest: str
-    """Whatever their KV depends on besides: of a picture, its content and how it was prepared."""
+    """What else their KV depends on: of a picture, its content and how it was prepared."""
     offset: int
     """Position of the first token."""
     num_tokens: int
@@ -151,7 +151,7 @@ class ExtraKeys:
     """Hash of prompt embeddings that replace token ids; part of every block's keys."""
 
     def __hash__(self) -> int:
-        """The last span stands for all: a prompt with links may have hundreds, and the ledger asks for each block."""
+        """Hash only the last span: a prompt with links may have hundreds, and the ledger hashes for each block."""
         places = self.adapter_offset, self.salt_offset
         return hash((self.adapter, self.salt, places, self.spans[-1:], self.embeddings_hash))
 

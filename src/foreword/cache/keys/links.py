@@ -25,8 +25,8 @@ def linked_span(source_key: BlockHash, first: int, num_tokens: int, *, index: in
 
 
 def jump_span(token_id: int, *, index: int, position: int) -> KeyedSpan:
-    """The name of a computed token that stands at another position than the one after the token before it.
+    """The name of a computed token whose position does not follow that of the token before it.
 
-    It names the token too: an index of tokens has a number for the span in the token's place.
+    It includes the token id: an index of tokens has the span's number in the token's place.
     """
     return KeyedSpan("jump", f"{position}:{token_id}", index, 1)

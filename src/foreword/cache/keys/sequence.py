@@ -65,7 +65,7 @@ class TokenSequence:
         self.most_hit_tokens: int | None = None
         """Leading tokens that a hit may have at most, because the others are computed for their logits; None: all."""
         self.session: Hashable | None = None
-        """Whose blocks it holds, for `close_session`; None: nobody's."""
+        """The session that its blocks count for (`close_session`); None: no session."""
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.root = root

@@ -38,10 +38,10 @@ class _Guess:
 
 @dataclass(slots=True)
 class _History:
-    """What is known of a running request."""
+    """How guesses about a running request did."""
 
     records: dict[str, Record] = field(default_factory=dict)
-    """By source."""
+    """Source -> its record."""
     guesses: list[_Guess] = field(default_factory=list)
     was_right: bool = True
     """Whether one of the guesses before these was right, or there was none yet."""
@@ -56,7 +56,7 @@ _Judged = tuple[Proposal, tuple[float, float]]
 
 @dataclass(slots=True)
 class _Turns:
-    """Turns of requests at being asked, as many as a share of a step's time allows."""
+    """Turns in which requests are asked for guesses, as many as a share of a step's time allows."""
 
     share: float
     credit: float = 0.0
@@ -87,7 +87,7 @@ class Drafting:
         self._histories: WeakKeyDictionary[Request, _History] = WeakKeyDictionary()
         self._allowance = Allowance()
         self._seconds_of_guess = self._guessing_s = 0.0
-        """Of one guess lately, and of planning the drafts of the next step."""
+        """Seconds of a recent guess, and of planning the drafts of the next step."""
         self._num_accepted = 0
         """Drafts of the step that is recorded."""
         self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)
@@ -96,7 +96,7 @@ class Drafting:
         self._drafted_from: dict[Request, str] = {}
         """The sources of the drafts of the step that is planned."""
         self.counts = DraftCounts()
-        """Of all requests since the start."""
+        """The counts of all requests since the start."""
 
     def plan(self, requests: Sequence[Request], num_rows: int, room: int) -> dict[int, IntArray]:
         """The drafts for the next step, by the requests' rows.
@@ -259,10 +259,10 @@ class Drafting:
 def choose_drafting(
     draft_tokens: DraftTokens, manager: KVCacheManager, vocab_size: int, *, launches: bool, inexactness: str | None
 ) -> Drafting | None:
-    """Drafting from a request's own text, the cache, and earlier answers; None, and a line in the log, if it cannot be.
+    """Drafting from a request's own text, the cache, and earlier answers; None, and a log line, if it is impossible.
 
-    `launches`: whether the runner is one that computes while the host goes on. `inexactness`: why this machine breaks
-    the promise of equal bits, if it does: drafts would change answers there.
+    `launches`: whether the runner computes while the host goes on. `inexactness`: why this machine breaks the promise
+    of equal bits, if it does: drafts would change answers there.
     """
     if draft_tokens == 0:
         return None

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 SHARE = 0.01
-"""Of the time of steps: what drafts may lose in the long run, with guessing."""
+"""The share of the steps' time that drafts and guessing may lose in the long run."""
 MOST_S = 0.03
 """Seconds that may be lost at once. With SHARE, at most 1.6% of any 5 s are lost, and what one step takes too long."""
 NEWEST = 7
-"""Steps without drafts of one number of rows, of which the fastest counts: others waited for something."""
+"""The newest steps without drafts to keep for a number of rows. The fastest counts: others waited for something."""
 Floats = npt.NDArray[np.float64]
 SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256])
 """Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known. Longer steps,
@@ -26,9 +26,9 @@ as those that compute prompts, are not timed: drafts add any number of rows to t
 FREE_ROWS, COST_OF_MORE = 8, 0.06
 """What is assumed before steps were timed: this many rows cost what one does, each further row this share of it."""
 KEPT_TIMES, TRIES = 7, 3
-"""Times of each size that are kept, and that make it sure."""
+"""The times to keep of each size, and the number of times that makes it sure."""
 ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
-"""The chance of a token of which nothing is known, and the trials that it, or what other requests taught, counts as."""
+"""The chance of an unknown token, and the trials that this chance, or the record of all requests, counts as."""
 LEAST_GAIN = 1.1
 """Drafts must promise this many times the tokens a second: less is within the errors of chances and of times, which
 grow with contexts."""
@@ -74,9 +74,9 @@ class Allowance:
         self._add(-guessing_s, 0.0)
 
     def _add(self, seconds: float, plain_s: float) -> None:
-        """Keep what was won up to the time of one step, so that one wrong draft of a slow model ends nothing.
+        """Keep savings up to the time of one step, so that one wrong draft of a slow model does not end drafting.
 
-        One step costs no more than that either: a process that was stopped for seconds says nothing about drafts.
+        Nor does one step cost more: a process that was stopped for seconds says nothing about drafts.
         """
         limit_s = max(MOST_S, plain_s)
         self.left_s = min(limit_s, self.left_s + max(seconds, -limit_s))
@@ -160,7 +160,7 @@ class StepTimes:
         return curve
 
     def _fresh(self) -> list[int]:
-        """The sizes of which there are times that are not forgotten."""
+        """The sizes that have times which are not forgotten."""
         return [
             at
             for at, times in enumerate(self._times)
@@ -186,7 +186,7 @@ class Trials:
         self.right = self.right * decay**num_trials + num_right
 
     def mixed_with(self, chance: float) -> float:
-        """The share of right ones, if what was known before is this chance, with the weight of `ASSUMED_TRIALS`."""
+        """The share of right ones, mixed with a prior chance that weighs `ASSUMED_TRIALS` trials."""
         return (self.right + chance * ASSUMED_TRIALS) / (self.weight + ASSUMED_TRIALS)
 
 
@@ -216,7 +216,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, int], Record] = {}
-        """By source and class of match."""
+        """Source and class of match -> record."""
 
     def chances(self, source: str, num_matched: int, record: Record) -> tuple[float, float]:
         """The chance of a first token, and of each later one if those before it are right; `record`: of the request."""

@@ -285,7 +285,7 @@ class RecentAnswers:
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str | None, str | None], SuffixIndex] = OrderedDict()
         self.num_bytes = 0
-        """Of all namespaces."""
+        """The memory of all namespaces."""
 
     def propose(self, request: Request, max_tokens: int) -> Proposal | None:
         text = self._texts.get(_namespace(request))

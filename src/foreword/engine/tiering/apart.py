@@ -35,7 +35,7 @@ class PayloadsApart:
         self._rests_until = 0.0
 
     def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> list[bool]:
-        """Fill the payloads that the tiers have; says which those are.
+        """Fill the payloads that the tiers have; returns whether each was filled.
 
         `compute_s`: seconds to make them all, None if that is not known. All tiers together are waited for at most
         four fifths of that time, and 2 s (0.5 s if it is not known). A tier that would take longer is not asked.

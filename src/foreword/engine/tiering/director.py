@@ -29,18 +29,18 @@ from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import NAMESPACE_BYTES, BlockKeys, Tier, TierStats
 
 MOST_BLOCKS = 256
-"""Keys of another identity are computed for this number of blocks at most; later in a prompt nobody asks about it."""
+"""The most blocks to compute keys of another identity for; nobody asks about it later in a prompt."""
 NEXT_BLOCKS = 16
-"""Blocks after a hit of which another identity must have one; groups keep every n-th."""
+"""The blocks after a hit to look for; another identity must have one of them, as groups keep every n-th."""
 MOST_GROUPS = 8
-"""Of another identity, whose groups are not known."""
+"""The most groups of another identity, whose groups are not known."""
 logger = logging.getLogger(__name__)
 NOTHING = object()
 POLL_S = 0.005
-"""Between two looks at loads and stores while nothing can be computed."""
+"""Seconds between two looks at loads and stores while nothing can be computed."""
 AHEAD_BYTES = 128 << 20
-"""Of empty blocks whose memory the system provides while nothing runs. The first write to a page takes longer than all
-else that a load does to it, and layers have pages of their own: a pool's first block alone may need 120 MB.
+"""The bytes of empty blocks whose memory the system provides while nothing runs. The first write to a page takes longer
+than all else that a load does to it, and layers have pages of their own: a pool's first block alone may need 120 MB.
 """
 
 

@@ -47,12 +47,13 @@ WORTH = 0.8
 LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 1.0
 SHORTEST_FIRST_DEADLINE_S = 5.0
-"""Of a load before which nothing was computed. On a busy machine threads wait for a processor, and computing would take
-as much longer: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s, and its prompt's 40 tokens 5 s."""
+"""The least deadline, in seconds, before anything was computed. On a busy machine threads wait for a processor, and
+computing would take as much longer: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s, and its prompt's
+40 tokens 5 s."""
 DEADLINE_FACTOR = 3.0
 """A load may take this many times what the tier estimates."""
 FIRST_DEADLINE_BYTES_PER_S = 20e6
-"""Of a load that ends in time while nothing was computed yet: processors compute 5 to 100 MB of KV a second."""
+"""The rate that sets the deadline before anything was computed: processors compute 5 to 100 MB of KV a second."""
 LEAST_PROBE_S, MOST_PROBE_S = 0.05, 0.25
 PROBE_SHARE = 0.2
 """The largest part of the seconds to compute a prompt that asking for it may take, within these bounds."""
@@ -70,11 +71,11 @@ class LoadCounts:
 
     num_loads: int = 0
     num_tokens: int = 0
-    """By which hits grew."""
+    """The tokens by which hits grew."""
     num_bytes: int = 0
     seconds: float = 0.0
     saved_s: float = 0.0
-    """By estimate: seconds to compute what was loaded, less the seconds that the loads took."""
+    """Estimated seconds to compute the loaded blocks, less the seconds that the loads took."""
     num_cancelled: int = 0
     """Loads that were given up: nobody waited for them any more, or running requests needed their blocks."""
     num_declined: int = 0
@@ -94,7 +95,7 @@ class Load:
     held: BlockIds
     """The part of the prefix that is in the pool."""
     keys: Sequence[BlockHash]
-    """Of the sequence's blocks that lookups would find after it and not before."""
+    """The keys of the sequence's blocks that lookups find after the load and not before."""
     start: int
     """Tokens of the hit that it continues."""
     num_bytes: int
@@ -144,7 +145,7 @@ class Loads:
         """Requests that wait for tiers to say what they have."""
         self._owner_of: dict[BlockHash, Load] = {}
         self._gave_up: WeakSet[TokenSequence] = WeakSet()
-        """Whose requests stopped waiting while their blocks were being loaded."""
+        """The sequences whose requests stopped waiting while their blocks were being loaded."""
         self.arrived = threading.Event()
         """Set by every load that ends by itself."""
         self.wants_pause = False

@@ -29,7 +29,7 @@ from foreword.tiers.tier import Tier
 MOST_OFFERS = 512
 """Sequences that wait to be stored; beyond that the last in order is dropped."""
 FULL_SHARE = 0.9
-"""Of a tier's budget; eviction keeps it a few segments below."""
+"""The share of its budget from which a tier counts as full; eviction keeps it a few segments below the budget."""
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class _Apart(NamedTuple):
     run: BlockRun
     tickets: list[Ticket]
     num_bytes: int
-    """In all tiers."""
+    """The bytes that all tiers store."""
     started: float
 
 

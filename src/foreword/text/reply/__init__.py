@@ -1,4 +1,4 @@
-"""Replies: what a model wrote, split into reasoning, text and calls. Knows nothing of requests or HTTP."""
+"""Replies: what a model wrote, split into reasoning, text and calls."""
 
 from foreword.text.reply.format import ReplyFormat as ReplyFormat
 from foreword.text.reply.format import choose_format as choose_format

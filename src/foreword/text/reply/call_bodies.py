@@ -1,4 +1,4 @@
-"""Reads one call from its opening marker to its closing one. Knows nothing of the text around a call."""
+"""Reads one call from its opening marker to its closing one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The form in which a model writes replies: a response template, and what templates do not say.
-
-Knows the families whose forms foreword has as data, and the order in which one is chosen. Knows no replies.
-"""
+"""The form in which a model writes replies: a response template, and what templates do not say."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """ReplyReader: splits a reply, as it comes, into text, reasoning and calls.
 
-Knows the regions of response templates and which white space belongs to markers. Knows nothing of tokens or requests.
 transformers' own reader serves as the oracle in tests; it raises at malformed calls and ends a call at a marker inside
 a string, which this one does not.
 """

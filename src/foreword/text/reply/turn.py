@@ -149,7 +149,7 @@ class ThinkingLimit:
 
 
 def _read_no_text(token_id: int) -> str:
-    """In place of a stream, where no marker is looked for any more."""
+    """Replaces a stream where no marker is looked for any more."""
     return ""
 
 

@@ -41,7 +41,7 @@ class CacheDirectory:
     def __init__(self, files: RealFiles, path: Path) -> None:
         self._files = files
         self.lock_fd = -1
-        """Of our folder's lock, which is ours while it is open."""
+        """The descriptor of our folder's lock, which is ours while it is open."""
         self.path = Path(os.path.realpath(path.expanduser()))
         try:
             self._open_top()

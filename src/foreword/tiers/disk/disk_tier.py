@@ -1,6 +1,6 @@
 """The disk tier: blocks in segment files that outlive the process, shared by the processes of one user.
 
-Knows how its parts work together; they know the rest: loader (reads), storer (writes, budget), scanner (what is there).
+Its parts are a loader (reads), a storer (writes, budget) and a scanner (what is there):
 
     loads  -> loader  ── places ──> segment index <── rows ── storer <- stores
                 └ pread, verify, hand over            └ gather, append, seal, evict, snapshot

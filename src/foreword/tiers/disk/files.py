@@ -39,7 +39,7 @@ class RealFiles:
         return os.listdir(path)
 
     def stat(self, path: Path) -> os.stat_result:
-        """Of the path itself: a symbolic link is not followed."""
+        """The status of the path itself: a symbolic link is not followed."""
         return os.lstat(path)
 
     def fstat(self, fd: int) -> os.stat_result:

@@ -51,9 +51,9 @@ class Piece:
     carry_bytes: int
     """Bytes before `offset` that its first block needs, which are the last ones of the piece before it."""
     indices: list[int]
-    """Of its blocks among the places."""
+    """The indices of its blocks among the places."""
     is_last: bool
-    """Of its neighbours in the segment."""
+    """Whether it is the last of its neighbours in the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class Content:
     """What came of reading a piece."""
 
     offset: int
-    """Of `data` in the segment: the piece's, less what was carried over."""
+    """The offset of `data` in the segment: the piece's, less the bytes that were carried over."""
     data: memoryview
-    """As far as the file goes; valid until the next piece is asked for."""
+    """The bytes that the file has; valid until the next piece is asked for."""
     error: Outcome | None
-    """Why nothing, or not all, was read."""
+    """Why none or only some of the bytes were read."""
 
 
 Extent = list[tuple[int, int, int]]

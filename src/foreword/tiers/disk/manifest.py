@@ -52,9 +52,9 @@ class Manifests(NamedTuple):
     """The manifests of a cache directory."""
 
     facts: dict[bytes, Facts]
-    """By namespace, of those that are sound."""
+    """The facts of the sound manifests, by namespace."""
     unsound: dict[Path, str]
-    """Why, of the others."""
+    """Why each of the others is not sound."""
 
 
 def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:

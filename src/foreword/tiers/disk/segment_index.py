@@ -54,12 +54,12 @@ ROW = np.dtype(
     ]
 )
 NAME_BYTES = 18
-"""Of a row, from its beginning, that name its block: `head` and `name`."""
+"""The leading bytes of a row that name its block: `head` and `name`."""
 ROW_GROWTH = 1.125
 AT_ONCE = 1 << 13
 """Rows of a snapshot that are inserted before other threads get their turn."""
 HALF_LIFE_S = 6 * 3600.0
-"""Of a block's worth since its last load; ds4's half-life of hits."""
+"""The half-life of a block's worth since its last load, in seconds; it is ds4's half-life of hits."""
 MAGIC = b"FWIDX\0\0\2"
 _HEAD = struct.Struct("<8sQ")
 MAX_BYTES = 1 << 34
@@ -77,13 +77,13 @@ class SegmentIndex:
         self._next_id = 0
         self._next_number = 1
         self._numbers: dict[tuple[bytes, int], int] = {}
-        """Of namespace and group, as `name` has it."""
+        """Namespace and group -> their number, as `name` has it."""
         self._rows = np.zeros(1024, ROW)
         self._num_rows = 0
         """Rows ever used; those from here on are free and not in `_free`."""
         self._free: list[int] = []
         self._row_of: dict[bytes, int] = {}
-        """By the first `NAME_BYTES` of the row."""
+        """The first `NAME_BYTES` of the row -> its number."""
         self._next_expiry = LATEST
         """No block expires before."""
 

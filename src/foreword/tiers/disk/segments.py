@@ -50,14 +50,14 @@ WRITER_VERSION = 1
 CHECKSUM_BYTES = 16
 NO_CIPHER = bytes(16)
 MAX_RUN_BYTES = 8 << 20
-"""Of a run that we write, unless a single block is longer."""
+"""The most bytes of a run that we write, unless a single block is longer."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_STORED_BYTES = 1 << 30
-"""Of a block; a header that says more is damaged."""
+"""The most bytes of a block; a header that says more is damaged."""
 SUFFIX = ".fwseg"
 _NAME = re.compile(r"(\d{6,})-[0-9a-f]{8}\.fwseg")
 RESYNC_BYTES = 1 << 20
-"""Read at once where headers are looked for page by page."""
+"""The bytes to read at once where headers are looked for page by page."""
 _HEAD = struct.Struct("<8sIIQ16s16sQQIIQQ")
 ENTRY = np.dtype(
     [
@@ -204,7 +204,7 @@ class Segment:
     """One segment file."""
 
     id: int
-    """In this process; never used twice."""
+    """Its number in this process, which is never used twice."""
     path: Path
     is_own: bool
     """This process may append to it or unlink it."""

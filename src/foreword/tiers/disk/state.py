@@ -1,7 +1,4 @@
-"""What the disk tier's threads share: options, files, clock, tables and counts.
-
-Knows which parts there are; decides nothing.
-"""
+"""What the disk tier's threads share: options, files, clock, tables and counts."""
 
 from __future__ import annotations
 
@@ -46,11 +43,11 @@ class DiskOptions:
     staging_bytes: int = 4 << 20
     """Bytes read at once; there are two such buffers."""
     upkeep_s: float = 5.0
-    """Between two looks at budget and expiry."""
+    """Seconds between two looks at budget and expiry."""
     rescan_s: float = 30.0
-    """Between two looks at what other processes have sealed or left behind."""
+    """Seconds between two looks at what other processes have sealed or left behind."""
     snapshot_s: float = 60.0
-    """Between two snapshots of the index, at the least."""
+    """The least seconds between two snapshots of the index."""
 
     def check(self) -> None:
         """Raise ConfigError for values out of range."""

@@ -54,13 +54,13 @@ from foreword.tiers.tier import PINNED, BlockRun, DoneCallback
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-"""Without stores after a failed write; it doubles from the first to the longest."""
+"""The pause, in seconds, without stores after a failed write; it doubles from the first to the longest."""
 SNAPSHOT_SHARE = 20
 """Bytes stored for each byte of a snapshot, at the least, so that snapshots do not wear the disk."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Work = Callable[[], object]
 COPIED_SHARE = 0.25
-"""Of a segment that goes: the most that is copied forward."""
+"""The largest share of an evicted segment that is copied forward."""
 
 
 class SpaceBook:

@@ -68,8 +68,8 @@ class HostTier:
         self._free = list(range(num_places))[::-1]
         self._index: OrderedDict[Name, _Place] = OrderedDict()
         self._lock = threading.Lock()
-        """Of index and free places; nobody asks for a ticket while holding it. The thread copies without it: only that
-        thread gives places away, so what it reads is not overwritten.
+        """The lock of index and free places; nobody asks for a ticket while holding it. The thread copies without it:
+        only that thread gives places away, so what it reads is not overwritten.
         """
         self._counts = TierCounts()
         self._rate = LoadRate()

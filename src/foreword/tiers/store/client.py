@@ -27,7 +27,7 @@ UNUSABLE = ("LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN")
 LINE_BYTES = 16 << 10
 SHORTEST_WAIT_S = 0.001
 REFUSAL_CHARACTERS = 200
-"""Of a server's error that are kept; they go into log lines."""
+"""The characters of a server's error that are kept; they go into log lines."""
 
 Command = Sequence[bytes | str | int | memoryview]
 
@@ -109,7 +109,7 @@ class Link:
         self._deadline = 0.0
         self._num_awaited = 0
         self.num_replies = 0
-        """Since the session began."""
+        """The replies since the session began."""
         self._line = bytearray(LINE_BYTES)
         self._begin = self._end = 0
         """Bytes of `_line` that are received and not used yet."""
@@ -259,7 +259,7 @@ class Link:
 
 
 def _begin_plain(connection: Any) -> None:
-    """In place of the package's own login, which reads replies without limits."""
+    """Replaces the package's own login, which reads replies without limits."""
     connection._parser.on_connect(connection)
 
 

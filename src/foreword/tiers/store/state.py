@@ -28,9 +28,9 @@ REFUSED = float("-inf")
 logger = logging.getLogger(__name__)
 INFO_EVERY_S = 10.0
 MOST_DIGITS = 18
-"""Of a number that is believed."""
+"""The most digits of a number that is believed."""
 INFO_BYTES = 64 << 10
-"""Of the longest answer to INFO that is read; Valkey 9 sends 2,000."""
+"""The most bytes to read of an answer to INFO; Valkey 9 sends 2,000."""
 
 
 class CircuitBreaker:
@@ -66,7 +66,7 @@ class CircuitBreaker:
 
     @property
     def seconds_to_try(self) -> float:
-        """Until `may_try` gives the next try; 0 if it would now."""
+        """Seconds until `may_try` gives the next try; 0 if it would now."""
         return max(0.0, self._try_at - self._monotonic())
 
     def may_try(self) -> bool:
@@ -194,11 +194,11 @@ class StoreOptions:
     """Failures in a row after which the server is left alone."""
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
-    """For how long it is left alone; each try that fails doubles the pause."""
+    """The longest time for which it is left alone; each try that fails doubles the pause."""
     present_s: float = 30.0
-    """For how long a block counts as present after the server had it."""
+    """The time for which a block counts as present after the server had it."""
     absent_s: float = 5.0
-    """For how long a block counts as absent after the server did not have it, or could not give it."""
+    """The time for which a block counts as absent after the server did not have it, or could not give it."""
     max_known: int = 1 << 18
     """Blocks of which it is known whether they are there; some 200 bytes each."""
     max_asked: int = 1 << 16
@@ -226,9 +226,9 @@ class StoreState(TierCounts):
     format: ValueFormat
     view: StoreView
     breaker: CircuitBreaker
-    """Of the server."""
+    """The breaker of the server."""
     room: CircuitBreaker
-    """Of stores: open while the server refuses to write."""
+    """The breaker of stores: open while the server refuses to write."""
     on_trip: Callable[[], None] = lambda: None
     """Called when `breaker` opens."""
     closing: threading.Event = field(default_factory=threading.Event)

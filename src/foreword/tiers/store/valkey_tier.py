@@ -124,7 +124,7 @@ class StoreAsker:
             question.ticket.finish(Outcome.IO_ERROR)
 
     def _try_again(self) -> float | None:
-        """Without questions: if the breaker is open and its pause is over, try; returns when to come back."""
+        """Try the server again if the breaker is open and its pause is over; returns when to come back."""
         state = self._state
         if state.breaker.is_closed:
             return None

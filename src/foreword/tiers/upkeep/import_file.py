@@ -1,6 +1,6 @@
 """`foreword cache import DIR FILE`: takes the blocks of a prefix file into a cache directory.
 
-Knows the terminal; the disk tier stores. No model is loaded: whose blocks they are is written in the file.
+No model is loaded: whose blocks they are is written in the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`foreword cache list DIR`: whose blocks a cache directory holds, a row for each namespace.
-
-Knows the terminal; tallies and manifests know the rest.
-"""
+"""`foreword cache list DIR`: whose blocks a cache directory holds, a row for each namespace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`foreword cache stats DIR`: what a cache directory holds, and who holds it.
-
-Knows the terminal; survey and tallies know the directory.
-"""
+"""`foreword cache stats DIR`: what a cache directory holds, and who holds it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from foreword.tiers.disk.segments import Damage, RunHeader, scan_runs
 from foreword.tiers.tier import GROUP_APART, PINNED
 
 QUIET_S = 60.0
-"""After which a segment of a live process that is not its last one counts as sealed."""
+"""The seconds without a write after which a segment that is not its live process's last one counts as sealed."""
 JANITOR_PATIENCE_S = 5.0
 UNKNOWN = "unknown"
 
@@ -49,11 +49,11 @@ class Home:
     path: Path
     is_live: bool
     process_id: int | None
-    """Of a live process, if the system tells."""
+    """The number of a live process, if the system tells."""
 
     @property
     def owner(self) -> str:
-        """Whose it is, in words."""
+        """The owner in words."""
         return f"process {self.process_id}" if self.process_id else "a live process"
 
 
@@ -87,7 +87,7 @@ class Survey:
 
     @property
     def physical_bytes(self) -> int:
-        """Of everything that the budget counts."""
+        """The bytes of everything that the budget counts."""
         return self.snapshot_bytes + sum(segment.physical_bytes for segment in self.segments)
 
     def name(self, path: Path) -> str:
@@ -235,9 +235,9 @@ class Tally:
     num_encrypted: int = 0
     num_expired: int = 0
     payload_bytes: int = 0
-    """As stored: of encrypted blocks, with what encryption adds."""
+    """Stored bytes of the payloads, including what encryption adds."""
     disk_bytes: int = 0
-    """With headers and padding."""
+    """Bytes on disk, including headers and padding."""
     oldest_s: int = 0
     newest_s: int = 0
     groups: dict[int, GroupTally] = field(default_factory=dict)

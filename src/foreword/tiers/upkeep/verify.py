@@ -29,7 +29,7 @@ class Finding:
     """Its path below the cache directory."""
     offset: int
     key: str | None
-    """Of the block, in hexadecimal digits; None if the damage is not in a block."""
+    """The block's key in hexadecimal digits; None if the damage is not in a block."""
     reason: str
 
     def __str__(self) -> str:
