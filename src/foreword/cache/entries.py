@@ -114,7 +114,7 @@ class EntryKeeper:
         nothing = CacheEntry(name, wish.owner, wish.source, len(sequence), self._whole(sequence), 0, now)
         if earlier is None and not self._takes_another(wish.owner):
             return replace(nothing, lacks_budget=True)
-        block_ids, ends = self._found(sequence)
+        block_ids, ends = self._cached_blocks(sequence)
         is_tail = self._pool.is_tail(block_ids)
 
         def pin(chosen: BlockIds) -> BlockIds:
@@ -143,8 +143,8 @@ class EntryKeeper:
     def _takes_another(self, owner: str | None) -> bool:
         if len(self._entries) >= MAX_ENTRIES:
             return False
-        of_owner = sum(entry.owner == owner for entry in self._entries.values()) if owner is not None else 0
-        return of_owner < MAX_ENTRIES_BY_OWNER
+        num_entries = sum(entry.owner == owner for entry in self._entries.values()) if owner is not None else 0
+        return num_entries < MAX_ENTRIES_BY_OWNER
 
     def set_entry_end(self, name: str, until: float, now: float) -> None:
         """Move the end of an entry, earlier or later. Does nothing if there is no such entry (any more)."""
@@ -204,7 +204,7 @@ class EntryKeeper:
             for name in self._pins.expire(now):
                 self._entries.pop(str(name), None)
 
-    def _found(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
+    def _cached_blocks(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
         """Cached blocks of a sequence in all groups, in the order of the ends of their tokens, and these ends."""
         tables = self._coordinator.find_longest_cache_hit(sequence).tables
         sizes = self._coordinator.block_sizes

@@ -605,7 +605,7 @@ class KVCacheManager(EntryKeeper):
 
     def sink_block_ids(self) -> BlockIds:
         """Blocks that hold the groups' sinks, in the order of the groups; in no request's table (a copy)."""
-        return self._coordinator.held_for_ever()
+        return self._coordinator.held_forever()
 
     def num_required_blocks(self, num_tokens: int, hit: PrefixHit) -> int:
         """Free blocks that admitting a request with this hit takes, for its first `num_tokens` tokens."""

@@ -77,7 +77,7 @@ class SlotIndex:
         Leave out a prompt's last token: it is computed for its logits. Raises InvalidRequestError for token ids below 0
         or beyond int32, and for extra keys that do not fit.
         """
-        return self._found(TokenSequence("", token_ids, block_size=self.block_size, extra_keys=extra_keys))
+        return self._match(TokenSequence("", token_ids, block_size=self.block_size, extra_keys=extra_keys))
 
     def lock(self, match: SlotMatch) -> None:
         """Keep the slots of a match until `unlock`, and count a use of them.
@@ -86,7 +86,7 @@ class SlotIndex:
         """
         if match in self._locked:
             raise AllocationError("this match is locked already; match again for another lock")
-        current = self._found(match._sequence)
+        current = self._match(match._sequence)
         if not np.array_equal(current.slots[: len(match.slots)], match.slots):
             raise AllocationError(
                 f"only {current.num_tokens} of the {match.num_tokens} tokens of this match are still in its slots; "
@@ -138,7 +138,7 @@ class SlotIndex:
             if self._pool.wants_keys:
                 self._pool.note_keys(new, sequence.block_hashes()[num_cached:])
             self._pool.free_blocks(new[::-1].copy())
-        return self._found(sequence)
+        return self._match(sequence)
 
     def evict(self, num_slots: int) -> BlockIds:
         """Forget `num_slots` slots or more, those that go first, and give them back to the engine.
@@ -175,6 +175,6 @@ class SlotIndex:
             holders[match.slots] += 1
         self._pool.check_integrity(holders)
 
-    def _found(self, sequence: TokenSequence) -> SlotMatch:
+    def _match(self, sequence: TokenSequence) -> SlotMatch:
         slots = self._index.match(sequence).block_ids
         return SlotMatch(slots, len(slots) * self.block_size, sequence)

@@ -150,7 +150,7 @@ def _run_real(console: Console) -> list[Answer]:
                     highlight=False,
                 )
             answers.append(answer)
-            console.print(_told(answer), highlight=False, markup=False)
+            console.print(_answer_lines(answer), highlight=False, markup=False)
     hits = [answer for answer in answers if answer.num_cached_tokens]
     if hits:
         cold, warm = _median_ttfts_ms(hits)
@@ -158,7 +158,7 @@ def _run_real(console: Console) -> list[Answer]:
     return answers
 
 
-def _told(answer: Answer) -> str:
+def _answer_lines(answer: Answer) -> str:
     """A question with its times, and its answer, in lines of at most 80 characters."""
     text = textwrap.fill(answer.text, 78, initial_indent="  ", subsequent_indent="  ")
     cold, warm = (f"{ms / 1e3:.2f} s" for ms in (answer.ttft_cold_ms, answer.ttft_warm_ms))

@@ -185,15 +185,15 @@ class Intake:
     def _sources(self, links: Links, prompt: Prompt) -> tuple[TokenSequence, ...]:
         """For each run the sequence that it is copied from; equal ones are one object."""
         by_tokens: dict[bytes, TokenSequence] = {}
-        of_array: dict[int, TokenSequence] = {}
+        by_array: dict[int, TokenSequence] = {}
         for tokens in links.sources:
             key = tokens.tobytes()
             if key not in by_tokens:
                 # All of a source lies under the salt: what all tenants share of a prompt is no part of it.
                 source = Prompt(tokens, extra_keys=replace(prompt.extra_keys, salt_offset=0, spans=()))
                 by_tokens[key] = self.sequence("", source)
-            of_array[id(tokens)] = by_tokens[key]
-        return tuple(of_array[id(run.source)] for run in links.runs)
+            by_array[id(tokens)] = by_tokens[key]
+        return tuple(by_array[id(run.source)] for run in links.runs)
 
     def _spans(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[KeyedSpan, ...]:
         """A prompt's own spans, and the names of its linked tokens and gaps in block keys."""

@@ -151,7 +151,7 @@ class Layout:
                 after = f" after a scaffold of {scaffold:,}" if scaffold else ""
                 raise box.module.place.error(
                     SchemaError,
-                    f"{_named(path)} has {len(box.own_ids):,} tokens{after}, and one request may have {limit:,}; "
+                    f"{_title(path)} has {len(box.own_ids):,} tokens{after}, and one request may have {limit:,}; "
                     "split it, shorten its parameters, or raise max_model_len if the model has more positions",
                 )
 
@@ -275,7 +275,7 @@ class _Builder:
         if self._limit is not None and per_token is not None and len(text) > self._limit * per_token:
             raise module.place.error(
                 SchemaError,
-                f"{_named(path)} has a text of {len(text):,} characters, and the {self._limit:,} tokens of one request "
+                f"{_title(path)} has a text of {len(text):,} characters, and the {self._limit:,} tokens of one request "
                 f"hold at most {self._limit * per_token:,}; split it, or raise max_model_len",
             )
 
@@ -352,7 +352,7 @@ def _item_bytes(item: Item) -> int:
     return 0
 
 
-def _named(path: str) -> str:
+def _title(path: str) -> str:
     return f"the module {path!r}" if path else "the schema's own text"
 
 

@@ -188,9 +188,9 @@ class TemplateForm:
             for number, call in enumerate(calls):
                 base = message if not number else {"role": "assistant", "content": ""}
                 converted.append({**base, "tool_calls": [call]})
-                mine = [result for result in results if result.get("tool_call_id") == call.get("id")]
-                converted += mine
-                results = [result for result in results if result not in mine]
+                answers = [result for result in results if result.get("tool_call_id") == call.get("id")]
+                converted += answers
+                results = [result for result in results if result not in answers]
             converted += results
         return converted
 

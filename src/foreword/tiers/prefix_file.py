@@ -133,25 +133,25 @@ def manifest_length(first_bytes: bytes) -> int:
 
 def decode_manifest(pages: bytes) -> dict[str, Any]:
     """The facts of a manifest. Raises UnsoundFileError unless they are as written."""
-    whose = f"the manifest, bytes 0 to {len(pages)},"
+    subject = f"the manifest, bytes 0 to {len(pages)},"
     if hashlib.sha256(pages[:-DIGEST_BYTES]).digest() != pages[-DIGEST_BYTES:]:
-        raise UnsoundFileError(f"{whose} is damaged: its checksum differs")
+        raise UnsoundFileError(f"{subject} is damaged: its checksum differs")
     _, _, text_bytes = _HEAD.unpack(pages[:HEAD_BYTES])
     try:
         facts = json.loads(pages[HEAD_BYTES : HEAD_BYTES + text_bytes])
         wrong = [name for name, kind in _REQUIRED.items() if type(facts.get(name)) is not kind]
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UnsoundFileError(f"{whose} is no JSON object") from error
+        raise UnsoundFileError(f"{subject} is no JSON object") from error
     if wrong:
-        raise UnsoundFileError(f"{whose} says nothing of {', '.join(wrong)}")
+        raise UnsoundFileError(f"{subject} says nothing of {', '.join(wrong)}")
     for name, allowed in _RANGES.items():
         if facts[name] not in allowed:
-            raise UnsoundFileError(f"{whose} says {name}={facts[name]}; a file has {allowed[0]} to {allowed[-1]}")
+            raise UnsoundFileError(f"{subject} says {name}={facts[name]}; a file has {allowed[0]} to {allowed[-1]}")
     if not _is_prompt(facts):
-        raise UnsoundFileError(f"{whose} has token ids or a salt that no prompt has")
+        raise UnsoundFileError(f"{subject} has token ids or a salt that no prompt has")
     identity = CacheIdentity(facts["model_id"], facts["arithmetic_id"], facts["layout"], facts["exact"])
     if identity.namespace.hex() != facts["namespace"]:
-        raise UnsoundFileError(f"{whose} contradicts itself: its namespace is not that of its model and arithmetic")
+        raise UnsoundFileError(f"{subject} contradicts itself: its namespace is not that of its model and arithmetic")
     return dict(facts)
 
 

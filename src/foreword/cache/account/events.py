@@ -124,8 +124,8 @@ class PrefixMirror:
             match numbered.event:
                 case BlockStored(group_idx=group) as stored:
                     tokens, size = stored.token_ids, stored.block_size
-                    of_each = (tokens[start : start + size] for start in range(0, len(tokens), size))
-                    self._held.setdefault(group, {}).update(zip(stored.block_hashes, of_each, strict=True))
+                    block_tokens = (tokens[start : start + size] for start in range(0, len(tokens), size))
+                    self._held.setdefault(group, {}).update(zip(stored.block_hashes, block_tokens, strict=True))
                 case BlockRemoved(group_idx=group) as removed:
                     for key in removed.block_hashes:
                         del self._held[group][key]

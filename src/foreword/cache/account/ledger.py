@@ -365,11 +365,11 @@ class TailAccount:
         """The eviction of the longest tail that held more than `num_known` tokens of the sequence's block `number`."""
         if not self._evicted:
             return None
-        there = self._evicted_at.get(_place(sequence, number), {})
+        tails = self._evicted_at.get(_place(sequence, number), {})
         start = number * sequence.block_size
         ours = sequence.token_ids[start : start + sequence.block_size]
         longest, eviction = num_known, None
-        for tail in islice(reversed(there), MAX_COMPARED):
+        for tail in islice(reversed(tails), MAX_COMPARED):
             length = common_length(ours, np.frombuffer(tail.tokens, np.int32))
             if length > longest:
                 longest, eviction = length, self._evicted[tail]
@@ -400,9 +400,9 @@ class TailAccount:
 
     def _forget_eviction(self, tail: Tail) -> None:
         if self._evicted.pop(tail, None) is not None:
-            there = self._evicted_at[tail.place]
-            del there[tail]
-            if not there:
+            tails = self._evicted_at[tail.place]
+            del tails[tail]
+            if not tails:
                 del self._evicted_at[tail.place]
 
 

@@ -183,9 +183,9 @@ class PinnedPolicy:
         if pin.refresh_s is None or last == pin.last:
             return
         if pin.last is not None:
-            of_block = self._ending_at[pin.last]
-            of_block.discard(name)
-            if not of_block:
+            names = self._ending_at[pin.last]
+            names.discard(name)
+            if not names:
                 del self._ending_at[pin.last]
         if last is not None:
             self._ending_at.setdefault(last, set()).add(name)

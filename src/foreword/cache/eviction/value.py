@@ -240,12 +240,12 @@ class _Hazards:
         num_bins = hazards.shape[1]
         for start in range(num_bins):
             later = hazards[:, start:]
-            still = np.cumprod(1.0 - later, axis=1)  # probability of no hit until the end of each bin
-            before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
+            survival = np.cumprod(1.0 - later, axis=1)  # probability of no hit until the end of each bin
+            before = np.concatenate((np.ones((NUM_CLASSES, 1)), survival[:, :-1]), axis=1)
             if not start:
-                self._chance[:] = 1.0 - still[:, -1]
-            time = np.cumsum(self.widths[start:] * (before + still) / 2, axis=1)
-            self._value[:, start] = ((1.0 - still) / time).max(axis=1)
+                self._chance[:] = 1.0 - survival[:, -1]
+            time = np.cumsum(self.widths[start:] * (before + survival) / 2, axis=1)
+            self._value[:, start] = ((1.0 - survival) / time).max(axis=1)
         self._value = np.rint(STEPS_PER_DOUBLING * np.log2(self._value))
 
 
@@ -317,12 +317,12 @@ class ValuePolicy(EmptyFirstPolicy):
         numbers = key_numbers(keys)
         self._key[block_ids] = numbers
         entries = self._history.find(numbers.tolist())
-        again = self._history.is_latest(entries)
-        if again.any():
-            entries = entries[again]
+        is_latest = self._history.is_latest(entries)
+        if is_latest.any():
+            entries = entries[is_latest]
             self._hazards.note_hits(self._history.classes(entries), entries, self._history.num_uses)
             self._history.is_followed(entries)
-            self._times[block_ids[again]] = np.minimum(self._history.times(entries) + 1, len(USE_CLASS) - 1)
+            self._times[block_ids[is_latest]] = np.minimum(self._history.times(entries) + 1, len(USE_CLASS) - 1)
 
     def note_hit(self, block_ids: BlockIds) -> None:
         block_ids = block_ids[self._is_cached[block_ids]]
@@ -366,8 +366,8 @@ class ValuePolicy(EmptyFirstPolicy):
         self._parent[block_ids[:-1][follows]] = block_ids[1:][follows]
         classes = self._classify(block_ids)
         self._class[block_ids] = classes
-        again = self._entry[block_ids]  # two requests held it without a hit, and freed it one after the other
-        self._history.is_followed(again[self._history.is_latest(again)])
+        entries = self._entry[block_ids]  # two requests held it without a hit, and freed it one after the other
+        self._history.is_followed(entries[self._history.is_latest(entries)])
         self._entry[block_ids] = self._history.add(self._key[block_ids], classes, self._times[block_ids])
         self._end_ranking()
         self._tell_time()

@@ -217,9 +217,9 @@ class KVCacheCoordinator(ABC):
         for manager in self.managers:
             manager.reserve(self.pool)
 
-    def held_for_ever(self) -> BlockIds:
+    def held_forever(self) -> BlockIds:
         """The blocks that `reserve` took."""
-        return np.concatenate([manager.held_for_ever() for manager in self.managers])
+        return np.concatenate([manager.held_forever() for manager in self.managers])
 
     def _needed(self, tables: tuple[BlockIds, ...]) -> BlockIds:
         """The blocks in these tables, without NULL_BLOCK."""
@@ -325,13 +325,13 @@ class KVCacheCoordinator(ABC):
         places, block_ids = places[order], np.concatenate([ids for _, ids in parts])[order]
         begins = np.flatnonzero(np.diff(places)) + 1
         if self.pool.users is not None:
-            for row, of_row in zip(rows[places[np.append(0, begins)]], np.split(block_ids, begins), strict=True):
-                self.pool.users.note_use(int(row), of_row)
+            for row, row_ids in zip(rows[places[np.append(0, begins)]], np.split(block_ids, begins), strict=True):
+                self.pool.users.note_use(int(row), row_ids)
         if len(np.unique(block_ids)) == len(block_ids):
             self.pool.free_blocks(block_ids)
         else:  # two requests release a block that they share
-            for of_row in np.split(block_ids, begins):
-                self.pool.free_blocks(of_row)
+            for row_ids in np.split(block_ids, begins):
+                self.pool.free_blocks(row_ids)
 
     def _append_each(self, rows: Int64Array, counts: Int64Array, new_ids: BlockIds) -> None:
         """Append new blocks to rows, row by row and within a row group by group; `counts` [rows, groups]."""
@@ -358,7 +358,7 @@ class KVCacheCoordinator(ABC):
         `held_apart`: block -> number of its holders that are no rows.
         """
         counts = held_apart.copy()
-        counts[self.held_for_ever()] += 1
+        counts[self.held_forever()] += 1
         owner = np.full(self.pool.num_blocks, -1)
         for group_id, manager in enumerate(self.managers):
             for row in rows:

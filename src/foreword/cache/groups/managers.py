@@ -128,7 +128,7 @@ class SingleTypeKVCacheManager(ABC):
     def reserve(self, pool: BlockPool) -> None:  # noqa: B027 - only sinks need any
         """Take the blocks that belong to no request and are never evicted. Call it once."""
 
-    def held_for_ever(self) -> BlockIds:
+    def held_forever(self) -> BlockIds:
         """The blocks that `reserve` took."""
         return NO_BLOCKS
 
@@ -301,7 +301,7 @@ class SinkFullAttentionManager(FullAttentionManager):
             )
         self._sink_ids = pool.get_new_blocks(num_blocks)
 
-    def held_for_ever(self) -> BlockIds:
+    def held_forever(self) -> BlockIds:
         return self._sink_ids
 
 

@@ -222,7 +222,7 @@ class HashIndex(_KeysAlone):
     ) -> list[bool]:
         numbered = zip(sequences, numbers, strict=True)
         if self._prefixes is not None:
-            return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in enumerate(numbered)]
+            return [self.insert(*item, block_ids[at : at + 1]) for at, item in enumerate(numbered)]
         self._blocks.insert(0, [sequence.block_hashes()[number] for sequence, number in numbered], block_ids)
         return [True] * len(numbers)
 

@@ -238,7 +238,7 @@ class RadixIndex:
         self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
     ) -> list[bool]:
         numbered = enumerate(zip(sequences, numbers, strict=True))
-        return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in numbered]
+        return [self.insert(*item, block_ids[at : at + 1]) for at, item in numbered]
 
     def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
         start = num_tokens // self._block_size * self._block_size
@@ -449,7 +449,7 @@ class RadixIndex:
                 push_children(root, None, salt)
         while queue and len(nodes) < limit:
             reuses, _, node_id, parent_id, salt, node = heapq.heappop(queue)
-            tokens, begins = self._shown(node)
+            tokens, begins = self._first_tokens(node)
             salt = begins or salt
             if salt is not None and not salt.startswith(under_salt):
                 continue
@@ -459,7 +459,7 @@ class RadixIndex:
             push_children(node, node_id, salt)
         return nodes
 
-    def _shown(self, node: RadixNode) -> tuple[tuple[int, ...], str | None]:
+    def _first_tokens(self, node: RadixNode) -> tuple[tuple[int, ...], str | None]:
         """A node's first tokens, those at which a salt begins among them, and this salt."""
         tokens, salt = [], None
         for token in node.tokens[:MAX_SHOWN_TOKENS].tolist():
@@ -599,7 +599,7 @@ class RadixIndex:
         seen, tails = self._check_tree()
         assert tails == self._tails, "tails and nodes differ"
         assert not set(tails) & (set(seen) | set(self._original_of)), "a tail is also a full block"
-        waiting = {duplicate: block for block, those in self._duplicates.items() for duplicate in those}
+        waiting = {duplicate: block for block, copies in self._duplicates.items() for duplicate in copies}
         assert waiting == self._original_of, "duplicates and originals differ"
         assert set(self._original_of.values()) <= set(seen), "a duplicate waits for no block"
         assert not set(waiting) & set(seen), "a duplicate stands in the tree"
@@ -609,8 +609,8 @@ class RadixIndex:
         matched_ids = self.match(sequence).block_ids.tolist()
         for number, block_id in enumerate(block_ids.tolist()):
             assert block_id not in self._tails, f"block {block_id} is a tail, but somebody holds it"
-            answering = self._original_of.get(block_id, block_id)
-            assert self._node_id_of[answering] == NOT_INDEXED or answering in matched_ids[number : number + 1], (
+            original = self._original_of.get(block_id, block_id)
+            assert self._node_id_of[original] == NOT_INDEXED or original in matched_ids[number : number + 1], (
                 f"block {block_id} is indexed as something else than its holder's block number {number}"
             )
 

@@ -141,8 +141,8 @@ class SpanNumbers:
             shift[at] = self._next - first
             self._give_numbers(stretch)
         self._limit = max(self._least_limit, 2 * len(used_places))
-        for tokens, of_tokens in zip(used, owners, strict=True):
-            tokens[tokens < UNKNOWN] += shift[of_tokens].astype(np.int32)
+        for tokens, stretch_ids in zip(used, owners, strict=True):
+            tokens[tokens < UNKNOWN] += shift[stretch_ids].astype(np.int32)
         return used
 
 

@@ -167,8 +167,8 @@ class Drafting:
         """A guess for each request that is asked for one, within the shares of a step's time that guesses may take."""
         lucky = np.array([self._histories.setdefault(request, _History()).was_right for request in requests])
         is_asked = np.zeros(len(requests), np.bool_)
-        for of_kind, pool in ((lucky, self._for_lucky), (~lucky, self._for_others)):
-            places = np.flatnonzero(of_kind)
+        for mask, pool in ((lucky, self._for_lucky), (~lucky, self._for_others)):
+            places = np.flatnonzero(mask)
             is_asked[places[pool.turns(len(places), self._guesses_in_step(num_rows))]] = True
         started = time.perf_counter()
         guesses = [self._guess(request) if ask else None for request, ask in zip(requests, is_asked, strict=True)]
@@ -207,10 +207,10 @@ class Drafting:
         """Compare the last guesses with what came."""
         history.was_right = False
         for guess in history.guesses:
-            came = request.sequence.token_ids[guess.length :]
+            actual = request.sequence.token_ids[guess.length :]
             proposal = guess.proposal
-            guessed = proposal.token_ids[: len(came)]
-            wrong = np.flatnonzero(guessed != came[: len(guessed)])
+            guessed = proposal.token_ids[: len(actual)]
+            wrong = np.flatnonzero(guessed != actual[: len(guessed)])
             num_right = int(wrong[0]) if len(wrong) else len(guessed)
             self._acceptance.note(
                 proposal.source,

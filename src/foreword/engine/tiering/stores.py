@@ -149,8 +149,8 @@ class Stores:
 
     def _settle_apart(self) -> None:
         """Count what became of such payloads; give up those that take too long."""
-        going, self._apart = self._apart, []
-        for store in going:
+        pending, self._apart = self._apart, []
+        for store in pending:
             if time.monotonic() - store.started > PATIENCE_S:
                 for ticket in store.tickets:
                     ticket.cancel()

@@ -155,22 +155,22 @@ class WaitingPrefixes:
 
     def _spread(self, family: Family) -> None:
         """Put the members of a family whose next block is cached where they belong now."""
-        least, oldest_keys = family.num_cached, self._keys[family.oldest]
-        likely = self._num_cached(oldest_keys, least, len(oldest_keys))
+        low, oldest_keys = family.num_cached, self._keys[family.oldest]
+        likely = self._num_cached(oldest_keys, low, len(oldest_keys))
         places: dict[BlockHash | None, int] = {}
         """The next block of each member -> cached blocks before it."""
         for request in family.members:
             keys = self._keys[request]
             num_cached = likely
             if len(keys) < likely or keys[likely - 1] != oldest_keys[likely - 1] or self._finds(keys, likely):
-                num_cached = self._num_cached(keys, least, len(keys))
+                num_cached = self._num_cached(keys, low, len(keys))
             places[keys[num_cached] if num_cached < len(keys) else None] = num_cached
         if len(places) == 1 and None not in places:
             return self._move(family, likely)
         self._drop(family)
         for request in sorted(family.members, key=lambda request: request.service_key):
             keys = self._keys[request]
-            self._put(request, family.lane, self._num_cached(keys, least, len(keys)))
+            self._put(request, family.lane, self._num_cached(keys, low, len(keys)))
         return None
 
     # ------------------------------------------------------------------ places
@@ -179,8 +179,8 @@ class WaitingPrefixes:
         """Move a family whose members have this number of cached blocks and the same next one."""
         self._drop(family)
         name = self._name(family.oldest, num_cached)
-        there = self._families.get((family.lane, name))
-        if there is None:
+        existing = self._families.get((family.lane, name))
+        if existing is None:
             family.name, family.num_cached = name, num_cached
             self._enter(family)
             self._note(family)

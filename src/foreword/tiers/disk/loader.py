@@ -102,9 +102,9 @@ def pieces_of(segment_id: int, blocks: Extent, max_bytes: int) -> Iterator[Piece
         first = following
         while following < len(blocks) and blocks[following][2] <= stop:
             following += 1
-        mine = blocks[first:following]
-        carry = max(0, offset - mine[0][1]) if mine else 0
-        yield Piece(segment_id, offset, stop - offset, carry, [index for index, _, _ in mine], stop == last_end)
+        ending = blocks[first:following]
+        carry = max(0, offset - ending[0][1]) if ending else 0
+        yield Piece(segment_id, offset, stop - offset, carry, [index for index, _, _ in ending], stop == last_end)
         offset = stop
 
 

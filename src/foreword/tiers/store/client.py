@@ -242,11 +242,11 @@ class Link:
         if len(self._body) < needed:
             self._body = bytearray(needed)
         body = memoryview(self._body)
-        got = min(needed, self._end - self._begin)
-        body[:got] = memoryview(self._line)[self._begin : self._begin + got]
-        self._begin += got
-        while got < needed:
-            got += self._receive(body[got:needed])
+        count = min(needed, self._end - self._begin)
+        body[:count] = memoryview(self._line)[self._begin : self._begin + count]
+        self._begin += count
+        while count < needed:
+            count += self._receive(body[count:needed])
         return body[:num_bytes]
 
     def _receive(self, into: memoryview) -> int:

@@ -139,12 +139,12 @@ def _unwanted(cache: Survey, contents: list[Content], wish: Wish) -> set[bytes]:
             raise ConfigError(
                 f"--namespace {digits!r} is not 1 to 32 hexadecimal digits; `foreword cache list` shows them"
             )
-        meant = {namespace for namespace in namespaces if namespace.hex().startswith(digits.lower())}
-        if len(meant) != 1:
-            problem = f"begins {len(meant)} namespaces" if meant else "is no namespace"
+        matches = {namespace for namespace in namespaces if namespace.hex().startswith(digits.lower())}
+        if len(matches) != 1:
+            problem = f"begins {len(matches)} namespaces" if matches else "is no namespace"
             names = ", ".join(sorted(namespace.hex()[:8] for namespace in namespaces)) or "none"
             raise ConfigError(f"--namespace {digits!r} {problem} of {str(cache.path)!r}; there are: {names}")
-        unwanted |= meant
+        unwanted |= matches
     if wish.kept_model is not None:
         names_of = {namespace: facts.get("model_name") for namespace, facts in cache.manifests.facts.items()}
         if wish.kept_model not in names_of.values():
