@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from foreword.cache import CacheLedger, ExtraKeys, KVCacheManager, MissReason, TokenSequence, make_index
+from foreword.cache import CacheLedger, ExtraKeys, KeyedSpan, KVCacheManager, MissReason, TokenSequence, make_index
 
 BLOCK = 4
 PUBLIC = [7] * 9
@@ -87,6 +87,22 @@ def test_public_blocks_count_for_nobody_and_salted_ones_for_their_salt(cache):
     assert ledger.num_under_salt("bob") == 0
     assert run(cache, sequence("d", list(range(40)), "alice/2")) >= 36
     assert cache.explain(sequence("e", list(range(8)), "bob")).reason is MissReason.EVICTED
+
+
+@pytest.mark.parametrize("spans", [(), (KeyedSpan("image", "cat", 1, 2),)])
+def test_public_blocks_of_an_adapter_or_a_picture_count_for_nobody(cache, spans):
+    def adapted(name: str, adapter: str, salt: str, digit: int) -> TokenSequence:
+        keys = ExtraKeys(adapter=adapter, salt=salt, salt_offset=len(PUBLIC), spans=spans)
+        return TokenSequence(name, [*PUBLIC, *[digit] * 11], block_size=BLOCK, extra_keys=keys)
+
+    run(cache, adapted("a", "sql", "alice", 1))
+    ledger, num_salted = cache.ledger, (len(PUBLIC) + 11) // BLOCK - len(PUBLIC) // BLOCK
+    assert ledger.num_under_salt("alice") == num_salted
+    cache.evict_blocks(ledger.blocks_under_salt("alice", np.arange(cache.num_blocks, dtype=np.int32)))
+    assert ledger.num_under_salt("alice") == 0
+    assert cache.explain(adapted("b", "code", "bob", 1)).reason is MissReason.ADAPTER_DIFFERS
+    assert run(cache, adapted("c", "sql", "bob", 2)) >= len(PUBLIC) // BLOCK * BLOCK
+    assert ledger.num_under_salt("bob") == num_salted
 
 
 def test_random_tenants_meet_in_public_prefixes_only():

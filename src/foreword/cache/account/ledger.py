@@ -156,13 +156,13 @@ class GroupLedger:
             self.drop_oldest_ghosts()
         if sequence.extra_keys != NO_EXTRA_KEYS:
             plain = keys_of_group(sequence.plain_block_hashes(), self.width, numbers.start, numbers.stop)
-            salted = sequence.extra_keys.salt
             for at in new:
                 if keys[at] == plain[at]:  # the salt begins later
                     continue
-                self._variants.setdefault(plain[at], Counter())[sequence.extra_keys] += 1
-                self._variant_of[keys[at]] = (plain[at], sequence.extra_keys)
-                self._num_salted[salted] += 1
+                extra_keys = sequence.extra_keys.of_prefix((numbers[at] + 1) * self.width * sequence.block_size)
+                self._variants.setdefault(plain[at], Counter())[extra_keys] += 1
+                self._variant_of[keys[at]] = (plain[at], extra_keys)
+                self._num_salted[extra_keys.salt] += 1
         if self._events is not None:
             self._report_stored(self._events, sequence, [numbers[at] for at in new])
         if self.watcher is not None:
@@ -220,7 +220,8 @@ class GroupLedger:
         if key in self._ghosts:
             return MissReason.EVICTED, self._ghosts[key]
         (plain,) = keys_of_group(sequence.plain_block_hashes(), self.width, numbers.start, numbers.stop)
-        return self._difference(plain, sequence.extra_keys), None
+        end = numbers.stop * self.width * sequence.block_size
+        return self._difference(plain, sequence.extra_keys.of_prefix(end)), None
 
     def _difference(self, plain: BlockHash, extra_keys: ExtraKeys) -> MissReason:
         """How a prompt's extra keys differ from those under which the same tokens are findable."""

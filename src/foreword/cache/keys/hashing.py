@@ -174,6 +174,13 @@ class ExtraKeys:
                 )
             free_from = span.end
 
+    def of_prefix(self, num_tokens: int) -> ExtraKeys:
+        """The keys of the first `num_tokens` tokens: without an adapter or a salt that begins after them."""
+        has_adapter, has_salt = self.adapter_offset < num_tokens, self.salt_offset < num_tokens
+        if has_adapter and has_salt:
+            return self
+        return replace(self, adapter=self.adapter if has_adapter else None, salt=self.salt if has_salt else None)
+
     def of_block(self, start: int, end: int) -> tuple[str, ...]:
         """The extra keys of the block that holds positions `start` to `end` (exclusive), in a fixed order."""
         keys: list[str] = []
