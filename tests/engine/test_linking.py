@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KeyedSpan
-from foreword.engine import Prompt
+from foreword.engine import Keep, Prompt
+from foreword.engine.keeper import EntryFile
 from foreword.errors import InvalidRequestError
 from foreword.request import LinkedRun, Links, SamplingParams
 from hash_runner import HashEngine
@@ -156,3 +158,19 @@ def test_a_picture_and_a_link_stand_in_one_prompt() -> None:
                 [9],
                 keys=ExtraKeys(spans=(KeyedSpan("media", "cat", offset, length),)),
             )
+
+
+def test_a_linked_prompt_wakes_the_entry_of_an_earlier_process_that_it_begins_with(tmp_path: Path) -> None:
+    for is_restarted in (False, True):
+        parts = engine_of(max_pinned_share=0.5)
+        parts.engine.entries.open(EntryFile(tmp_path / "entries"))
+        if is_restarted:
+            assert [entry.num_kept_tokens for entry in parts.engine.entries.entries()] == [0]
+            add_linked(parts, "linked", COMMON, run_of(RARE), [9])
+            parts.drain()
+        else:
+            compute(parts, [*COMMON, 9])
+            parts.engine.entries.pin(Prompt(np.array(COMMON, np.int32)), Keep(60.0))
+        assert [entry.num_kept_tokens for entry in parts.engine.entries.entries()] == [len(COMMON)]
+        parts.engine.check_integrity()
+        parts.engine.entries.save(at_once=True)

@@ -19,7 +19,7 @@ from rich.console import Console
 from foreword import LLM, SamplingParams
 from foreword.bench.trace import TraceBenchOptions, prompt_token_ids, read_trace, run_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
-from foreword.engine import Prompt
+from foreword.engine import Keep, Mark, Prompt
 from foreword.engine.shares import EncoderBudget
 from foreword.engine.tiering import apart
 from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
@@ -474,6 +474,22 @@ def test_marks_and_places_move_with_pictures(llm: LLM) -> None:
     assert shown.message_ends == (1, 1 + lengths[0], 3 + lengths[0], 3 + sum(lengths), 4 + sum(lengths))
     for placed in shown.pictures:
         assert (shown.token_ids[placed.places] == sign).all()
+
+
+def test_marks_before_in_and_after_a_picture_keep_what_is_before_them(llm: LLM) -> None:
+    assert llm.pictures is not None
+    sign, before, keep = llm.get_tokenizer().convert_tokens_to_ids("<image>"), 3 * llm.layout.block_size, Keep(60.0)
+    read = llm.pictures.read(pictures_of(taken_apart(asks("", noise(70, 50)))))
+    prompt = llm.pictures.shown(Prompt(np.array([*[5] * before, sign, 6, 7], np.int32)), read)
+    [placed] = prompt.pictures
+    end = placed.offset + placed.num_tokens
+    marks = tuple(Mark(at, replace(keep, name=str(at))) for at in (before - 1, before, placed.offset + 1, end, end + 1))
+    output = llm.engine.add_request("marked", replace(prompt, marks=marks), greedy(1))
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert [entry.num_tokens for entry in output.kept] == [before - 1, before, end, end, end + 1]
+    assert [entry.is_whole for entry in output.kept] == [True] * len(marks)
+    assert llm.engine.explain(prompt).num_hit_tokens >= before
 
 
 @pytest.mark.parametrize("size", [(96, 96), (97, 31), (31, 97), (1, 60), (60, 1), (400, 300), (33, 32)])

@@ -136,7 +136,7 @@ class Keeper:
                 yield request, tuple(self._keep_mark(prompt, mark) for mark in prompt.marks)
 
     def _keep_mark(self, prompt: Prompt, mark: Mark) -> CacheEntry:
-        return self.pin(replace(prompt, token_ids=prompt.token_ids[: mark.end]), mark.keep)
+        return self.pin(prompt.prefix(mark.end), mark.keep)
 
     def pin(self, prompt: Prompt, keep: Keep) -> CacheEntry:
         """Make an entry of a prompt's cached blocks, or add them to it.

@@ -126,6 +126,14 @@ class Prompt:
     session: str | None = None
     """The owner's session that the request belongs to; None: to none."""
 
+    def prefix(self, num_tokens: int) -> Prompt:
+        """The first `num_tokens` tokens, which no link replaces, and the rest of a picture in which they end."""
+        spans = tuple(span for span in self.extra_keys.spans if span.offset < num_tokens)
+        end = max([num_tokens, *(span.end for span in spans)])
+        pictures = tuple(placed for placed in self.pictures if placed.offset < end)
+        keys = replace(self.extra_keys, spans=spans)
+        return replace(self, token_ids=self.token_ids[:end], extra_keys=keys, pictures=pictures, links=None)
+
     def begun(self) -> Prompt:
         """This prompt with keys that say where its adapter begins, however it is cut afterwards."""
         if self.adapter is None or self.extra_keys.adapter is not None:
