@@ -185,12 +185,10 @@ class Keeper:
 
     def entries(self, *, count_kept: bool = True) -> list[CacheEntry]:
         """All entries, the oldest first, including those that lost blocks; see `KVCacheManager.entries`."""
-        now = self._clock()
-        self._manager.expire_pins(now)
-        return [
-            *self._manager.entries(count_kept=count_kept),
-            *(entry for entry in map(self._sleeping, self._asleep.values()) if entry.until > now),
-        ]
+        self._manager.expire_pins(self._clock())
+        now = self.wall_clock()
+        self._asleep = {name: entry for name, entry in self._asleep.items() if entry.until > now}
+        return [*self._manager.entries(count_kept=count_kept), *map(self._sleeping, self._asleep.values())]
 
     # ----------------------------------------------------------------- restarts
 

@@ -383,6 +383,22 @@ def test_no_load_takes_a_block_that_a_planned_step_may_still_write() -> None:
     assert running.outputs[0].token_ids == answer([5] * 20, 1, 40)
 
 
+def test_what_a_cancelled_store_has_written_counts_for_the_day() -> None:
+    tier = LateTier()
+    world = world_on(tier)
+    world.add("first", PROMPT, SamplingParams(max_tokens=1, seed=1))
+    while not tier.jobs:
+        world.engine.step()
+        world.engine.store_on()
+    [(_, _, _, move)] = tier.jobs
+    for index in range(3):
+        move(index)
+    assert world.engine._tiers.yield_blocks()
+    report = world.engine.report_tiers()
+    assert report.stores.blocks_by_outcome == {"done": 3, "cancelled": 7}
+    assert report.bytes_today == report.stores.num_bytes == sum(map(len, tier.content.values())) > 0
+
+
 def test_no_block_is_stored_before_the_step_that_fills_it_is_settled() -> None:
     """F2: a prefix was offered and evicted, and a step that computes it again is in flight when its turn comes."""
     tier = LateTier()

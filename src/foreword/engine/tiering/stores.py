@@ -118,11 +118,13 @@ class Stores:
                 self._release(chunk)
 
     def cancel(self) -> None:
-        """Give up the chunk under way, with its sequence, and release its blocks."""
-        if self._chunk is not None:
-            for ticket in self._chunk.tickets:
+        """Give up the chunk under way, with its sequence, and release its blocks; count the blocks that are stored."""
+        chunk = self._chunk
+        if chunk is not None:
+            for ticket in chunk.tickets:
                 ticket.cancel()
-            self._release(self._chunk)
+                self._count(chunk, ticket)
+            self._release(chunk)
 
     def forget_offers(self) -> None:
         """Store nothing of what was offered so far."""
@@ -156,7 +158,7 @@ class Stores:
                     ticket.cancel()
             if all(ticket.done for ticket in store.tickets):
                 for ticket in store.tickets:
-                    self._count(store.run, ticket)
+                    self._count(store, ticket)
             else:
                 self._apart.append(store)
 
@@ -233,7 +235,7 @@ class Stores:
         assert run is not None, "the chunk has not begun"
         for ticket in chunk.tickets:
             outcomes = ticket.report.outcomes
-            self._count(run, ticket)
+            self._count(chunk, ticket)
             refused = np.isin(outcomes, (Outcome.QUEUE_FULL, Outcome.NO_ROOM))
             self._offers.dropped.note([key.tobytes() for key in run.keys.keys[refused]])
             gets_through |= bool(np.isin(outcomes, (Outcome.DONE, Outcome.PRESENT)).any())
@@ -249,10 +251,11 @@ class Stores:
             self._manager.release_blocks(part.block_ids)
         self._chunk = None
 
-    def _count(self, run: BlockRun, ticket: Ticket) -> None:
+    def _count(self, store: _Chunk | _Apart, ticket: Ticket) -> None:
         """Count what became of a run in one tier."""
+        assert store.run is not None, "the store has not begun"
         self.counts.blocks_by_outcome.update(ticket.report.by_reason())
-        num_bytes = int(run.payload_bytes[ticket.report.outcomes == Outcome.DONE].sum())
+        num_bytes = int(store.run.payload_bytes[ticket.report.outcomes == Outcome.DONE].sum())
         self.counts.num_bytes += num_bytes
         self._bytes_today += num_bytes
 
