@@ -27,8 +27,8 @@ class Told:
         self._guess = guess
         self.num_left = 0
 
-    def propose(self, request: Request, most: int) -> Proposal | None:
-        token_ids = np.array(self._guess(request, most)[:most], np.int32)
+    def propose(self, request: Request, max_tokens: int) -> Proposal | None:
+        token_ids = np.array(self._guess(request, max_tokens)[:max_tokens], np.int32)
         return Proposal(token_ids, self.name, 2) if len(token_ids) else None
 
     def leave(self, request: Request) -> None:

@@ -95,12 +95,12 @@ class ShadowMemory:
         """`write` for one slot: a recurrent state after token p is written as `held_by(...)[p]`."""
         self._slots[block_id, slot] = held, self._bytes(block_id, slot)
 
-    def read_slot(self, block_id: int, slot: int, expected: Held, salt: str | None) -> None:
+    def read_slot(self, block_id: int, slot: int, wanted: Held, salt: str | None) -> None:
         """`read` for one slot, by a reader under this salt."""
         content = self._slots.get((block_id, slot))
         if content is None:
             why = "nobody has written it"
-        elif content[0].prefix != expected.prefix:
+        elif content[0].prefix != wanted.prefix:
             why = f"it holds token {content[0].position} of another prefix"
         elif content[0].salt not in (None, salt):
             why = f"it was written under salt {content[0].salt!r}"
@@ -108,7 +108,7 @@ class ShadowMemory:
             why = "its bytes are others than those that were written or copied there"
         else:
             return
-        where = f"token {expected.position} is read from slot {slot} of block {block_id}"
+        where = f"token {wanted.position} is read from slot {slot} of block {block_id}"
         raise WrongSlotError(f"{where} under salt {salt!r}, but {why}")
 
     def held_by(self, token_ids: npt.ArrayLike, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> list[Held]:

@@ -94,7 +94,7 @@ class Outputs:
         for index, request in enumerate(requests):
             logprobs = request.logprobs if request.params.reports_answer else None
             completion = CompletionOutput(
-                index, token_ids=request.sequence.answer_ids, logprobs=logprobs, drafts=request.drafts
+                index, token_ids=request.sequence.shown, logprobs=logprobs, drafts=request.drafts
             )
             stream = None if self._open_text_stream is None else self._open_text_stream(request.params, after)
             answers.append(_Answer(request, completion, stream))

@@ -73,7 +73,7 @@ class TokenSequence:
         self._tokens: TokenArray = as_token_array(token_ids)
         self._num_given = self._num_gathered = len(self._tokens)
         self._generated: list[int] = []
-        self.answer_ids: list[int] = []
+        self.shown: list[int] = []
         """A copy of the generated tokens for callers: each token is appended to it, and nothing here reads it."""
         self._hashes: list[BlockHash] = []
         if extra_keys is not NO_EXTRA_KEYS:
@@ -129,20 +129,20 @@ class TokenSequence:
     def append(self, token_id: int) -> None:
         """Add one generated token."""
         self._generated.append(token_id)
-        self.answer_ids.append(token_id)
+        self.shown.append(token_id)
 
     @staticmethod
     def append_each(sequences: list[TokenSequence], token_ids: list[int]) -> None:
         """Add one generated token to each of these sequences."""
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             sequence._generated.append(token_id)
-            sequence.answer_ids.append(token_id)
+            sequence.shown.append(token_id)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Add generated tokens."""
         num_known = len(self._generated)
         self._generated.extend(token_ids)
-        self.answer_ids.extend(self._generated[num_known:])
+        self.shown.extend(self._generated[num_known:])
 
     def generated_from(self, start: int) -> list[int]:
         """The generated tokens from number `start` on (a copy)."""
