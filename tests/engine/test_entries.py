@@ -130,7 +130,7 @@ def test_a_block_that_is_lost_and_computed_again_counts_again():
     world = World()
     world.ask(range(16), 12)
     manager, sequence = world.parts.manager, world.sequence(range(12))
-    middle = manager._found(sequence)[0][1:2]
+    middle = manager.cached_blocks(sequence)[0][1:2]
     manager.evict_blocks(middle)
     (entry,) = world.entries()
     assert entry.num_kept_tokens == 4
