@@ -570,7 +570,7 @@ def _max_model_len(config: EngineConfig, max_positions: int, manager: KVCacheMan
     step = config.scheduler.max_num_batched_tokens
     wanted = max_positions if asked is None else asked
     if wanted > max_positions:
-        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions")
+        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions; lower it")
     if manager.can_ever_hold(wanted, step):
         return wanted
     held = bisect.bisect_left(range(1, wanted), True, key=lambda length: not manager.can_ever_hold(length, step))

@@ -133,8 +133,12 @@ MODULES = {
 }
 """Module and help of the commands that have a module of their own."""
 FAMILIES = {
-    "bench": ("BENCHMARK", "benchmarks", "measure the engine on recorded traffic, this machine, and formats of KV"),
-    "pml": ("ACTION", "actions", "check a schema of prompt modules, answer a prompt of it, measure links"),
+    "bench": (
+        "BENCHMARK",
+        "benchmarks",
+        "measure the engine on recorded traffic, this machine's rates, and formats of KV",
+    ),
+    "pml": ("ACTION", "actions", "check a schema of prompt modules, answer a prompt of it, measure linking"),
     "cache": ("ACTION", "actions", "list, verify, prune, import and export what a cache directory holds"),
 }
 """Commands of several words: what the second word is called, and help."""
@@ -213,7 +217,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="say on standard error what the cache held of each prompt, why not more, and what attention shared",
+        help="print to standard error how much of each prompt was cached, why not more, and what attention shared",
     )
     fields = options_of(SamplingParams)
     sampling = {
@@ -232,7 +236,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], help="text to compute")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to compute")
     parser.add_argument(
-        "--prompt-token-ids", action="append", default=[], metavar="IDS", help="token ids to continue, such as 5,17,9"
+        "--prompt-token-ids", action="append", default=[], metavar="IDS", help="token ids to compute, such as 5,17,9"
     )
     parser.add_argument("--with-text", action="store_true", help="write the prompt's token ids into the file too")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")

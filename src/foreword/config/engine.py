@@ -94,13 +94,13 @@ class ModelConfig:
     """Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request leaves them out. "auto":
     the checkpoint's generation_config.json. "none": plain sampling. Else a file, or a folder with such a file."""
     dtype: Dtype = "auto"
-    """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
+    """Precision of weights and KV. "auto": the checkpoint's, if it is one of these, else float32; on a CPU also float32
+    where that is faster and loses no bit.
 
-    On a CPU "auto" is float32 where that is faster and loses no bit: for checkpoints in float16, and, on processors
-    without instructions for bfloat16, for checkpoints in bfloat16 or in codes. Weights of
-    written families stay in the file's 16 bits or codes there; activations and KV are float32. Asked of a checkpoint
-    in another type, "float16" refuses weights beyond 65504. Activations beyond that overflow all the same; models
-    trained in bfloat16 may have some.
+    That is so for checkpoints in float16, and, on processors without instructions for bfloat16, for checkpoints in
+    bfloat16 or in codes. Weights of written families stay in the file's 16 bits or codes there; activations and KV are
+    float32. Asked of a checkpoint in another type, "float16" refuses weights beyond 65504. Activations beyond that
+    overflow all the same; models trained in bfloat16 may have some.
     """
     kv_cache_dtype: str = "auto"
     """How a CPU stores keys and values: "auto" in the type of activations; "int8" in codes of eight bits with a scale
@@ -110,13 +110,13 @@ class ModelConfig:
     """How a CPU multiplies packed weights (GGUF, GPTQ, AWQ, MXFP4). "exact": activations stay in float32. "int8":
     activations are rounded to eight bits, which is faster. The two give different answers and share no cache."""
     device: str = "cpu"
-    """Torch device of the weights and the KV."""
+    """Torch device that runs the model, such as cpu or cuda."""
     max_model_len: int | None = None
     """Most tokens of one request, prompt and answer. None: the model's limit, or as many as the pool holds."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for KV blocks. None: see `gpu_memory_utilization`."""
+    """Memory for KV blocks: for running requests and the cache. None: see `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = None
-    """On a GPU: share of its memory for weights and KV together. On a CPU: share, for KV, of what loading leaves.
+    """Share of memory. On a GPU: of its memory, for weights and KV. On a CPU: of the memory left after loading, for KV.
 
     None: 0.9 on a GPU. On a CPU a quarter of the available memory, but at most 4 GiB, and at most twice what
     `max_num_seqs` requests of `max_model_len` tokens hold (or 1 GiB, if that is more). Memory is taken only when KV is
@@ -140,7 +140,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     enable_lora: bool = False
-    """Let requests name LoRA adapters (docs/guides/adapters.md). On a CPU, for the written families."""
+    """Let requests name LoRA adapters. Works on a CPU, for the families of docs/guides/adapters.md."""
     max_loras: int = 8
     """Adapters that stay in memory, besides those of requests; the least recently used leaves first. Together
     they take at most twice the bytes of N adapters of the largest rank."""
@@ -152,10 +152,10 @@ class ModelConfig:
     """Most tokens of one picture of a Qwen or Mistral model; larger ones are made smaller. A new picture
     takes a time that grows with the square of its tokens, and other requests wait meanwhile."""
     enable_prompt_embeds: bool = False
-    """Let prompts begin with embeddings in place of tokens (docs/guides/prompt-embeddings.md). On a CPU, for the
-    written families."""
+    """Let prompts begin with embeddings in place of tokens. Works on a CPU, for the families of
+    docs/guides/prompt-embeddings.md."""
     picture_cache_bytes: int = 256 * 2**20
-    """Memory for the encodings of the pictures that were shown last."""
+    """Memory for the encodings of the pictures that were used last."""
     self_check: bool = True
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
@@ -180,16 +180,16 @@ class ModelConfig:
         object.__setattr__(self, "kv_cache_dtype", name)
         if name.startswith("fp8"):
             raise ConfigError(
-                f"kv_cache_dtype={name!r} is not there, because eight bits of float round keys and values more than "
-                "codes with a scale for each token and head; use 'int8', which takes as much memory"
+                f"kv_cache_dtype={name!r} is not supported: floats of eight bits round more than codes with a scale "
+                "for each token and head; use 'int8', which takes as much memory"
             )
         _one_of(self, kv_cache_dtype=KVCacheDtype)
         if name != "int8":
             return
         if self.device != "cpu":
             raise ConfigError(
-                f"kv_cache_dtype='int8' runs on a CPU alone, and the model is asked for on device={self.device!r}; "
-                "leave it out, or use device='cpu'"
+                f"kv_cache_dtype='int8' runs on a CPU alone, not on device={self.device!r}; leave it out, or use "
+                "device='cpu'"
             )
         if self.allow_links:
             raise ConfigError(
@@ -266,7 +266,7 @@ class TierConfig:
     cache_host_bytes: int | None = None
     """Bytes of this machine's memory for cached prefixes that a GPU's memory has no room for. None: none."""
     cache_dir: str | None = None
-    """Folder in which cached prefixes outlive the process; it is made if it is not there, for you alone to read, and
+    """Folder that keeps cached prefixes after the process ends. It is made if it is missing, for you alone to read;
     several processes may share it. None: cached prefixes end with the process."""
     cache_disk_bytes: int | None = None
     """Most bytes in that folder. None: 50 GB, or a quarter of what is free if that is less."""
@@ -275,16 +275,16 @@ class TierConfig:
     whoever can read the folder can learn what prompts said."""
     cache_store: str | None = None
     """Valkey or Redis server that shares cached prefixes among machines, such as valkey://HOST:6379; valkeys:// is TLS.
-    None: nothing is shared. Needs `pip install foreword[store]`."""
+    Needs `pip install foreword[store]`. None: nothing is shared."""
     cache_store_ttl_s: float = 86_400.0
-    """Seconds after which the server forgets a cached prefix."""
+    """Seconds after which `cache_store` forgets a cached prefix."""
     cache_store_key_file: str | None = None
-    """File with a secret of 32 bytes or more that signs what is stored in the server. None: it is not signed, and
-    whoever can write to the server can change answers."""
+    """File with a secret of 32 bytes or more that signs what is stored in `cache_store`. None: it is not signed, and
+    whoever can write to the store can change answers."""
     cache_daily_write_bytes: int | None = None
-    """Most bytes to write below the KV memory in a day, to spare a disk. None: no limit."""
+    """Most bytes to write to tiers, such as `cache_dir`, in a day, to spare a disk. None: no limit."""
     cache_admission: AdmissionName = "all"
-    """What is stored below the KV memory. "all": everything. "twice": what is computed a second time. "room":
+    """What is stored in tiers, such as `cache_dir`. "all": everything. "twice": what is computed a second time. "room":
     everything while there is room, then as "twice". "heads": beginnings of prompts. `foreword replay --tier` compares
     these rules on your traffic."""
 
@@ -307,7 +307,7 @@ class SchedulerConfig:
     """Limits on the requests and tokens that run together."""
 
     max_num_batched_tokens: int = 2048
-    """Token budget of one step, shared by prefill chunks, decoding and resumed requests."""
+    """Most tokens that one step computes, for all requests together: pieces of prompts, and a token of each answer."""
     long_prefill_token_threshold: int | None = None
     """Most tokens of one request in one step. None: no limit, but a prompt that needs several steps leaves up to half
     of each step to requests that need only this one."""
@@ -418,7 +418,9 @@ class Environment:
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
         threads = environ.get("FOREWORD_NUM_THREADS")
         if threads is not None and not (threads.isdecimal() and int(threads) > 0):
-            raise ConfigError(f"FOREWORD_NUM_THREADS={threads!r} is not a positive number")
+            raise ConfigError(
+                f"FOREWORD_NUM_THREADS={threads!r} is not a positive number; use one such as 4, or unset it"
+            )
         level = environ.get("FOREWORD_LOG_LEVEL", "").upper() or None
         if level is not None:
             _check_one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))

@@ -23,7 +23,7 @@ from foreword.errors import ConfigError
 
 PREFIX = "option:"
 """Prefix of options' names among the parsed arguments, so that no other argument has the same name."""
-CONFIG_HELP = "YAML, TOML or JSON file of options with the names of these flags; a flag counts more than the file"
+CONFIG_HELP = "YAML, TOML or JSON file of options by the names of these flags, such as `port: 8000`; flags override it"
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             raise ConfigError(f"config={str(path)!r}: {key!r} is a table; write its options without one")
         name = str(key).replace("-", "_")
         if name in values:
-            raise ConfigError(f"config={str(path)!r} names {name!r} twice")
+            raise ConfigError(f"config={str(path)!r} names {name!r} twice; leave one out")
         values[name] = value
     return values
 

@@ -193,7 +193,7 @@ def _from_text(option: Option, kind: Any, text: str) -> Any:
     if kind is bool:
         if text.lower() in TRUE + FALSE:
             return text.lower() in TRUE
-        raise ConfigError(f"{option.name}={text!r} is neither true nor false")
+        raise ConfigError(f"{option.name}={text!r} is neither true nor false; use one of them")
     if kind is int and option.is_size:
         try:
             return parse_bytes(text)

@@ -282,8 +282,8 @@ class Intake:
         num_rows = sum(len(picture.places) for picture in prompt.pictures)
         if num_signs != num_rows:
             raise InvalidRequestError(
-                f"the prompt has {num_signs} tokens that stand for pictures, and pictures for {num_rows}; send the "
-                "pictures with it"
+                f"the prompt has {num_signs} tokens that stand for pictures, but its pictures fill {num_rows}; send "
+                "a picture for each sign"
             )
 
     def _check_reports(self, params: SamplingParams, length: int) -> None:

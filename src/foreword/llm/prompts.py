@@ -104,7 +104,7 @@ class Prompts:
             )
         session = prompt.get("session_id")
         if session is not None and (not isinstance(session, str) or not session):
-            raise InvalidRequestError(f"session_id={session!r:.60} is not a text with at least one character")
+            raise InvalidRequestError(f"session_id={session!r:.60} is not a text; give one such as 'run-7'")
         parsed, composition = self._of_keys(prompt)
         if "edited_from" in prompt:
             if composition is not None:
@@ -169,7 +169,7 @@ class Prompts:
 def priority_of(value: Any) -> int:
     """A prompt's priority. Raises InvalidRequestError unless it is an integer."""
     if type(value) is not int:
-        raise InvalidRequestError(f"priority={value!r} is not an integer; lower goes first")
+        raise InvalidRequestError(f"priority={value!r} is not an integer; give one, such as 0 (lower goes first)")
     return value
 
 
@@ -179,7 +179,7 @@ def _extra_keys(salt: Any) -> ExtraKeys:
     try:
         salt.encode()
     except (AttributeError, UnicodeError) as error:
-        raise InvalidRequestError(f"cache_salt={salt!r} is not a valid text") from error
+        raise InvalidRequestError(f"cache_salt={salt!r} is not a text; give a str that UTF-8 can encode") from error
     return ExtraKeys(salt=salt)
 
 

@@ -71,7 +71,7 @@ class EmbedsReader:
         self._check(tuple(given.shape))
         values = given.detach().to("cpu", self._dtype, copy=True).contiguous()
         if not values.isfinite().all():
-            raise InvalidRequestError(f"prompt_embeds has numbers that {self._dtype} cannot hold, or that are none")
+            raise InvalidRequestError(f"prompt_embeds has NaN, or numbers that {self._dtype} cannot hold; give others")
         made = PromptEmbeds(values, self._block_size)
         self.held.hold(made, values.nbytes)
         return made

@@ -72,7 +72,7 @@ class FormatPool:
 
 def _formats(model: LoadedModel) -> dict[str, KVFormat]:
     if model.kv_format.latent:
-        raise ConfigError("this model's KV is latent, and has no form in codes of eight bits; there is no other format")
+        raise ConfigError("this model's KV is latent, which cannot be stored as int8: there is nothing to compare")
     return {"own": KVFormat(model.dtype), "int8": KVFormat(torch.int8)}
 
 

@@ -25,10 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword pml check`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="schema of prompt modules")
     parser.add_argument(
-        "--model", metavar="MODEL", help="folder or hub id whose tokenizer and chat template lay it out (default: none)"
+        "--model",
+        metavar="MODEL",
+        help="folder or hub id of the tokenizer and chat template (default: check the structure only)",
     )
     parser.add_argument("--include", metavar="FOLDER", type=Path, help="folder of the files that `src` may name")
-    parser.add_argument("--prompt", metavar="FILE", type=Path, help="a prompt of the schema to check, too")
+    parser.add_argument("--prompt", metavar="FILE", type=Path, help="file of a prompt to check, too")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
 
 

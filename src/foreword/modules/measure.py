@@ -257,31 +257,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword pml measure`."""
     listed: dict[str, Any] = {"type": _names, "metavar": "LIST"}
     parser.add_argument(
-        "--methods", default=MEASURED_METHODS, help=f"methods (default: {','.join(MEASURED_METHODS)})", **listed
+        "--methods",
+        default=MEASURED_METHODS,
+        help=f"methods of linking (default: {','.join(MEASURED_METHODS)})",
+        **listed,
     )
     parser.add_argument(
         "--tasks",
         default=MEANT_FOR,
-        help=f"of {', '.join(TASK_NAMES)} (default: {','.join(MEANT_FOR)})",
+        help=f"kinds of questions, of {', '.join(TASK_NAMES)} (default: {','.join(MEANT_FOR)})",
         **listed,
     )
-    parser.add_argument("--questions", type=int, default=100, metavar="N", help="questions of a cell (default: 100)")
-    parser.add_argument("--contexts", default=("512",), help="tokens of the documents (default: 512)", **listed)
-    parser.add_argument("--parts", default=("4",), help="numbers of documents (default: 4)", **listed)
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="your prompts instead of tasks: JSON lines")
+    parser.add_argument("--questions", type=int, default=100, metavar="N", help="questions of each size (default: 100)")
+    parser.add_argument(
+        "--contexts", default=("512",), help="tokens of all documents, such as 512,1024 (default: 512)", **listed
+    )
+    parser.add_argument("--parts", default=("4",), help="numbers of documents, such as 2,4 (default: 4)", **listed)
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="your own prompts instead of tasks, in JSON lines")
     parser.add_argument(
         "--gaps",
         action="store_true",
-        help="ask all with gaps between positions, too, as a schema makes them of which a prompt leaves out half",
+        help="ask all a second time with gaps between positions, as if half of a schema's modules were left out",
     )
-    parser.add_argument("--plain", action="store_true", help="prompts without the model's chat template")
+    parser.add_argument("--plain", action="store_true", help="leave out the model's chat template")
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
         help=f"most tokens of an answer (default: {TASK_TOKENS}, with --prompts {USERS_TOKENS})",
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the agreements, for `serve`")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the counts for `serve --link-measurements`")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
     add_engine_flags(parser, "--model MODEL")
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="answer by none, first-16, all and METHOD, and tell whose answers are those of all, the exact one",
+        help="answer by none, first-16, all and METHOD, and say which answers equal that of all, the exact one",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the text")
     add_engine_flags(parser, "FILE PROMPT --model MODEL")

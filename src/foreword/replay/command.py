@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword replay`."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="recorded requests: JSONL, gzipped or not")
     parser.add_argument(
-        "--policy", default=DEFAULT_POLICIES, metavar="NAMES", help=f"policies to compare (default: {DEFAULT_POLICIES})"
+        "--policy", default=DEFAULT_POLICIES, metavar="NAMES", help=f"eviction policies (default: {DEFAULT_POLICIES})"
     )
     parser.add_argument(
         "--capacity",
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how --model's KV is stored, as `foreword serve` takes it (default: in the type of its config)",
     )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="for traces of text (default: that of --model)")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer for traces of text (default: that of --model)")
     parser.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens per block (default: what the format says)"
     )
@@ -76,16 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="RATE",
-        help="follow this share of the blocks, under lru alone (default: 1, all)",
+        help="follow only this share of the blocks, such as 0.01, under lru alone (default: 1, all)",
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     parser.add_argument(
-        "--picture", type=Path, action="append", default=[], metavar="FILE", help="write .svg, .png or .html"
+        "--picture", type=Path, action="append", default=[], metavar="FILE", help="draw a .svg, .png or .html"
     )
     parser.add_argument(
         "--tier",
         metavar="NAME=SIZE,RATE",
-        help="what a tier below each capacity would give, by what is stored in it, such as disk=50GB,1.6GB/s",
+        help="show what a tier below each capacity would give, by what is stored in it, such as disk=50GB,1.6GB/s",
     )
     time = parser.add_argument_group("simulated time", "given --flops, requests are served as they arrive")
     time.add_argument(
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="operations per second that a replica reaches, such as 4e14; needs --model",
     )
     time.add_argument(
-        "--bandwidth", default="1TB", metavar="BYTES/s", help="rate of its memory, such as 2TB (default: 1TB)"
+        "--bandwidth", default="1TB", metavar="BYTES/s", help="speed of its memory, such as 2TB (default: 1TB)"
     )
     time.add_argument(
         "--replicas",
@@ -108,7 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing",
         choices=dict.fromkeys((*get_args(Routing), *RULES)),
         metavar="RULE",
-        help="which replica a request goes to: round_robin, least_loaded or prefix_aware (default)",
+        help="which replica a request goes to: round_robin, least_loaded or prefix_aware (default); other rules with "
+        "--prefill-rate",
     )
     add_scheduling_arguments(time)
     add_cluster_arguments(parser)
@@ -324,23 +325,27 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that `--prefill-rate` brings."""
     group = parser.add_argument_group(
         "many replicas",
-        "given --prefill-rate, foreword's routing core sends the requests to --replicas; --routing is then cost "
-        "(ours) or another router's rule with exact knowledge: first_token, bounded_hash, round_robin, power_of_two, "
-        "ray, ray_10, sglang, llm_d, dynamo",
+        "given --prefill-rate, foreword's router sends the requests to --replicas; --routing is then cost (foreword's, "
+        "the default) or another router's rule with exact knowledge: first_token, bounded_hash, round_robin, "
+        "power_of_two, ray, ray_10, sglang, llm_d, dynamo",
     )
     group.add_argument(
         "--prefill-rate",
         metavar="TOKENS/s",
-        help="what a replica computes, one prompt after the other; several rates, such as 6000,3000, take turns",
+        help="prompt tokens per second of a replica; of several rates, such as 6000,3000, each replica takes the next",
     )
-    group.add_argument("--routers", type=int, default=1, metavar="N", help="that share their reservations (default: 1)")
+    group.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
     group.add_argument(
-        "--event-delay", type=float, default=0.0, metavar="S", help="of the events of caches, in seconds (default: 0)"
+        "--event-delay",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds that events of caches are late (default: 0)",
     )
     group.add_argument(
         "--fleet",
         metavar="CHANGES",
-        help="replicas that die or join, in seconds: 600:-replica-3,900:+replica-3,1200:+replica-8",
+        help="replicas that die (-) or join (+), by second: 600:-replica-3,900:+replica-3,1200:+replica-8",
     )
 
 
@@ -415,7 +420,7 @@ def add_scheduling_arguments(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=SchedulerConfig().max_overtake_s,
         metavar="S",
-        help="bound on delay under prefix (default: %(default)s)",
+        help="most seconds that a waiting request loses to later ones under prefix (default: %(default)s)",
     )
 
 
@@ -477,7 +482,7 @@ def add_linking_arguments(parser: argparse.ArgumentParser) -> None:
     """Options for traces of chunks."""
     group = parser.add_argument_group("chunks", "if a line has `chunks`, or the trace is RAGPulse's folder")
     group.add_argument(
-        "--link", default=DEFAULT_METHODS, metavar="METHODS", help=f"methods to compare (default: {DEFAULT_METHODS})"
+        "--link", default=DEFAULT_METHODS, metavar="METHODS", help=f"methods of linking (default: {DEFAULT_METHODS})"
     )
 
 

@@ -107,7 +107,9 @@ def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, Reco
     now = 0.0
     for request in recording:
         if request.timestamp_ms is None:
-            raise ConfigError("the recording has no arrival times; its time cannot be simulated")
+            raise ConfigError(
+                "the recording has no arrival times, so time cannot be simulated; leave out --flops and --prefill-rate"
+            )
         now = max(now, request.timestamp_ms / 1000)
         yield now, request
 

@@ -27,8 +27,8 @@ class ServerConfig:
     lora_modules: tuple[str, ...] = ()
     """Adapters that clients may give as `model`, as name=path; needs `enable_lora`."""
     served_model_name: tuple[str, ...] = ()
-    """Names of the model that clients may use; the first is its own. Without any: the last part of its folder
-    or hub id."""
+    """Name of the model for clients; of several, answers show the first. Without it: the last part of the folder or
+    hub id."""
     api_key: str | None = None
     """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: the server asks for no key."""
     keys_file: Path | None = None
@@ -40,13 +40,13 @@ class ServerConfig:
     root_path: str = ""
     """Path under which a proxy shows the server, such as /llm, whether the proxy strips it or not."""
     dashboard: bool = True
-    """Show /dashboard, where its packages are installed."""
+    """Show /dashboard, if its packages are installed."""
     otlp_traces_endpoint: str | None = None
     """URL that takes OpenTelemetry traces (OTLP over HTTP), such as http://localhost:4318/v1/traces."""
     record: Path | None = None
     """File to which requests are recorded for `foreword replay`, without their text."""
     server_secret: str | None = None
-    """Secret behind the tenants' cache namespaces, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
+    """Secret that keeps tenants' cached prefixes apart, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
     share_prefix: tuple[Path, ...] = ()
     """Text files; prompts that begin with one of them share its tokens in the cache across all tenants."""
     allow_media_domain: tuple[str, ...] = ()

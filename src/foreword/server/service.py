@@ -251,7 +251,9 @@ class Service:
         """A public text as the beginning of a prompt, and as a conversation's system message."""
         text, tokenizer = read_prefix(path), self.llm.tokenizer
         if tokenizer is None:
-            raise ConfigError("share_prefix needs a tokenizer, and this model has none")
+            raise ConfigError(
+                "share_prefix needs a tokenizer, and this model has none; leave it out, or give --tokenizer"
+            )
         prefixes = [common_beginning([tokenizer.encode(text + more) for more in _CONTINUATIONS])]
         chats = [[{"role": "system", "content": text}, {"role": "user", "content": more}] for more in _CONTINUATIONS]
         try:

@@ -47,7 +47,7 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is unknown: {first_line(error)}") from error
+        raise ConfigError(f"device={name!r} is unknown ({first_line(error)}); use 'cpu' or 'cuda'") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}, but torch sees no CUDA device here; use 'cpu'")
     return device

@@ -81,8 +81,8 @@ class ServedLinks:
     def _known(self, name: str) -> Method:
         if self.gate is None:
             raise InvalidRequestError(
-                f"link={name!r} is refused: this server links nothing: its operator has to start it with "
-                "--allow-links; leave link out"
+                f"link={name!r} is refused, because this server links nothing; leave link out, or have the "
+                "operator start it with --allow-links"
             )
         return Method.parse(name)
 

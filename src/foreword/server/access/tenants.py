@@ -180,7 +180,7 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
         tenant, digests = _read_tenant(path, name, table)
         for key in digests:
             if tenant_of.setdefault(key, tenant) is not tenant:
-                raise ConfigError(f"keys file {str(path)!r}: {name!r} has a key that another tenant has too")
+                raise ConfigError(f"keys file {str(path)!r}: {name!r} has another tenant's key; give it its own")
     return tenant_of
 
 
@@ -196,7 +196,7 @@ def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         raise ConfigError(f"{where}: 'keys' must be a list of strings that are not empty")
     if quota is not None and (type(quota) is not int or quota < 0):
-        raise ConfigError(f"{where}: max_cached_blocks={quota!r} is not a number of blocks")
+        raise ConfigError(f"{where}: max_cached_blocks={quota!r} is not a number of blocks; use 0 or more")
     priorities, adapters = _priorities(where, table.get("priorities")), table.get("adapters")
     if adapters is not None and not (isinstance(adapters, list) and all(isinstance(one, str) for one in adapters)):
         raise ConfigError(f"{where}: adapters={adapters!r:.80} must be a list of names, such as ['sql']; [] for none")

@@ -55,7 +55,7 @@ def _read_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         return check(value[:1] if isinstance(value, list) else value)
     if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID:
-        raise ValueError(f"token ids are numbers of 0 to {MAX_TOKEN_ID}")
+        raise ValueError(f"token ids are whole numbers from 0 to {MAX_TOKEN_ID}")
     return value
 
 

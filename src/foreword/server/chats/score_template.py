@@ -129,7 +129,7 @@ class Judge(NamedTuple):
             return None
         template = ScoreTemplate.named(option, name, places)
         if tokenizer is None:
-            raise ConfigError(f"{option} needs a tokenizer, and this model has none")
+            raise ConfigError(f"{option} needs a tokenizer, and this model has none; leave it out, or give --tokenizer")
         label_ids = template.label_ids(tokenizer)
         try:
             template.tokens(tokenizer, dict.fromkeys(places, "text"))

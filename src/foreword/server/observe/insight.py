@@ -130,7 +130,7 @@ class Insight:
             self.curve = self._more_memory.points()
         except (TimeoutError, APIError):
             if self._last is None:
-                raise APIError(503, "The engine does not answer.", kind="server_error") from None
+                raise APIError(503, "The engine does not answer; GET /health says why.", kind="server_error") from None
         return self._last
 
     async def reset(self) -> None:

@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "events",
         metavar="ADDRESS",
-        help="where the engine publishes events, such as tcp://HOST:5557; vLLM's http://HOST:8000 says where",
+        help="where the engine publishes events, such as tcp://HOST:5557, or vLLM's server, such as http://HOST:8000",
     )
-    parser.add_argument("--rank", metavar="N", type=int, help="data-parallel rank to follow, of those at http://...")
+    parser.add_argument("--rank", metavar="N", type=int, help="data-parallel rank to follow, with an http:// address")
     parser.add_argument("--replay", metavar="ADDRESS", help="where the engine repeats events, such as tcp://HOST:5558")
     parser.add_argument(
         "--snapshot", metavar="ADDRESS", help="where the engine sends all that it holds, such as tcp://HOST:5559"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full-reports",
         action="store_true",
-        help="all requests ask vLLM to report what they find (kv_cache_report_mode: full), so that rates are exact",
+        help="give exact rates: all requests ask vLLM to report what they find (kv_cache_report_mode: full)",
     )
     parser.add_argument(
         "--record", metavar="FILE", type=Path, help="write the seen requests to a trace for `foreword replay`"

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword cache import`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the cache's directory, made if it is missing")
     parser.add_argument("file", metavar="FILE", type=Path, help="file that `foreword cache export` has written")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="secret with which the cache is encrypted")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the secret of an encrypted cache")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -167,14 +167,20 @@ def parse_age(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword cache prune`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the cache's directory")
-    parser.add_argument("--max-size", metavar="SIZE", help="the oldest segments, until the rest fits, such as 10GB")
-    parser.add_argument("--older-than", metavar="AGE", help="segments with nothing newer than that, such as 7d or 12h")
     parser.add_argument(
-        "--namespace", action="append", default=[], metavar="HEX", help="first digits of a namespace; may be repeated"
+        "--max-size", metavar="SIZE", help="delete the oldest segments, until the rest fits, such as 10GB"
     )
-    parser.add_argument("--other-models", metavar="MODEL", help="blocks of all models but this one")
-    parser.add_argument("--damaged", action="store_true", help="segments with damage, after reading all of them")
-    parser.add_argument("--all", action="store_true", help="every segment")
+    parser.add_argument("--older-than", metavar="AGE", help="delete segments with nothing newer than 7d or 12h")
+    parser.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="HEX",
+        help="delete this namespace (its first digits); may be repeated",
+    )
+    parser.add_argument("--other-models", metavar="MODEL", help="delete the blocks of all models except this one")
+    parser.add_argument("--damaged", action="store_true", help="read all segments, and delete those with damage")
+    parser.add_argument("--all", action="store_true", help="delete every segment")
     parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
     add_key_argument(parser)
 

@@ -320,7 +320,7 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
     if keys.count("block_count") != len(layers):
         raise UnsupportedModelError(
             f"the GGUF file says {name}.block_count={keys.count('block_count')}, and has tensors of "
-            f"{len(layers)} layers"
+            f"{len(layers)} layers; download it again"
         )
     fields: dict[str, Any] = {
         "model_type": architecture.family,

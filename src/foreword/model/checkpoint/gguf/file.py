@@ -252,7 +252,9 @@ def open_gguf(path: Path) -> list[GgufFile]:
     for number in range(count):
         part = path.with_name(f"{matched[1]}-{number + 1:05}-of-{count:05}.gguf")
         if not part.is_file():
-            raise ModelLoadError(f"{path.name} is one of {count} files, and {part.name} is not beside it")
+            raise ModelLoadError(
+                f"{path.name} is one of {count} files, and {part.name} is not beside it; put all into one folder"
+            )
         file = first if part == path else GgufFile(part)
         if (file.metadata.get("split.no"), file.metadata.get("split.count")) != (number, count):
             raise UnsoundGgufError(f"{part.name} says that it is another one of the {count} files; download it again")

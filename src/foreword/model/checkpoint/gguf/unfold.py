@@ -108,7 +108,9 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
     try:
         made = _written(content, files, None)
     except OSError as error:
-        raise ModelLoadError(f"the tokenizer of {path.name} cannot be written to a folder: {error}") from error
+        raise ModelLoadError(
+            f"the tokenizer of {path.name} cannot be written ({error}); make room for temporary files"
+        ) from error
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
 

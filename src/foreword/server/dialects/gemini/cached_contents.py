@@ -150,7 +150,7 @@ async def update_cached_content(
     now_us = store.now_us
     expires_us = _end(body, now_us)
     if expires_us is None:
-        raise bad_request("give ttl or expireTime, which alone can change", param="ttl")
+        raise bad_request("only ttl and expireTime can change; give one of them", param="ttl")
     found = await _find(service, call.tenant, content_id)
 
     async def change() -> CachedContent:

@@ -316,7 +316,7 @@ async def complete(call: Call[TextCall], find: Callable[[], Awaitable[Sequence[P
     body, service = call.body, call.service
     check_call(call)
     if body.best_of not in (None, body.n or 1):
-        raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
+        raise bad_request(f"best_of={body.best_of} must be equal to n; leave it out", param="best_of")
     caching = Caching(body)
     caller = replace(call.caller(endpoint), is_uncached=caching.is_off)
     extras = Extras(call, caller, caching)
@@ -365,7 +365,7 @@ async def _begun_with(given: PromptEmbeds, rest: Any, service: Service) -> Promp
     if forms not in ([True, False, False], [False, True, True]):
         raise bad_request("prompt_embeds need data and shape, or safetensors alone", param="prompt_embeds")
     if isinstance(rest, list) and not isinstance(rest[0], int):
-        raise bad_request("prompt_embeds take one prompt after them, and prompt is a list", param="prompt")
+        raise bad_request("prompt_embeds take one prompt after them, but prompt is a list; send a text", param="prompt")
 
     def read() -> Prompt:
         if given.safetensors is not None:

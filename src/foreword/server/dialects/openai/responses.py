@@ -124,7 +124,7 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item], brea
                 reasoning = (reasoning or "") + _reasoning(item, where)
             case _:
                 raise bad_request(
-                    f"Items of the type {item.type[:100]!r} are not supported by this server; leave it out",
+                    f"Items of the type {item.type[:100]!r} are not supported by this server; leave them out",
                     param=f"{where}.type",
                 )
     return messages
@@ -213,7 +213,7 @@ def tool_choice(body: ResponsesRequest) -> ToolChoice:
     if wanted.type == "allowed_tools":
         names = tuple(tool.name for tool in wanted.tools or ())
         if not names:
-            raise bad_request("allowed_tools names no tools", param="tool_choice.tools")
+            raise bad_request("allowed_tools names no tools; name one or more", param="tool_choice.tools")
         return ToolChoice(wanted.mode, names, at_most_one)
     if wanted.name is None:
         raise bad_request("Missing required parameter: tool_choice.name", param="tool_choice.name")
