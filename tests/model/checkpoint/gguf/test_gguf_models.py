@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_a_file_that_changes_is_another_model_and_links_lead_to_parts(tmp_path: 
     assert unfold(link, with_tokenizer=False) == first
     path.write_bytes(path.read_bytes())
     assert unfold(link, with_tokenizer=False) != first
+
+
+def test_folders_of_files_that_are_gone_or_changed_are_removed_after_a_day_without_use(tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", RECIPES["llama"])
+    folders = {}
+    for name in ("gone", "changed", "recent", "same", "served"):
+        write_gguf(plain, tmp_path / f"{name}.gguf")
+        folders[name] = unfold(tmp_path / f"{name}.gguf", with_tokenizer=False)
+    folders["killed"] = folders["gone"].parent / "new-killed"
+    folders["killed"].mkdir()
+    (tmp_path / "gone.gguf").unlink()
+    for name in ("changed", "recent"):
+        (tmp_path / f"{name}.gguf").write_bytes((tmp_path / f"{name}.gguf").read_bytes())
+    for name in folders.keys() - {"recent"}:
+        os.utime(folders[name], (0, 0))
+    assert unfold(tmp_path / "served.gguf", with_tokenizer=False) == folders["served"]
+    left = {name for name, folder in folders.items() if folder.exists()}
+    assert left == {"recent", "same", "served"}
+    assert folders["served"].stat().st_mtime > 0, "its use was noted"
 
 
 def test_where_nothing_can_be_kept_a_folder_of_this_process_is_made(

@@ -153,6 +153,11 @@ class _Cursor:
         return [self.value(of_kind, what, depth + 1) for _ in range(length)]
 
 
+def stamp_of(status: os.stat_result) -> list[int]:
+    """Numbers that change with a file."""
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
+
+
 class GgufFile:
     """One file, of which everything is known but the tensors' values."""
 
@@ -162,8 +167,7 @@ class GgufFile:
         try:
             with path.open("rb") as file:
                 said = os.fstat(file.fileno())
-                self.stamp = [said.st_size, said.st_mtime_ns, said.st_ctime_ns, said.st_ino, said.st_dev]
-                """Changes with the file."""
+                self.stamp = stamp_of(said)
                 if said.st_size < 24:
                     raise UnsoundGgufError(f"{path.name} is no GGUF file: it has less than 24 bytes")
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -1,7 +1,8 @@
 """A GGUF file as a folder of today: config.json and tokenizer files made from its metadata, beside a link to the file.
 
 The folder lies in the user's cache folder under a digest of the file's path and stamp, so that a vocabulary is turned
-into a tokenizer once. Whoever reads models of folders reads this one, too; only weights are read elsewhere.
+into a tokenizer once; a later start removes it if the file is gone or has changed. Whoever reads models of folders
+reads this one, too; only weights are read elsewhere.
 
 GGUF files that are on this machine already have names: those of Ollama and LM Studio, and those that Python packages
 bring. Nothing is written, moved or fetched. Layouts are those of Ollama's and LM Studio's documentation:
@@ -23,6 +24,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +35,7 @@ from typing import Any
 from foreword.config import ModelConfig, ollama_folder, user_cache_folder
 from foreword.errors import ConfigError, ForewordError, ModelLoadError, UnsupportedModelError
 from foreword.model.checkpoint.gguf.architectures import config_fields, weights_of
-from foreword.model.checkpoint.gguf.file import MAGIC, GgufFile, UnsoundGgufError, open_gguf
+from foreword.model.checkpoint.gguf.file import MAGIC, GgufFile, UnsoundGgufError, open_gguf, stamp_of
 from foreword.model.checkpoint.gguf.tokenizer import end_tokens, tokenizer_files
 from foreword.model.checkpoint.hub import find_folder, find_hub, is_hub_name
 
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 2
 """Counts up when the same file gives another folder."""
+UNUSED_S = 86_400.0
+"""Age of the last use from which a folder may be removed."""
 
 
 def find_gguf(model: str, revision: str | None = None) -> Path | None:
@@ -86,9 +90,11 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
     """
     path = Path(os.path.abspath(path))  # links stay: parts of a split model lie beside each other by name
     files = open_gguf(path)
-    stamps = [[str(file.path), *file.stamp] for file in files]
-    digest = hashlib.sha256(json.dumps([FORM, with_tokenizer, stamps]).encode()).hexdigest()[:16]
+    digest = _digest([[str(file.path), *file.stamp] for file in files], with_tokenizer)
     folder = user_cache_folder() / "foreword" / "gguf" / f"{model_name(path)[:100]}-{digest}"
+    with contextlib.suppress(OSError):
+        os.utime(folder)  # keeps it from `_tidy`
+    _tidy(folder.parent)
     if _is_ours(folder):
         return folder
     content = _content(files, with_tokenizer=with_tokenizer)
@@ -113,6 +119,31 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
         ) from error
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
+
+
+def _digest(stamps: Sequence[Sequence[object]], with_tokenizer: bool) -> str:
+    return hashlib.sha256(json.dumps([FORM, with_tokenizer, stamps]).encode()).hexdigest()[:16]
+
+
+def _tidy(parent: Path) -> None:
+    """Remove folders without use for a day whose files are gone or changed, and those of processes that were killed.
+
+    A process reads its folder only while it loads the model, so none is in use; several processes may tidy at once.
+    """
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            if _is_ours(folder) and folder.stat().st_mtime < time.time() - UNUSED_S and not _is_current(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_current(folder: Path) -> bool:
+    """Whether the files of a folder are still those that it was made of."""
+    try:
+        paths = [link.readlink() for link in gguf_files(folder)]
+        stamps = [[str(path), *stamp_of(path.stat())] for path in paths]
+    except OSError:
+        return False
+    return any(folder.name.endswith(f"-{_digest(stamps, with_tokenizer)}") for with_tokenizer in (True, False))
 
 
 def _written(content: Mapping[str, Any], files: Sequence[GgufFile], parent: Path | None) -> Path:
