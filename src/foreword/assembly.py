@@ -1,7 +1,4 @@
-"""Assembly: builds an engine from a configuration.
-
-Knows every room and connects them; its only logic checks that sizes fit.
-"""
+"""Assembly: builds an engine from a configuration; its only logic checks that sizes fit."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ logger = logging.getLogger(__name__)
 let_threads_rest()
 
 MOST_OTHERS = 4
-"""Identities that explanations look for; each costs a miss 0.2 ms."""
+"""Limit of the identities that explanations look for; each adds 0.2 ms to a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +90,28 @@ class Assembled:
     tokenizer: Tokenizer | None
     layout: CacheLayout
     identity: CacheIdentity
-    """Whose KV its cache holds."""
+    """The model and the arithmetic whose KV the cache holds."""
     publisher: Publisher | None
-    """Tells others what the cache holds."""
+    """Publishes the cache's events."""
     inexactness: str | None
     """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
     default_sampling: SamplingParams
-    """What requests sample by unless they say otherwise."""
+    """Default sampling parameters of requests."""
     pooling: Pooling
-    """How a text becomes a vector."""
+    """Turns a text's hidden states into a vector."""
     deviations: LinkDeviations | None = None
-    """What tells which linked tokens deviate; None if nothing may be linked."""
+    """Finds the linked tokens that deviate; None if nothing may be linked."""
     kept_times: KeptTimes | None = None
-    """Where the next process finds what steps take; None if this one times none."""
+    """Keeps the durations of steps for the next process; None if they are not measured."""
     adapters: LoadedAdapters | AdapterNames | None = None
-    """What reads and keeps adapters; None if requests may name none."""
+    """Reads and keeps adapters; None if requests may name none."""
     pictures: EncodedPictures | None = None
-    """What encodes pictures; None: the model takes none."""
+    """Encodes pictures; None: the model takes none."""
     lacks_pillow: bool = False
-    """Whether it would take pictures if Pillow were installed."""
+    """Whether the model would take pictures if Pillow were installed."""
     embeds: EmbedsReader | None = None
-    """What reads prompt embeddings; None: prompts have none."""
+    """Reads prompt embeddings; None: prompts have none."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
@@ -127,7 +124,7 @@ class Assembled:
 
 @dataclass(frozen=True, slots=True)
 class KeptTimes:
-    """What the steps of one model take on this machine, kept in the user's folder from one process to the next."""
+    """The durations of a model's steps on this machine, kept in the user's folder from one process to the next."""
 
     times: StepTimes
     name: str
@@ -135,18 +132,18 @@ class KeptTimes:
 
     @classmethod
     def of(cls, engine: Engine, identity: CacheIdentity) -> KeptTimes | None:
-        """Begin with what the last process kept. The identity stands for the model and the processor."""
+        """Begin with the times of the last process. The identity stands for the model and the processor."""
         if engine.step_times is None:
             return None
         from foreword.model.identity import name_of_speed
 
         name = name_of_speed(identity.fingerprint)
-        found = cls(engine.step_times, name, UserFile(user_cache_folder() / "foreword" / "step_times.json"))
-        found.times.begin_with(found.file.read().get(name))
-        return found
+        kept_times = cls(engine.step_times, name, UserFile(user_cache_folder() / "foreword" / "step_times.json"))
+        kept_times.times.begin_with(kept_times.file.read().get(name))
+        return kept_times
 
     def keep(self) -> None:
-        """Keep what was learnt, if anything was."""
+        """Write the new times, if there are any."""
         if learnt := self.times.learnt():
             self.file.keep({self.name: learnt})
 
@@ -223,7 +220,7 @@ def load(options: ModelConfig) -> LoadedModel:
 
 
 def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
-    """Load a model's tokenizer, or the one that was asked for in its place; None if the model has none.
+    """Load the model's tokenizer, or that of the option `tokenizer`; None if the model has none.
 
     Raises ModelLoadError, or ConfigError for a chat template or response template that cannot be read.
     """
@@ -260,7 +257,7 @@ def _template_in(path: Path) -> str:
 
 
 def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
-    """How the model's layers share the blocks of the pool."""
+    """The layout by which the model's layers share the blocks of the pool."""
     from foreword.model.layout import LayoutOptions
 
     return model.plan_layout(
@@ -276,7 +273,7 @@ def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
 
 
 def identify(config: EngineConfig, model: LoadedModel, weights: str | None, probe: str) -> CacheIdentity:
-    """Whose KV the cache holds. `weights`, `probe`: digests of their content and of what the model computed.
+    """The model and the arithmetic whose KV the cache holds. `weights`: digest of the files, `probe`: of a computation.
 
     Without a digest of the weights, no other process has this identity.
     """
@@ -294,15 +291,15 @@ def identify(config: EngineConfig, model: LoadedModel, weights: str | None, prob
 
 
 def open_tiers(config: EngineConfig) -> list[Tier]:
-    """What lies below the pool, the nearest first. Raises ConfigError for what cannot be used."""
+    """The tiers below the pool, the nearest first. Raises ConfigError for one that cannot be used."""
     options, cache = config.tiers, config.cache
     if options.cache_host_bytes is not None and config.model.device == "cpu":
         raise ConfigError(
             f"cache_host_bytes={options.cache_host_bytes} is memory below a GPU's; on a CPU the pool is this machine's "
             "memory already: raise kv_cache_memory_bytes"
         )
-    given = (name for name in ("cache_host_bytes", "cache_dir", "cache_store") if getattr(options, name) is not None)
-    name = next(given, None)  # without its value, which may hold a password
+    names = (name for name in ("cache_host_bytes", "cache_dir", "cache_store") if getattr(options, name) is not None)
+    name = next(names, None)  # without its value, which may hold a password
     if name is None:
         return []
     if not cache.enable_prefix_caching:
@@ -340,15 +337,15 @@ def _open_publisher(options: EventsConfig) -> Publisher | None:
     return Publisher(options)
 
 
-def _other_identities(config: EngineConfig, own: CacheIdentity, tiers: Sequence[Tier]) -> list[OtherIdentity]:
+def _other_identities(config: EngineConfig, ours: CacheIdentity, tiers: Sequence[Tier]) -> list[OtherIdentity]:
     """Other models and arithmetics whose blocks the cache's folder held at the start: first those of the same model."""
     others = []
     for tier in tiers:
         for facts in tier.described().values() if isinstance(tier, DiskTier) else ():
             identity, block_size = identity_in(facts), facts.get("block_size")
-            if identity is None or identity.namespace == own.namespace or not isinstance(block_size, int):
+            if identity is None or identity.namespace == ours.namespace or not isinstance(block_size, int):
                 continue
-            same = identity.model_id == own.model_id
+            same = identity.model_id == ours.model_id
             reason = MissReason.TIER_OTHER_ARITHMETIC if same else MissReason.TIER_OTHER_MODEL
             root = block_keys(config, identity).root
             others.append(OtherIdentity(tier, identity.namespace, root, max(1, block_size), reason))
@@ -386,15 +383,15 @@ def _num_blocks(config: EngineConfig, model: LoadedModel, layout: CacheLayout) -
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.memory import kv_cache_bytes, measure_on_gpu
 
-    given = config.cache.num_gpu_blocks_override
-    if given is None:
+    num_blocks = config.cache.num_gpu_blocks_override
+    if num_blocks is None:
         longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
         steps = RunnerLimits.of(config, longest)
         measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
         most_running = config.scheduler.max_num_seqs * layout.blocks_of(longest) * layout.bytes_per_block
         budget = kv_cache_bytes(config.model, measure, most_running)
     else:
-        budget = given * layout.bytes_per_block
+        budget = num_blocks * layout.bytes_per_block
     if budget < layout.bytes_per_block:
         raise ConfigError(
             f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
@@ -480,7 +477,7 @@ def build_engine(
 
 
 def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools:
-    """What an engine asks of a tokenizer. End tokens never appear in a text, even if they mark a call."""
+    """An engine's functions of a tokenizer. End tokens never appear in a text, even if they mark a call."""
 
     def open_text_stream(params: SamplingParams, after: Sequence[int]) -> TextStream:
         return tokenizer.stream(
@@ -566,17 +563,17 @@ def make_manager(
 
 
 def _max_model_len(config: EngineConfig, max_positions: int, manager: KVCacheManager) -> int:
-    asked = config.model.max_model_len
+    option = config.model.max_model_len
     step = config.scheduler.max_num_batched_tokens
-    wanted = max_positions if asked is None else asked
-    if wanted > max_positions:
-        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions; lower it")
-    if manager.can_ever_hold(wanted, step):
-        return wanted
-    held = bisect.bisect_left(range(1, wanted), True, key=lambda length: not manager.can_ever_hold(length, step))
-    if asked is not None or held < 1:
+    max_model_len = max_positions if option is None else option
+    if max_model_len > max_positions:
+        raise ConfigError(f"max_model_len={option} is more than the model's {max_positions} positions; lower it")
+    if manager.can_ever_hold(max_model_len, step):
+        return max_model_len
+    held = bisect.bisect_left(range(1, max_model_len), True, key=lambda length: not manager.can_ever_hold(length, step))
+    if option is not None or held < 1:
         raise ConfigError(
-            f"max_model_len={wanted} does not fit into the KV memory, which holds {held} tokens; lower it or "
+            f"max_model_len={max_model_len} does not fit into the KV memory, which holds {held} tokens; lower it or "
             "raise kv_cache_memory_bytes"
         )
     return held

@@ -80,7 +80,7 @@ class Entries:
     facts: FactRows
     """[entries]"""
     drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
-    """Tokens with which spans end that are no known tokens, but guesses; only of entries with one known token."""
+    """The guessed tokens at the ends of spans; only entries with one known token have any."""
     samples: BoolArray = field(init=False)
     """[entries]: whether each reaches the end of its sequence."""
 
@@ -151,7 +151,7 @@ class Adapted(NamedTuple):
 
     adapters: list[Adapter]
     numbers: Int64Array
-    """[num_tokens]: of each token the place of its adapter in `adapters`, or -1."""
+    """[num_tokens]: the index of each token's adapter in `adapters`, or -1."""
 
 
 class Shown(NamedTuple):
@@ -161,9 +161,9 @@ class Shown(NamedTuple):
     rows: slice
     """The rows of the picture's encoding, or of the embeddings."""
     tokens: Int64Array
-    """[rows]: the number of the token that each replaces, ascending."""
+    """[rows]: the number of the token that each row replaces, ascending."""
     salt: str | Alone | None = None
-    """Under which rows are kept: with another one they are others'."""
+    """The salt under which the rows are kept; requests with another salt do not see them."""
 
     def within(self, start: int, end: int) -> Shown:
         """The part that replaces tokens `start` to `end` (exclusive), numbered from `start` on."""
@@ -195,7 +195,7 @@ class Batch:
     moves: tuple[Move, ...] = ()
     """After the copies, and before anything is written; no source is another's target."""
     rotary: IntArray | None = None
-    """[num_tokens]: the position by which each token's query and key are turned. None: `positions`."""
+    """[num_tokens]: the position by which each token's query and key are rotated. None: `positions`."""
     adapted: Adapted | None = None
     """The tokens that adapters change; None: none."""
     shown: tuple[Shown, ...] = ()
@@ -289,10 +289,10 @@ def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> I
     token_ids[query_starts[:-1]] = entries.progress["last_token"]
     for number in (~entries.samples | (lengths > 1)).nonzero()[0].tolist():
         request, start, end, _ = entries[number]
-        known = request.sequence.token_ids[start:end]
+        known_ids = request.sequence.token_ids[start:end]
         drafts = entries.drafts.get(number)
         token_ids[query_starts[number] : query_starts[number + 1]] = (
-            known if drafts is None else np.concatenate((known, drafts))
+            known_ids if drafts is None else np.concatenate((known_ids, drafts))
         )
     return token_ids
 
@@ -305,13 +305,13 @@ def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> In
     rotary = positions.copy()
     for number in numbers.tolist():
         request, start, end, _ = entries[number]
-        own = slice(query_starts[number], query_starts[number + 1])
+        tokens = slice(query_starts[number], query_starts[number + 1])
         if request.links is not None:
-            rotary[..., own] = request.links.positions_of(start, end)
+            rotary[..., tokens] = request.links.positions_of(start, end)
             continue
         if rotary.ndim == 1:
             rotary = np.tile(rotary, (3, 1))
-        rotary[:, own] = turned_positions(request.pictures, start, end)
+        rotary[:, tokens] = turned_positions(request.pictures, start, end)
     return rotary
 
 
@@ -334,19 +334,19 @@ def _adapted(entries: Entries, positions: IntArray, query_starts: IntArray) -> A
 
 def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
     """The rows of pictures that fall into the step."""
-    found = []
+    parts = []
     asks = entries.facts["has_pictures"] | entries.facts["has_embeds"]
     for number in (asks & (entries.starts < entries.facts["num_prompt_tokens"])).nonzero()[0].tolist():
         request, start, end, _ = entries[number]
         if request.embeds is not None and start < len(request.embeds):
             rows = slice(start, min(end, len(request.embeds)))
             tokens = np.arange(rows.stop - start, dtype=np.int64) + int(query_starts[number])
-            found.append(Shown(request.embeds, rows, tokens))
+            parts.append(Shown(request.embeds, rows, tokens))
         for placed in request.pictures:
             rows, places = slice(0, len(placed.places)), placed.places.astype(np.int64)
-            own = Shown(placed.picture, rows, places, request.rows_salt).within(start, end)
-            found.append(own._replace(tokens=own.tokens + int(query_starts[number])))
-    return tuple(own for own in found if len(own.tokens))
+            part = Shown(placed.picture, rows, places, request.rows_salt).within(start, end)
+            parts.append(part._replace(tokens=part.tokens + int(query_starts[number])))
+    return tuple(part for part in parts if len(part.tokens))
 
 
 def _seen_to(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
@@ -357,12 +357,12 @@ def _seen_to(entries: Entries, positions: IntArray, query_starts: IntArray) -> I
     seen_to, changes = positions + np.int32(1), False
     for number in numbers.tolist():
         request, start, end, _ = entries[number]
-        own = seen_to[query_starts[number] : query_starts[number + 1]]
+        ends = seen_to[query_starts[number] : query_starts[number + 1]]
         for placed in request.pictures:
             first, after = max(start, placed.offset), placed.offset + placed.num_tokens
             if placed.sees_ahead and first < min(end, after):
                 assert after <= end, "a step ends inside a picture"
-                own[first - start : after - start], changes = after, True
+                ends[first - start : after - start], changes = after, True
     return seen_to if changes else None
 
 

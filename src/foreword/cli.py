@@ -1,7 +1,7 @@
 """The command line: foreword generate | serve | models | demo | bench | replay | lint | pml | watch | cache.
 
-Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
-done, 1 a check of `demo`, `bench` or `pml` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
+Logging is configured only here. Exit codes: 0 done, 1 a check of `demo`, `bench` or `pml` failed or `cache` found
+damage, 2 a user's mistake, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from foreword import __version__
 from foreword.config import Environment, engine_options, let_threads_rest
 from foreword.config.flags import Flags, unknown_argument, with_hyphens
 from foreword.config.help import grouped
-from foreword.config.option import options_of
+from foreword.config.option import options_of, pop_fields
 from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             raise unknown_argument(unknown[0], args.parser)
         environment = Environment.read()
         options = args.flags.given(args) if "flags" in args else {}
-        _configure_logging(LogConfig(**_taken(options, LogConfig)), environment.log_level or args.log_level)
+        _configure_logging(LogConfig(**pop_fields(options, LogConfig)), environment.log_level or args.log_level)
         _prepare_libraries()
         code: int = args.run(args, options) if "flags" in args else args.run(args)
         return code
@@ -77,23 +77,15 @@ def _configure_logging(config: LogConfig, default_level: str) -> None:
     logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
 
 
-def _taken(options: dict[str, Any], config: type) -> dict[str, Any]:
-    """Remove the fields of a configuration class from `options` and return them."""
-    return {field.name: options.pop(field.name) for field in fields(config) if field.name in options}
-
-
 class _HelpLines(argparse.HelpFormatter):
-    """Help in which no flag is broken at its hyphens."""
+    """Help lines that do not break flags at their hyphens."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class _LateParser(argparse.ArgumentParser):
-    """A command whose arguments are added, by a module that is imported then, only when the command is given.
-
-    This lets other commands start sooner.
-    """
+    """A command whose module is imported, and adds its arguments, when the command is given: others start sooner."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _HelpLines, **options})
@@ -179,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _arguments_of(name: str, extra: str = "") -> Callable[[argparse.ArgumentParser], None]:
-    """A module that has `add_arguments` and `run`; `extra` has the packages that it needs."""
+    """Adds the arguments of a module that has `add_arguments` and `run`; the extra `extra` has its packages."""
 
     def add(parser: argparse.ArgumentParser) -> None:
         try:
@@ -260,12 +252,12 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
-    """The model, which may be given in two ways: as an argument or as an option."""
-    named: str | None = options.pop("model", None)
-    given: str | None = args.given_model
-    if given is not None and named is not None and given != named:
-        raise ConfigError(f"two models are given, {given!r} and --model {named!r}; give one")
-    return given or named
+    """The model, an argument or an option. Raises ConfigError for two."""
+    option: str | None = options.pop("model", None)
+    argument: str | None = args.given_model
+    if argument is not None and option is not None and argument != option:
+        raise ConfigError(f"two models are given, {argument!r} and --model {option!r}; give one")
+    return argument or option
 
 
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
@@ -280,7 +272,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
     environment = Environment.read()
     model = _model(args, options)
-    server_options, fleet = _taken(options, ServerConfig), FleetConfig(**_taken(options, FleetConfig))
+    server_options, fleet = pop_fields(options, ServerConfig), FleetConfig(**pop_fields(options, FleetConfig))
     for name in ("api_key", "operator_key", "server_secret"):
         server_options.setdefault(name, getattr(environment, name))
     with contextlib.ExitStack() as stack:
@@ -319,8 +311,8 @@ def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:
         raise ConfigError("no model is given; name a folder or a hub id")
     from foreword import SamplingParams
 
-    given = {name: options.pop(name) for name in SAMPLING if name in options}
-    params = SamplingParams(**{**SAMPLING_DEFAULTS, **given})
+    sampling = {name: options.pop(name) for name in SAMPLING if name in options}
+    params = SamplingParams(**{**SAMPLING_DEFAULTS, **sampling})
     with _load(model, options) as llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
             outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]
@@ -393,11 +385,11 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
 def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> RequestOutput:
     """Print one answer as its tokens arrive; returns the finished output."""
     outputs = llm.stream_chat([{"role": "user", "content": prompt}], params) if chat else llm.stream(prompt, params)
-    shown = 0
+    num_printed = 0
     for output in outputs:
         text = output.outputs[0].text
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
+        print(text[num_printed:], end="", flush=True)
+        num_printed = len(text)
     print()
     return output
 

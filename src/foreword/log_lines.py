@@ -1,7 +1,4 @@
-"""Log lines: text for people or JSON for programs, written by a thread that may wait for the reader.
-
-Knows the form of a record; cli.py configures what is logged, and where.
-"""
+"""Log lines: text for people or JSON for programs, written by a thread that may wait for the reader."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ class LogConfig:
             object.__setattr__(self, "log_level", self.log_level.lower())
         for name, allowed in (("log_level", (None, *get_args(LogLevel))), ("log_format", get_args(LogFormat))):
             if getattr(self, name) not in allowed:
-                known = ", ".join(one for one in allowed if one is not None)
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
+                choices = ", ".join(choice for choice in allowed if choice is not None)
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {choices}")
 
 
 class TextLines(logging.Formatter):
@@ -81,8 +78,8 @@ class PatientHandler(logging.Handler):
         try:
             line = self.format(record)
             if self.num_lost:
-                said = f"{self.num_lost} lines were lost: nobody reads the log fast enough"
-                lost = logging.LogRecord(__name__, logging.WARNING, "", 0, said, None, None)
+                message = f"{self.num_lost} lines were lost: nobody reads the log fast enough"
+                lost = logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None)
                 line = f"{self.format(lost)}\n{line}"
         except Exception:
             self.handleError(record)

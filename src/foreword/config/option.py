@@ -112,6 +112,11 @@ def options_of(*classes: type, without: Collection[str] = ()) -> dict[str, Optio
     return options
 
 
+def pop_fields(options: dict[str, Any], config: type) -> dict[str, Any]:
+    """Remove the fields of a configuration class from `options` and return them."""
+    return {field.name: options.pop(field.name) for field in dataclasses.fields(config) if field.name in options}
+
+
 def field_docs(cls: type) -> dict[str, str]:
     """Docstrings below a class's fields, as in `Option.help`; empty if the source is not available."""
     try:

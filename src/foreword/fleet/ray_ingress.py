@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 
 from foreword.config import EngineConfig, Environment
+from foreword.config.option import pop_fields
 from foreword.errors import ConfigError
 from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
@@ -63,8 +63,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         if (value := getattr(environment, name)) is not None:
             given.setdefault(name, value)
     given.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
-    config = ServerConfig(**{name: _typed(name, value) for name, value in _taken(given, ServerConfig).items()})
-    fleet = FleetConfig(**{"replicas": 1, **_taken(given, FleetConfig)})
+    config = ServerConfig(**{name: _typed(name, value) for name, value in pop_fields(given, ServerConfig).items()})
+    fleet = FleetConfig(**{"replicas": 1, **pop_fields(given, FleetConfig)})
     EngineConfig.from_options(model, **given)  # a wrong option is known before anything starts
     engine = application(model, given, fleet)
     front = serve.deployment(
@@ -75,10 +75,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 1},
     )(serve.ingress()(Front))
     return front.bind(engine, model, given, config)
-
-
-def _taken(given: dict[str, Any], config: type) -> dict[str, Any]:
-    return {field.name: given.pop(field.name) for field in fields(config) if field.name in given}
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -1,6 +1,6 @@
 """The model "foreword" of lm-eval: evaluations in this process, whose likelihoods read shared contexts from the cache.
 
-Knows lm-eval's requests and an LLM. Import it before lm-eval looks for the model:
+Import it before lm-eval looks for the model:
 
     python -c "import foreword.integrations.lm_eval, lm_eval.__main__ as cli; cli.cli_evaluate()" run \\
         --model foreword --model_args pretrained=path/to/model --tasks arc_easy
@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from foreword import LLM, SamplingParams
 
 MAX_GENERATED = 256
-"""Tokens of an answer, unless its task says otherwise."""
+"""Default limit of an answer, in tokens."""
 
 Scored = tuple[Any, Sequence[int], Sequence[int]]
 """A key of lm-eval's, the tokens of a context and those of its continuation."""
@@ -34,11 +34,11 @@ class ForewordLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self, pretrained: str, *, use_cache: bool = True, batch_size: Any = None, device: Any = None, **options: Any
     ) -> None:
-        """`batch_size` is lm-eval's, and means nothing here: the engine makes its own batches."""
+        """`batch_size` is lm-eval's and has no effect: the engine makes its own batches."""
         super().__init__()
-        given = {} if device is None else {"device": device}
+        device_options = {} if device is None else {"device": device}
         options.pop("max_batch_size", None)
-        self.llm = LLM(pretrained, **{**given, **options})
+        self.llm = LLM(pretrained, **{**device_options, **options})
         self.tokenizer = self.llm.get_tokenizer()
         self._skips = not use_cache
 
@@ -48,12 +48,12 @@ class ForewordLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        found = self.tokenizer.bos_token_id
-        return self.eot_token_id if found is None else int(found)
+        bos_token_id = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos_token_id is None else int(bos_token_id)
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its answer."""
+        """Limit of a prompt and its answer together, in tokens."""
         return self.llm.engine.limits.max_model_len
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -85,12 +85,13 @@ class ForewordLM(TemplateLM):  # type: ignore[misc]
                     skip_reading_prefix_cache=self._skips,
                 )
             )
-        found = []
-        for prompt, wanted, output in zip(prompts, params, self.llm.generate(prompts, params), strict=True):
+        likelihoods = []
+        for prompt, sampling, output in zip(prompts, params, self.llm.generate(prompts, params), strict=True):
             scored = zip(prompt["prompt_token_ids"], output.prompt_logprobs or (), strict=True)
-            own = [one[token] for token, one in list(scored)[wanted.score_from :] if one is not None]
-            found.append((sum(one.logprob for one in own), all(one.rank == 1 for one in own)))
-        return found
+            logprobs = [table[token] for token, table in list(scored)[sampling.score_from :] if table is not None]
+            likelihood = sum(logprob.logprob for logprob in logprobs)
+            likelihoods.append((likelihood, all(logprob.rank == 1 for logprob in logprobs)))
+        return likelihoods
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         totals = []
@@ -107,11 +108,11 @@ class ForewordLM(TemplateLM):  # type: ignore[misc]
         for request in requests:
             context, wishes = request.args
             until = wishes.get("until") or ()
-            most = int(wishes.get("max_gen_toks", MAX_GENERATED))
-            prompts.append({"prompt_token_ids": self.tok_encode(context)[-max(1, self.max_length - most) :]})
+            max_tokens = int(wishes.get("max_gen_toks", MAX_GENERATED))
+            prompts.append({"prompt_token_ids": self.tok_encode(context)[-max(1, self.max_length - max_tokens) :]})
             params.append(
                 SamplingParams(
-                    max_tokens=most,
+                    max_tokens=max_tokens,
                     stop=(until,) if isinstance(until, str) else tuple(until),
                     temperature=float(wishes.get("temperature", 0.0)) if wishes.get("do_sample") else 0.0,
                     seed=0,

@@ -1,7 +1,7 @@
 """Alignment: which tokens of two prompts agree, in order.
 
-Knows token ids alone. It works like patience diff (Bram Cohen): runs of tokens that occur once in each prompt are
-anchors; the longest chain of anchors in order is extended to both sides.
+The method is that of patience diff (Bram Cohen): runs of tokens that occur once in each prompt are anchors; the longest
+chain of anchors in order is extended to both sides.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ TokenIds = npt.NDArray[np.int32]
 Shingles = npt.NDArray[np.uint64]
 
 SHINGLE_TOKENS = 6
-"""Tokens of a run that is long enough to be no accident."""
+"""Length of a run that two prompts hardly share by accident."""
 MAX_RUNS = 400
-"""Most runs among which the chain is looked for, because that takes quadratic time; the longest ones are kept."""
+"""Limit of the runs that the chain is sought among, which takes quadratic time; the longest runs remain."""
 _FACTORS = np.cumprod(np.full(SHINGLE_TOKENS, 0x9E3779B97F4A7C15, np.uint64)) | np.uint64(1)
 _MIXER = np.uint64(0xBF58476D1CE4E5B9)
 
@@ -46,7 +46,7 @@ def shingles(tokens: TokenIds) -> Shingles:
 
 
 def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
-    """The blocks of tokens that agree, ascending in both prompts. The first is the common beginning, maybe empty."""
+    """The blocks of tokens that agree, ascending in both prompts; the first is the common prefix, perhaps empty."""
     begin = common_length(ours, theirs)
     blocks = [Block(0, 0, begin)]
     chain = _chain(_runs(ours[begin:], theirs[begin:]))
@@ -71,12 +71,12 @@ def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
 
 
 def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
-    """Runs of shingles that occur once in each prompt and follow each other in both, by their place in the first."""
-    found = []
+    """Runs of shingles that occur once in each prompt, in the order of the first prompt."""
+    unique = []
     for tokens in (ours, theirs):
         values, places, counts = np.unique(shingles(tokens), return_index=True, return_counts=True)
-        found.append((values[counts == 1], places[counts == 1]))
-    (mine, my_places), (their, their_places) = found
+        unique.append((values[counts == 1], places[counts == 1]))
+    (mine, my_places), (their, their_places) = unique
     _, left, right = np.intersect1d(mine, their, assume_unique=True, return_indices=True)
     if not len(left):
         return []

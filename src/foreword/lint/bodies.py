@@ -1,28 +1,31 @@
 """Reads bodies of requests to OpenAI's, Anthropic's and Google's APIs as conversations for a chat template.
 
-Knows the fields that reach a prompt, and passes over all others: what a body asks besides is the server's business. A
-part that is no text, such as an image, is written as its type in brackets, because a template has no place for it; a
-picture with a digest of what was sent, so that two pictures differ.
+The server's dialects read such bodies too, and refuse what this server cannot do. Recorded bodies come from any server,
+so the linter reads the fields that reach a prompt and ignores all others. A part that is not text becomes its type in
+brackets, because templates have no place for it; a picture also has a digest, so that two pictures differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from foreword.errors import InvalidRequestError
+from foreword.text.conversation import earlier_call, function_tool, joined_parts, read_arguments, take_call
 
 Plain = dict[str, Any]
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Beginning of a block that coding agents put before the system prompt; the server leaves it out, too."""
+"""Start of a block that coding agents put before the system prompt. It differs between requests, and is left out."""
 PICTURE_KINDS = ("image", "image_url", "input_image", "inlineData", "inline_data")
 DIGEST_DIGITS = 12
 _TEXTS = frozenset(("text", "input_text", "output_text", "reasoning_text", "summary_text"))
 ANTHROPIC_BLOCKS = frozenset("tool_use tool_result thinking redacted_thinking".split())
+SIGNATURES = frozenset("thought thoughtSignature thought_signature".split())
+"""Fields of Google's parts without content."""
 
 
 @dataclass(slots=True)
@@ -80,37 +83,32 @@ def _text(part: Any) -> str:
 
 
 def _in_brackets(kind: str, part: Any) -> str:
-    """What stands for a part that is no text."""
+    """The text that stands for a part of another kind."""
     if kind not in PICTURE_KINDS:
         return f"[{kind}]"
-    shown = part.get(kind, part.get("image_url", part.get("source"))) if isinstance(part, Mapping) else None
-    if isinstance(shown, Mapping):  # a marker beside the picture, its detail and its type change nothing that it shows
-        shown = shown.get("data") or shown.get("url") or shown
-    told = json.dumps(shown or part, sort_keys=True)
-    return f"[{kind} {hashlib.sha256(told.encode()).hexdigest()[:DIGEST_DIGITS]}]"
+    source = part.get(kind, part.get("image_url", part.get("source"))) if isinstance(part, Mapping) else None
+    if isinstance(source, Mapping):  # a marker beside the picture, its detail and its type change nothing that it shows
+        source = source.get("data") or source.get("url") or source
+    digest = hashlib.sha256(json.dumps(source or part, sort_keys=True).encode()).hexdigest()
+    return f"[{kind} {digest[:DIGEST_DIGITS]}]"
 
 
 def _joined(content: Any, role: str) -> str:
-    """A content's parts as the server joins them: an answer's are pieces, those of others stand in lines."""
-    if isinstance(content, str):
-        return content
-    return ("" if role == "assistant" else "\n").join(_text(part) for part in content or ())
+    return content if isinstance(content, str) else joined_parts([_text(part) for part in content or ()], role)
+
+
+def _message(role: str, content: Any) -> Plain:
+    return {"role": "system" if role == "developer" else role, "content": _joined(content, role)}
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> Plain:
-    given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+    return earlier_call(call_id, name, read_arguments(arguments) if isinstance(arguments, str) else arguments or {})
 
 
-def _tool(tool: Mapping[str, Any], parameters: Any) -> Plain:
-    function: Plain = {"name": tool["name"]}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function | ({} if parameters is None else {"parameters": parameters})}
-
-
-def _with_tools(messages: list[Plain], tools: Sequence[Plain]) -> Conversation:
-    return Conversation(messages, {"tools": list(tools)} if tools else {})
+def _with_tools(messages: list[Plain], tools: Iterable[tuple[Mapping[str, Any], Any]]) -> Conversation:
+    """A conversation with tools, each with its parameters."""
+    functions = [function_tool(tool["name"], tool.get("description"), parameters) for tool, parameters in tools]
+    return Conversation(messages, {"tools": functions} if functions else {})
 
 
 # ------------------------------------------------------------------------ OpenAI
@@ -119,11 +117,7 @@ def _with_tools(messages: list[Plain], tools: Sequence[Plain]) -> Conversation:
 def _openai(body: Mapping[str, Any]) -> Conversation:
     messages = []
     for message in body["messages"]:
-        role = message["role"]
-        plain: Plain = {
-            "role": "system" if role == "developer" else role,
-            "content": _joined(message.get("content"), role),
-        }
+        plain = _message(message["role"], message.get("content"))
         plain |= {name: message[name] for name in ("name", "tool_call_id", "reasoning_content") if message.get(name)}
         if message.get("tool_calls"):
             plain["tool_calls"] = [
@@ -131,27 +125,26 @@ def _openai(body: Mapping[str, Any]) -> Conversation:
                 for call in message["tool_calls"]
             ]
         messages.append(plain)
-    tools = [tool["function"] for tool in body.get("tools") or () if "function" in tool]
-    return _with_tools(messages, [_tool(tool, tool.get("parameters")) for tool in tools])
+    functions = [tool["function"] for tool in body.get("tools") or () if "function" in tool]
+    return _with_tools(messages, ((function, function.get("parameters")) for function in functions))
 
 
 def _responses(body: Mapping[str, Any]) -> Conversation:
-    given = body["input"]
+    items = body["input"]
     messages: list[Plain] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     names: dict[Any, Any] = {}
     reasoning = ""
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
         match item.get("type") or "message":
+            case "message" if (
+                item["role"] == "assistant" and not reasoning and messages and "tool_calls" in messages[-1]
+            ):
+                messages[-1]["content"] += _joined(item["content"], "assistant")  # text between calls and outputs
             case "message":
-                role = item["role"]
-                plain: Plain = {
-                    "role": "system" if role == "developer" else role,
-                    "content": _joined(item["content"], role),
-                }
-                if role == "assistant":
-                    plain |= {"reasoning_content": reasoning} if reasoning else {}
+                messages.append(_message(item["role"], item["content"]))
+                if item["role"] == "assistant":
+                    messages[-1] |= {"reasoning_content": reasoning} if reasoning else {}
                     reasoning = ""
-                messages.append(plain)
             case "function_call" | "custom_tool_call" as kind:
                 if reasoning or not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
@@ -168,7 +161,7 @@ def _responses(body: Mapping[str, Any]) -> Conversation:
             case _:
                 pass  # an item of the vendor's own, such as a search
     tools = [tool for tool in body.get("tools") or () if tool.get("name")]
-    conversation = _with_tools(messages, [_tool(tool, tool.get("parameters")) for tool in tools])
+    conversation = _with_tools(messages, ((tool, tool.get("parameters")) for tool in tools))
     if (body.get("reasoning") or {}).get("effort"):
         conversation.inputs["reasoning_effort"] = body["reasoning"]["effort"]
     return conversation
@@ -183,7 +176,7 @@ def _anthropic(body: Mapping[str, Any]) -> Conversation:
     if blocks and _text(blocks[0]).startswith(BILLING_HEADER):
         del blocks[0]
     if blocks:
-        messages.append({"role": "system", "content": _joined(blocks, "system")})
+        messages.append(_message("system", blocks))
     names: dict[Any, Any] = {}
     for role, same in groupby(body["messages"], lambda message: message["role"]):
         parts = [
@@ -195,8 +188,7 @@ def _anthropic(body: Mapping[str, Any]) -> Conversation:
             calls = [part for part in parts if part.get("type") == "tool_use"]
             names |= {call["id"]: call["name"] for call in calls}
             thoughts = "".join(part["thinking"] for part in parts if part.get("type") == "thinking")
-            texts = [part for part in parts if part.get("type", "text") not in ANTHROPIC_BLOCKS]
-            plain: Plain = {"role": role, "content": _joined(texts, role)}
+            plain = _message(role, [part for part in parts if part.get("type", "text") not in ANTHROPIC_BLOCKS])
             plain |= {"reasoning_content": thoughts} if thoughts else {}
             if calls:
                 plain["tool_calls"] = [_call(call["id"], call["name"], call.get("input")) for call in calls]
@@ -204,16 +196,15 @@ def _anthropic(body: Mapping[str, Any]) -> Conversation:
             continue
         for is_result, some in groupby(parts, lambda part: part.get("type") == "tool_result"):
             if not is_result:
-                messages.append({"role": role, "content": _joined(list(some), role)})
+                messages.append(_message(role, list(some)))
                 continue
             for part in some:
                 text = ("Error: " if part.get("is_error") else "") + _joined(part.get("content"), "tool")
-                own_id = part["tool_use_id"]
-                messages.append(
-                    {"role": "tool", "tool_call_id": own_id, "name": names.get(own_id, ""), "content": text}
-                )
+                call_id = part["tool_use_id"]
+                result = {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, "")}
+                messages.append({**result, "content": text})
     tools = [tool for tool in body.get("tools") or () if "input_schema" in tool]
-    return _with_tools(messages, [_tool(tool, tool["input_schema"]) for tool in tools])
+    return _with_tools(messages, ((tool, tool["input_schema"]) for tool in tools))
 
 
 # ------------------------------------------------------------------------ Google
@@ -223,44 +214,46 @@ def _google(body: Mapping[str, Any]) -> Conversation:
     system = _field(body, "systemInstruction")
     messages: list[Plain] = []
     if system:
-        parts = [system] if isinstance(system, str) else system["parts"]
-        messages.append({"role": "system", "content": "\n".join(_google_text(part) for part in parts)})
-    contents, waiting = body["contents"], []
+        texts = [system] if isinstance(system, str) else [_google_text(part) for part in system["parts"]]
+        messages.append({"role": "system", "content": joined_parts(texts, "system")})
+    contents = body["contents"]
+    waiting: list[Plain] = []
     num_calls = 0
     for content in [{"parts": [{"text": contents}]}] if isinstance(contents, str) else contents:
-        role = "assistant" if content.get("role") == "model" else "user"
-        plain: Plain = {"role": role, "content": ""}
-        for part in content["parts"]:
-            call, result = _field(part, "functionCall"), _field(part, "functionResponse")
-            if call is not None:
-                made = _call(call.get("id") or f"call{num_calls:05d}", call["name"], call.get("args"))
-                num_calls += 1
-                waiting.append(made)
-                plain.setdefault("tool_calls", []).append(made)
-            elif result is not None:
-                of_name = [
-                    one for one in waiting if result.get("id") == one["id"] or result["name"] == one["function"]["name"]
-                ]
-                own_id = of_name[0]["id"] if of_name else ""
-                waiting = [one for one in waiting if one not in of_name[:1]]
+        parts = [part for part in content["parts"] if set(part) - SIGNATURES]
+        if content.get("role") == "model":
+            if parts and (not messages or messages[-1]["role"] != "assistant"):  # else a piece of a streamed answer
+                messages.append({"role": "assistant", "content": ""})
+                waiting = []
+            for part in parts:
+                call = _field(part, "functionCall")
+                if call is None:
+                    name = "reasoning_content" if part.get("thought") else "content"
+                    messages[-1][name] = messages[-1].get(name, "") + _google_text(part)
+                else:
+                    waiting.append(_call(call.get("id") or f"call{num_calls:05d}", call["name"], call.get("args")))
+                    num_calls += 1
+                    messages[-1].setdefault("tool_calls", []).append(waiting[-1])
+            continue
+        for is_result, some in groupby(parts, lambda part: _field(part, "functionResponse") is not None):
+            if not is_result:
+                messages.append({"role": "user", "content": joined_parts(list(map(_google_text, some)), "user")})
+                continue
+            for result in (_field(part, "functionResponse") for part in some):
+                answered = take_call(waiting, result.get("id"), result["name"], any_name=True) or {"id": ""}
                 text = json.dumps(result.get("response") or {}, ensure_ascii=False)
-                messages.append({"role": "tool", "tool_call_id": own_id, "name": result["name"], "content": text})
-            else:
-                name = "reasoning_content" if part.get("thought") else "content"
-                between = "\n" if role == "user" and plain["content"] else ""
-                plain[name] = plain.get(name, "") + between + _google_text(part)
-        if len(plain) > 2 or plain["content"]:
-            messages.append(plain)
-    declared = [one for tool in body.get("tools") or () for one in _field(tool, "functionDeclarations") or ()]
+                call_id = answered["id"]
+                messages.append({"role": "tool", "tool_call_id": call_id, "name": result["name"], "content": text})
     nothing = {"type": "object", "properties": {}}
-    tools = [_tool(one, _field(one, "parametersJsonSchema") or one.get("parameters") or nothing) for one in declared]
-    return _with_tools(messages, tools)
+    declared = [tool for tools in body.get("tools") or () for tool in _field(tools, "functionDeclarations") or ()]
+    schemas = (_field(tool, "parametersJsonSchema") or tool.get("parameters") or nothing for tool in declared)
+    return _with_tools(messages, zip(declared, schemas, strict=True))
 
 
-def _field(given: Mapping[str, Any], name: str) -> Any:
+def _field(fields: Mapping[str, Any], name: str) -> Any:
     """A field by its name in camel case or with underscores: SDKs write both."""
     snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
-    return given.get(name, given.get(snake))
+    return fields.get(name, fields.get(snake))
 
 
 def _google_text(part: Any) -> str:

@@ -1,8 +1,4 @@
-"""Causes: why prompts of one kind differ at a slot, told from their text.
-
-Knows text around a slot, and whole messages where they are known. Says in plain words what it found, and whether the
-remedy is to write the same text always, or to write it last.
-"""
+"""Causes: why prompts of one kind differ at a slot, judged by the text around it."""
 
 from __future__ import annotations
 
@@ -17,13 +13,13 @@ from foreword.lint.prompts import LintPrompt
 from foreword.lint.slots import Slot, Span
 
 Spell = Callable[[Sequence[int]], str]
-"""Text of tokens, special ones by name."""
+"""Turns tokens into text, with special tokens by name."""
 
 CONTEXT_TOKENS = 24
 MAX_LOOKED_AT = 12
-"""Most prompts of a slot whose text is read."""
+"""Limit of the prompts whose text is read, for each slot."""
 PASSAGE_WORDS = 64
-"""Least words of texts that are called passages."""
+"""A text of at least this many words is called a passage."""
 
 MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 DATE = re.compile(
@@ -75,7 +71,7 @@ class Reader:
         self._spell = spell
 
     def words(self, token_ids: TokenIds) -> tuple[str, ...]:
-        """Words and marks of some tokens, without white space."""
+        """The words and punctuation marks of some tokens, without white space."""
         return tuple(WORD.findall(self.text(token_ids)))
 
     def text(self, token_ids: TokenIds) -> str:
@@ -83,11 +79,11 @@ class Reader:
 
     def cause(self, slot: Slot, token_ids: Sequence[TokenIds]) -> Cause:
         """Why the prompts of a slot differ; `token_ids` are the prompts in which its spans lie."""
-        own = token_ids[slot.pattern][slice(*slot.spans[slot.pattern])]
+        pattern_tokens = token_ids[slot.pattern][slice(*slot.spans[slot.pattern])]
         others = [
             index
             for index, span in slot.spans.items()
-            if index != slot.pattern and token_ids[index][slice(*span)].tobytes() != own.tobytes()
+            if index != slot.pattern and token_ids[index][slice(*span)].tobytes() != pattern_tokens.tobytes()
         ]
         others = others[:: max(1, len(others) // MAX_LOOKED_AT)]
         pattern = _Around(self, token_ids[slot.pattern], slot.spans[slot.pattern])
@@ -95,14 +91,15 @@ class Reader:
         names = _names(pattern, around)
         sent = self._prompts[slot.pattern].texts
         if names[:1] == ("a date or time",) and sent is not None:
-            dates = set().union(*(pattern.found(DATE) ^ other.found(DATE) for other in around)) & pattern.found(DATE)
+            ours = pattern.matches(DATE)
+            dates = set().union(*(ours ^ other.matches(DATE) for other in around)) & ours
             if dates and not any(date in text for date in dates for text in sent):
                 return Cause(("a date that the chat template writes",), MOVE_DATE, keeps=False)
         if _most([_goes_on(sent, self._prompts[index].texts) for index in others]):
             return Cause(("a chat template that rewrites earlier turns",), KEEP_HISTORY, keeps=True)
         if _differ(pattern, around, PICTURE):
             return Cause(("a picture",), MOVE_PICTURE, keeps=False)
-        mine, theirs = WORD.findall(pattern.own), [WORD.findall(other.own) for other in around]
+        mine, theirs = WORD.findall(pattern.text), [WORD.findall(other.text) for other in around]
         if _most([words == mine for words in theirs]):
             return Cause(("white space",), KEEP_SPACE, keeps=True)
         if _most([bool(mine) and Counter(words) == Counter(mine) for words in theirs]):
@@ -116,39 +113,39 @@ class _Around:
     def __init__(self, reader: Reader, tokens: TokenIds, span: Span) -> None:
         begin, end = span
         self.before = reader.text(tokens[max(0, begin - CONTEXT_TOKENS) : begin])
-        self.own = reader.text(tokens[begin:end])
+        self.text = reader.text(tokens[begin:end])
         self.after = reader.text(tokens[end : end + CONTEXT_TOKENS])
 
-    def found(self, *patterns: re.Pattern[str]) -> set[str]:
-        """What the last pattern finds at the slot, beside what the others find there."""
-        whole = self.before + self.own + self.after
+    def matches(self, *patterns: re.Pattern[str]) -> set[str]:
+        """The matches of the last pattern at the slot, in the text that the other patterns leave."""
+        whole = self.before + self.text + self.after
         for pattern in patterns[:-1]:
             whole = pattern.sub(lambda match: " " * len(match[0]), whole)
-        begin, end = len(self.before), len(self.before) + len(self.own)
+        begin, end = len(self.before), len(self.before) + len(self.text)
         return {match[0] for match in patterns[-1].finditer(whole) if match.start() <= end and match.end() >= begin}
 
 
 def _differ(pattern: _Around, others: Sequence[_Around], *patterns: re.Pattern[str]) -> bool:
-    """Whether what the last pattern finds at the slot differs in most prompts."""
-    found = pattern.found(*patterns)
-    return bool(found) and _most([bool(found ^ other.found(*patterns)) for other in others])
+    """Whether the matches of the last pattern at the slot differ in most prompts."""
+    matches = pattern.matches(*patterns)
+    return bool(matches) and _most([bool(matches ^ other.matches(*patterns)) for other in others])
 
 
 def _most(are: Sequence[bool]) -> bool:
     return 5 * sum(are) >= 4 * len(are) > 0
 
 
-def _goes_on(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> bool:
-    """Whether one conversation is the beginning of the other, as the client sent them."""
-    if one is None or other is None:
+def _goes_on(texts: tuple[str, ...] | None, other_texts: tuple[str, ...] | None) -> bool:
+    """Whether one of two conversations begins with the other, as the client sent them."""
+    if texts is None or other_texts is None:
         return False
-    shorter = min(len(one), len(other))
-    return shorter > 0 and one[:shorter] == other[:shorter]
+    shorter = min(len(texts), len(other_texts))
+    return shorter > 0 and texts[:shorter] == other_texts[:shorter]
 
 
 def _names(pattern: _Around, others: Sequence[_Around]) -> tuple[str, ...]:
     """Names of what differs at the slot, from its text."""
-    if _most([len(WORD.findall(one.own)) >= PASSAGE_WORDS for one in (pattern, *others)]):
+    if _most([len(WORD.findall(around.text)) >= PASSAGE_WORDS for around in (pattern, *others)]):
         return ("a passage, such as retrieved documents",)
     names = []
     if HEADER.search(pattern.before):
@@ -159,24 +156,24 @@ def _names(pattern: _Around, others: Sequence[_Around]) -> tuple[str, ...]:
         ("a number", (DATE, IDENTIFIER, NUMBER)),
     ):
         if _differ(pattern, others, *patterns):
-            is_counter = name == "a number" and _counts([other.found(*patterns) for other in others])
+            is_counter = name == "a number" and _counts([other.matches(*patterns) for other in others])
             names.append("a counter" if is_counter else name)
     if not names:
         names.append("a name" if NAME.search(pattern.before) else "other text")
     return tuple(names)
 
 
-def _counts(found: Sequence[set[str]]) -> bool:
+def _counts(matches: Sequence[set[str]]) -> bool:
     """Whether successive prompts have ascending numbers."""
-    numbers = [int(next(iter(one))) for one in found if len(one) == 1]
-    return len(numbers) == len(found) > 1 and numbers == sorted(set(numbers))
+    numbers = [int(next(iter(texts))) for texts in matches if len(texts) == 1]
+    return len(numbers) == len(matches) > 1 and numbers == sorted(set(numbers))
 
 
 def _order(pattern: _Around, others: Sequence[_Around]) -> Cause:
-    """What is in another order: tools, keys or parts of a text."""
-    tools = [tuple(TOOL_NAME.findall(one.before + one.own + one.after)) for one in (pattern, *others)]
+    """The cause of a change of order: of tools, of keys or of a text's parts."""
+    tools = [tuple(TOOL_NAME.findall(around.before + around.text + around.after)) for around in (pattern, *others)]
     if len(set(tools)) > 1 and len({frozenset(names) for names in tools}) == 1:
         return Cause(("tools in another order",), KEEP_TOOLS, keeps=True)
-    if re.search(r'"\s*:', pattern.own):
+    if re.search(r'"\s*:', pattern.text):
         return Cause(("keys of JSON in another order",), KEEP_KEYS, keeps=True)
     return Cause(("the same parts in another order",), KEEP_ORDER, keeps=True)

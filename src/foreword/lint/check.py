@@ -1,6 +1,6 @@
-"""The linter's core: what makes prompts of one kind part early, what that costs, and what the remedies would save.
+"""The linter's core: why prompts of one kind part early, what that costs, and what the remedies would save.
 
-It rewrites the prompts as each remedy would, and replays them: a figure here is what the replay found, not an estimate.
+The linter rewrites the prompts as each remedy would, and replays them: its figures come from the replay.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from foreword.replay.trace import RecordedRequest
 
 BLOCK_TOKENS = 16
 STABLE_BLOCKS = 2
-"""Differences with fewer blocks between them are one slot: nothing would be found between them."""
+"""Differences with fewer blocks between them are one slot: a cache would find nothing between them."""
 MAX_TRIED = 24
-"""Most slots of one round whose remedies are tried, those with most prompts."""
+"""Limit of the remedies that one round tries; those of the most prompts come first."""
 SHOWN_TOKENS = 16
 LETTERS = re.compile(r"[^\W\d_]+")
 MAX_EXAMPLES = 3
 DAY_MS = 86_400_000.0
 MIN_SPAN_MS = 600_000.0
-"""Shortest recording from which a day is told."""
+"""Shortest recording from which tokens a day are estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Finding:
     num_prompts: int
     """Prompts that have this place."""
     first_request: int
-    """Number of a request that shows it, from 0."""
+    """Number of a request that has it, from 0."""
     position: int
     """First token of the place, in that request."""
     before: str
@@ -69,9 +69,9 @@ class LintReport:
     mended: list[TokenIds]
     """The prompts as all remedies together would write them."""
     models: tuple[str, ...] = ()
-    """The names of models or adapters that requests give, if there are several: their prefixes are kept apart."""
+    """The models or adapters that requests name, if there are several: they share no prefixes."""
     apart_tokens: int = 0
-    """Tokens that one of them computes although another one's prompts begin alike."""
+    """Tokens that are computed again because they were cached under another model or adapter."""
 
     @property
     def hit_rate_after(self) -> float:
@@ -104,16 +104,16 @@ def lint_prompts(
     concerned: dict[tuple[str, ...], set[int]] = {}
 
     def mend(prompts: Sequence[TokenIds], groups: Sequence[Sequence[int]]) -> None:
-        taken = bench.mend(_fixes(prompts, groups, reader, least_tokens))
-        for fix, saved, rate in taken:
-            known = findings.pop(fix.key, None)  # in a kind, and again in conversations
-            finding = known or _finding(fix, bench, reader)
+        accepted = bench.mend(_fixes(prompts, groups, reader, least_tokens))
+        for fix, saved, rate in accepted:
+            earlier = findings.pop(fix.key, None)  # in a kind, and again in conversations
+            finding = earlier or _finding(fix, bench, reader)
             prompts_of = concerned.setdefault(fix.key, set())
             prompts_of |= fix.prompts
             findings[fix.key] = replace(
                 finding, num_prompts=len(prompts_of), wasted_tokens=finding.wasted_tokens + saved, hit_rate_after=rate
             )
-        bench.settle([fix for fix, *_ in taken])
+        bench.settle([fix for fix, *_ in accepted])
 
     kinds = same_kind(bench.prompts)
     mend(bench.prompts, kinds)
@@ -139,7 +139,7 @@ class _Fix:
     """Equal for equal causes after equal text."""
     slots: list[Slot]
     texts: list[dict[int, TokenIds]] = field(default_factory=list)
-    """For each slot, what to write there by prompt; where there is nothing, its text goes to the end."""
+    """For each slot, its new text by prompt. The text of a prompt without one goes to the end."""
 
     @property
     def prompts(self) -> set[int]:
@@ -162,8 +162,8 @@ def _fixes(
             fix = fixes.setdefault(key, _Fix(cause, key, []))
             fix.slots.append(slot)
             fix.texts.append(_first_texts(prompts, slot.spans, reader, cause) if cause.keeps else {})
-    most = sorted(fixes.values(), key=lambda fix: -len(fix.prompts))[:MAX_TRIED]
-    return sorted(most, key=lambda fix: fix.slots[0].spans[fix.slots[0].pattern][0])
+    widest = sorted(fixes.values(), key=lambda fix: -len(fix.prompts))[:MAX_TRIED]
+    return sorted(widest, key=lambda fix: fix.slots[0].spans[fix.slots[0].pattern][0])
 
 
 def _first_texts(
@@ -173,15 +173,15 @@ def _first_texts(
     first: dict[tuple[str, ...], TokenIds] = {}
     texts = {}
     for index, span in sorted(spans.items()):
-        own = prompts[index][slice(*span)]
-        words = () if cause.remedy == KEEP_HISTORY else tuple(sorted(reader.words(own)))
-        texts[index] = first.setdefault(words, own)
+        text = prompts[index][slice(*span)]
+        words = () if cause.remedy == KEEP_HISTORY else tuple(sorted(reader.words(text)))
+        texts[index] = first.setdefault(words, text)
     return texts
 
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """What a cache finds in prompts."""
+    """The tokens that a cache finds in prompts."""
 
     num_found: int
     num_tokens: int
@@ -196,7 +196,7 @@ class _Score:
 
 
 class _Bench:
-    """Prompts as the remedies so far write them, and what a cache finds in them."""
+    """The prompts as the accepted remedies write them, and what a cache finds in them."""
 
     def __init__(self, prompts: Sequence[LintPrompt], block_tokens: int, cache_tokens: int | None) -> None:
         self._block_tokens = block_tokens
@@ -212,22 +212,22 @@ class _Bench:
         self.score = self._replay(self._recorded)
 
     def mend(self, fixes: Sequence[_Fix]) -> list[tuple[_Fix, int, float]]:
-        """Take each remedy that saves tokens beside those before it; the tokens, and the hit rate with it.
+        """Accept each remedy that saves tokens in addition to those before it.
 
-        `settle` writes the prompts with the remedies that were taken.
+        Returns these remedies, the tokens that each saves, and the hit rate with it; `settle` writes their prompts.
         """
-        taken: list[tuple[_Fix, int, float]] = []
+        accepted: list[tuple[_Fix, int, float]] = []
         for fix in fixes:
             recorded = list(self._recorded)
-            together = [*(one for one, *_ in taken), fix]
+            together = [*(earlier for earlier, *_ in accepted), fix]
             for index in fix.prompts:
                 recorded[index] = self._record(index, _rewritten(self.prompts, index, together))
             score = self._replay(recorded)
             saved = self.score.num_computed - score.num_computed
             if saved >= STABLE_BLOCKS * self._block_tokens:
-                taken.append((fix, saved, score.hit_rate))
+                accepted.append((fix, saved, score.hit_rate))
                 self._recorded, self.score = recorded, score
-        return taken
+        return accepted
 
     def settle(self, fixes: Sequence[_Fix]) -> None:
         """Write the prompts with these remedies."""
@@ -254,7 +254,7 @@ class _Bench:
 
     def _record(self, index: int, tokens: TokenIds) -> tuple[PrefixKeys, int]:
         content = content_ids_of_tokens(tokens, self._block_tokens)
-        content[:1] += np.uint64(self._models[index])  # a model finds nothing of another one's
+        content[:1] += np.uint64(self._models[index])  # models share no prefixes
         return content, len(tokens)
 
     def _replay(self, recorded: Sequence[tuple[PrefixKeys, int]]) -> _Score:
@@ -287,7 +287,7 @@ def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix]) -
 
 
 def _finding(fix: _Fix, bench: _Bench, reader: Reader) -> Finding:
-    """The finding of a remedy, shown by its first slot; without its figures."""
+    """The finding of a remedy, without its figures; its first slot is the example."""
     slot = fix.slots[0]
     tokens, begin = bench.prompts[slot.pattern], slot.spans[slot.pattern][0]
     origin = bench.origins[slot.pattern][begin:]

@@ -1,7 +1,4 @@
-"""`foreword lint FILE --model M`: arguments in, findings as text or JSON out.
-
-Knows the terminal; the other modules of this room do the work.
-"""
+"""`foreword lint FILE --model M`: arguments in, findings as text or JSON out."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from foreword.lint.prompts import RecordedPrompts, read_prompts
 from foreword.text import Tokenizer
 
 MAX_SHOWN = 72
-"""Most characters of a shown text."""
+"""Limit of a text that is printed, in characters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         )
     print_report(report, recorded, console, args.file.name)
     if "strftime_now" in (tokenizer.chat_template or "") and not any(
-        "chat template" in one.causes[0] for one in report.findings
+        "chat template" in finding.causes[0] for finding in report.findings
     ):
         console.print("\nThe chat template writes the date into prompts: each midnight, all of them are computed anew.")
     if args.json:
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_report(report: LintReport, recorded: RecordedPrompts, console: Console, title: str) -> None:
-    """The findings, and what mending them would give."""
+    """Print the findings, and what their remedies would save."""
     if recorded.num_malformed:
         console.print(f"{recorded.num_malformed:,} lines were passed over:", style="yellow")
         for line in recorded.malformed:
@@ -104,8 +101,8 @@ def _print_finding(number: int, finding: Finding, report: LintReport, console: C
     console.print(f"\n{number}. {causes[0].upper()}{causes[1:]}, {where}", style="bold", markup=False, soft_wrap=True)
     before = finding.before[-MAX_SHOWN // 2 :]
     for lead, example in zip([repr(before)[1:-1], *[""] * len(finding.examples)], finding.examples, strict=False):
-        shown = repr(example[: MAX_SHOWN // 2].rstrip())[1:-1]
-        console.print(f"     {lead:>{len(repr(before)) - 2}} | {shown}", markup=False, soft_wrap=True)
+        text = repr(example[: MAX_SHOWN // 2].rstrip())[1:-1]
+        console.print(f"     {lead:>{len(repr(before)) - 2}} | {text}", markup=False, soft_wrap=True)
     wasted = _rate(report, finding.wasted_tokens)
     console.print(
         f"   {finding.num_prompts:,} requests have it. Computed again after it: {wasted}.", markup=False, soft_wrap=True

@@ -1,7 +1,4 @@
-"""`foreword keys`: the block hashes that vLLM and SGLang give to a prompt, and which tokens are its system prompt.
-
-Knows the terminal and the tokenizer; the cache's keys know the hashes.
-"""
+"""`foreword keys`: the block hashes that vLLM and SGLang give to a prompt, and which tokens are its system prompt."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from foreword.lint.bodies import ANTHROPIC_BLOCKS, Conversation, read_body
 from foreword.text import Tokenizer
 
 SIZES = {"vllm": 16, "sglang": 1}
-"""Tokens of a block where nothing else is said to the engines."""
+"""The engines' default tokens per block."""
 OTHER_INPUTS = ("add_generation_prompt", "continue_final_message", "chat_template", "add_special_tokens")
-"""Fields of a body that change what an engine renders, and that we do not follow."""
+"""Fields of a body that change what an engine renders, and that foreword does not follow."""
 TEXTS = frozenset("text functionCall function_call functionResponse function_response".split())
 NUM_WORDS = 8
 """Tokens of a block that are shown as text."""
@@ -67,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the keys of one prompt; returns the exit code."""
     tokenizer = None if args.model is None else Tokenizer.load(args.model)
     token_ids, parts = _prompt(args, tokenizer)
-    given = "".join(filter(None, (args.salt, args.adapter, args.seed, *args.media)))
-    if any("\ud800" <= sign <= "\udfff" for sign in given):
+    texts = "".join(filter(None, (args.salt, args.adapter, args.seed, *args.media)))
+    if any("\ud800" <= sign <= "\udfff" for sign in texts):
         raise ConfigError("an option is not valid Unicode (it holds half of a surrogate pair); give UTF-8")
     size = SIZES[args.engine] if args.block_tokens is None else args.block_tokens
     if size < 1 or (args.unit_tokens is not None and args.unit_tokens < 1):
@@ -94,13 +91,13 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list
     """The prompt's tokens, and where each message of a conversation lies in it."""
     if args.prompt_token_ids is not None:
         try:
-            given = [int(token) for token in args.prompt_token_ids.split(",")]
+            ids = [int(token) for token in args.prompt_token_ids.split(",")]
         except ValueError as error:
             raise InvalidRequestError(
                 f"--prompt-token-ids {args.prompt_token_ids!r} is not a list of numbers such as 5,17,9"
             ) from error
-        check_tokens(given)
-        return given, []
+        check_tokens(ids)
+        return ids, []
     if tokenizer is None:
         raise ConfigError("a text needs a tokenizer; name a folder or hub id that has one with --model")
     tokenizer.take_control_tokens()  # they are no text to vLLM and SGLang, wherever they stand
@@ -125,32 +122,32 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list
 
 
 def _written_otherwise(body: Mapping[str, Any]) -> str | None:
-    """What of a conversation an engine may write in another way: pictures, contents in pieces, inputs of its own."""
+    """The first part of a conversation that engines may render in another way, such as a picture; None if all agree."""
     for name in OTHER_INPUTS:
         if body.get(name) is not None:
             return name
-    given = [body.get(name) for name in ("messages", "contents", "input")] + [{"content": body.get("system")}]
-    while given:
-        one = given.pop()
-        if isinstance(one, list):
-            given += one
-        if not isinstance(one, Mapping):
+    pending = [body.get(name) for name in ("messages", "contents", "input")] + [{"content": body.get("system")}]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        if not isinstance(value, Mapping):
             continue
-        if one.get("role") == "developer":
+        if value.get("role") == "developer":
             return "the role developer"
-        for pieces in (one.get(name) for name in ("content", "parts", "output")):
+        for pieces in (value.get(name) for name in ("content", "parts", "output")):
             parts = [part for part in pieces if isinstance(part, Mapping)] if isinstance(pieces, list) else []
             others = [part for part in parts if part.get("type") not in ANTHROPIC_BLOCKS and not TEXTS & set(part)]
             if others:
                 return f"a part that is no text ({others[0].get('type') or next(iter(others[0]), None)})"
             if sum("text" in part for part in parts) > 1:
                 return "a content of several texts"
-            given.append(pieces)
+            pending.append(pieces)
     return None
 
 
 def _parts(conversation: Conversation, token_ids: TokenIds, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens of each message; one that the template does not show alone stands together with the next."""
+    """The tokens of each message. A message that the template does not show alone is joined with the next."""
     parts: list[dict[str, Any]] = []
     first, roles = 0, []
     for count, message in enumerate(conversation.messages, 1):
@@ -170,25 +167,25 @@ def _parts(conversation: Conversation, token_ids: TokenIds, tokenizer: Tokenizer
     return parts
 
 
-def _adapter(given: str | None) -> tuple[str, str] | None:
-    if given is None:
+def _adapter(argument: str | None) -> tuple[str, str] | None:
+    if argument is None:
         return None
-    name, sign, path = given.partition("=")
+    name, sign, path = argument.partition("=")
     if not (name and sign and path):
-        raise ConfigError(f"--adapter {given!r} is not NAME=PATH; vLLM hashes both")
+        raise ConfigError(f"--adapter {argument!r} is not NAME=PATH; vLLM hashes both")
     return name, path
 
 
-def _media(given: str) -> Media:
-    parts = given.split(":", 2)
+def _media(argument: str) -> Media:
+    parts = argument.split(":", 2)
     try:
         media = Media(int(parts[0]), int(parts[1]), parts[2])
         if media.offset < 0 or media.num_tokens < 1:
-            raise ValueError(given)
+            raise ValueError(argument)
         return media
     except (ValueError, IndexError) as error:
         raise ConfigError(
-            f"--media {given!r} is not OFFSET:LENGTH:ID, from 0 and from 1, such as 10:256:c0ffee"
+            f"--media {argument!r} is not OFFSET:LENGTH:ID, from 0 and from 1, such as 10:256:c0ffee"
         ) from error
 
 
@@ -199,7 +196,7 @@ def _table(answer: dict[str, Any], token_ids: Sequence[int], tokenizer: Tokenize
         whole = part["end"] // size
         lines.append(f"{part['name']}: tokens {part['first']:,} to {part['end']:,}; {whole:,} whole blocks end by then")
     for block in answer["blocks"]:
-        shown = token_ids[block["first"] : block["end"]][:NUM_WORDS]
-        text = " ".join(map(str, shown)) if tokenizer is None else repr(tokenizer.decode(shown))
+        beginning = token_ids[block["first"] : block["end"]][:NUM_WORDS]
+        text = " ".join(map(str, beginning)) if tokenizer is None else repr(tokenizer.decode(beginning))
         lines.append(f"{block['first']:>8}  {block['key']}  {block['event']}  {text}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""What the linter reads: prompts as token ids, and which of them are of one kind.
+"""The linter's input: prompts as token ids, and which of them are of one kind.
 
-Knows token ids and, where a file has them, the messages that were rendered. Prompts are of one kind if they share a
-good part of their text, wherever it lies; so a date at the very beginning does not part them.
+Prompts are of one kind if they share much of their text, wherever it lies: a date at the very beginning does not part
+them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from foreword.replay.lines import NoRequestError, as_body, of_vllm_log, parse_js
 from foreword.text import Tokenizer
 
 SAME_KIND = 0.3
-"""Least share of the shorter prompt's runs of tokens that two prompts of one kind have in common."""
+"""Two prompts are of one kind if they share at least this part of the shorter one's runs of tokens."""
 SAME_CONVERSATION = 0.5
 """The same without the runs that most prompts of the kind have."""
 MAX_KINDS = 256
-"""Most kinds that a prompt is compared with, the first ones; a prompt beyond them is of no kind."""
+"""Limit of the kinds; further prompts that fit none are of no kind."""
 MOST_RUNS = 2_000_000
-"""Most runs of tokens that are kept; of more, an even sample."""
+"""Limit of the runs of tokens in memory; more are sampled evenly."""
 MAX_REPORTED_LINES = 5
 MAX_TIME_MS = 1e14
 WITHOUT_TEXT = (
@@ -57,23 +57,23 @@ def same_kind(prompts: Sequence[TokenIds]) -> list[list[int]]:
 
 
 def same_conversation(prompts: Sequence[TokenIds], kind: Sequence[int]) -> list[list[int]]:
-    """Indices of those prompts of a kind that share more than what most of the kind share."""
+    """Groups of a kind's prompts, by index, that share more than most prompts of the kind do."""
     sketches = _sketches([prompts[index] for index in kind])
     runs, counts = np.unique(np.concatenate(sketches), return_counts=True)
     common = runs[2 * counts > len(kind)]
-    own = [np.setdiff1d(sketch, common, assume_unique=True) for sketch in sketches]
-    return [[kind[place] for place in group] for group in _groups(own, SAME_CONVERSATION)]
+    distinct = [np.setdiff1d(sketch, common, assume_unique=True) for sketch in sketches]
+    return [[kind[place] for place in group] for group in _groups(distinct, SAME_CONVERSATION)]
 
 
 def _sketches(prompts: Sequence[TokenIds]) -> list[Shingles]:
-    """The different runs of each prompt; the same share of all runs for each."""
+    """The distinct runs of each prompt, sampled at one rate for all."""
     every = np.uint64(1 + sum(map(len, prompts)) // MOST_RUNS)
     runs = (shingles(prompt) for prompt in prompts)
-    return [np.unique(one[one % every == 0] if every > 1 else one) for one in runs]
+    return [np.unique(hashes[hashes % every == 0] if every > 1 else hashes) for hashes in runs]
 
 
 def _groups(sketches: Sequence[Shingles], share: float) -> list[list[int]]:
-    """Greedy: each joins the first prompt of the group with which it has most in common, or begins a group."""
+    """Group greedily: a sketch joins the group whose first sketch shares most with it, or begins a new one."""
     groups: list[list[int]] = []
     for index, sketch in enumerate(sketches):
         best: tuple[float, list[int]] | None = None
@@ -106,39 +106,39 @@ class RecordedPrompts:
 
 def read_prompts(file: Path, tokenizer: Tokenizer, max_requests: int | None = None) -> RecordedPrompts:
     """The prompts of a file. Raises TraceError if it cannot be read or holds none."""
-    found = RecordedPrompts()
+    recorded = RecordedPrompts()
     try:
         data = file.read_bytes()
         lines = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).split(b"\n")
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"file {str(file)!r} cannot be read: {error}; give JSON lines, gzipped or not") from error
     for number, line in enumerate(lines, 1):
-        if len(found.prompts) == max_requests:
+        if len(recorded.prompts) == max_requests:
             break
         if not line.strip():
             continue
         where = f"line {number} of {str(file)!r}"
         try:
             text = line.decode("utf-8-sig")
-            found.prompts.append(_prompt(of_vllm_log(text) or parse_json_line(text, where), where, tokenizer))
+            recorded.prompts.append(_prompt(of_vllm_log(text) or parse_json_line(text, where), where, tokenizer))
         except NoRequestError:
             continue
         except UnicodeDecodeError as error:
-            _note(found, f"{where} is not UTF-8 ({error.reason} at byte {error.start}); give JSON lines")
+            _note(recorded, f"{where} is not UTF-8 ({error.reason} at byte {error.start}); give JSON lines")
         except TraceError as error:
-            _note(found, str(error))
+            _note(recorded, str(error))
         except ForewordError as error:
-            _note(found, f"{where}: {error}")
-    if not found.prompts:
-        why = f": {found.malformed[0]}" if found.malformed else "; give a file with one JSON object per line"
+            _note(recorded, f"{where}: {error}")
+    if not recorded.prompts:
+        why = f": {recorded.malformed[0]}" if recorded.malformed else "; give a file with one JSON object per line"
         raise TraceError(f"file {str(file)!r} holds no requests{why}")
-    return found
+    return recorded
 
 
-def _note(found: RecordedPrompts, problem: str) -> None:
-    found.num_malformed += 1
-    if len(found.malformed) < MAX_REPORTED_LINES:
-        found.malformed.append(problem)
+def _note(recorded: RecordedPrompts, problem: str) -> None:
+    recorded.num_malformed += 1
+    if len(recorded.malformed) < MAX_REPORTED_LINES:
+        recorded.malformed.append(problem)
 
 
 def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
@@ -174,7 +174,7 @@ def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
 
 
 def _dated(template: str, time_ms: float | None) -> str | None:
-    """The template with the date of the request in place of today's; None if it writes none, or if no time is known."""
+    """The template with the request's date in place of today's; None if it writes no date, or without a time."""
     if time_ms is None or not DATE_CALL.search(template):
         return None
     moment = EPOCH + timedelta(milliseconds=min(time_ms, MAX_TIME_MS))
@@ -183,13 +183,13 @@ def _dated(template: str, time_ms: float | None) -> str | None:
 
 def _time(record: Mapping[str, Any], where: str) -> float | None:
     """`timestamp` in ms or as ISO 8601 text; `created` in s. Raises TraceError."""
-    given = record.get("timestamp")
-    if isinstance(given, str):
+    timestamp = record.get("timestamp")
+    if isinstance(timestamp, str):
         try:
-            return datetime.fromisoformat(given).timestamp() * 1000
+            return datetime.fromisoformat(timestamp).timestamp() * 1000
         except (ValueError, OverflowError) as error:
             raise TraceError(
-                f"{where}: timestamp={given[:40]!r} is no time; give milliseconds or such as 2026-11-24T18:00:00Z"
+                f"{where}: timestamp={timestamp[:40]!r} is no time; give milliseconds or such as 2026-11-24T18:00:00Z"
             ) from error
     return timestamp_ms(record, where)
 

@@ -1,10 +1,10 @@
-"""Slots: the places at which prompts of one kind differ although they agree again after it.
+"""Slots: the places at which prompts of one kind differ although they agree again after them.
 
-Knows token ids and alignments with one prompt of the kind, its pattern. A place of the pattern varies if some of the
-prompts that go on after it differ there.
+All prompts of a kind are aligned with one of them, the pattern. A place of the pattern varies if some of the prompts
+that go on after it differ there.
 
-    pattern   [ stable ][ slot ][ stable ........ ][ tail: nobody agrees any more ]
-    a prompt  [ stable ][ own ][ stable ........ ][ its own question ]
+    pattern   [ stable ][ slot ][ stable ........ ][ tail: no prompt agrees any more ]
+    a prompt  [ stable ][ slot' ][ stable ....... ][ question ]
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from foreword.lint.align import Block, TokenIds, aligned
 
 VARIES = 0.1
-"""Least share of the prompts that differ at a place which varies."""
+"""A place varies if at least this share of the prompts differ there."""
 MAX_JOINED = 8
-"""Most successive differences that are tried as one that only changes an order."""
+"""Limit of the successive differences that are joined into one change of order."""
 
 Words = Callable[[TokenIds], tuple[str, ...]]
 Span = tuple[int, int]
@@ -102,13 +102,13 @@ def _differences(ours: TokenIds, theirs: TokenIds, blocks: Sequence[Block], word
 
 
 def _to_ours(blocks: Sequence[Block], place: int, *, last: bool) -> int:
-    """A place of the pattern in the prompt: the first that it may be, or the last."""
+    """The first or the last token of the prompt that a place of the pattern may be."""
     if last:
-        block = next((one for one in reversed(blocks) if one.theirs <= place), blocks[0])
+        block = next((candidate for candidate in reversed(blocks) if candidate.theirs <= place), blocks[0])
         if place > block.theirs + block.length:
             return blocks[blocks.index(block) + 1].ours
         return block.ours + place - block.theirs
-    block = next(one for one in blocks if place <= one.theirs + one.length)
+    block = next(candidate for candidate in blocks if place <= candidate.theirs + candidate.length)
     return block.ours + max(0, place - block.theirs) if place >= block.theirs else _end_of_ours(blocks, block)
 
 

@@ -1,7 +1,7 @@
-"""Endpoints about the server itself, and from text to tokens and back.
+"""Endpoints about the server itself, and from text to tokens and back: none of them generates.
 
-Knows the endpoints that generate nothing: /health, /version, /v1/models, /tokenize, /detokenize. For operators:
-/v1/cluster reports the replicas, /v1/load_lora_adapter and /v1/unload_lora_adapter change which adapters are served.
+/health, /version, /v1/models, /tokenize, /detokenize. For operators: /v1/cluster reports the replicas,
+/v1/load_lora_adapter and /v1/unload_lora_adapter change which adapters are served.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def ready(request: Request) -> Response:
 @router.get("/ping", tags=["server"])
 @router.post("/ping", tags=["server"])
 async def ping(request: Request) -> Response:
-    """The same as /health, for clouds that ask here."""
+    """The same as /health, under the path that some clouds use."""
     return await health(request)
 
 
@@ -87,7 +87,7 @@ async def model(model: str, request: Request, tenant: Authorized) -> Response:
 
 @router.get("/v1/template", tags=["server"])
 async def template(request: Request, tenant: Authorized) -> Response:
-    """What the chat template shows, how messages are rewritten for it, and what it spoils."""
+    """The losses of the chat template, how messages are rewritten for it, and what it spoils."""
     service = service_of(request)
     report, tokenizer = service.template_report, service.llm.tokenizer
     form = None if tokenizer is None else tokenizer.reply_format
@@ -134,7 +134,7 @@ async def detokenize(call: Annotated[Call[DetokenizeRequest], Depends(call_of(De
 
 @router.get("/v1/cluster")
 async def cluster(request: Request) -> Response:
-    """The replicas, what is known of their caches, and what routing has done since the start."""
+    """The replicas, their caches as the routers know them, and the routing's counts since the start."""
     report = _service(request).thread.report()
     assert report is not None
     return json_response({"object": "cluster", **report})
@@ -146,10 +146,10 @@ async def explain(request: Request, request_id: str | None = None, limit: int = 
     service = _service(request)
     if not 1 <= limit <= MOST_LISTED:
         raise APIError(400, f"limit={limit} is out of range; use 1 to {MOST_LISTED}", param="limit")
-    found = service.thread.decisions(request_id, limit)
-    if request_id is not None and not found:
+    decisions = service.thread.decisions(request_id, limit)
+    if request_id is not None and not decisions:
         raise APIError(404, f"There is no decision about {request_id!r:.100} (any more).", code="not_found")
-    return json_response({"object": "list", "data": found})
+    return json_response({"object": "list", "data": decisions})
 
 
 def _service(request: Request) -> Service:
@@ -187,11 +187,11 @@ class UnloadRequest(Body):
 async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadRequest))], request: Request) -> Response:
     """Serve the adapter in a folder under a name, after it was read and checked. For operators."""
     service = service_of(request)
-    wanted = LoRARequest(body.lora_name, lora_path=body.lora_path, load_inplace=body.load_inplace)
-    service.adapters.check_new(wanted)
-    adapter = await service.adapters.load_in(service.crews.adapters, wanted)
-    service.adapters.check_new(wanted)  # another call may have been faster
-    service.adapters.add(wanted)
+    lora = LoRARequest(body.lora_name, lora_path=body.lora_path, load_inplace=body.load_inplace)
+    service.adapters.check_new(lora)
+    adapter = await service.adapters.load_in(service.crews.adapters, lora)
+    service.adapters.check_new(lora)  # another call may have been faster
+    service.adapters.add(lora)
     return json_response({"object": "adapter", "id": body.lora_name, "digest": adapter.digest, "loaded": True})
 
 
@@ -199,7 +199,7 @@ async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadReques
 async def unload(
     body: Annotated[UnloadRequest, Depends(operators_body_of(UnloadRequest))], request: Request
 ) -> Response:
-    """Serve an adapter no longer; requests that run under it end as they would. For operators."""
+    """Stop serving an adapter. Requests that run under it end as usual. For operators."""
     if not service_of(request).adapters.remove(body.lora_name):
         raise unknown_model(body.lora_name)
     return json_response({"object": "adapter", "id": body.lora_name, "loaded": False})

@@ -59,7 +59,7 @@ Event = Accepted | Delta | Finished | APIError
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The part of a choice that was handed over."""
+    """The part of a choice that a client already has."""
 
     token_ids: tuple[int, ...] = ()
     num_chars: int = 0
@@ -74,13 +74,13 @@ class Job:
     prompt: Prompt
     params: SamplingParams
     answered: Sequence[Shown] = ()
-    """What another engine has generated and handed over, for each choice; the answer goes on from there."""
+    """For each choice, the part that another engine has generated and handed over; the answer goes on from there."""
 
 
 DEADLINE: ContextVar[float] = ContextVar("foreword_deadline", default=math.inf)
 """When the call that the running task answers must have ended, in the event loop's time."""
 CLOCK_S = 0.01
-"""Timers of an event loop may be early by less."""
+"""Timers of an event loop may be early by up to this many seconds."""
 
 
 class Home(Protocol):
@@ -96,8 +96,8 @@ class Home(Protocol):
 class AnswerStream:
     """The asyncio side of one call: the deltas of its choices, in the order in which they were made.
 
-    Belongs to the event loop; the engine's thread only hands events over. Call `close()` when nobody will read on: it
-    aborts the choices that still run.
+    Belongs to the event loop; the engine's thread only hands events over. Call `close()` when reading ends: it aborts
+    the choices that still run.
     """
 
     def __init__(self, home: Home, jobs: Sequence[Job], *, whole: bool) -> None:
@@ -147,20 +147,20 @@ class AnswerStream:
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield the new deltas, one for each choice that has any. Raises APIError if the answer fails."""
         while True:
-            taken: dict[int, Delta] = {}
+            by_choice: dict[int, Delta] = {}
             while self._events:
                 event = self._events.popleft()
                 if isinstance(event, Delta):
-                    before = taken.get(event.choice)
-                    taken[event.choice] = event if before is None else before.then(event)
+                    before = by_choice.get(event.choice)
+                    by_choice[event.choice] = event if before is None else before.then(event)
                     continue
-                if taken:
-                    yield list(taken.values())
+                if by_choice:
+                    yield list(by_choice.values())
                 if isinstance(event, APIError):
                     raise event
                 return
-            if taken:
-                yield list(taken.values())
+            if by_choice:
+                yield list(by_choice.values())
             else:
                 await self._wait()
 
@@ -171,18 +171,19 @@ class AnswerStream:
     def num_written_tokens(self) -> dict[float, int]:
         """Prompt tokens that the marks keep and that were not cached before, by `ttl_s`.
 
-        A token counts for the longest time for which it is kept. Known with the first delta of each prompt.
+        A token counts for the longest time for which it is kept. The counts are known with the first delta of each
+        prompt.
         """
-        written: dict[float, int] = {}
+        num_written: dict[float, int] = {}
         for job, output in zip(self.jobs, self.outputs, strict=True):
-            kept: dict[float, int] = {}
+            num_kept: dict[float, int] = {}
             for mark, entry in zip(job.prompt.marks, output.kept, strict=False):
-                kept[mark.keep.ttl_s] = max(kept.get(mark.keep.ttl_s, 0), entry.num_kept_tokens)
-            known = job.record.num_cached_tokens
-            for ttl_s in sorted(kept, reverse=True):
-                written[ttl_s] = written.get(ttl_s, 0) + max(0, kept[ttl_s] - known)
-                known = max(known, kept[ttl_s])
-        return written
+                num_kept[mark.keep.ttl_s] = max(num_kept.get(mark.keep.ttl_s, 0), entry.num_kept_tokens)
+            num_cached = job.record.num_cached_tokens
+            for ttl_s in sorted(num_kept, reverse=True):
+                num_written[ttl_s] = num_written.get(ttl_s, 0) + max(0, num_kept[ttl_s] - num_cached)
+                num_cached = max(num_cached, num_kept[ttl_s])
+        return num_written
 
     def close(self) -> None:
         """Abort the unfinished jobs; the engine frees their blocks at its next step."""

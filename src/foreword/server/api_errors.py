@@ -15,13 +15,13 @@ from foreword.errors import (
 )
 
 MOST_CHARACTERS = 2000
-"""Most characters of a message: it may repeat what a client sent, which may have megabytes."""
+"""Limit of a message, which may repeat the megabytes that a client sent."""
 
 
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """A text without its middle, if it is longer than this: the end of a message has the remedy."""
-    end = most // 4
-    return text if len(text) <= most else f"{text[: most - end - 3]}...{text[-end:]}"
+def shortened(text: str, limit: int = MOST_CHARACTERS) -> str:
+    """A text of at most `limit` characters, without its middle: the end of a message has the remedy."""
+    end = limit // 4
+    return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
 class APIError(ForewordError):
@@ -46,7 +46,7 @@ class APIError(ForewordError):
 
 
 class InvalidFieldError(APIError):
-    """400: a field of the body is wrong. Dialects may say so in words of their own."""
+    """400: a field of the body is wrong. Dialects may use their own words."""
 
     def __init__(self, message: str, *, param: str | None, where: Sequence[int | str], problem: str) -> None:
         super().__init__(400, message, param=param)
@@ -93,7 +93,7 @@ def unknown_model(name: str) -> APIError:
 
 
 def too_busy(reason: str, retry_after_s: int) -> APIError:
-    """429: what the caller asks for would wait too long."""
+    """429: the call would wait too long."""
     headers = {"Retry-After": str(retry_after_s)}
     return APIError(429, reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
@@ -105,7 +105,7 @@ def adapter_unread(name: str) -> APIError:
 
 
 def timed_out(limit_s: float) -> APIError:
-    """408: the request exceeded its time limit. Clients that try again would have it computed twice."""
+    """408: the request exceeded its time limit. A header asks clients not to try again."""
     message = f"The request took longer than {limit_s:g} s and was ended."
     return APIError(408, message, kind="timeout", code="timeout", headers={"x-should-retry": "false"})
 

@@ -1,8 +1,7 @@
 """The FastAPI app: all endpoints, limits on incoming requests, and errors in the caller's dialect.
 
-Knows every part of the server. The path of a request: app (chooses the dialect) -> an endpoint in dialects/ (reads the
-fields) -> service (checks the tenant, picks the namespace) -> engine_thread (runs it) -> the dialect's writer (writes
-the answer) -> http (sends it).
+The path of a request: app (chooses the dialect) -> an endpoint in dialects/ (reads the fields) -> service (checks the
+tenant, picks the namespace) -> engine_thread (runs it) -> the dialect's writer (writes the answer) -> http (sends it).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from foreword.server.service import OpenDoor, Service, new_id
 logger = logging.getLogger(__name__)
 
 DIALECTS: tuple[Dialect, ...] = (Anthropic(), Gemini(), Ollama(), OpenAI())
-"""In the order in which they are asked whether a call is theirs; the last one takes every call."""
+"""The order in which they may claim a call; the last one takes every call."""
 OWN_BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
@@ -62,7 +61,7 @@ OWN_BODIES: tuple[type[Body], ...] = (
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> FastAPI:
-    """Build the app around one engine and take over that engine, or around those that `open_door` leads to.
+    """Build the app around the engine of `llm`, or around the engines behind `open_door`. The app owns them.
 
     Raises ConfigError for wrong options.
     """
@@ -93,8 +92,8 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     for dialect in DIALECTS:
         for router in dialect.routers:
             app.include_router(router)
-    for own in (about, cache_api, schemas_api):
-        app.include_router(own.router)
+    for module in (about, cache_api, schemas_api):
+        app.include_router(module.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     app.add_middleware(TimeLimit, limit_s=config.request_timeout_s)
@@ -109,7 +108,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
 
 
 class _App(FastAPI):
-    """An app that a proxy may show under a path of its own; it chooses each call's dialect."""
+    """An app that chooses each call's dialect. A proxy may show it under a path."""
 
     proxy_path = ""
 

@@ -1,4 +1,4 @@
-"""Arrival: a call's body as it comes in, within limits, and what becomes of a client that leaves.
+"""Arrival: reads a call's body as it comes in, within limits, and notices clients that leave.
 
 Three things hold for every call:
 
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 MOST_DROPPED_BYTES = 64 * 2**20
 MOST_DROPPING_S = 10.0
-"""How much of a body is read, and how long, after its answer."""
+"""Limits of the bytes that are read after an answer, and of the time for it."""
 LEFT = 499
-"""The status that counts for a client that left before its answer."""
+"""The counted status of a client that left before its answer."""
 UNKNOWN = "unknown"
-"""The endpoint of paths that there are none of: clients may make up any number of them."""
+"""The counted endpoint of unknown paths, of which clients may invent any number."""
 
 
 class HttpRequests:
@@ -46,7 +46,7 @@ class HttpRequests:
         self._logs_refusals = logs_refusals
 
     def note(self, scope: MutableMapping[str, Any], status: int) -> None:
-        """Count a call that has ended. `scope["state"]["error"]` is what refused it."""
+        """Count a call that has ended. `scope["state"]["error"]` is the error that refused it."""
         endpoint = getattr(scope.get("route"), "path", None) or UNKNOWN
         self.counts[endpoint, str(status)] += 1
         if status < 400 or not self._logs_refusals:

@@ -1,8 +1,8 @@
-"""The cache's own endpoints: /v1/cache, /v1/cache/explain, /reset_prefix_cache, /metrics.
+"""The cache's endpoints: /v1/cache, /v1/cache/explain, /reset_prefix_cache, /metrics.
 
-/v1/cache/entries has the prefixes that are kept, whoever asked for them, and the pin API: tenants see and end their
-own, operators all. Marks of all dialects make entries too; this API lists, changes and ends them like its own.
-/v1/cache/sessions has what each session used and found, and its end, /v1/cache/hints what orchestrators ask.
+/v1/cache/entries lists, creates and ends entries, which keep prefixes: tenants see and end their own, operators all.
+Marks of all dialects make such entries too. /v1/cache/sessions reports and closes sessions, /v1/cache/hints takes
+orchestrators' hints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from foreword.server.hints import Hint, Hints, HintsRequest, UnusableHintError
 from foreword.server.http import authorized, finished, json_response, route_of, service_of
 from foreword.server.intake import call_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
-from foreword.server.observe.metrics import Shown
+from foreword.server.observe.metrics import Scrape
 from foreword.server.records import MAX_RECORDS, RequestRecord, SessionStats, TenantStats, namespace_of
 from foreword.server.service import Caller, Service, new_id
 from foreword.server.verbs import CHANGE_ENTRY, COUNT_CACHED, EXPLAIN, LIST_ENTRIES, PIN, TOP_PREFIXES, entry_report
@@ -76,15 +76,15 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
         tenant = await authorized(request)
         return json_response(await _of_tenant(service, tenant, nodes))
     look = await service.insight.look()
-    found = await service.thread.ask(TOP_PREFIXES, nodes, "")
+    tree = await service.thread.ask(TOP_PREFIXES, nodes, "")
     body: dict[str, Any] = {
         "object": "cache",
         "statistics": statistics(look, service),
         "tenants": {name: stats.report() for name, stats in service.records.tenants().items()},
         "template": [str(change) for change in service.template_changes],
     }
-    if found is not None:
-        body["tree"] = [node_report(node, service.llm.tokenizer, service.owner_of(node.salt)) for node in found]
+    if tree is not None:
+        body["tree"] = [node_report(node, service.llm.tokenizer, service.owner_of(node.salt)) for node in tree]
     else:
         body["prompts"] = await listed_prompts(service, min(nodes, MAX_LISTED_PROMPTS))
     return json_response(body)
@@ -101,16 +101,15 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text. It has no prompt's text, so `api_key` does not close it, but it has tenants' names.
-
-    With a keys file or an operator's key it is for operators only.
+    """Metrics in Prometheus' text format. They name tenants, so with a keys file or an operator's key they are for
+    operators only; without, they need no key, because they have no prompt's text.
     """
     service = service_of(request)
     if service.config.keys_file is not None or service.operators.have_a_key:
         service.operators.check(request.scope)
     look = await service.insight.look()
-    shown = Shown(look, service.records, service.listeners(), service.kept_bytes(), service.thread.numbers())
-    text, media_type = await asyncio.to_thread(service.metrics.write, shown)
+    scrape = Scrape(look, service.records, service.listeners(), service.kept_bytes(), service.thread.numbers())
+    text, media_type = await asyncio.to_thread(service.metrics.write, scrape)
     return Response(text, media_type=media_type)
 
 
@@ -202,14 +201,14 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
     if service.config.keys_file is None:
         return body  # all clients are one tenant here, and a tree would show each of them the prompts of all others
     namespace = service.tenants.namespace_of_all(tenant)
-    found = await service.thread.ask(TOP_PREFIXES, limit, namespace)
-    if found is not None:
-        ids = {node.node_id for node in found}
+    tree = await service.thread.ask(TOP_PREFIXES, limit, namespace)
+    if tree is not None:
+        ids = {node.node_id for node in tree}
         body["tree"] = [
             # Above a tenant's first node are public prefixes, which others use too.
             node_report(node, service.llm.tokenizer, tenant.name)
             | {"parent": node.parent_id if node.parent_id in ids else None}
-            for node in found
+            for node in tree
         ]
     return body
 
@@ -222,8 +221,8 @@ async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
         key = (record.salt, record.prompt_token_ids.tobytes())
         distinct.setdefault(key, record)
         uses[key] = uses.get(key, 0) + 1
-    shown = list(distinct.items())[:limit]
-    prompts = [service.prompt_of(record.prompt_token_ids, record.salt) for _, record in shown]
+    listed = list(distinct.items())[:limit]
+    prompts = [service.prompt_of(record.prompt_token_ids, record.salt) for _, record in listed]
     cached = await service.thread.ask(COUNT_CACHED, prompts)
     return [
         {
@@ -233,7 +232,7 @@ async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
             "recent_uses": uses[key],
             "text": text_of(record.prompt_token_ids[:256].tolist(), service.llm.tokenizer),
         }
-        for (key, record), num_cached in zip(shown, cached, strict=True)
+        for (key, record), num_cached in zip(listed, cached, strict=True)
     ]
 
 
@@ -254,7 +253,7 @@ class EntryChange(Body):
 
 @router.post("/v1/cache/entries", openapi_extra=takes(PinRequest))
 async def create_entry(call: Annotated[Call[PinRequest], Depends(call_of(PinRequest))]) -> Response:
-    """Keep a prompt, which is computed first if it is not cached. Uses do not keep it longer than `ttl_s`."""
+    """Compute a prompt, if it is not cached, and keep it for `ttl_s`. Its use does not extend this time."""
     service = call.service
     if not service.llm.engine.entries.are_possible:
         raise bad_request("this server keeps no prefixes; start it with max_pinned_share above 0 and prefix caching")
@@ -271,9 +270,9 @@ async def create_entry(call: Annotated[Call[PinRequest], Depends(call_of(PinRequ
 
 @router.get("/v1/cache/entries")
 async def list_entries(request: Request) -> Response:
-    """The entries of the caller's tenant, the oldest first; for operators those of all."""
-    found = await service_of(request).thread.ask(LIST_ENTRIES, *await _visible(request))
-    return json_response({"object": "list", "data": found})
+    """The entries of the caller's tenant, the oldest first; operators get those of all tenants."""
+    entries = await service_of(request).thread.ask(LIST_ENTRIES, *await _visible(request))
+    return json_response({"object": "list", "data": entries})
 
 
 @router.patch("/v1/cache/entries/{entry_id}", openapi_extra=takes(EntryChange))
@@ -290,7 +289,7 @@ async def delete_entry(entry_id: str, request: Request) -> Response:
 
 
 async def _visible(request: Request) -> tuple[str | None, bool]:
-    """The owner whose entries the caller may see and change, and whether it may those of all."""
+    """The owner whose entries the caller may see and change, and whether it may see and change all."""
     service = service_of(request)
     if service.operators.is_operator(request.scope):
         return None, True
@@ -298,7 +297,7 @@ async def _visible(request: Request) -> tuple[str | None, bool]:
 
 
 async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[str, Any]:
-    """Move an entry's end, or end it now. Raises APIError 404 for what is gone, or another's."""
+    """Move an entry's end, or end it now. Raises APIError 404 if it is gone, or another tenant's."""
     report = await service_of(request).thread.change(CHANGE_ENTRY, entry_id, ttl_s, *await _visible(request))
     if not report:
         raise APIError(404, f"There is no cache entry {entry_id!r:.100} (any more).", code="not_found")
@@ -309,9 +308,9 @@ async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[
 async def hint(call: Annotated[Call[HintsRequest], Depends(call_of(HintsRequest))]) -> Response:
     """Carry out the actions of an envelope, in their order. Each payload names its `session_id`."""
     service, hints = call.service, Hints(call.body.kv_hints)
-    for number, one in hints.usable.items():
+    for number, usable_hint in hints.usable.items():
         try:
-            await _carry_out(service, call.tenant, hints, number, one)
+            await _carry_out(service, call.tenant, hints, number, usable_hint)
         except UnusableHintError as error:
             hints.note(number, error.outcome, detail=str(error))
         except APIError as error:
@@ -355,9 +354,10 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
 
 
 def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
-    """The session's request that ended last. Raises UnusableHintError if there is none that tokens alone describe."""
-    ended = service.records.recent(MAX_RECORDS, tenant.name)
-    record = next((one for one in ended if one.session_id == session_id and one.first_scheduled_time), None)
+    """The session's request that ended last. Raises UnusableHintError if tokens alone do not describe it."""
+    records = service.records.recent(MAX_RECORDS, tenant.name)
+    ran = (record for record in records if record.session_id == session_id and record.first_scheduled_time)
+    record = next(ran, None)
     if record is None:
         raise UnusableHintError("missing", f"none of the last {MAX_RECORDS} requests is of this session")
     if not record.is_plain:
@@ -378,28 +378,28 @@ async def list_sessions(request: Request, limit: int = DEFAULT_SESSIONS) -> Resp
     service = service_of(request)
     if service.config.keys_file is None:
         service.operators.check(request.scope)
-    found = service.records.sessions(limit, tenant=await _visible_tenant(request))
-    return json_response({"object": "list", "data": [session_report(*one) for one in found]})
+    sessions = service.records.sessions(limit, tenant=await _visible_tenant(request))
+    return json_response({"object": "list", "data": [session_report(*session) for session in sessions]})
 
 
 @router.get("/v1/cache/sessions/{session_id:path}")
 async def show_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
-    """One session of the caller. For operators: that of `tenant`, or the one used last of those with its id."""
-    found, stats = await _find(request, session_id, tenant)
+    """A session of the caller. Operators get that of `tenant`, or the one with this id that was used last."""
+    owner, stats = await _find(request, session_id, tenant)
     if stats is None:
         raise _unknown(session_id)
-    return json_response(session_report(found, session_id, stats))
+    return json_response(session_report(owner, session_id, stats))
 
 
 @router.delete("/v1/cache/sessions/{session_id:path}")
 async def close_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
-    """Close a session: what only its requests used is evicted before all else. Its later requests begin a new one."""
-    found, stats = await _find(request, session_id, tenant)
-    num_blocks = await service_of(request).close_session(Tenant(found), session_id)
+    """Close a session: blocks that only its requests used are evicted first. Its later requests begin a new session."""
+    owner, stats = await _find(request, session_id, tenant)
+    num_blocks = await service_of(request).close_session(Tenant(owner), session_id)
     if num_blocks is None and stats is None:
         raise _unknown(session_id)
-    told = {"id": session_id, "object": "cache.session", "tenant": found, "closed": True}
-    return json_response({**told, "blocks_given_up": num_blocks or 0})
+    report = {"id": session_id, "object": "cache.session", "tenant": owner, "closed": True}
+    return json_response({**report, "blocks_given_up": num_blocks or 0})
 
 
 def session_report(tenant: str, session_id: str, stats: SessionStats) -> dict[str, Any]:
@@ -415,7 +415,7 @@ def session_report(tenant: str, session_id: str, stats: SessionStats) -> dict[st
 
 
 async def _visible_tenant(request: Request) -> str | None:
-    """The tenant whose sessions the caller may see; None: those of all."""
+    """The tenant whose sessions the caller may see; None: all tenants."""
     service = service_of(request)
     if service.tenants.asks_for_keys and service.operators.is_operator(request.scope):
         return None
@@ -423,7 +423,7 @@ async def _visible_tenant(request: Request) -> str | None:
 
 
 async def _find(request: Request, session_id: str, tenant: str | None) -> tuple[str, SessionStats | None]:
-    """A session's tenant and totals. Raises APIError: 400 for an id that none can have, 404 for one that none has."""
+    """A session's tenant and totals. Raises APIError: 400 for an invalid id, 404 for an unknown one."""
     check_session_id(session_id)
     visible, records = await _visible_tenant(request), service_of(request).records
     if visible is not None and tenant not in (None, visible):
@@ -431,10 +431,11 @@ async def _find(request: Request, session_id: str, tenant: str | None) -> tuple[
     owner = visible or tenant
     if owner is not None:
         return owner, records.session(owner, session_id)
-    found = next(((tenant, stats) for tenant, one, stats in records.sessions(None) if one == session_id), None)
-    if found is None:
+    sessions = records.sessions(None)
+    session = next(((tenant, stats) for tenant, name, stats in sessions if name == session_id), None)
+    if session is None:
         raise _unknown(session_id)
-    return found
+    return session
 
 
 def _unknown(session_id: str) -> APIError:

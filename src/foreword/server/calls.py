@@ -32,14 +32,14 @@ _OLD_USER_ID = re.compile(r"user_.*_session_([0-9A-Za-z-]+)")
 def session_of(body: Any, headers: Mapping[str, str]) -> str | None:
     """The session of a call; None if it names none.
 
-    The field `session_id` counts first, then the two headers, Claude Code's `metadata.user_id`, `prompt_cache_key`. Of
-    these others, which name a session by the way, those that cannot be an id are ignored. Raises APIError 400 if the
-    field is too long or unprintable.
+    The field `session_id` counts first, then the two headers, Claude Code's `metadata.user_id`, `prompt_cache_key`.
+    Values of the latter four that cannot be an id are ignored. Raises APIError 400 if the field is too long or
+    unprintable.
     """
-    named: str | None = getattr(body, "session_id", None)
-    if named:
-        check_session_id(named)
-        return named
+    session_id: str | None = getattr(body, "session_id", None)
+    if session_id:
+        check_session_id(session_id)
+        return session_id
     user_id = getattr(getattr(body, "metadata", None), "user_id", None)
     others = (
         _as_text(headers.get(HEADER)),
@@ -47,11 +47,11 @@ def session_of(body: Any, headers: Mapping[str, str]) -> str | None:
         _of_user_id(user_id),
         getattr(body, "prompt_cache_key", None),
     )
-    return next((one for one in others if _is_usable(one)), None)
+    return next((candidate for candidate in others if _is_usable(candidate)), None)
 
 
-def _is_usable(found: Any) -> bool:
-    return isinstance(found, str) and 0 < len(found) <= MOST_CHARACTERS and found.isprintable()
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MOST_CHARACTERS and value.isprintable()
 
 
 def _as_text(header: str | None) -> str | None:
@@ -95,22 +95,22 @@ class Call(Generic[ABody_co]):
     service: Service
     tenant: Tenant
     num_bytes: int
-    """Of the body."""
+    """The length of the body."""
 
     async def work(self, work: Callable[[], T]) -> T:
-        """The result of `work` on the body; long bodies are worked on in a thread."""
+        """The result of `work` on the body; a thread works on long bodies."""
         return await off_loop(self.num_bytes, work)
 
-    def refuse_unsupported(self, said: str = "{} is not supported by this server; leave it out") -> None:
-        """Raises APIError 400, which says so, for fields for features that this engine lacks."""
+    def refuse_unsupported(self, text: str = "{} is not supported by this server; leave it out") -> None:
+        """Raises APIError 400 for a field for a feature that this engine lacks; `text` has a place for its name."""
         name = self.body.asks_for_unsupported()
         if name is not None:
-            raise bad_request(said.format(name), param=name)
+            raise bad_request(text.format(name), param=name)
 
     def caller(self, endpoint: str, model: str | None = None) -> Caller:
-        """The caller of an endpoint that generates, and its wishes for caching. `model`: its name if no field has it.
+        """The caller of an endpoint that generates, and its wishes for caching. `model`: its name, if no field has it.
 
-        Raises APIError 400 for a field `session_id` that cannot be one.
+        Raises APIError 400 for a wrong field `session_id`.
         """
         body: Any = self.body  # of such an endpoint; all of them have a salt and a priority
         envelope = getattr(body, "kv_hints", None)
@@ -127,28 +127,28 @@ class Call(Generic[ABody_co]):
 
 
 def sampling_of(body: Any) -> dict[str, Any]:
-    """The sampling parameters of a body under the names that they have here too; None where it says nothing."""
+    """The sampling parameters of a body whose names are those of SamplingParams; None for missing ones."""
     options = getattr(body, "foreword", None)
     others = {"certify": options is not None and options.certificate, "logit_bias": _logit_bias(body)}
     return {**{name: getattr(body, name, None) for name in _SAME_NAMES}, **others}
 
 
 async def sampling_params(
-    service: Service, given: Mapping[str, Any], structured: StructuredOutputsParams | None
+    service: Service, fields: Mapping[str, Any], structured: StructuredOutputsParams | None
 ) -> SamplingParams:
-    """The parameters of a call by name; None where it says nothing: then the model's files count, and else defaults.
+    """The parameters of a call. `fields`: by name; None stands for the default of the model's files, else of ours.
 
     Without `max_tokens` an answer may be as long as the model allows. Raises InvalidRequestError or APIError for values
     that exclude each other, and for forms that no answer can follow.
     """
-    said = {name: value for name, value in given.items() if value is not None}
-    known = {"max_tokens": None, **service.sampling_defaults, **said}
-    if known.get("certify") and not {"logprobs", "prompt_logprobs"} & set(known):
+    explicit = {name: value for name, value in fields.items() if value is not None}
+    options = {"max_tokens": None, **service.sampling_defaults, **explicit}
+    if options.get("certify") and not {"logprobs", "prompt_logprobs"} & set(options):
         raise bad_request("foreword.certificate is only allowed with log probabilities; ask for them", param="foreword")
-    if known.get("bad_words"):
-        await service.spell(known["bad_words"])
+    if options.get("bad_words"):
+        await service.spell(options["bad_words"])
     constraint = None if structured is None else await service.compile_grammar(structured)
-    return SamplingParams(open_constraint=constraint, **known)
+    return SamplingParams(open_constraint=constraint, **options)
 
 
 _SAME_NAMES = (

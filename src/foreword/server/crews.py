@@ -1,6 +1,6 @@
 """Crews: threads for work that would hold up the event loop, a few for each kind, so that no kind waits for another.
 
-Within a crew callers take turns, however much one of them asks for. A caller that has much waiting is refused.
+Callers of a crew take turns, however much work one of them has. A caller with too much waiting work is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLER: ContextVar[str] = ContextVar("foreword_caller", default="")
-"""The tenant whose call the running task answers: work takes turns by it."""
+"""The tenant whose call the running task answers; tenants take turns."""
 MOST_OF_ALL = 16
-"""All callers together may have this many times what one may have waiting."""
+"""All callers together may have this many times the waiting work of one."""
 MANY_BYTES = 16 * 1024
 """Size of a JSON text that takes one or two milliseconds to read or write."""
 KEPT = 0.8
-"""Weight of the mean seconds of a crew's work so far, after each piece."""
+"""Weight of the earlier mean in a crew's moving mean of seconds for a piece of work."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +43,7 @@ class Crew:
     """Threads for one kind of work. Belongs to the event loop; its threads end with the process."""
 
     def __init__(self, name: str, num_threads: int, most_waiting: int) -> None:
-        """`most_waiting`: most pieces of work of one caller that wait for a thread."""
+        """`most_waiting`: limit of one caller's work that waits for a thread."""
         self.name = name
         self.num_running = 0
         self.num_refused = 0
@@ -59,17 +59,17 @@ class Crew:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`, from a thread. Raises what it raises, and APIError 429 if too much waits.
+        """The result of `work`, from a thread. Raises its exceptions, and APIError 429 if too much work waits.
 
         A caller that is cancelled does not wait for the end; work that has begun goes on.
         """
         caller = CALLER.get()
-        own = self._waiting.get(caller, ())
-        if len(own) >= self._most_waiting or self.num_waiting >= MOST_OF_ALL * self._most_waiting:
+        waiting = self._waiting.get(caller, ())
+        if len(waiting) >= self._most_waiting or self.num_waiting >= MOST_OF_ALL * self._most_waiting:
             self.num_refused += 1
-            wait_s = 1 + int(self._mean_s * (1 + len(own)) / self._num_threads)
-            said = f"Too much work of this caller waits for a thread ({self.name}); try again in {wait_s} s."
-            raise too_busy(said, wait_s)
+            wait_s = 1 + int(self._mean_s * (1 + len(waiting)) / self._num_threads)
+            message = f"Too much work of this caller waits for a thread ({self.name}); try again in {wait_s} s."
+            raise too_busy(message, wait_s)
         loop = asyncio.get_running_loop()
         job = _Job(work, loop.create_future(), loop)
         self._waiting.setdefault(caller, deque()).append(job)
@@ -82,7 +82,7 @@ class Crew:
         return result
 
     def close(self) -> None:
-        """End the threads that are idle; the others end with the process. Drops what waits."""
+        """Drop waiting work and end the idle threads; the others end with the process."""
         self._waiting.clear()
         for _ in self._threads:
             self._jobs.put(None)
@@ -90,10 +90,10 @@ class Crew:
 
     def _forget(self, caller: str, job: _Job) -> None:
         """Drop work of a cancelled caller, unless it has begun."""
-        own = self._waiting.get(caller, deque())
-        if job in own:
-            own.remove(job)
-            if not own:
+        waiting = self._waiting.get(caller, deque())
+        if job in waiting:
+            waiting.remove(job)
+            if not waiting:
                 del self._waiting[caller]
 
     def _start(self) -> None:
@@ -109,11 +109,11 @@ class Crew:
                     logger.warning("the crew %s has %d threads: %s", self.name, len(self._threads), error)
                     return
                 self._threads.append(thread)
-            caller, own = next(iter(self._waiting.items()))
+            caller, jobs = next(iter(self._waiting.items()))
             del self._waiting[caller]
-            job = own.popleft()
-            if own:
-                self._waiting[caller] = own  # at the end of the turns
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[caller] = jobs  # at the end of the turns
             self.num_running += 1
             self._jobs.put(job)
 
@@ -149,11 +149,11 @@ class Crew:
 class Crews:
     """The crews of one server.
 
-    What is linear in a body's bytes, such as parsing it, runs in asyncio's own threads instead: it ends soon.
+    Work that is linear in a body's bytes, such as parsing, ends soon and runs in asyncio's own threads.
     """
 
     def __init__(self, most_choices: int = 0) -> None:
-        """Crews that refuse no burst that the engine's queue takes: `most_choices` run or wait there."""
+        """`most_choices`: limit of the engine's running and waiting choices; crews refuse no burst of that size."""
         self.text = Crew("text", 2, max(64, most_choices))
         """Conversations to render, texts to tokenize."""
         self.grammars = Crew("grammars", 1, max(32, most_choices))

@@ -1,7 +1,7 @@
-"""Dialect: what the server asks of an API that it speaks, besides the API's own endpoints.
+"""Dialect: an API that the server speaks, without its endpoints.
 
-Several dialects share paths such as /v1/models, and a path that nobody knows needs an error in the caller's shape, so
-one dialect is chosen for each call before it is routed.
+Several dialects share paths such as /v1/models, and unknown paths need an error in the caller's form. So the server
+chooses a dialect for each call before it routes the call.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Dialect(ABC):
     bodies: ClassVar[Sequence[type[Body]]]
     """Models of the bodies, for /openapi.json."""
     stream_end: ClassVar[bytes] = b""
-    """What follows the last event of a stream."""
+    """The bytes after the last event of a stream."""
     ping: ClassVar[bytes | None] = None
-    """What keeps a stream alive while there is nothing to send; None if clients of this API would fail on it."""
+    """Bytes that keep a stream alive while there is nothing to send; None if clients of this API would fail on them."""
 
     @abstractmethod
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
@@ -62,7 +62,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
-        """The list of models; `names`: those that the caller may use."""
+        """The list of models; `names`: the models that the caller may use."""
 
     @abstractmethod
     def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:

@@ -26,8 +26,8 @@ class Embedded:
 
     @property
     def num_json_bytes(self) -> int:
-        """Estimated length of its vectors as JSON: whether to write them on the event loop."""
-        return sum(16 * len(one) for one in self.vectors)
+        """Estimated length of its vectors as JSON."""
+        return sum(16 * len(vector) for vector in self.vectors)
 
 
 async def embed(
@@ -35,12 +35,12 @@ async def embed(
 ) -> Embedded:
     """Embed a text, a list of token ids, or several of either. Raises APIError or InvalidRequestError.
 
-    `truncates`: whether texts that are too long keep their beginning.
+    `truncates`: whether texts that are too long are cut at their end.
     """
     llm = service.llm
     llm.pooling.check(dimensions, llm.engine.limits.hidden_size)
-    one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-    texts = [inputs] if one else inputs
+    is_single = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
+    texts = [inputs] if is_single else inputs
     if not texts:
         return Embedded([], 0, 0)
     if not all(map(len, texts)):
@@ -63,11 +63,11 @@ async def embed(
 
 
 def _beginning(token_ids: TokenIds, service: Service) -> TokenIds:
-    """The beginning of a text that is too long, with the end token, if the tokenizer writes one: it is what pools."""
-    most = service.max_prompt_len(1)
-    if len(token_ids) <= most:
+    """The beginning of a text that is too long, with the tokenizer's end token, if any: pooling needs it."""
+    limit = service.max_prompt_len(1)
+    if len(token_ids) <= limit:
         return token_ids
     ends = service.tokenizer.encode("")[-1:]
     if not len(ends) or ends[0] != token_ids[-1]:
-        return token_ids[:most]
-    return np.concatenate((token_ids[: most - 1], ends))
+        return token_ids[:limit]
+    return np.concatenate((token_ids[: limit - 1], ends))

@@ -1,4 +1,4 @@
-"""EngineDoor: what a server asks of its engines, be it one in a thread of this process or several elsewhere."""
+"""EngineDoor: the interface of a server to its engines, one in a thread of this process or several elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrefillSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number for metrics, besides those of an engine."""
+    """A metric besides those of an engine."""
 
     name: str
     meaning: str
@@ -60,7 +60,7 @@ class EngineDoor(Protocol):
         return []
 
     def report(self) -> dict[str, Any] | None:
-        """The engines and what routing did, for JSON; None if there is only one."""
+        """The engines and the routing's decisions, for JSON; None if there is only one engine."""
         return None
 
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
@@ -77,13 +77,13 @@ class EngineDoor(Protocol):
         """Submit prompts. The stream's first event says whether they were accepted: all or none."""
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
-        """Shrink a namespace's share of each engine's cache. Called where requests are found to have ended."""
+        """Shrink a namespace's share of each engine's cache. Called in the thread that notices ended requests."""
 
     async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb on every engine between two of its steps, and merge what they return. Raises what it raises."""
+        """Run a verb on every engine between two steps, and merge the results. Raises the verb's exceptions."""
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
         """The same for a verb that changes something. Engines that stand still run it before they take requests again,
-        so it may run twice and later.
+        so it may run twice, or late.
         """
         return await self.ask(verb, *arguments)

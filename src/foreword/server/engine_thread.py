@@ -35,7 +35,7 @@ from foreword.server.verbs import T, Ts, Verb
 logger = logging.getLogger(__name__)
 
 STORE_POLL_S = 0.01
-"""Between two looks at stores while no request runs."""
+"""Seconds between two looks at stores while no request runs."""
 MAX_FAILED_STEPS = 3
 """Number of successive failed steps after which the engine, not a request, counts as broken."""
 
@@ -60,7 +60,7 @@ class _Running:
     stream: AnswerStream
     output: RequestOutput
     first_choice: int
-    shown: list[tuple[int, int, bool]] = field(default_factory=list)
+    handed_over: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each choice: characters and tokens handed over, and whether its end was."""
 
 
@@ -128,7 +128,7 @@ class EngineThread(EngineDoor):
             self.num_choices -= sum(job.params.n for job in stream.jobs)
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
-        """For the engine's thread, in spite of the rule."""
+        """Shrink a namespace. Unlike the others, only the engine's thread calls this."""
         self._engine.shrink_namespace(namespace, max_blocks)
 
     async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
@@ -136,7 +136,7 @@ class EngineThread(EngineDoor):
         return await self.call(lambda engine: verb.run(engine, *arguments))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run a function on the engine's thread, between two steps. Raises what it raises."""
+        """Run a function on the engine's thread, between two steps. Raises its exceptions."""
         if self.failure is not None:
             raise engine_failed(self.failure)
         future: Future[T] = Future()
@@ -207,7 +207,7 @@ class EngineThread(EngineDoor):
         for job in stream.jobs:
             record = job.record
             try:
-                answered = [one.token_ids for one in job.answered]
+                answered = [part.token_ids for part in job.answered]
                 output = self._engine.add_request(record.request_id, job.prompt, job.params, answered)
             except Exception as error:
                 answer = from_error(error)
@@ -216,13 +216,13 @@ class EngineThread(EngineDoor):
                 self._refuse(stream, answer, "refused")
                 return
             stream.outputs.append(output)
-            shown = [(one.num_chars, len(one.token_ids), one.is_ended) for one in job.answered]
-            shown = shown or [(0, 0, False)] * job.params.n
-            self._running[record.request_id] = _Running(job, stream, output, first_choice, shown)
+            handed_over = [(part.num_chars, len(part.token_ids), part.is_ended) for part in job.answered]
+            handed_over = handed_over or [(0, 0, False)] * job.params.n
+            self._running[record.request_id] = _Running(job, stream, output, first_choice, handed_over)
             first_choice += job.params.n
         self._tell(stream, Accepted())
         for job in stream.jobs:
-            if any(one.token_ids for one in job.answered):  # what was generated elsewhere may be all
+            if any(part.token_ids for part in job.answered):  # another engine may have generated the whole answer
                 self._move(self._running[job.record.request_id])
 
     def _refuse(self, stream: AnswerStream, answer: APIError, outcome: str) -> None:
@@ -240,7 +240,8 @@ class EngineThread(EngineDoor):
 
     def _close(self, job: Job, output: RequestOutput | None, outcome: str) -> None:
         self._records.close(job.record, outcome)
-        self._ended.append(Ended(job, [] if output is None else [one.token_ids for one in output.outputs]))
+        choices = () if output is None else output.outputs
+        self._ended.append(Ended(job, [choice.token_ids for choice in choices]))
 
     def _step(self) -> None:
         self.num_steps += 1
@@ -289,7 +290,7 @@ class EngineThread(EngineDoor):
 
     def _tell_deltas(self, running: _Running) -> None:
         for at, completion in enumerate(running.output.outputs):
-            num_chars, num_tokens, ended = running.shown[at]
+            num_chars, num_tokens, ended = running.handed_over[at]
             if ended or (len(completion.token_ids) == num_tokens and not completion.finished):
                 continue
             # Of a resumed answer, there are log probabilities of the new tokens only.
@@ -306,7 +307,7 @@ class EngineThread(EngineDoor):
                     completion.stop_reason,
                 ),
             )
-            running.shown[at] = (len(completion.text), len(completion.token_ids), completion.finished)
+            running.handed_over[at] = (len(completion.text), len(completion.token_ids), completion.finished)
 
     def _step_failed(self, error: Exception) -> None:
         """Fail the requests of a failed step and keep the others; fail all if the engine cannot say which took part."""
@@ -374,7 +375,7 @@ class EngineThread(EngineDoor):
 
 
 def in_a_thread(llm: LLM, records: Records, after_step: Sequence[AfterStep]) -> EngineThread:
-    """The way to the model's own engine, which a thread of this process steps."""
+    """The door to the model's own engine, which a thread of this process steps."""
     return EngineThread(llm.engine, records, after_step=after_step)
 
 

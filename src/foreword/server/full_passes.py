@@ -1,9 +1,8 @@
 """FullPasses: the garbage collector's passes over all objects, made while no call runs.
 
-Knows the collector and a count of calls. A full pass holds the interpreter until it has visited every object that
-lives: 50 ms and more beside an answer of 160,000 log probabilities or a schema of 4,000 modules, in which nobody else
-is served. Python makes one after 70,000 new objects, and so in the middle of such a call. Young objects are collected
-as always; what lives is visited between calls.
+A full pass holds the interpreter until it has visited every living object: 50 ms and more beside an answer of 160,000
+log probabilities or a schema of 4,000 modules. Nobody is served meanwhile. Python makes one after 70,000 new objects,
+and so in the middle of such a call. Passes over young objects stay as they are.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 OBJECTS = 70_000
-"""New objects after which all are visited, if no call runs."""
+"""New objects that cause a pass if no call runs."""
 MOST_OBJECTS = 1_000_000
-"""New objects after which all are visited although calls run: this number may wait in cycles."""
+"""New objects that cause a pass although calls run: garbage in cycles stays until then."""
 MOST_S = 300.0
-"""Seconds after which `OBJECTS` new ones are enough although calls run: under steady load there is never a pause."""
+"""Seconds after which `OBJECTS` are enough although calls run: under steady load there is never a pause."""
 MOST_BYTES = 64 << 20
-"""Bytes by which the process may grow after a pass until `OBJECTS` new ones are enough although calls run."""
+"""Growth of the process after which `OBJECTS` are enough although calls run."""
 NEVER = 2**30
 LOOK_S = 1.0
 
 
 class FullPasses:
-    """Belongs to the event loop; the collector is the process's."""
+    """Makes full passes. Belongs to the event loop; the process has one collector."""
 
     def __init__(self, num_running: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
-        """`num_running`: the number of calls that are being answered; `clock` counts seconds."""
+        """`num_running`: the number of running calls; `clock`: seconds."""
         self._num_running, self._clock = num_running, clock
         self._task: asyncio.Task[None] | None = None
         self._froze = False
@@ -39,11 +38,11 @@ class FullPasses:
         self._seen, self._since, self._bytes = 0, clock(), 0
 
     def start(self) -> None:
-        """Take the full passes over. What lives by now stays, and is not visited again.
+        """Take the full passes over from Python, and freeze all living objects: passes no longer visit them.
 
         A process that froze its objects itself, as `foreword serve` does after loading, keeps exactly those frozen.
         """
-        gc.collect()  # or what is garbage by now would stay, too
+        gc.collect()  # or garbage would be frozen, too
         self._froze = not gc.get_freeze_count()
         if self._froze:
             gc.freeze()
@@ -52,12 +51,12 @@ class FullPasses:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Give them back. May be called twice."""
+        """Give the full passes back to Python. May be called twice."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-            if self._thresholds[2] != NEVER:  # another server of this process has them otherwise
+            if self._thresholds[2] != NEVER:  # else another server of this process makes the passes
                 gc.set_threshold(*self._thresholds)
             if self._froze:
                 gc.unfreeze()
@@ -68,7 +67,7 @@ class FullPasses:
             self.look()
 
     def look(self) -> bool:
-        """Visit all objects if it is time; whether it was."""
+        """Make a full pass if it is time; returns whether it was."""
         num_new = (_young_passes() - self._seen) * self._objects_of_a_pass
         may_wait = self._num_running() and self._clock() - self._since < MOST_S
         may_wait = may_wait and _resident_bytes() - self._bytes < MOST_BYTES
@@ -80,7 +79,7 @@ class FullPasses:
 
     @property
     def _objects_of_a_pass(self) -> int:
-        """New objects between two passes over young ones: 7,000 by Python 3.11's thresholds, 20,000 by 3.13's."""
+        """New objects between two passes over young ones: 7,000 in Python 3.11, 20,000 in 3.13."""
         newest, passes, _ = self._thresholds
         return newest * max(1, passes)
 
@@ -89,7 +88,7 @@ class FullPasses:
 
 
 def _resident_bytes() -> int:
-    """Memory that the process has; 0 where the system does not tell."""
+    """Memory of the process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):

@@ -1,8 +1,8 @@
-"""Hints: what an orchestrator asks of the cache, in vLLM's envelope of versioned actions (`kv_hints`).
+"""Hints: an orchestrator's requests to the cache, in vLLM's envelope of versioned actions (`kv_hints`).
 
-An envelope comes with a request, and is about its prompt and session, or alone, and is about the newest prompt of a
-session. The envelope's rule: actions that a component does not implement are ignored, and it checks the payloads of
-those that it does. A hint never fails a request; the answer has the outcome of each action.
+An envelope that comes with a request is about the request's prompt and session. One that comes alone is about the
+newest prompt of a session. The server ignores actions that it does not implement, and checks the payloads of all
+others. A hint never fails a request; the answer has the outcome of each action.
 
     kv.retain    an entry of the cache that each use refreshes      {"ttl_seconds"} or vLLM's {"directives": [...]}
     kv.pin       an entry that ends at its time                     {"ttl_seconds", "end"}
@@ -58,10 +58,10 @@ class HintsRequest(Body):
 
 
 Outcome = Literal["accepted", "deferred", "clipped", "missing", "rejected", "ignored"]
-"""deferred: done once the answer has ended; clipped: less than was asked; missing: nothing to act on; rejected: its
-payload, or this server's settings."""
+"""deferred: done once the answer has ended; clipped: less than was asked; missing: nothing to act on; rejected: because
+of its payload, or of this server's settings."""
 WHOLE = 2**63
-"""An end beyond that of any prompt: the answer is to be kept too, which marks of prompts cannot."""
+"""An end beyond any prompt: the answer is to be kept too, which marks of prompts cannot do."""
 
 
 _RANKS: Sequence[Outcome] = get_args(Outcome)
@@ -83,16 +83,16 @@ class Hint:
     name: str
     """One of ACTIONS."""
     keep: Keep | None = None
-    """How `retain` and `pin` keep it."""
+    """The form of the entry that `retain` and `pin` make."""
     end: int | None = None
     """The number of the prompt's tokens to keep; None: all."""
 
     def is_about(self, session_id: str | None) -> bool:
-        """Whether the payload names this session, or none: then it is the request's."""
+        """Whether the payload names this session, or none."""
         return self.action.payload.get("session_id") in (None, session_id)
 
     def mark(self, num_tokens: int) -> Mark | None:
-        """The mark that it puts into a prompt of this length."""
+        """Its mark in a prompt of this length; None if it keeps nothing."""
         end = num_tokens if self.end is None else min(self.end, num_tokens)
         return None if self.keep is None else Mark(end, self.keep)
 
@@ -115,9 +115,9 @@ class Hints:
                 self.note(number, error.outcome, detail=str(error))
 
     def on(self, prompt: Prompt, is_uncached: bool = False) -> tuple[Mark, ...]:
-        """The marks of a prompt, and those that are asked for. An uncached prompt, or one with links, takes none."""
-        asked = {number: hint.mark(len(prompt.token_ids)) for number, hint in self.usable.items()}
-        marks = {number: mark for number, mark in asked.items() if mark is not None}
+        """The marks of a prompt and of the hints. An uncached prompt, or one with links, takes none of the hints'."""
+        num_tokens = len(prompt.token_ids)
+        marks = {number: mark for number, hint in self.usable.items() if (mark := hint.mark(num_tokens)) is not None}
         if prompt.links is None and not is_uncached:
             return (*prompt.marks, *marks.values())
         for number in marks:
@@ -132,8 +132,8 @@ class Hints:
 
     def note(self, number: int, outcome: Outcome, **more: Any) -> None:
         """Note the outcome of an action. Of several, for the prompts of one call, the worst counts."""
-        action, known = self._actions[number], self._outcomes.get(number)
-        if known is not None and _RANKS.index(known["outcome"]) >= _RANKS.index(outcome):
+        action, earlier = self._actions[number], self._outcomes.get(number)
+        if earlier is not None and _RANKS.index(earlier["outcome"]) >= _RANKS.index(outcome):
             return
         self._outcomes[number] = {
             "action_id": action.action_id,
@@ -143,7 +143,7 @@ class Hints:
         }
 
     def note_kept(self, number: int, entry: CacheEntry | None, num_prompt_tokens: int) -> None:
-        """Note what became of an action that keeps something. None: this server keeps nothing."""
+        """Note the outcome of an action that keeps something. `entry` None: this server keeps nothing."""
         if entry is None:
             self.note(number, "rejected", detail="this server keeps no prefixes (max_pinned_share)")
             return
@@ -154,12 +154,12 @@ class Hints:
         is_whole = entry.is_whole and (self.usable[number].end or 0) <= num_prompt_tokens
         self.note(number, "accepted" if is_whole else "clipped", entry=entry.name, kept_tokens=entry.num_kept_tokens)
 
-    def note_request(self, session_id: str | None, num_prompt_tokens: int, kept: Sequence[CacheEntry]) -> None:
-        """Note what a prompt whose request has ended made of the actions."""
+    def note_request(self, session_id: str | None, num_prompt_tokens: int, entries: Sequence[CacheEntry]) -> None:
+        """Note the outcomes for a prompt whose request has ended; `entries` keep it."""
         for number, hint in self.usable.items():
             mark = hint.mark(num_prompt_tokens)
             if mark is not None:
-                ours = (one for one in kept if one.source == mark.keep.source and one.num_tokens == mark.end)
+                ours = (entry for entry in entries if entry.source == mark.keep.source and entry.num_tokens == mark.end)
                 self.note_kept(number, next(ours, None), num_prompt_tokens)
             elif hint.name == "demote" and session_id is None:
                 self.note(number, "missing", detail="the request names no session; send X-Session-ID")
@@ -195,16 +195,17 @@ def _read(action: KvHintAction) -> Hint:
 
 
 def _of_directives(directives: Any) -> tuple[float, int | None]:
-    """The seconds and the end of vLLM's directives, of which entries here know no ranks: the longest of each counts."""
+    """The longest time and the farthest end of vLLM's directives; their ranks have no meaning here."""
     if not isinstance(directives, list) or len(directives) > MOST_DIRECTIVES:
         raise UnusableHintError("rejected", f"directives must be a list of at most {MOST_DIRECTIVES}")
     ttl_s, ends = 0.0, list[int | None]()
-    for one in directives:
-        if not isinstance(one, dict) or type(one.get("priority")) is not int or not 0 <= one["priority"] <= 100:
-            raise UnusableHintError("rejected", "a directive needs a priority of 0 to 100")
-        if one["priority"] > 0:  # 0 asks for nothing
-            ttl_s = max(ttl_s, _seconds(one, "duration"))
-            ends.append(WHOLE if one.get("covers_output") is True else _place(one, "end"))
+    for directive in directives:
+        priority = directive.get("priority") if isinstance(directive, dict) else None
+        if type(priority) is not int or not 0 <= priority <= 100:
+            raise UnusableHintError("rejected", f"priority={priority!r:.40} of a directive is not one; use 0 to 100")
+        if priority > 0:  # 0 asks for nothing
+            ttl_s = max(ttl_s, _seconds(directive, "duration"))
+            ends.append(WHOLE if directive.get("covers_output") is True else _place(directive, "end"))
     if not ends:
         raise UnusableHintError("missing", "no directive asks to keep anything")
     return ttl_s, None if None in ends else max(end for end in ends if end is not None)

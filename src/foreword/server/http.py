@@ -22,7 +22,7 @@ from foreword.server.service import Service
 logger = logging.getLogger(__name__)
 
 SENT_AT_ONCE = 2**16
-"""Characters; others are served before the next."""
+"""Characters that a stream sends before the event loop serves others."""
 PING_INTERVAL_S = 10.0
 """Seconds without an event after which a stream sends its dialect's ping. Some clients give up after 300."""
 
@@ -41,7 +41,7 @@ class AnswerWriter(Protocol):
         """The body of an answer that is not streamed, from one delta per choice."""
 
     def events(self) -> AsyncIterator[list[Event]]:
-        """The events of a streamed answer; those that can be sent together come in one list."""
+        """The events of a streamed answer; each list can be sent at once."""
 
 
 def service_of(request: Request) -> Service:
@@ -80,15 +80,15 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 def error_response(request: Request, error: Exception) -> Response:
     """The answer to an exception, in the caller's dialect."""
-    request.state.error = told = from_error(error)
-    answer = dialect_of(request).error(told, request_id_of(request))
+    request.state.error = api_error = from_error(error)
+    answer = dialect_of(request).error(api_error, request_id_of(request))
     return json_response(answer.body, answer.status, dict(answer.headers))
 
 
 async def respond(request: Request, writer: AnswerWriter, frames: Frames | None = None) -> Response:
     """Answer with the engine's result; if the client leaves before the end, its requests are aborted.
 
-    `frames` is the form of a stream: server-sent events, unless something else is given.
+    `frames` is the form of a stream; None: server-sent events.
     """
     if not writer.answer.whole:
         return _EventStream(request, writer, frames or ServerSent(dialect_of(request)))
@@ -102,14 +102,15 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
 
 
 def route_of(answer: AnswerStream) -> dict[str, str]:
-    """Which of several engines answers, and why that one."""
+    """A header that names the engine of several that answers, and why that one."""
     route = answer.jobs[0].record.route
     return {} if route is None else {"x-foreword-route": route}
 
 
 async def finished(answer: AnswerStream) -> list[Delta]:
-    """Wait for the end of an answer: its deltas. Raises APIError. A client that leaves cancels this, and its answer, as
-    the time limit does.
+    """Wait for the end of an answer, and return its deltas. Raises APIError.
+
+    The answer ends with this call, also if the client leaves or the time limit passes.
     """
     try:
         return [delta async for deltas in answer.deltas() for delta in deltas]
@@ -118,7 +119,7 @@ async def finished(answer: AnswerStream) -> list[Delta]:
 
 
 class TimeLimit:
-    """Ends calls whose answer has not begun in time, whatever they wait for: threads, the queue, their last token.
+    """Ends calls whose answer has not begun in time, whatever they wait for: a thread, the queue, a token.
 
     A stream that has begun ends by itself at `DEADLINE`.
     """
@@ -149,18 +150,18 @@ class TimeLimit:
 
 
 class Frames:
-    """How the events of one stream become bytes: an item of JSON on each line; names of events are left out."""
+    """Turns the events of one stream into bytes: a JSON value on each line, without the events' names."""
 
     media_type = "application/x-ndjson"
     ping: bytes | None = None
-    """What keeps the stream alive while there is nothing to send."""
+    """Bytes that keep the stream alive while there is nothing to send."""
 
     def frame(self, event: Event) -> str:
-        """An event as the stream has it. Events must come in order, each once."""
+        """The text of the next event."""
         return f"{_data(event)}\n"
 
     def end(self) -> bytes:
-        """What follows the last event."""
+        """The bytes after the last event."""
         return b""
 
 

@@ -1,7 +1,4 @@
-"""Responses kept for `previous_response_id`, limited in number and in bytes.
-
-Knows conversations and the answers that were sent; each tenant finds only its own.
-"""
+"""Responses kept for `previous_response_id`, limited in number and in bytes. Each tenant finds only its own."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ Messages = list[dict[str, Any]]
 PIECE_DEPTH = 7
 """Levels of a response that are written item by item, down to the log probabilities of single positions."""
 MESSAGE_BYTES = 300
-"""Estimated bytes of a message besides its texts."""
+"""Estimated bytes of a message without its texts."""
 
 
 class KeptResponses:
-    """Answers and their conversations by response id; for new ones the oldest are dropped of the tenant with most.
+    """Answers and their conversations by response id. Beyond the limits, the tenant with most loses its oldest.
 
     Answers are kept as JSON text: a dictionary of log probabilities takes several times the memory. Any thread may call
     `keep`; the rest belongs to the event loop.
@@ -33,46 +30,46 @@ class KeptResponses:
     def __init__(self, max_responses: int = 1000, max_bytes: int = 64 * 2**20) -> None:
         self.num_bytes = 0
         """Estimated bytes of everything that is kept."""
-        self._kept: OrderedDict[str, tuple[str, Messages, str]] = OrderedDict()
+        self._responses: OrderedDict[str, tuple[str, Messages, str]] = OrderedDict()
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._num_of, self._bytes_of = Counter[str](), Counter[str]()
         """By tenant."""
         self._uses = Counter[int]()
-        """Of pictures, by their files' identity: a conversation's turns share them, and they count once."""
+        """Uses of pictures by their files' identity: a conversation's turns share them, and they count once."""
 
     def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
         """Keep a finished response, and the conversation that ends with it."""
-        written = to_long_json(response, PIECE_DEPTH)
+        json_text = to_long_json(response, PIECE_DEPTH)
         with self._lock:
-            self._kept[response["id"]] = (tenant.name, messages, written)
-            self._count(tenant.name, 1, _num_bytes(messages, written) + self._picture_bytes(messages, 1))
-            while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
-                shares = self._num_of if len(self._kept) > self._max_responses else self._bytes_of
-                [(most, _)] = shares.most_common(1)
-                self._drop(next(name for name, (owner, _, _) in self._kept.items() if owner == most))
+            self._responses[response["id"]] = (tenant.name, messages, json_text)
+            self._count(tenant.name, 1, _num_bytes(messages, json_text) + self._picture_bytes(messages, 1))
+            while len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes:
+                shares = self._num_of if len(self._responses) > self._max_responses else self._bytes_of
+                [(largest, _)] = shares.most_common(1)
+                self._drop(next(name for name, (owner, _, _) in self._responses.items() if owner == largest))
 
     def get(self, tenant: Tenant, response_id: str) -> tuple[Messages, str]:
-        """Conversation and JSON of a tenant's response. Raises APIError 404."""
-        owner, messages, written = self._kept.get(response_id, ("", [], ""))
-        if not written or owner != tenant.name:
+        """The conversation and the JSON text of a tenant's response. Raises APIError 404."""
+        owner, messages, json_text = self._responses.get(response_id, ("", [], ""))
+        if not json_text or owner != tenant.name:
             raise APIError(404, f"Response with id {response_id[:100]!r} not found.", param="previous_response_id")
-        return messages, written
+        return messages, json_text
 
     def delete(self, tenant: Tenant, response_id: str) -> None:
         """Forget a tenant's response. Raises APIError 404."""
         self.get(tenant, response_id)
         with self._lock:
-            if response_id in self._kept:  # else `keep` in another thread has just dropped it
+            if response_id in self._responses:  # else `keep` in another thread has just dropped it
                 self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
-        owner, messages, written = self._kept.pop(response_id)
-        self._count(owner, -1, -_num_bytes(messages, written) - self._picture_bytes(messages, -1))
+        owner, messages, json_text = self._responses.pop(response_id)
+        self._count(owner, -1, -_num_bytes(messages, json_text) - self._picture_bytes(messages, -1))
 
     def _picture_bytes(self, messages: Messages, change: int) -> int:
-        """Count uses of pictures, and return the bytes of those that are new, or that nobody uses any more."""
+        """Count uses of pictures; returns the bytes of those that became used, or unused."""
         num_bytes = 0
         for file in pictures_of(messages):
             self._uses[id(file)] += change
@@ -88,14 +85,14 @@ class KeptResponses:
         self._bytes_of[owner] += num_bytes
 
 
-def _num_bytes(messages: Messages, written: str) -> int:
-    return len(written) + sum(MESSAGE_BYTES + _size(message) for message in messages)
+def _num_bytes(messages: Messages, json_text: str) -> int:
+    return len(json_text) + sum(MESSAGE_BYTES + _size(message) for message in messages)
 
 
 def _size(value: Any) -> int:
     """Estimated bytes of a message, however deep its parts lie."""
     if isinstance(value, dict):
-        return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
+        return sys.getsizeof(value) + sum(_size(key) + _size(item) for key, item in value.items())
     if isinstance(value, list):
         return sys.getsizeof(value) + sum(map(_size, value))
     return sys.getsizeof(value)

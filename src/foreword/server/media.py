@@ -26,22 +26,22 @@ from foreword.request import HeldBytes
 from foreword.server.crews import Crew
 
 FETCH_S = 10.0
-"""Most seconds from the question to the resolver to a picture's last byte."""
+"""Limit of a fetch in seconds, from the question to the resolver to a picture's last byte."""
 MOST_ADDRESSES = 3
 """Addresses of a name that are tried, in the order of the resolver."""
 RESOLVERS = 8
-"""Threads that ask the resolver: it may take longer than a fetch may."""
+"""Threads that ask the resolver, which may take longer than `FETCH_S`."""
 _PORTS = {"http": 80, "https": 443}
 _EMBEDDING = ipaddress.IPv6Network("64:ff9b::/96")
 """Addresses that stand for an IPv4 address (RFC 6052)."""
 _GLOBAL = ipaddress.IPv6Network("2000::/3")
-"""The only IPv6 addresses that are given to machines of the internet."""
+"""The only IPv6 addresses that machines of the internet have."""
 _DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")
-"""Given to nobody (RFC 9637), which older Pythons do not know."""
+"""Addresses that nobody has (RFC 9637), unknown to older Pythons."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to a machine of the internet, not to this machine or a network beside it."""
+    """Whether an IP address belongs to a machine of the internet, not to this machine or a private network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped or ip in _EMBEDDING:
@@ -53,7 +53,7 @@ def is_public(address: str) -> bool:
 
 def resolve(host: str, port: int) -> list[str]:
     """The IP addresses of a name. Raises OSError or UnicodeError."""
-    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    return [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 class MediaDomains:
@@ -72,8 +72,8 @@ class MediaDomains:
     ) -> None:
         """`domains`: names that clients may give, each perhaps with a port (host:port).
 
-        `max_bytes`: of the pictures that one call fetches; `crew`: threads that fetch; `held`: counts the bytes of all
-        requests. `seconds`, `resolve` and `is_allowed` are other than the defaults in tests alone. Raises ConfigError.
+        `max_bytes`: limit of the pictures that one call fetches; `crew`: threads that fetch; `held`: counts the bytes
+        of all requests. Only tests change `seconds`, `resolve` and `is_allowed`. Raises ConfigError.
         """
         self._places = {place for domain in domains for place in _places(domain)}
         self._max_bytes, self._crew, self._held = max_bytes, crew, held
@@ -85,18 +85,18 @@ class MediaDomains:
 
         Raises InvalidRequestError, MediaBusyError, or APIError 429.
         """
-        left = self._max_bytes
+        bytes_left = self._max_bytes
         for file in files:
             url = file.url
             if url is None or file.data is not None:
                 continue
-            data = await self._crew.run(partial(self._fetch, url, min(left, MAX_FILE_BYTES)))
+            data = await self._crew.run(partial(self._fetch, url, min(bytes_left, MAX_FILE_BYTES)))
             fetched.enter_context(self._held.holding(len(data)))
-            left -= len(data)
+            bytes_left -= len(data)
             file.fill(data)
 
-    def _fetch(self, text: str, most: int) -> bytes:
-        """The bytes of a file, at most `most`."""
+    def _fetch(self, text: str, max_bytes: int) -> bytes:
+        """The bytes of a file, at most `max_bytes`."""
         try:
             url = httpx.URL(text)
             place = url.raw_host.decode().lower(), url.port or _PORTS[url.scheme]
@@ -105,14 +105,14 @@ class MediaDomains:
         except (httpx.InvalidURL, KeyError, ValueError):
             _refuse(text, "its domain is not one that the server fetches from (--allow-media-domain)")
         try:
-            with self._held.holding(most):
-                return asyncio.run(self._bounded(url, place, most))
+            with self._held.holding(max_bytes):
+                return asyncio.run(self._bounded(url, place, max_bytes))
         except TimeoutError:
             _refuse(text, f"it took more than {self._seconds:g} s")
         except httpx.HTTPError as error:
             _refuse(text, f"the connection failed ({type(error).__name__})")
 
-    async def _bounded(self, url: httpx.URL, place: tuple[str, int], most: int) -> bytes:
+    async def _bounded(self, url: httpx.URL, place: tuple[str, int], max_bytes: int) -> bytes:
         async with asyncio.timeout(self._seconds):
             try:
                 addresses = await asyncio.wrap_future(self._resolvers.submit(self._resolve, *place))
@@ -124,11 +124,11 @@ class MediaDomains:
             limits = httpx.Timeout(self._seconds, connect=self._seconds / (len(addresses) + 1))
             for address in addresses[:-1]:
                 with suppress(httpx.ConnectError, httpx.ConnectTimeout):
-                    return await self._read(url, address, most, limits)
-            return await self._read(url, addresses[-1], most, limits)
+                    return await self._read(url, address, max_bytes, limits)
+            return await self._read(url, addresses[-1], max_bytes, limits)
 
-    async def _read(self, url: httpx.URL, address: str, most: int, limits: httpx.Timeout) -> bytes:
-        """Ask the machine at `address`, by the URL's name, also in TLS."""
+    async def _read(self, url: httpx.URL, address: str, max_bytes: int, limits: httpx.Timeout) -> bytes:
+        """Ask the machine at `address` under the URL's name, also in TLS."""
         headers = {"Host": url.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
         request = httpx.Request(
             "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": url.raw_host.decode()}
@@ -142,19 +142,19 @@ class MediaDomains:
                 _refuse(str(url), "its server compresses it, though it was asked not to")
             async for piece in answer.aiter_raw():
                 data += piece
-                if len(data) > most:
-                    _refuse(str(url), f"it has more than the {most} bytes that are left for it")
+                if len(data) > max_bytes:
+                    _refuse(str(url), f"it has more than the {max_bytes} bytes that are left for it")
         return bytes(data)
 
 
 def _places(domain: str) -> list[tuple[str, int]]:
     """The host and the ports of an allowed domain. Raises ConfigError."""
-    found = re.fullmatch(r"([a-z0-9.-]+)(?::(\d{1,5}))?", domain.lower())
-    if found is None:
+    match = re.fullmatch(r"([a-z0-9.-]+)(?::(\d{1,5}))?", domain.lower())
+    if match is None:
         raise ConfigError(
             f"allow_media_domain={domain!r} is not a domain; use a whole name such as images.example.com, or host:port"
         )
-    return [(found[1], int(found[2]))] if found[2] else [(found[1], port) for port in _PORTS.values()]
+    return [(match[1], int(match[2]))] if match[2] else [(match[1], port) for port in _PORTS.values()]
 
 
 def _refuse(url: str, reason: str) -> NoReturn:

@@ -1,7 +1,6 @@
 """The server's options; the engine's are in foreword.config.
 
-Knows names, defaults and ranges. A field with a docstring is also a flag of `foreword serve` and a key of its config
-files (foreword.config.option).
+A field with a docstring is also a flag of `foreword serve` and a key of its config files (foreword.config.option).
 """
 
 from __future__ import annotations
@@ -134,6 +133,6 @@ class ServerConfig:
 
 
 def name_of_model(model: str) -> str:
-    """What clients call a model unless the operator says: its folder's name, or its file's without the ending."""
+    """The default name of a model: its folder's name, or its file's without the ending."""
     path = PurePath(re.sub("^(ollama|lmstudio|package):", "", model))
     return path.stem if path.suffix.lower() == ".gguf" else path.name

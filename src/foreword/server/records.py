@@ -1,4 +1,4 @@
-"""Records: what happened to each request. Metrics, explanations and the dashboard all read them.
+"""Records: the life of each request. Metrics, explanations and the dashboard read them.
 
 The event loop opens a record when it accepts a request; the engine's thread fills it while the request runs, and closes
 it. Any thread may read single fields at any time; a closed record never changes.
@@ -27,13 +27,13 @@ T = TypeVar("T")
 FIRST, LATER, NO_SESSION = "first", "later", "none"
 MAX_RECORDS = 1000
 MAX_SESSIONS = 10_000
-"""Sessions that have totals: those whose requests ended last. About 5 MB."""
+"""Limit of the sessions that have totals: those whose requests ended last. About 5 MB."""
 PACE_S = 60.0
-"""Requests that ended longer ago say nothing of the pace at which the server answers now."""
+"""Age of requests that no longer show the pace at which the server answers."""
 MAX_RECORD_BYTES = 128 * 2**20
-"""Most bytes of all finished records; beyond it the oldest are dropped."""
+"""Limit of all finished records; beyond it the oldest are dropped."""
 RECORD_BYTES = 2048
-"""Estimated bytes of a record besides its prompt and times."""
+"""Estimated bytes of a record without its prompt and times."""
 TIME_BYTES = 32
 JUMP_BYTES = 128
 
@@ -91,7 +91,7 @@ class Listener(Generic[T]):
 
 
 def what_failed(error: Exception) -> str:
-    """An error as shown to people without a key: the system's message, without paths or values."""
+    """An error for people without a key: the system's message, without paths or values."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     cause = error.__cause__
@@ -119,7 +119,7 @@ class RequestRecord:
     num_choices: int = 1
     stream: bool = False
     is_uncached: bool = False
-    """Whether the call asked that the cache have no part in it."""
+    """Whether the call asked to leave the cache out."""
     created: float = field(default_factory=time.time)
     """Seconds since 1970."""
     arrival_time: float = field(default_factory=time.monotonic)
@@ -145,7 +145,7 @@ class RequestRecord:
     spans: tuple[tuple[int, str], ...] = ()
     """Index of each picture's first token, and the digest of what it shows."""
     link: LinkReport | None = None
-    """What became of the tokens of a prompt with `link_method`."""
+    """The fate of the tokens of a prompt with `link_method`."""
     route: str | None = None
     """Why it went to its replica, in a line; None if there is one engine."""
     outcome: str | None = None
@@ -241,8 +241,8 @@ class TenantStats(Totals):
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def since(self, before: TenantStats) -> TenantStats:
-        """What was added to `before`."""
-        return TenantStats(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))
+        """The totals that were added to `before`."""
+        return TenantStats(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
 @dataclass(slots=True)
@@ -333,12 +333,12 @@ class Records:
     def expected_wait_s(self, num_ahead: int) -> int:
         """Seconds, 1 to 600, until the server has answered this number of choices, at the pace of the last ones.
 
-        While none has ended, the age of the oldest request: nothing will be answered sooner than that again.
+        While none has ended, the age of the oldest request, as a lower bound.
         """
         now = time.monotonic()
-        ended = [one for one in self.recent(32) if one.finished_time and now - one.finished_time < PACE_S]
-        since = min((one.arrival_time for one in ended or self.running()), default=now)
-        num_ended = sum(one.num_choices for one in ended)
+        ended = [record for record in self.recent(32) if record.finished_time and now - record.finished_time < PACE_S]
+        since = min((record.arrival_time for record in ended or self.running()), default=now)
+        num_ended = sum(record.num_choices for record in ended)
         wait_s = (now - since) * (num_ahead / num_ended if num_ended else 1)
         return max(1, min(600, math.ceil(wait_s)))
 
@@ -358,8 +358,8 @@ class Records:
         total = TenantStats()
         with self._lock:
             for stats in self._tenants.values():
-                for one in fields(stats):
-                    setattr(total, one.name, getattr(total, one.name) + getattr(stats, one.name))
+                for attribute in fields(stats):
+                    setattr(total, attribute.name, getattr(total, attribute.name) + getattr(stats, attribute.name))
             for record in self._running.values():
                 total.count(record)
         return total
@@ -373,7 +373,7 @@ class Records:
         """Tenant, id and totals of sessions, the one that was used last first; only those of `tenant`, if given."""
         with self._lock:
             newest_first = list(reversed(self._sessions.items()))
-        return [(owner, one, stats) for (owner, one), stats in newest_first if tenant in (None, owner)][:limit]
+        return [(owner, name, stats) for (owner, name), stats in newest_first if tenant in (None, owner)][:limit]
 
     def session(self, tenant: str, session_id: str) -> SessionStats | None:
         """The totals of a session; None if none of its requests has ended, or if they are forgotten."""

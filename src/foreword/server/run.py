@@ -47,8 +47,8 @@ def check_address(host: str, port: int) -> None:
     """Raise ConfigError unless a server can listen there. Called before a model is loaded, so that no time is lost."""
     failure: OSError | None = None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in addresses:
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
@@ -84,7 +84,7 @@ def check_files(config: ServerConfig) -> None:
 
 
 def _is_pipe(path: str | os.PathLike[str]) -> bool:
-    """Whether what is there can be read only once."""
+    """Whether a path can be read only once."""
     return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
@@ -143,7 +143,7 @@ def end_within(seconds: float) -> None:
 
 
 def tell_cancelled(record: logging.LogRecord) -> bool:
-    """A filter that makes one line of each call that the end of the server cancels; uvicorn logs a traceback."""
+    """A log filter: one line for each call that the end of the server cancels, in place of uvicorn's traceback."""
     if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
         record.msg, record.args, record.exc_info = "a call was ended because the server stops", (), None
         record.levelno, record.levelname = logging.INFO, "INFO"

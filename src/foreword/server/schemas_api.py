@@ -1,7 +1,4 @@
-"""/v1/pml/schemas: the schemas of prompt modules that a tenant's prompts may name.
-
-Knows the fields of schemas and their reports; `pml/` reads and lays them out.
-"""
+"""/v1/pml/schemas: the schemas of prompt modules that a tenant's prompts may name."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from foreword.server.bodies.json_scan import to_json
 from foreword.server.calls import Call
 from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import call_of, takes
-from foreword.server.resources.schemas import Kept
+from foreword.server.resources.schemas import ServedSchema
 
 router = APIRouter(tags=["pml"])
 
 MOST_NOTES = 64
-"""Notes of a report over HTTP; `foreword pml check` shows all."""
+"""Limit of the notes in a report over HTTP; `foreword pml check` shows all."""
 
 
 class SchemaRequest(Body):
@@ -39,7 +36,7 @@ class SchemaRequest(Body):
 
 @router.post("/v1/pml/schemas", openapi_extra=takes(SchemaRequest))
 async def create_schema(call: Annotated[Call[SchemaRequest], Depends(call_of(SchemaRequest))]) -> Response:
-    """Keep a schema under its name, in place of one that has it. It lasts as long as the server's process."""
+    """Keep a schema under its name, in place of one that has it, until the server's process ends."""
     service, body = call.service, call.body
     has_left = threading.Event()
 
@@ -47,30 +44,30 @@ async def create_schema(call: Annotated[Call[SchemaRequest], Depends(call_of(Sch
         if has_left.is_set():
             raise bad_request("The client has left.")  # nobody reads this
 
-    def load() -> Kept:
+    def load() -> ServedSchema:
         schema = service.schemas.load(body.schema_text, go_on)
         go_on()
-        return Kept(schema, to_json(_report(schema)).encode())
+        return ServedSchema(schema, to_json(_report(schema)).encode())
 
     try:
-        kept = await service.crews.schemas.run(load)
+        served = await service.crews.schemas.run(load)
     finally:
         has_left.set()
-    service.schemas.add(call.tenant, kept)
-    return _shown(kept)
+    service.schemas.add(call.tenant, served)
+    return _respond(served)
 
 
 @router.get("/v1/pml/schemas")
 async def list_schemas(request: Request, tenant: Authorized) -> Response:
     """The tenant's schemas, without their modules."""
-    kept = service_of(request).schemas.all_of_tenant(tenant)
-    return json_response({"object": "list", "data": [_head(one.schema) for one in kept]})
+    schemas = service_of(request).schemas.all_of_tenant(tenant)
+    return json_response({"object": "list", "data": [_head(served.schema) for served in schemas]})
 
 
 @router.get("/v1/pml/schemas/{name}")
 async def get_schema(name: str, request: Request, tenant: Authorized) -> Response:
     """A schema's layout: its modules, their tokens and positions, and the room after them."""
-    return _shown(service_of(request).schemas.of_tenant(tenant, name))
+    return _respond(service_of(request).schemas.of_tenant(tenant, name))
 
 
 @router.delete("/v1/pml/schemas/{name}")
@@ -80,8 +77,8 @@ async def delete_schema(name: str, request: Request, tenant: Authorized) -> Resp
     return json_response({"id": name, "object": "pml.schema", "deleted": True})
 
 
-def _shown(kept: Kept) -> Response:
-    return Response(kept.report, media_type="application/json")
+def _respond(served: ServedSchema) -> Response:
+    return Response(served.report, media_type="application/json")
 
 
 def _head(schema: LoadedSchema) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import UnknownFields
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.chats.score_template import CLASSIFYING, RANKING, Judge
-from foreword.server.chats.tools import ToldPatterns
+from foreword.server.chats.tools import LoggedPatterns
 from foreword.server.crews import CALLER, Crews
 from foreword.server.engine_door import EngineDoor
 from foreword.server.engine_thread import AfterStep, in_a_thread
@@ -97,17 +97,17 @@ class Caller:
     template_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the chat template's inputs besides the messages."""
     is_uncached: bool = False
-    """Whether its prompts neither use the cache nor leave anything in it that another could use."""
+    """Whether its prompts neither use the cache nor leave anything in it for others."""
     priority: int = 0
     """Priority under the "priority" policy; lower goes first."""
     model: str | None = None
     """The model's name, or an adapter's; None: the model's."""
     hints: Hints | None = None
-    """What an orchestrator asks of the cache; the answer gets the outcomes."""
+    """An orchestrator's requests to the cache; the answer gets the outcomes."""
 
 
 MOST_MEDIA_BYTES = 2**30
-"""Of the files of pictures, or of the embeddings, of all requests together."""
+"""Limit of the files of pictures, and of the embeddings, of all requests together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Ending:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Itself as keywords of the tokenizer's renderings."""
+        """The fields as keywords of the tokenizer's renderings."""
         return asdict(self)
 
 
@@ -137,7 +137,7 @@ class Service:
     """One engine that serves HTTP. Belongs to the event loop, unless a method says otherwise."""
 
     def __init__(self, llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> None:
-        """`open_door` makes the way to the engines.
+        """`open_door` opens the door to the engines.
 
         Raises ConfigError for files that cannot be read and prefixes that cannot be shared.
         """
@@ -145,14 +145,14 @@ class Service:
         for reader in (llm.pictures, llm.embeds):
             if reader is not None:
                 reader.held.limit = MOST_MEDIA_BYTES
-        self._own_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
+        self._model_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
         self.created = int(time.time())
         self.is_stopping = False
         """Whether a signal has asked the server to stop."""
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self.crews, self.http_requests = Crews(self._max_choices), HttpRequests(logs_refusals=config.log_requests)
         self.media = self._media(config)
-        """What fetches pictures; None: the operator allows no domain."""
+        """The fetcher of pictures; None: the operator allows no domain."""
         self._closing: set[asyncio.Task[None]] = set()
         now = llm.engine.snapshot()
         self._open_access(config, now)
@@ -170,7 +170,7 @@ class Service:
             max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
         )
         scan_json(b"{}")  # compiles it before requests wait for it
-        self.kept_responses, self.told_patterns = KeptResponses(), ToldPatterns()
+        self.kept_responses, self.logged_patterns = KeptResponses(), LoggedPatterns()
         self.clock: Callable[[], float] = time.time
         """The wall clock by which resources expire, in seconds since 1970."""
         self.cached_contents = CachedContents(
@@ -179,9 +179,9 @@ class Service:
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
 
     def _open_access(self, config: ServerConfig, now: Snapshot) -> None:
-        """Who may ask, for what, and how much of it stays in the cache."""
+        """Open what decides who may ask, for what, and how much of it stays in the cache."""
         llm, caches = self.llm, self.llm.config.cache.enable_prefix_caching
-        self.adapters = ServedAdapters(llm, config.lora_modules, self._own_names)
+        self.adapters = ServedAdapters(llm, config.lora_modules, self._model_names)
         self.tenants = Tenants(
             api_key=config.api_key,
             keys_file=config.keys_file,
@@ -200,7 +200,7 @@ class Service:
         )
 
     def _open_engine(self, open_door: OpenDoor, now: Snapshot) -> None:
-        """The way to the engines, and what is seen of them."""
+        """Open the door to the engines, and what observes them."""
         llm, self.records = self.llm, Records()
         has_curve = llm.config.cache.enable_prefix_caching and llm.layout.is_one_full_group
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
@@ -212,12 +212,12 @@ class Service:
         self.records.on_finished(Listener("metrics", self.metrics.observe))
 
     def _open_texts(self, config: ServerConfig) -> None:
-        """What the server knows of the model's chat template, and the texts that the operator gives."""
+        """Examine the model's chat template, and read the operator's texts."""
         tokenizer = self.llm.tokenizer
         self.ranking = Judge.open("score_template", config.score_template, RANKING, tokenizer)
-        """How documents are shown to the model for a ranking; None: they are not."""
+        """Shows documents to the model for a ranking; None: rankings are refused."""
         self.classifying = Judge.open("classify_template", config.classify_template, CLASSIFYING, tokenizer)
-        """How texts are shown to the model that classifies them; None: they are not."""
+        """Shows texts to the model that classifies them; None: such calls are refused."""
         self.template_report = TemplateReport() if tokenizer is None else tokenizer.template_report()
         self.template_changes = [] if tokenizer is None else check_template(tokenizer)
         log_template(tokenizer, self.template_report, self.template_changes)
@@ -234,7 +234,7 @@ class Service:
         return MediaDomains(config.allow_media_domain, config.max_body_bytes, self.crews.fetches, held)
 
     def _open_listeners(self, config: ServerConfig) -> None:
-        """What else hears of requests, as the options say."""
+        """Open the listeners to requests that the options ask for."""
         self.tracing: Tracing | None = None
         if config.otlp_traces_endpoint is not None:
             self.tracing = Tracing.to_endpoint(config.otlp_traces_endpoint, self.model_name)
@@ -273,8 +273,8 @@ class Service:
         return tenant
 
     def models_of(self, tenant: Tenant) -> list[str]:
-        """Those that a tenant may give."""
-        return [*self._own_names, *filter(tenant.may_use, self.adapters.names)]
+        """The names of models that a tenant may give."""
+        return [*self._model_names, *filter(tenant.may_use, self.adapters.names)]
 
     async def adapter(self, model: str | None, tenant: Tenant) -> Adapter | None:
         """The adapter that a model's name stands for; None: the model alone.
@@ -282,7 +282,7 @@ class Service:
         Raises APIError: 404 for a name that is not served, or not to this tenant, 429 if requests hold too many
         others, 503 for files that cannot be read, whose place is the operator's alone to know.
         """
-        if model is None or model in self._own_names:
+        if model is None or model in self._model_names:
             return None
         self.check_model(model, tenant)
         served = self.adapters.find(model)
@@ -294,7 +294,7 @@ class Service:
 
     def check_model(self, name: str | None, tenant: Tenant) -> None:
         """Raises APIError 404 unless this model is served, and to this tenant."""
-        if name is None or name in self._own_names or (name in self.adapters and tenant.may_use(name)):
+        if name is None or name in self._model_names or (name in self.adapters and tenant.may_use(name)):
             return
         raise unknown_model(name)
 
@@ -312,9 +312,9 @@ class Service:
 
     def listeners(self) -> list[ListenerHealth]:
         """Health of all listeners to requests."""
-        found = [*(listener.health for listener in self._after_step), *self.records.listeners()]
-        found += [sender.health for sender in (self.recorder, self.tracing) if sender is not None]
-        return found
+        healths = [*(listener.health for listener in self._after_step), *self.records.listeners()]
+        healths += [sender.health for sender in (self.recorder, self.tracing) if sender is not None]
+        return healths
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -323,7 +323,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises APIError 400 if the model has none."""
+        """The model's tokenizer. Raises APIError 400 if it has none."""
         if self.llm.tokenizer is None:
             raise bad_request("The model has no tokenizer; use /v1/completions with token ids.")
         return self.llm.tokenizer
@@ -334,8 +334,8 @@ class Service:
 
     def max_prompt_len(self, max_tokens: int | None) -> int:
         """Tokens of the longest prompt that leaves room for an answer of `max_tokens` (None: of one token)."""
-        most = self.max_model_len - (max_tokens or 1)
-        return max(1, most if self.config.max_prompt_tokens is None else min(most, self.config.max_prompt_tokens))
+        limit = self.max_model_len - (max_tokens or 1)
+        return max(1, limit if self.config.max_prompt_tokens is None else min(limit, self.config.max_prompt_tokens))
 
     async def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Token ids of a text."""
@@ -346,25 +346,25 @@ class Service:
     async def encode_each(
         self, pieces: Sequence[Piece], encode: Callable[[Piece], TokenIds], *, num_beside: int = 0, is_cut: bool = False
     ) -> list[TokenIds]:
-        """Token ids of the prompts of one call; `num_beside`: characters that each has besides its piece.
+        """Token ids of the prompts of one call; `num_beside`: characters of each prompt besides its piece.
 
-        The longest piece comes first: if its prompt is too long, the others are not encoded, unless all `is_cut` later.
-        Raises APIError: 400 for a prompt that is too long, 429 if the queue has no room for all of them.
+        The longest piece comes first: if its prompt is too long, the others are not encoded. With `is_cut` no length is
+        checked. Raises APIError: 400 for a prompt that is too long, 429 if the queue has no room for all of them.
         """
         self.check_room(len(pieces))
         is_short = sum(len(piece) + num_beside for piece in pieces) < LONG_TEXT
-        found: dict[int, TokenIds] = {}
+        token_ids: dict[int, TokenIds] = {}
         for at in sorted(range(len(pieces)), key=lambda at: -len(pieces[at])):
             work = partial(encode, pieces[at])
-            found[at] = work() if is_short else await self.crews.text.run(work)
+            token_ids[at] = work() if is_short else await self.crews.text.run(work)
             if is_cut:
                 continue
-            num_tokens, most = len(found[at]), self.max_model_len
+            num_tokens, limit = len(token_ids[at]), self.max_model_len
             self.check_length(num_tokens)
-            if num_tokens >= most:
-                message = f"the prompt has {num_tokens} tokens, but max_model_len={most} must hold prompt and answer"
-                raise LongPromptError(f"{message}; shorten the prompt", num_tokens, most - 1)
-        return [found[at] for at in range(len(pieces))]
+            if num_tokens >= limit:
+                message = f"the prompt has {num_tokens} tokens, but max_model_len={limit} must hold prompt and answer"
+                raise LongPromptError(f"{message}; shorten the prompt", num_tokens, limit - 1)
+        return [token_ids[at] for at in range(len(pieces))]
 
     async def encode_part(self, text: str) -> tuple[int, ...]:
         """Token ids of a part of a text, without special tokens around it."""
@@ -407,19 +407,20 @@ class Service:
                     messages, places, template_inputs=template_inputs, **ending.keywords
                 )
             )
-            found = tuple(Mark(end, mark.keep) for mark, end in zip(marks, ends, strict=True) if end)
+            placed_marks = tuple(Mark(end, mark.keep) for mark, end in zip(marks, ends, strict=True) if end)
         else:
-            token_ids, found = await self.render_chat(messages, ending=ending, template_inputs=template_inputs), ()
+            token_ids = await self.render_chat(messages, ending=ending, template_inputs=template_inputs)
+            placed_marks = ()
         begins_reply = not ending.continue_final_message
         if self.llm.engine.state_interval is None:
-            prompt = Prompt(token_ids, marks=found, begins_reply=begins_reply)
+            prompt = Prompt(token_ids, marks=placed_marks, begins_reply=begins_reply)
             return await self._with_pictures(prompt, messages, template_inputs)
         self.check_length(len(token_ids))
         message_ends = await self.crews.text.run(
             lambda: self.tokenizer.message_ends(messages, token_ids, template_inputs=template_inputs)
         )  # each beginning is rendered separately
-        all_ends = {*message_ends, *(mark.end for mark in found)}
-        return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found, begins_reply=begins_reply)
+        all_ends = {*message_ends, *(mark.end for mark in placed_marks)}
+        return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=placed_marks, begins_reply=begins_reply)
 
     async def _with_pictures(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None
@@ -438,7 +439,7 @@ class Service:
         return pictures.shown(prompt, read)
 
     def _check_template(self) -> None:
-        """Say what a client of this server can do, where the library's error speaks of Python."""
+        """Raise ChatTemplateError with a remedy for clients: the library's error speaks of Python."""
         if self.tokenizer.chat_template is None:
             raise ChatTemplateError(
                 "the model has no chat template, so this server answers no conversations; send the whole prompt as a "
@@ -446,10 +447,10 @@ class Service:
             )
 
     async def spell(self, words: Sequence[str]) -> None:
-        """Have the tokenizer remember the spelling of these words, so that the engine need not wait for it."""
+        """Find the spellings of these words in a thread, so that the engine need not wait for them."""
         await self.crews.text.run(lambda: [self.tokenizer.spellings(word) for word in words])
 
-    async def compile_grammar(self, wanted: StructuredOutputsParams | str) -> Callable[[], TokenConstraint]:
+    async def compile_grammar(self, form: StructuredOutputsParams | str) -> Callable[[], TokenConstraint]:
         """Constraints on the form of an answer, or from a Lark grammar. Raises InvalidRequestError.
 
         Compiles in a thread: a large schema takes a second, too long for the event loop.
@@ -457,7 +458,7 @@ class Service:
 
         def make() -> Callable[[], TokenConstraint]:
             grammars = self.llm.grammars
-            return grammars.lark(wanted) if isinstance(wanted, str) else grammars.open(wanted)
+            return grammars.lark(form) if isinstance(form, str) else grammars.open(form)
 
         return await self.crews.grammars.run(make)
 
@@ -466,9 +467,9 @@ class Service:
     async def start(
         self, caller: Caller, response_id: str, prompts: Sequence[Prompt], params: SamplingParams, *, stream: bool
     ) -> AnswerStream:
-        """Have prompts continued; returns once the engine has queued them. Keeps what `begun` has said of an adapter.
+        """Continue prompts; returns once the engine has queued them.
 
-        Raises APIError: 400 if the prompt is refused, 429 if the queue is full, 503 if the engine has failed.
+        Raises APIError: 400 if a prompt is refused, 429 if the queue is full, 503 if the engine has failed.
         """
         self.llm.check_priority(caller.priority)
         caller.tenant.check_priority(caller.priority)
@@ -477,7 +478,7 @@ class Service:
             self.check_length(len(prompt.token_ids))
         self.check_room(num_choices)
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
-        if caller.is_uncached:  # what it leaves is evicted like other blocks
+        if caller.is_uncached:  # its blocks are evicted like others, and nobody else finds them
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
             params = replace(params, skip_reading_prefix_cache=True)
         adapter = await self.adapter(caller.model, caller.tenant)
@@ -546,9 +547,9 @@ class Service:
         Returns the number of blocks that it left, None if no engine knows it. Raises APIError 503 if none is reached.
         """
         owner = self.tenants.owner(tenant)
-        found = await self.thread.change(CLOSE_SESSION, owner, session_id)
+        num_blocks = await self.thread.change(CLOSE_SESSION, owner, session_id)
         self.records.drop_session(tenant.name, session_id)
-        return found
+        return num_blocks
 
     def fit(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The part of a prompt that `truncate_prompt_tokens` keeps."""
@@ -568,10 +569,10 @@ class Service:
 
     def check_length(self, num_tokens: int) -> None:
         """Raises APIError 400 if a prompt is longer than the server takes."""
-        most = self.config.max_prompt_tokens
-        if most is not None and num_tokens > most:
-            message = f"the prompt has {num_tokens} tokens, and this server takes {most} at most"
-            raise LongPromptError(message, num_tokens, most)
+        limit = self.config.max_prompt_tokens
+        if limit is not None and num_tokens > limit:
+            message = f"the prompt has {num_tokens} tokens, and this server takes {limit} at most"
+            raise LongPromptError(message, num_tokens, limit)
 
     def _extra_keys(self, prompt: npt.NDArray[np.int32], salt: str | None) -> ExtraKeys:
         if salt is None:
@@ -579,10 +580,10 @@ class Service:
         return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
 
     def placed(self, prompt: Prompt, salt: str | None, adapter: Adapter | None) -> Prompt:
-        """A prompt in the namespace of a salt; keys that say where its adapter begins, and its pictures, stay."""
-        own, keys = self._extra_keys(prompt.token_ids, salt), prompt.extra_keys
-        own = replace(own, adapter=keys.adapter, adapter_offset=keys.adapter_offset, spans=keys.spans)
-        return replace(prompt, extra_keys=own, adapter=prompt.adapter or adapter)
+        """A prompt in the namespace of a salt. Its keys for an adapter and for pictures stay."""
+        extra_keys, keys = self._extra_keys(prompt.token_ids, salt), prompt.extra_keys
+        extra_keys = replace(extra_keys, adapter=keys.adapter, adapter_offset=keys.adapter_offset, spans=keys.spans)
+        return replace(prompt, extra_keys=extra_keys, adapter=prompt.adapter or adapter)
 
     def prompt_of(self, token_ids: npt.NDArray[np.int32], salt: str | None, adapter: Adapter | None = None) -> Prompt:
         """A prompt in the namespace of a salt, for a lookup."""
@@ -598,7 +599,7 @@ class Service:
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None) -> bool:
-    """Whether a conversation may be rendered on the event loop."""
+    """Whether a conversation is rendered on the event loop."""
     if len(messages) >= MANY_MESSAGES or "tools" in (inputs or {}):
         return False
     if any("tool_calls" in message or "reasoning_content" in message for message in messages):

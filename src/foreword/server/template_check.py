@@ -1,10 +1,10 @@
 """Template check: does a chat template leave earlier turns unchanged when a conversation grows?
 
-Knows conversations and their prompts. Some templates write an old turn differently once a new one follows: they drop
-its reasoning, move the system prompt or count turns. Every later turn then misses from that point on. This is the usual
-cause of misses in chats, and the texts that clients send do not show it. Agents' turns count too: calls of tools, their
-results, and reasoning that clients send back as `reasoning_content`. What was computed is a prompt and the reply as the
-model writes it; the next prompt has to begin with both.
+Some templates write an old turn differently once a new one follows: they drop its reasoning, move the system prompt or
+count turns. Every later turn then misses from that point on. This is the usual cause of misses in chats, and the texts
+that clients send do not show it. The check includes agents' turns: calls of tools, their results, and reasoning that
+clients send back as `reasoning_content`. The engine has computed a prompt and the reply as the model writes it; the
+next prompt has to begin with both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from foreword.cache import common_length
 from foreword.errors import ForewordError
-from foreword.server.observe.explanations import NUM_CONTEXT_TOKENS, TokenIds, text_of
+from foreword.server.observe.explanations import NUM_CONTEXT_TOKENS, text_of
 from foreword.text import Tokenizer
 from foreword.text.template_form import written_calls
 from foreword.text.template_probe import TemplateReport
@@ -38,7 +38,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
-SAID, THOUGHT = "The answer to that is {}.", "I count to {}."
+ANSWER, THOUGHT = "The answer to that is {}.", "I count to {}."
 SWITCHES = ("enable_thinking", "thinking")
 """Inputs by which templates let a model think or not."""
 
@@ -49,9 +49,9 @@ class _Kind:
 
     name: str
     messages: Sequence[Message]
-    """What follows the question in each turn; `{}` in a text stands for a number."""
+    """The messages after the question in each turn; `{}` in a text stands for a number."""
     needs: tuple[str, ...] = ()
-    """Words that a template must have for this kind to mean anything to it."""
+    """Words that a template without this kind of conversation lacks."""
     has_tools: bool = False
     thinks: bool = False
     """Whether the model thinks before each of its messages."""
@@ -60,19 +60,19 @@ class _Kind:
 def _calling(more: Message) -> list[Message]:
     call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
     result = {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "{}"}
-    answer = {"role": "assistant", "content": SAID}
+    answer = {"role": "assistant", "content": ANSWER}
     return [{"role": "assistant", "content": "", "tool_calls": [call], **more}, result, {**answer, **more}]
 
 
 KINDS = (
-    _Kind("plain answers", [{"role": "assistant", "content": SAID}]),
+    _Kind("plain answers", [{"role": "assistant", "content": ANSWER}]),
     _Kind(
         "answers with reasoning",
-        [{"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"}],
+        [{"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}],
     ),
     _Kind(
         "answers with separate reasoning",
-        [{"role": "assistant", "content": SAID, "reasoning_content": THOUGHT}],
+        [{"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}],
         ("reasoning_content",),
         thinks=True,
     ),
@@ -119,21 +119,21 @@ def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
         if template is None or not all(word in template for word in kind.needs):
             continue
         for name, inputs in _switched(tokenizer, template):
-            found = (_Check(tokenizer, kind, name, inputs, system=system).first_change() for system in (True, False))
-            changes += [change for change in found if change is not None][:1]
+            checks = (_Check(tokenizer, kind, name, inputs, system=system) for system in (True, False))
+            changes += list(filter(None, (check.first_change() for check in checks)))[:1]
     return changes
 
 
 def _switched(tokenizer: Tokenizer, template: str) -> list[tuple[str, dict[str, Any]]]:
-    """The template's inputs with its switch of thinking as it is, and the other way; and what to call them."""
-    found: list[tuple[str, dict[str, Any]]] = [("", {})]
+    """Names and inputs of the template: its default, and each switch of thinking that changes a prompt."""
+    variants: list[tuple[str, dict[str, Any]]] = [("", {})]
     for switch, value in itertools.product(SWITCHES, (False, True)):
         if re.search(rf"\b{switch}\b", template):
-            asked = [{"role": "user", "content": "Hi"}]
-            prompts = [_prompt(tokenizer, asked, inputs) for inputs in ({}, {switch: value})]
+            messages = [{"role": "user", "content": "Hi"}]
+            prompts = [_prompt(tokenizer, messages, inputs) for inputs in ({}, {switch: value})]
             if None not in prompts and prompts[0] != prompts[1]:
-                found.append((f", {switch}={value}", {switch: value}))
-    return found
+                variants.append((f", {switch}={value}", {switch: value}))
+    return variants
 
 
 def _prompt(tokenizer: Tokenizer, messages: Sequence[Message], inputs: Mapping[str, Any]) -> str | None:
@@ -178,22 +178,22 @@ class _Check:
         before, computed_turn = ("", ""), 0
         for turn in range(1, NUM_TURNS + 1):
             self._messages.append({"role": "user", "content": f"What is {turn} and {turn}?"})
-            for message in self._kind.messages:
-                said = {key: _numbered(value, 2 * turn) for key, value in message.items()}
-                if said["role"] == "assistant":
+            for pattern in self._kind.messages:
+                message = {key: _numbered(value, 2 * turn) for key, value in pattern.items()}
+                if message["role"] == "assistant":
                     prompt = _prompt(self._tokenizer, self._messages, self._inputs)
-                    reply = None if prompt is None else self._reply(prompt, said)
+                    reply = None if prompt is None else self._reply(prompt, message)
                     if prompt is None or reply is None:
                         return None
                     if not self._begins(prompt, *before):
                         return self._change(computed_turn, "".join(before), prompt)
                     before, computed_turn = (prompt, reply), turn
-                self._messages.append(said)
+                self._messages.append(message)
         return None
 
-    def _reply(self, prompt: str, said: Message) -> str | None:
-        """What the model writes after a prompt; None if it would not write this there."""
-        form, reply = self._tokenizer.reply_format, str(said["content"])
+    def _reply(self, prompt: str, message: Message) -> str | None:
+        """The model's text after a prompt; None if the model would not write this message there."""
+        form, reply = self._tokenizer.reply_format, str(message["content"])
         marks = None if form is None else form.thinking
         if marks is not None:
             after = prompt[prompt.rfind(marks.opens) :] if marks.opens in prompt else ""
@@ -205,47 +205,43 @@ class _Check:
                 is_real = is_closed or not (is_open or marks.is_expected)
             if not is_real:
                 return None
-        if said.get("tool_calls"):
+        if message.get("tool_calls"):
             if form is None or form.call_form is None:
-                return self._as_written(prompt, said)
-            reply += written_calls(said["tool_calls"], form)
+                return self._as_written(prompt, message)
+            reply += written_calls(message["tool_calls"], form)
         if not self._kind.thinks:
             return reply
         if marks is None:
-            return self._as_written(prompt, said)
-        after_closing = marks.after if not said.get("tool_calls") or marks.after_call is None else marks.after_call
+            return self._as_written(prompt, message)
+        after_closing = marks.after if not message.get("tool_calls") or marks.after_call is None else marks.after_call
         opening = "" if is_open else marks.opens + marks.before
-        return f"{opening}{said['reasoning_content']}{marks.before}{marks.closes}{after_closing}{reply}"
+        return f"{opening}{message['reasoning_content']}{marks.before}{marks.closes}{after_closing}{reply}"
 
     def _begins(self, prompt: str, before: str, reply: str) -> bool:
-        """Whether a prompt begins with another and its reply, whose first white space is the template's.
+        """Whether a prompt begins with an earlier prompt and its reply.
 
-        So is that around calls and reasoning: families have one form here, and their models write what they learnt.
+        White space at the reply's start may differ, and around calls and reasoning: models write what they learnt.
         """
-        told = prompt[len(before) :].lstrip()
+        continuation = prompt[len(before) :].lstrip()
         if self._kind.thinks or self._kind.has_tools:
-            told, reply = "".join(told.split()), "".join(reply.split())
-        return prompt.startswith(before) and told.startswith(reply.lstrip())
+            continuation, reply = "".join(continuation.split()), "".join(reply.split())
+        return prompt.startswith(before) and continuation.startswith(reply.lstrip())
 
-    def _as_written(self, prompt: str, said: Message) -> str | None:
-        """The reply as the template writes it: nobody knows how the model does."""
-        written = self._tokenizer.render_text(
-            [*self._messages, said], add_generation_prompt=False, template_inputs=self._inputs
+    def _as_written(self, prompt: str, message: Message) -> str | None:
+        """The reply as the template writes it, because the model's form is not known."""
+        rendered = self._tokenizer.render_text(
+            [*self._messages, message], add_generation_prompt=False, template_inputs=self._inputs
         )
-        return written[len(prompt) :] if written.startswith(prompt) else None
+        return rendered[len(prompt) :] if rendered.startswith(prompt) else None
 
     def _change(self, turn: int, was: str, becomes: str) -> TemplateChange:
-        encode = self._tokenizer.encode_part
-        return _change(self._tokenizer, self._name, turn, np.array(encode(was)), np.array(encode(becomes)))
+        before, after = (np.array(self._tokenizer.encode_part(text), np.int32) for text in (was, becomes))
+        position = common_length(before, after)
+        end = position + NUM_CONTEXT_TOKENS
+        parts = (before[max(0, position - NUM_CONTEXT_TOKENS) : position], before[position:end], after[position:end])
+        texts = [text_of(part.tolist(), self._tokenizer) or "" for part in parts]
+        return TemplateChange(self._name, turn, position, len(before), *texts)
 
 
 def _numbered(value: Any, number: int) -> Any:
     return value.replace("{}", str(number)) if isinstance(value, str) else value
-
-
-def _change(tokenizer: Tokenizer, name: str, turn: int, before: TokenIds, after: TokenIds) -> TemplateChange:
-    position = common_length(before, after)
-    end = position + NUM_CONTEXT_TOKENS
-    parts = (before[max(0, position - NUM_CONTEXT_TOKENS) : position], before[position:end], after[position:end])
-    texts = [text_of(part.tolist(), tokenizer) or "" for part in parts]
-    return TemplateChange(name, turn, position, len(before), *texts)

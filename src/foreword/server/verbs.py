@@ -1,6 +1,6 @@
-"""Verbs: all that a server asks of its engines besides requests, and how the answers of several engines become one.
+"""Verbs: the calls of a server to its engines besides requests, and how the answers of several engines become one.
 
-To a replica travel a verb's name and its arguments, never a function: arguments and results are values that pickle.
+A replica gets a verb's name and its arguments, never a function: arguments and results are values that pickle.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from foreword.pml.composition import Composition
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 NOT_CACHED, TOO_LARGE = -1, -2
-"""Instead of a number of linked tokens: a source is not cached whole, or there is no room."""
+"""In place of a number of linked tokens: a source is not cached whole, or there is no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verb(Generic[T, *Ts]):
-    """Something that an engine does between two steps. Other versions know its name and its arguments."""
+    """A call that an engine answers between two steps. Its name and arguments are an interface between versions."""
 
     name: str
     run: Callable[[Engine, *Ts], T]
     merge: Callable[[list[T]], T]
-    """One answer from those of several engines, of which there is at least one."""
+    """Makes one answer of those of one or several engines."""
 
 
-def _first(found: list[T]) -> T:
-    """Merges answers of which one is as good as another."""
-    return found[0]
+def _first(answers: list[T]) -> T:
+    """Merges answers that are all equally good."""
+    return answers[0]
 
 
-def _most(found: list[list[int]]) -> list[int]:
+def _most(answers: list[list[int]]) -> list[int]:
     """The largest number at each place."""
-    return [max(numbers) for numbers in zip(*found, strict=True)]
+    return [max(numbers) for numbers in zip(*answers, strict=True)]
 
 
-def _all_prefixes(found: list[list[PrefixNode] | None]) -> list[PrefixNode] | None:
+def _all_prefixes(answers: list[list[PrefixNode] | None]) -> list[PrefixNode] | None:
     """The nodes of all trees, numbered anew so that no two have one id; None if no engine has a tree."""
-    trees = [nodes for nodes in found if nodes is not None]
+    trees = [nodes for nodes in answers if nodes is not None]
     if len(trees) < 2:
         return trees[0] if trees else None
     of_all = [(at, node) for at, nodes in enumerate(trees) for node in nodes]
@@ -60,25 +60,25 @@ def _all_prefixes(found: list[list[PrefixNode] | None]) -> list[PrefixNode] | No
     ]
 
 
-def _each_once(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The entries of several engines, an entry of several as the one that keeps most of it."""
+def _each_once(answers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of all engines; of an entry in several engines, the report that keeps most."""
     of_id: dict[str, dict[str, Any]] = {}
-    for report in chain.from_iterable(found):
-        of_id[report["id"]] = max(of_id.get(report["id"], report), report, key=lambda one: one["kept_tokens"])
+    for report in chain.from_iterable(answers):
+        of_id[report["id"]] = max(of_id.get(report["id"], report), report, key=lambda entry: entry["kept_tokens"])
     return list(of_id.values())
 
 
-def _first_report(found: list[dict[str, Any]]) -> dict[str, Any]:
-    return next(filter(None, found), {})
+def _first_report(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(filter(None, answers), {})
 
 
-def _sum_of_known(found: list[int | None]) -> int | None:
-    known = [number for number in found if number is not None]
-    return sum(known) if known else None
+def _sum_of_known(answers: list[int | None]) -> int | None:
+    numbers = [number for number in answers if number is not None]
+    return sum(numbers) if numbers else None
 
 
 def _count_linked(engine: Engine, plain: Prompt, linked: Prompt, max_tokens: int | None) -> list[int]:
-    """Tokens of the prompt that need not be computed, plain and linked."""
+    """The tokens of the prompt that need no computing: plain, and linked."""
     num_found = engine.num_cached_tokens(plain)
     try:
         runs = engine.explain_links(linked, max_tokens)
@@ -91,7 +91,7 @@ def _count_linked(engine: Engine, plain: Prompt, linked: Prompt, max_tokens: int
 
 
 def _end_entry(engine: Engine, name: str, left_s: float | None) -> None:
-    """Move an entry's end to `left_s` seconds from now, or end it now; for prompts on their way too."""
+    """Move an entry's end to `left_s` seconds from now, or end it now; also for prompts that still compute it."""
     if left_s is None:
         engine.entries.drop(name)
     else:
@@ -100,12 +100,13 @@ def _end_entry(engine: Engine, name: str, left_s: float | None) -> None:
 
 def _list_entries(engine: Engine, owner: str | None, of_all: bool) -> list[dict[str, Any]]:
     now = engine.clock()
-    return [entry_report(one, now) for one in engine.entries.entries() if of_all or one.owner == owner]
+    return [entry_report(entry, now) for entry in engine.entries.entries() if of_all or entry.owner == owner]
 
 
 def _change_entry(engine: Engine, name: str, left_s: float | None, owner: str | None, of_all: bool) -> dict[str, Any]:
-    """The same for an entry of `owner`, or of anyone; its report, empty for what is gone, or another's."""
-    entry = next((one for one in engine.entries.entries() if one.name == name and (of_all or one.owner == owner)), None)
+    """The same for an entry of `owner`, or of anyone. Returns its report; empty if it is gone, or another owner's."""
+    entries = (entry for entry in engine.entries.entries() if entry.name == name)
+    entry = next((entry for entry in entries if of_all or entry.owner == owner), None)
     if entry is None:
         return {}
     _end_entry(engine, name, left_s)
@@ -130,14 +131,14 @@ def entry_report(entry: CacheEntry, now: float) -> dict[str, Any]:
     }
 
 
-EXPLAIN = Verb("explain", Engine.explain, lambda found: max(found, key=lambda one: one.num_hit_tokens))
+EXPLAIN = Verb("explain", Engine.explain, lambda answers: max(answers, key=lambda answer: answer.num_hit_tokens))
 EXPLAIN_LINKS: Verb[LinkExplanation, Prompt, Composition, Method, int] = Verb(
     "explain_links",
     lambda engine, prompt, parts, method, size: explain_parts(parts, method, engine.explain_links(prompt), size),
-    lambda found: min(found, key=lambda one: sum(part.num_missing_tokens for part in one.parts)),
+    lambda answers: min(answers, key=lambda answer: sum(part.num_missing_tokens for part in answer.parts)),
 )
 COUNT_CACHED: Verb[list[int], list[Prompt]] = Verb(
-    "count_cached", lambda engine, prompts: [engine.num_cached_tokens(one) for one in prompts], _most
+    "count_cached", lambda engine, prompts: [engine.num_cached_tokens(prompt) for prompt in prompts], _most
 )
 COUNT_LINKED = Verb("count_linked", _count_linked, _most)
 SNAPSHOT = Verb("snapshot", Engine.snapshot, Snapshot.total)
@@ -148,7 +149,7 @@ CLOSE_SESSION = Verb("close_session", Engine.close_session, _sum_of_known)
 PIN: Verb[CacheEntry, Prompt, Keep] = Verb(
     "pin",
     lambda engine, prompt, keep: engine.entries.pin(prompt, keep),
-    lambda found: max(found, key=lambda one: one.num_kept_tokens),
+    lambda answers: max(answers, key=lambda answer: answer.num_kept_tokens),
 )
 UNPIN: Verb[None, Prompt] = Verb("unpin", lambda engine, prompt: engine.entries.unpin(prompt), _first)
 LIST_ENTRIES = Verb("list_entries", _list_entries, _each_once)

@@ -152,6 +152,32 @@ def _finite(text: str) -> float:
     return number
 
 
+def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """A function that may be called; None stands for a missing field."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
+
+
+def earlier_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call in an earlier answer."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def take_call(
+    waiting: list[dict[str, Any]], call_id: str | None, name: str | None, *, any_name: bool
+) -> dict[str, Any] | None:
+    """Remove the call that a result answers from `waiting`: the one with its id, else the first with its name.
+
+    `any_name`: whether the first call with another name will do. None if no call waits for the result.
+    """
+    of_id = [call for call in waiting if call_id is not None and call["id"] == call_id]
+    of_name = [call for call in waiting if call["function"]["name"] == name]
+    answered = next(iter([*of_id, *of_name, *(waiting if any_name else ())]), None)
+    if answered is not None:
+        waiting.remove(answered)
+    return answered
+
+
 class ChatKeywords(TypedDict, total=False):
     """How a conversation becomes a prompt."""
 

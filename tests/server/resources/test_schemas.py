@@ -7,7 +7,7 @@ import pytest
 from foreword.errors import SchemaError
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
-from foreword.server.resources.schemas import MAX_BYTES_OF_TENANT, MAX_SCHEMAS, MOST_OF_ALL, Kept, KeptSchemas
+from foreword.server.resources.schemas import MAX_BYTES_OF_TENANT, MAX_SCHEMAS, MOST_OF_ALL, KeptSchemas, ServedSchema
 from pml.words import library
 
 ALICE = Tenant("alice")
@@ -17,8 +17,8 @@ def kept(max_tokens: int = 10) -> KeptSchemas:
     return KeptSchemas(library, max_tokens)
 
 
-def schema(name: str, num_tokens: int = 0) -> Kept:
-    return Kept(library().load_text(f'<schema name="{name}">{"x " * num_tokens}</schema>'), b"")
+def schema(name: str, num_tokens: int = 0) -> ServedSchema:
+    return ServedSchema(library().load_text(f'<schema name="{name}">{"x " * num_tokens}</schema>'), b"")
 
 
 def test_the_number_of_a_tenants_schemas_is_bounded() -> None:
@@ -63,7 +63,7 @@ def test_the_memory_of_a_tenants_schemas_is_bounded_and_shown() -> None:
     schemas = kept(1000)
     large = schema("a", 1)
     most = MAX_BYTES_OF_TENANT - large.schema.layout.num_bytes
-    schemas.add(ALICE, Kept(large.schema, bytes(most)))
+    schemas.add(ALICE, ServedSchema(large.schema, bytes(most)))
     assert schemas.num_bytes == MAX_BYTES_OF_TENANT
     with pytest.raises(APIError, match="bytes, and may take 67,108,864"):
         schemas.add(ALICE, schema("b", 1))

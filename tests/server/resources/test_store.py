@@ -231,6 +231,22 @@ def test_what_a_killed_process_left_unfinished_goes_after_an_hour(cache_dir):
     assert [left.name for left in files_in(cache_dir)] == ["new-2"]
 
 
+def test_a_file_that_another_process_finishes_while_a_server_starts_does_no_harm(cache_dir, monkeypatch):
+    folder_in(cache_dir)
+    [path] = (cache_dir / FOLDER_NAME).iterdir()
+    (path / "new-1").touch()
+
+    class Overtaken(store.RealFiles):
+        def list_folder(self, path):
+            names = super().list_folder(path)
+            for name in names:
+                (path / name).rename(path / new_content_id())
+            return names
+
+    monkeypatch.setattr(store, "RealFiles", Overtaken)
+    folder_in(cache_dir)  # which is there: contents still outlive the process
+
+
 class Servers:
     """Two servers of one folder, and the plain dictionary of what they must have."""
 

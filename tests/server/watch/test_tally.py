@@ -71,6 +71,6 @@ def test_a_session_s_name_steers_no_terminal_and_odd_tokens_end_no_watch() -> No
 
 @pytest.mark.parametrize("most", [3])
 def test_what_is_told_apart_is_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.server.watch.watcher.MOST_KEPT", most)
+    monkeypatch.setattr("foreword.server.watch.watcher.MAX_GROUPS", most)
     tally, _ = tally_of(*([number] * 32 for number in range(10)))
     assert len(tally.as_dict()["kinds"]) == most

@@ -1,7 +1,4 @@
-"""The adapters that a server offers as models, by name.
-
-Knows names and folders; the engine knows adapters by their content alone.
-"""
+"""The adapters that a server offers as models, by name. The engine knows adapters by their content alone."""
 
 from __future__ import annotations
 
@@ -18,25 +15,25 @@ MOST_NAMES = 1024
 
 
 class ServedAdapters:
-    """Names of adapters. Any thread may read; the event loop alone changes it."""
+    """The served adapters. Any thread may read; only the event loop changes it."""
 
-    def __init__(self, llm: LLM, modules: Sequence[str], taken: Collection[str]) -> None:
-        """`modules`: "name=path", or vLLM's JSON. `taken`: names of the model itself.
+    def __init__(self, llm: LLM, modules: Sequence[str], model_names: Collection[str]) -> None:
+        """`modules`: "name=path", or vLLM's JSON. `model_names`: names that the model itself has.
 
-        Raises ConfigError or InvalidRequestError for one that cannot be served.
+        Raises ConfigError or InvalidRequestError for an adapter that cannot be served.
         """
-        self._loaded, self._taken = llm.adapters, taken
+        self._loaded, self._model_names = llm.adapters, model_names
         self._served: dict[str, LoRARequest] = {}
         self._reading: dict[str, asyncio.Task[Adapter]] = {}
         self._next: dict[str, asyncio.Task[Adapter]] = {}
-        """By folder: what looks at its files now, and what will as soon as that has ended."""
+        """By folder: the task that reads its files now, and the task that will read them after it."""
         if modules and self._loaded is None:
             raise ConfigError("lora_modules needs enable_lora; give --enable-lora too")
         for module in modules:
-            one = _parse(module)
-            self.check_new(one)
-            self.load(one)
-            self.add(one)
+            request = _parse(module)
+            self.check_new(request)
+            self.load(request)
+            self.add(request)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,16 +41,16 @@ class ServedAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all adapters that are loaded here."""
+        """Memory of all loaded adapters."""
         return 0 if self._loaded is None else self._loaded.num_bytes
 
     def __contains__(self, name: object) -> bool:
         return name in self._served
 
     async def load_in(self, crew: Crew, request: LoRARequest) -> Adapter:
-        """`load` in a thread, one at most for a folder, so that a slow folder holds up no other. Raises APIError too.
+        """`load` in a thread, one for each folder, so that a slow folder holds up no other. Raises APIError too.
 
-        Callers share the first look at the files that begins after they asked.
+        Callers share the first read that begins after their calls.
         """
         path = request.lora_path
         if path not in self._next:
@@ -88,7 +85,7 @@ class ServedAdapters:
         name = request.lora_name
         if not name or len(name) > 256:
             raise InvalidRequestError(f"lora_name={name!r:.80} is not a name; use 1 to 256 characters")
-        if name in self._taken or (name in self._served and not request.load_inplace):
+        if name in self._model_names or (name in self._served and not request.load_inplace):
             raise InvalidRequestError(
                 f"{name!r:.80} is served already; unload it first, or load it with load_inplace=true"
             )
@@ -100,17 +97,17 @@ class ServedAdapters:
         self._served[request.lora_name] = request
 
     def remove(self, name: str) -> bool:
-        """Serve it no longer; False if it was not. Running requests end under it."""
+        """Stop serving an adapter; returns whether it was served. Running requests end under it."""
         return self._served.pop(name, None) is not None
 
 
 def _parse(module: str) -> LoRARequest:
-    """Raises ConfigError."""
+    """An adapter of `lora_modules`. Raises ConfigError."""
     name, equals, path = module.partition("=")
     if module.startswith("{"):
         try:
-            said = json.loads(module)
-            name, equals, path = said["name"], "=", said["path"]
+            fields = json.loads(module)
+            name, equals, path = fields["name"], "=", fields["path"]
         except (ValueError, LookupError, TypeError):
             equals = ""
     if not equals or not isinstance(name, str) or not isinstance(path, str) or not path:

@@ -1,4 +1,4 @@
-"""Which methods of linking a server offers: those that the operator allows, and that keep enough right answers."""
+"""The methods of linking that a server offers: the operator allows them, and they keep enough right answers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_SHARE = 0.95
-"""`link_gate`, unless it is given: a loss of more than 5 right answers in 100 prompts is unlikely."""
+"""Default of `link_gate`: a loss of more than 5 right answers in 100 prompts is unlikely."""
 MOST_SOURCES = 1024
-"""Most sources of a prompt: the engine looks for each in every step until all are there."""
+"""Limit of a prompt's sources: until all are cached, the engine looks for each in every step."""
 
 
 def read_gate(config: ServerConfig, *, allows_links: bool) -> Gate | None:
-    """The bar that methods must pass; None if nothing is linked. Raises ConfigError.
+    """The gate that methods must pass; None if nothing is linked. Raises ConfigError.
 
-    Needs no model, so that mistakes are told before one is loaded.
+    Needs no model, so that mistakes show before one is loaded.
     """
     if not allows_links:
         for name in ("link_measurements", "link_gate"):
@@ -46,15 +46,15 @@ class ServedLinks:
     """The methods that clients of one server may ask for."""
 
     gate: Gate | None
-    """None: none."""
+    """None: clients may ask for none."""
     max_source_tokens: int
-    """Most tokens of one prompt's sources: more cannot lie in the pool together."""
+    """Limit of the tokens of one prompt's sources: more do not fit into the pool together."""
     choosing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
     """Held while a method chooses by a pass through the model's first layers: one at a time, beside the engine."""
 
     @classmethod
     def of(cls, config: ServerConfig, *, allows_links: bool, model_id: str, max_source_tokens: int) -> ServedLinks:
-        """What the options say about this model. Raises ConfigError if another one was measured."""
+        """The methods that the options allow for this model. Raises ConfigError if another model was measured."""
         gate = read_gate(config, allows_links=allows_links)
         if gate is not None:
             gate.check_model(model_id)
@@ -69,9 +69,9 @@ class ServedLinks:
         return method
 
     def method(self, name: str) -> Method:
-        """The method of a request. Raises InvalidRequestError for one that is unknown, or that no prompt is served by.
+        """The method of a request. Raises InvalidRequestError for one that is unknown, or refused for all prompts.
 
-        `check_parts` decides for a prompt, which may have gaps between its positions.
+        `check_parts` decides about a prompt, which may have gaps between its positions.
         """
         method = self._known(name)
         if self.gate is not None and not self.gate.serves(method.name, has_gaps=True):
@@ -89,8 +89,8 @@ class ServedLinks:
     def check_parts(self, method: Method, composition: Composition) -> None:
         """Raise InvalidRequestError for a method that is not served for these parts: positions may have gaps.
 
-        A module whose own `recompute` computes less of it than the method would counts as a method of its own, or a
-        schema could have under one name what is refused under another.
+        A module may have its own `recompute`. If this computes fewer tokens than the method does, it counts as another
+        method; otherwise a schema could evade the gate.
         """
         if self.gate is None:
             return
@@ -127,7 +127,7 @@ class ServedLinks:
 
 
 async def composed(service: Service, method: Method | None, num_choices: int, compose: Callable[[], T]) -> T:
-    """What `compose` makes of a prompt, beside the event loop. One choice by a pass of the model runs at a time.
+    """The result of `compose`, from a thread. Choices of links by a pass of the model run one at a time.
 
     Raises APIError 429 if the queue has no room.
     """
@@ -155,7 +155,7 @@ async def to_its_end(function: Callable[[], T]) -> T:
 
 
 def _in_words(gate: Gate) -> str:
-    """What is served, for the log."""
+    """The served methods, for the log."""
     if not gate.least:
         return "every method is served, measured or not (link_gate=0)"
     if gate.measured is None:

@@ -1,4 +1,4 @@
-"""Operators: callers that may see everybody's prompts and change what all tenants share.
+"""Operators: callers that may see all prompts and change what all tenants share.
 
 The rule (decision 0012):
 
@@ -117,6 +117,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether the page that asks, which browsers name, is one of ours."""
+    """Whether the web page that calls is ours; browsers name it."""
     origin = headers.get("origin")
     return origin is None or urlsplit(origin).netloc == headers.get("host")

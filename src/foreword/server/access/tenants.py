@@ -127,8 +127,8 @@ class Tenants:
         """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT", both hashed; None if there are no tenants."""
         if not self.asks_for_keys and cache_salt is None:
             return None
-        own = self._keyed_hash("tenant", tenant.name)
-        return own if cache_salt is None else f"{own}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
+        namespace = self._keyed_hash("tenant", tenant.name)
+        return namespace if cache_salt is None else f"{namespace}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
 
     def owner(self, tenant: Tenant) -> str | None:
         """Whose budget a tenant's cache entries take; None if all clients are one tenant."""
@@ -198,23 +198,24 @@ def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]
     if quota is not None and (type(quota) is not int or quota < 0):
         raise ConfigError(f"{where}: max_cached_blocks={quota!r} is not a number of blocks; use 0 or more")
     priorities, adapters = _priorities(where, table.get("priorities")), table.get("adapters")
-    if adapters is not None and not (isinstance(adapters, list) and all(isinstance(one, str) for one in adapters)):
-        raise ConfigError(f"{where}: adapters={adapters!r:.80} must be a list of names, such as ['sql']; [] for none")
-    named = None if adapters is None else frozenset(adapters)
+    if adapters is not None:
+        if not isinstance(adapters, list) or not all(isinstance(adapter, str) for adapter in adapters):
+            raise ConfigError(f"{where}: adapters={adapters!r:.80} must be a list of names such as ['sql'], or []")
+        adapters = frozenset(adapters)
     try:
-        return Tenant(name, quota, priorities, named), [_stored_digest(key) for key in keys]
+        return Tenant(name, quota, priorities, adapters), [_stored_digest(key) for key in keys]
     except ValueError as error:
         raise ConfigError(f"{where}: what follows 'sha256:' must be 64 hexadecimal digits") from error
 
 
-def _priorities(where: str, given: Any) -> tuple[int, int] | None:
-    if given is None:
+def _priorities(where: str, value: Any) -> tuple[int, int] | None:
+    if value is None:
         return None
-    if not isinstance(given, list) or [type(one) for one in given] != [int, int] or not given[0] <= 0 <= given[1]:
+    if not isinstance(value, list) or [type(number) for number in value] != [int, int] or not value[0] <= 0 <= value[1]:
         raise ConfigError(
-            f"{where}: priorities={given!r} must be two numbers with 0, the default, between them, such as [-5, 5]"
+            f"{where}: priorities={value!r} must be two numbers with 0, the default, between them, such as [-5, 5]"
         )
-    return given[0], given[1]
+    return value[0], value[1]
 
 
 def _stored_digest(key: str) -> bytes:
@@ -296,7 +297,7 @@ class SharedPrefixes:
 
 
 def common_beginning(encodings: Sequence[TokenIds]) -> TokenIds:
-    """The tokens that all these encodings begin with.
+    """The common prefix of some encodings.
 
     The last tokens of a text depend on the text after it; the common tokens of encodings with different continuations
     do not.

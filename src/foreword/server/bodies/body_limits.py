@@ -13,18 +13,18 @@ from foreword.server.bodies.json_scan import JsonSize
 MAX_DEPTH = 128
 MAX_FIELDS = 256
 MAX_ENTRIES = 1024
-"""Most entries of a list or an object in a body, unless `_MOST` or the size of a prompt says otherwise."""
+"""Default limit of the entries of a list or an object in a body."""
 
 _MOST = {"stop": 16, "tools": 128, "metadata": 16}
 
 NUM_OTHER_VALUES = 50_000
-"""Most values of a body besides its prompts: schemas, tools, biases."""
+"""Limit of a body's values outside its prompts: schemas, tools, biases."""
 
 NUM_OTHER_BYTES = 2**20
 BYTES_PER_TOKEN = 12
 """Bytes of a token id: ten digits, a comma and a space."""
 BYTES_PER_CHARACTER = 12
-"""Most bytes of a character in JSON: a surrogate pair, both halves written as escapes."""
+"""Limit of a character in JSON: a surrogate pair, both halves written as escapes."""
 VALUES_PER_MESSAGE = 8
 
 _NOT_TEXT = {
@@ -42,14 +42,14 @@ class BodyLimits:
     max_body_bytes: int
     max_model_len: int
     max_prompts: int
-    """Most prompts of one call."""
+    """Limit of one call's prompts."""
     vocab_size: int
     max_token_characters: int
     """Characters of the longest token."""
     max_pictures: int = 0
-    """Most pictures of a conversation; 0: the model takes none."""
+    """Limit of a conversation's pictures; 0: the model takes none."""
     picture_refusal: str = "takes no images"
-    """What errors say of a server without pictures."""
+    """The words of errors about a server without pictures."""
 
     @property
     def max_characters(self) -> int:
@@ -57,11 +57,11 @@ class BodyLimits:
         return self.max_model_len * self.max_token_characters
 
     def most_bytes(self, model: type[Body]) -> int:
-        """Most bytes of a body: enough for prompts of the greatest length, or for pictures."""
+        """Limit of a body's bytes: enough for prompts of the greatest length, or for pictures."""
         if self.max_pictures and model.HOLDS != "prompts":
             return self.max_body_bytes
-        most = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES
-        return min(self.max_body_bytes, most * self._num_prompts(model))
+        num_bytes = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES
+        return min(self.max_body_bytes, num_bytes * self._num_prompts(model))
 
     def _num_prompts(self, model: type[Body]) -> int:
         return self.max_prompts if model.HOLDS == "prompts" else 1
@@ -77,12 +77,12 @@ class BodyLimits:
         num_values = num_containers
         if model.HOLDS != "text":
             num_values += self._num_prompts(model) * self.max_model_len
-        for count, most, name in (
+        for count, limit, name in (
             (size.num_values, num_values, "values"),
             (size.num_containers, num_containers, "lists and objects"),
         ):
-            if count > most:
-                raise bad_request(f"The body has {count} {name}; at most {most} are taken, send fewer.")
+            if count > limit:
+                raise bad_request(f"The body has {count} {name}; at most {limit} are taken, send fewer.")
 
     def check_counts(self, model: type[Body], body: Any) -> None:
         """Raises APIError 400 if parsed JSON has more of anything than the server can serve."""
@@ -132,9 +132,9 @@ class BodyLimits:
             self._check_tokens(name, prompt)
         else:
             self._check_prompts(name, prompt)
-            for number, one in enumerate(prompt):
-                self._check_text(f"{name}[{number}]", one.get("text") if isinstance(one, dict) else one)
-                self._check_tokens(f"{name}[{number}]", one)
+            for number, entry in enumerate(prompt):
+                self._check_text(f"{name}[{number}]", entry.get("text") if isinstance(entry, dict) else entry)
+                self._check_tokens(f"{name}[{number}]", entry)
 
     def _check_prompts(self, name: str, prompts: Any) -> None:
         if len(prompts) > self.max_prompts:
@@ -149,8 +149,8 @@ class BodyLimits:
         is_one = not isinstance(value, list) or bool(value and isinstance(value[0], int))
         pieces = [value] if is_one else value
         _at_most(pieces, MAX_ENTRIES, name)
-        self._check_characters(name, sum(len(one) for one in pieces if isinstance(one, str)))
-        self._check_tokens(name, [one for each in pieces if isinstance(each, list) for one in each])
+        self._check_characters(name, sum(len(piece) for piece in pieces if isinstance(piece, str)))
+        self._check_tokens(name, [token_id for piece in pieces if isinstance(piece, list) for token_id in piece])
 
     def _check_conversation(self, name: str, messages: Any, key: str = "content") -> None:
         """Check messages, each with its text or its parts under `key`."""
@@ -180,7 +180,7 @@ class BodyLimits:
         self._check_characters(name, num_characters)
 
     def _num_pictures(self, parts: list[Any], where: str) -> int:
-        """The number of pictures among parts. Raises APIError 400 for other media, and for all that nobody looks at."""
+        """The number of pictures among parts. Raises APIError 400 for media that the model does not take."""
         count = 0
         for number, part in enumerate(parts):
             kind = part.get("type") if isinstance(part, Mapping) else None
@@ -225,24 +225,24 @@ def _has_token_ids(prompt: Any) -> bool:
 
 
 def _inner_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The objects in a field whose keys are checked one by one later."""
+    """The objects in a field whose number of keys is limited."""
     if isinstance(value, list):
-        for number, one in enumerate(value):
-            yield f"{name}[{number}]", one
-            if isinstance(one, dict):
-                yield f"{name}[{number}].function", one.get("function")
+        for number, entry in enumerate(value):
+            yield f"{name}[{number}]", entry
+            if isinstance(entry, dict):
+                yield f"{name}[{number}].function", entry.get("function")
     elif isinstance(value, dict):
         for key in ("json_schema", "format", "function"):
             yield f"{name}.{key}", value.get(key)
 
 
-def _at_most(value: Any, most: int, name: str) -> None:
-    if isinstance(value, (list, dict)) and len(value) > most:
-        raise _too_many(len(value), most, name, name)
+def _at_most(value: Any, limit: int, name: str) -> None:
+    if isinstance(value, (list, dict)) and len(value) > limit:
+        raise _too_many(len(value), limit, name, name)
 
 
-def _too_many(count: int, most: int, what: str, param: str) -> APIError:
-    return bad_request(f"{what[:100]} has {count} entries; at most {most} are taken, send fewer", param=param[:100])
+def _too_many(count: int, limit: int, what: str, param: str) -> APIError:
+    return bad_request(f"{what[:100]} has {count} entries; at most {limit} are taken, send fewer", param=param[:100])
 
 
 def _has_inline_data(part: Any) -> bool:

@@ -41,12 +41,12 @@ Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 _UNSUPPORTED = "unsupported"
 Unsupported = Annotated[Any, _UNSUPPORTED]
-"""A field for a feature that this engine lacks: it is known, and refused by its name."""
+"""A field for a feature that this engine lacks: the server refuses it by name."""
 Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-"""Of an integer that some clients write as 40.0."""
+"""Reads an integer that some clients write as 40.0."""
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 256
-"""Most names that are logged and remembered."""
+"""Limit of the names that are logged, and remembered."""
 Place = tuple[int | str, ...]
 
 
@@ -64,12 +64,12 @@ SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A body, or a part of one; an unknown field is an error, so that a typing mistake is not taken for a default."""
+    """A body, or a part of one. An unknown field is an error: a misspelt field must not silently mean its default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     HOLDS: ClassVar[Literal["text", "tokens", "prompts"]] = "text"
-    """What a body of this type may hold: one conversation or text, one list of token ids, or several prompts."""
+    """The contents of such a body: one conversation or text, one list of token ids, or several prompts."""
 
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that are `Unsupported`."""
@@ -89,7 +89,7 @@ def _asks(value: Any) -> bool:
 
 
 class Part(BaseModel):
-    """A part of a body whose unknown fields are ignored: clients send earlier answers back as they got them."""
+    """A part of a body that ignores unknown fields: clients send earlier answers back as they got them."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -128,8 +128,8 @@ class UnknownFields:
 
 
 def _unknown(error: ValidationError) -> Sequence[Place]:
-    found = error.errors(include_url=False, include_input=False)
-    return [one["loc"] for one in found if one["type"] == "extra_forbidden"]
+    errors = error.errors(include_url=False, include_input=False)
+    return [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
 
 
 def _remove(body: Any, place: Sequence[Any]) -> None:

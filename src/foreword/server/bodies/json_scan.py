@@ -1,4 +1,4 @@
-"""JSON from clients: counts the contents of a text before Python builds any object from it, and parses it.
+"""JSON from clients: counts the values in a text before Python builds any object from it, and parses it.
 
 The counting is compiled and releases Python's lock, so that other threads can run.
 """
@@ -23,7 +23,7 @@ OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = 91, 93, 123, 125
 
 
 class JsonSize(NamedTuple):
-    """The objects that `json.loads` would have to make; upper bounds if the text is not JSON."""
+    """Counts of the objects that `json.loads` would make; upper bounds if the text is not JSON."""
 
     num_values: int
     """Number of values, without the keys of objects."""
@@ -39,7 +39,7 @@ def scan_json(text: bytes) -> JsonSize:
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text. Raises ValueError if it is not JSON; NaN and numbers beyond a float are not JSON."""
+    """Parse a JSON text. Raises ValueError if it is not JSON; NaN and numbers that no float holds are not."""
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
@@ -56,7 +56,7 @@ def _finite(text: str) -> float:
 
 @cached(nogil=True)
 def _scan(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
-    num_commas = num_containers = depth = most = 0
+    num_commas = num_containers = depth = max_depth = 0
     is_text = False
     at = 0
     while at < len(text):
@@ -73,11 +73,11 @@ def _scan(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
         elif character in (OPEN_LIST, OPEN_OBJECT):
             num_containers += 1
             depth += 1
-            most = max(most, depth)
+            max_depth = max(max_depth, depth)
         elif character in (CLOSE_LIST, CLOSE_OBJECT):
             depth -= 1
         at += 1
-    return num_commas + num_containers + 1, num_containers, most
+    return num_commas + num_containers + 1, num_containers, max_depth
 
 
 def to_json(body: Any) -> str:
@@ -89,10 +89,10 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def to_long_json(body: Any, depth: int) -> str:
-    """Like `to_json`, but lists and objects down to this depth are written item by item.
+    """Like `to_json`, but writes lists and objects down to this depth item by item.
 
-    A thread that writes much pauses now and then: one that only computes would hold Python's lock for 5 ms after each
-    read and each write of the event loop.
+    Long texts are written with pauses: a thread that only computes would hold Python's lock for 5 ms after each read
+    and each write of the event loop.
     """
     pieces, num_characters = [], 0
     for piece in _pieces(body, depth):

@@ -1,4 +1,4 @@
-"""Chat: one conversation to answer, as all dialects ask for it, and its answer in parts."""
+"""Chat: a conversation to answer, in one form for all dialects, and its answer in parts."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from foreword.text.reply.turn import Turn
 
 Messages = Sequence[Mapping[str, Any]]
 STRIDE = 16
-"""Messages are left out by this many, where half of the room stays in use: several turns then begin alike and hit."""
+"""Messages are left out in steps of this size, if half of the room stays in use: several turns then begin alike."""
 AUTO, WHOLE = ToolChoice(), Ending()
 LOWEST = -9999.0
 """Stands for the log probability of an impossible token, which JSON cannot express."""
 
 
 def thinking_inputs(template: str, *, enabled: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-    """The inputs that a client asks for (None: it does not), those among them that the template mentions."""
-    wanted = {"enable_thinking": enabled, "reasoning_effort": effort}
-    return {name: value for name, value in wanted.items() if value is not None and name in template}
+    """The inputs that the template mentions, of those that a client asks for (None: it does not)."""
+    inputs = {"enable_thinking": enabled, "reasoning_effort": effort}
+    return {name: value for name, value in inputs.items() if value is not None and name in template}
 
 
-async def shortened(messages: Messages, most: int, count: Callable[[Messages], Awaitable[int]]) -> Messages:
-    """The conversation with at most `most` tokens: without its earliest messages if it has more.
+async def shortened(messages: Messages, max_tokens: int, count: Callable[[Messages], Awaitable[int]]) -> Messages:
+    """The conversation with at most `max_tokens` tokens: without its earliest messages if it has more.
 
     System messages at its beginning stay, a tool's result never comes without its call, and the last message always
     stays: it may be too long by itself. `count` gives the number of tokens of a conversation.
     """
-    if await count(messages) <= most:
+    if await count(messages) <= max_tokens:
         return messages
     head = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     starts = [at for at in range(head + 1, len(messages)) if messages[at]["role"] not in ("tool", "assistant")]
@@ -54,7 +54,7 @@ async def shortened(messages: Messages, most: int, count: Callable[[Messages], A
     low, high = 0, len(starts) - 1  # the last start is right if none fits
     while low < high:
         middle = (low + high) // 2
-        if await count([*messages[:head], *messages[starts[middle] :]]) <= most:
+        if await count([*messages[:head], *messages[starts[middle] :]]) <= max_tokens:
             high = middle
         else:
             low = middle + 1
@@ -63,7 +63,7 @@ async def shortened(messages: Messages, most: int, count: Callable[[Messages], A
     start = next((start for start in starts if start >= aligned), None)
     if start is not None:
         even = [*messages[:head], *messages[start:]]
-        if await count(even) >= most // 2:
+        if await count(even) >= max_tokens // 2:
             return even
     return longest
 
@@ -82,15 +82,15 @@ class Chat:
     shortens: bool = False
     """Whether the earliest messages are left out if the conversation is too long."""
     thinking_budget: int | None = None
-    """Most tokens of reasoning; None: no limit of its own."""
+    """Limit of the reasoning in tokens; None: no separate limit."""
     marks: Sequence[ChatMark] = ()
     """Places up to which the prompt is to be kept."""
     context: Sequence[int] = ()
     """Tokens of an earlier answer and its prompt, before these messages."""
     num_bytes: int = 0
-    """Length of the body that asked; work on long ones leaves the event loop."""
+    """Length of the call's body; work on long ones leaves the event loop."""
     link: str | None = None
-    """The method by which what follows an edit is copied from an earlier prompt of the session; None: nothing is."""
+    """The method that copies the tokens after an edit from an earlier prompt of the session; None: copies nothing."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class ChatAnswer:
     ) -> None:
         self.stream = answer
         self.not_linked = not_linked
-        """Why nothing was linked although the chat has `link`; None: something was, or it has none."""
+        """Why nothing was linked although the chat has `link`; None: tokens were linked, or it has no `link`."""
         self._tool_use, self._turn, self._tokenizer = tool_use, turn, tokenizer
         self._readers: dict[int, ReplyReader | None] = {}
 
@@ -150,7 +150,7 @@ class ChatAnswer:
         return ReplyDelta(parts, "tool_calls" if calls else delta.finish_reason)
 
     def num_reasoning_tokens(self) -> int:
-        """Tokens of all choices that lie in reasoning, its markers counted. O(tokens) if there is any."""
+        """The reasoning tokens of all choices, with markers. O(tokens) if there are any."""
         return sum(
             self._tokenizer.num_tokens_in(choice.token_ids, reader.reasoning_spans)
             for choice in self.stream.outputs[0].outputs
@@ -164,16 +164,10 @@ class ChatAnswer:
         return 64 * sum(len(choice.token_ids) for choice in self.stream.outputs[0].outputs)
 
 
-def with_calls(parts: Sequence[Part], most: int) -> list[Part]:
-    """The parts with the first `most` calls alone."""
-    kept: list[Part] = []
-    for part in parts:
-        if isinstance(part, Call):
-            most -= 1
-            if most < 0:
-                continue
-        kept.append(part)
-    return kept
+def with_calls(parts: Sequence[Part], max_calls: int) -> list[Part]:
+    """The parts without the calls after the first `max_calls`."""
+    numbers = itertools.count()
+    return [part for part in parts if not isinstance(part, Call) or next(numbers) < max_calls]
 
 
 async def start_chat(
@@ -197,10 +191,10 @@ async def start_chat(
             try:
                 return len((await service.conversation(messages, inputs, chat.ending)).token_ids)
             except (PromptTooLongError, TooManyPicturesError):  # by its pictures alone
-                return most + 1
+                return max_tokens + 1
 
-        most = service.max_prompt_len(params.max_tokens)
-        messages = await shortened(messages, most, count)
+        max_tokens = service.max_prompt_len(params.max_tokens)
+        messages = await shortened(messages, max_tokens, count)
     marks = chat.marks if messages is chat.messages else _still_there(chat, messages)
     if chat.context:
         prompt = service.fit(await _continued(service, chat), params)
@@ -224,7 +218,7 @@ async def start_chat(
 
 
 async def _continued(service: Service, chat: Chat) -> Prompt:
-    """The prompt of messages after a context: what the template writes from the end of an answer on.
+    """The prompt of messages after a context: the template's text from the end of an answer on.
 
     Raises APIError 400 if the template does not show that end.
     """
@@ -241,13 +235,13 @@ async def _continued(service: Service, chat: Chat) -> Prompt:
 def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
     """The marks of a conversation in its shortened form."""
     index_of = {id(message): index for index, message in enumerate(messages)}
-    kept = []
+    marks = []
     for mark in chat.marks:
         at = mark.place.message
         index = None if at is None else index_of.get(id(chat.messages[at]))
         if at is None or index is not None:
-            kept.append(replace(mark, place=replace(mark.place, message=index)))
-    return kept
+            marks.append(replace(mark, place=replace(mark.place, message=index)))
+    return marks
 
 
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:
@@ -263,7 +257,7 @@ async def read_prompt(service: Service, chat: Chat) -> Prompt:
 
 
 async def _forced(service: Service, chat: Chat, use: ToolUse) -> Callable[[], TokenConstraint]:
-    """Constraints to calls. Patterns that no grammar can follow are not enforced, as in calls that are not forced.
+    """Constraints on forced calls, without the patterns that no grammar can follow.
 
     Raises InvalidRequestError for patterns that are no regular expressions.
     """
@@ -276,7 +270,7 @@ async def _forced(service: Service, chat: Chat, use: ToolUse) -> Callable[[], To
         )
         if not left_out:
             raise
-        service.told_patterns.note(left_out)
+        service.logged_patterns.note(left_out)
     return await service.compile_grammar(await off_loop(chat.num_bytes, use.grammar))
 
 
@@ -291,7 +285,7 @@ def text_of(parts: Sequence[Part]) -> str:
 
 
 def reasoning_of(parts: Sequence[Part]) -> str:
-    """What the model thought before its answer."""
+    """The reasoning before an answer."""
     return "".join(part.text for part in parts if isinstance(part, Reasoning))
 
 

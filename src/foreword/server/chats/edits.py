@@ -1,8 +1,8 @@
-"""Reuse after an edit in the middle of a chat: what follows the edit is linked from an earlier prompt of the session.
+"""Reuse after an edit in the middle of a chat: the tokens after the edit are linked from an earlier prompt.
 
-It is approximate, so the client asks for it, a gate decides, and the answer says so. Where it would not pay, the prompt
-stays plain, and the answer is exact and says why: no such prompt, nothing in common after the edit, a source that is
-not cached or has no room, or little saved.
+This is approximate, so the client asks for it, a gate decides, and the answer says so. If linking would not pay, the
+prompt stays plain, and the exact answer says why: the session has no such prompt, nothing after the edit is common, the
+source is not cached or has no room, or the saving is small.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from foreword.server.service import Caller, Service
 from foreword.server.verbs import COUNT_LINKED, NOT_CACHED, TOO_LARGE
 
 NUM_EARLIER = 8
-"""Prompts of a session that are compared: its newest may be a title's, or a sub-agent's."""
+"""Prompts of a session that are compared: the newest may be that of a title, or of a sub-agent."""
 NUM_TRIED = 3
-"""Of these, the most that engines are asked about: the one that shares the most may not be cached."""
+"""The engines are asked about this many of them: the one that shares the most may not be cached."""
 LEAST_SAVING = 0.05
-"""Share of a prompt's tokens that linking must save, and at least a block: it costs exactness."""
+"""Linking must save this share of a prompt's tokens, and at least a block, because it costs exactness."""
 _NO_SOURCE = {
     TOO_LARGE: "the prompt, its answer and the earlier prompt do not fit into the cache together",
     NOT_CACHED: "the earlier prompt is not cached whole",
 }
-"""Why a source cannot be linked from; another one may do."""
+"""Why a source cannot be used; another one may be."""
 _EVERYTHING = Method.parse("none")
-"""Copies all that can be copied; needs no pass of the model."""
+"""Copies as much as possible; needs no pass of the model."""
 
 
 async def linked_to_session(
@@ -109,24 +109,21 @@ async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_token
 
 
 def _earlier(service: Service, caller: Caller, salt: str | None) -> list[RequestRecord]:
-    """The session's prompts that ended last, the newest first, of those whose KV lies under their tokens alone."""
-    found = (
-        one
-        for one in service.records.recent(MAX_RECORDS, caller.tenant.name)
-        if one.session_id == caller.session_id and one.first_scheduled_time and one.salt == salt and one.is_plain
-    )
-    return list(islice(found, NUM_EARLIER))
+    """The session's newest prompts that tokens alone describe, the newest first."""
+    recent = service.records.recent(MAX_RECORDS, caller.tenant.name)
+    ran = (record for record in recent if record.session_id == caller.session_id and record.first_scheduled_time)
+    return list(islice((record for record in ran if record.salt == salt and record.is_plain), NUM_EARLIER))
 
 
 def _edits(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord], num_rest: int) -> Iterator[Composition]:
-    """The prompt as an edit of each earlier one, the one that shares the most tokens first, before and after the edit.
+    """The prompt as an edit of earlier ones: first the one that shares most tokens, before and after the edit.
 
-    One that shares all but `num_rest` tokens comes before later ones are compared. None comes that shares no token
-    after the edit, and not all that share less than NUM_TRIED others.
+    Yields one that shares all but `num_rest` tokens before it compares the next, otherwise the best NUM_TRIED. Leaves
+    out prompts that share no token after the edit.
     """
-    found: list[tuple[int, Composition]] = []
-    for before in (one.prompt_token_ids for one in earlier):
-        if len(found) == NUM_TRIED and len(before) <= found[-1][0]:
+    candidates: list[tuple[int, Composition]] = []
+    for before in (record.prompt_token_ids for record in earlier):
+        if len(candidates) == NUM_TRIED and len(before) <= candidates[-1][0]:
             continue  # it cannot share more
         composition = compose_edit(token_ids, before)
         num_after = sum(len(part.token_ids) for part in composition.parts if part.span is not None)
@@ -134,6 +131,7 @@ def _edits(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord], n
         if num_after and num_shared >= len(token_ids) - num_rest:
             yield composition
         elif num_after:
-            found = sorted([*found, (num_shared, composition)], key=lambda one: -one[0])[:NUM_TRIED]
-    for _, composition in found:
+            candidates = [*candidates, (num_shared, composition)]
+            candidates = sorted(candidates, key=lambda candidate: -candidate[0])[:NUM_TRIED]
+    for _, composition in candidates:
         yield composition

@@ -1,8 +1,8 @@
 """ScoreTemplate: the conversation in which a model judges a text, and the tokens of its verdict.
 
-Knows a few lines of text with places for what is judged: a document by a query, or an input alone. The model's chat
-template writes the rest. A score without the template that a model was trained with means nothing, so a server has none
-unless it is given one.
+A template is a few lines of text with places for what is judged: a document and a query, or an input alone. The model's
+chat template writes the rest. Scores mean nothing without the template that a model was trained with, so the server
+has no default.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from foreword.text import Tokenizer
 TokenIds = npt.NDArray[np.int32]
 _PLACE = re.compile(r"\{(query|document|input|instruction)\}")
 RANKING, CLASSIFYING = ("query", "document"), ("input",)
-"""The places that a template must have, by what it is for."""
+"""The places that a template must have, by its purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTemplate:
-    """How texts are shown to a model that judges them."""
+    """The messages that show texts to a model that judges them."""
 
     user: str
     """The user's message, with {query} and {document}, or with {input}; and perhaps {instruction}."""
     labels: tuple[str, ...]
-    """What the model may answer, each in one token; in a ranking, the first means that the document is relevant."""
+    """The possible answers, one token each; in a ranking, the first means that the document is relevant."""
     system: str = ""
     """The system message; none if it is empty."""
     instruction: str = ""
-    """What {instruction} is unless a request says otherwise."""
+    """The default of {instruction}."""
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
     """Inputs of the chat template besides the messages."""
 
@@ -55,76 +55,75 @@ class ScoreTemplate:
 
     @classmethod
     def named(cls, option: str, name: str, places: tuple[str, ...]) -> ScoreTemplate:
-        """One of `KNOWN`, or that of a TOML file with these fields, for an option that needs these places.
+        """One of `KNOWN`, or the template of a TOML file with these fields, for an option that needs these places.
 
         Raises ConfigError.
         """
         template = KNOWN[name] if name in KNOWN else cls._read(option, name)
-        found = set(_PLACE.findall(template.user)) - {"instruction"}
-        if found != set(places):
-            wrong = found - set(places)
+        present = set(_PLACE.findall(template.user)) - {"instruction"}
+        if present != set(places):
+            wrong = present - set(places)
             has = (
                 f"the place {{{min(wrong)}}}, which it does not fill"
                 if wrong
-                else "no place for " + " and ".join(f"{{{place}}}" for place in places if place not in found)
+                else "no place for " + " and ".join(f"{{{place}}}" for place in places if place not in present)
             )
-            raise ConfigError(
-                f"the user message of {option}={name!r} has {has}; write {' and '.join(f'{{{one}}}' for one in places)}"
-            )
+            needed = " and ".join(f"{{{place}}}" for place in places)
+            raise ConfigError(f"the user message of {option}={name!r} has {has}; write {needed}")
         return template
 
     @classmethod
     def _read(cls, option: str, name: str) -> ScoreTemplate:
         try:
-            found = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+            table = tomllib.loads(Path(name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{option}={name!r} is neither a TOML file nor one of {', '.join(KNOWN)}: {error}"
             ) from error
-        wrong = set(found) - {one.name for one in fields(cls)}
-        lacking = {"user", "labels"} - set(found)
+        wrong = set(table) - {key.name for key in fields(cls)}
+        lacking = {"user", "labels"} - set(table)
         if wrong or lacking:
             what = f"the unknown field {min(wrong)!r}" if wrong else f"no {min(lacking)!r}"
             raise ConfigError(f"{option}={name!r} has {what}; it has user, labels, system, instruction, ...")
-        return cls(**found)
+        return cls(**table)
 
-    def messages(self, given: Mapping[str, str], instruction: str | None = None) -> list[dict[str, str]]:
-        """The conversation about what is `given` for each place. Raises InvalidRequestError."""
+    def messages(self, texts: Mapping[str, str], instruction: str | None = None) -> list[dict[str, str]]:
+        """The conversation about these texts, by place. Raises InvalidRequestError."""
         if instruction is not None and "{instruction}" not in self.user:
             raise InvalidRequestError(
                 "the server's template has no place for an instruction; leave it out, or start the server with "
                 "{instruction} in the template's user message"
             )
-        given = {"instruction": instruction or self.instruction, **given}
-        user = _PLACE.sub(lambda place: given[place[1]], self.user)
+        texts = {"instruction": instruction or self.instruction, **texts}
+        user = _PLACE.sub(lambda place: texts[place[1]], self.user)
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, {"role": "user", "content": user}]
 
-    def tokens(self, tokenizer: Tokenizer, given: Mapping[str, str], instruction: str | None = None) -> TokenIds:
-        """The prompt about what is `given` for each place. Raises InvalidRequestError."""
-        return tokenizer.render_chat(self.messages(given, instruction), template_inputs=self.template_inputs)
+    def tokens(self, tokenizer: Tokenizer, texts: Mapping[str, str], instruction: str | None = None) -> TokenIds:
+        """The prompt about these texts, by place. Raises InvalidRequestError."""
+        return tokenizer.render_chat(self.messages(texts, instruction), template_inputs=self.template_inputs)
 
     def label_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The tokens of the labels. Raises ConfigError for a label of several tokens."""
-        found = [tokenizer.encode_part(label) for label in self.labels]
-        long = next((label for label, ids in zip(self.labels, found, strict=True) if len(ids) != 1), None)
+        encoded = [tokenizer.encode_part(label) for label in self.labels]
+        long = next((label for label, ids in zip(self.labels, encoded, strict=True) if len(ids) != 1), None)
         if long is not None:
             raise ConfigError(f"the label {long!r} of a template is not one token; use another word")
-        ids = [own[0] for own in found]
+        ids = [token_ids[0] for token_ids in encoded]
         if len(set(ids)) < len(ids):
             raise ConfigError(f"two labels of {self.labels!r} are the same token; use other words")
         return tuple(ids)
 
 
 class Judge(NamedTuple):
-    """A template that a server's model was tried with."""
+    """A template that the server's model can read."""
 
     template: ScoreTemplate
     label_ids: tuple[int, ...]
 
     @classmethod
     def open(cls, option: str, name: str | None, places: tuple[str, ...], tokenizer: Tokenizer | None) -> Judge | None:
-        """That of an option, if it is given. Raises ConfigError if this model's chat template cannot show it."""
+        """The judge of an option; None without a `name`. Raises ConfigError if the chat template cannot show it."""
         if name is None:
             return None
         template = ScoreTemplate.named(option, name, places)

@@ -15,38 +15,12 @@ from foreword.text.reply.turn import Turn
 
 Tool = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take it."""
-Message = dict[str, Any]
-"""A message, or a call in it, as chat templates take it."""
 MOST_PATTERNS = 256
 logger = logging.getLogger(__name__)
-MOST_TOLD = 3
-"""Patterns that a log line names."""
-MOST_KNOWN = 1_000
-"""Patterns that are remembered; beyond these nothing is logged."""
-
-
-def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """A function that may be called; None stands for what its client leaves out."""
-    given = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
-
-
-def earlier_call(call_id: str, name: str, arguments: Any) -> Message:
-    """A call in an earlier answer."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def take_call(waiting: list[Message], call_id: str | None, name: str | None, *, any_name: bool) -> Message | None:
-    """The call that a result answers, which waits no longer: that of its id, else the first of its name.
-
-    `any_name`: whether the first call of another name will do. None if no call waits for it.
-    """
-    of_id = [call for call in waiting if call_id is not None and call["id"] == call_id]
-    of_name = [call for call in waiting if call["function"]["name"] == name]
-    found = next(iter([*of_id, *of_name, *(waiting if any_name else ())]), None)
-    if found is not None:
-        waiting.remove(found)
-    return found
+MOST_NAMED = 3
+"""Limit of the patterns in a log line."""
+MOST_REMEMBERED = 1_000
+"""Limit of the patterns that are logged, and remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +46,8 @@ class ToolUse:
         """By function: its parameters without the patterns that no grammar can follow."""
         if choice.mode == "required" and not tools:
             raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
-        known = {tool["function"]["name"] for tool in tools}
-        missing = next((name for name in choice.names or () if name not in known), None)
+        tool_names = {tool["function"]["name"] for tool in tools}
+        missing = next((name for name in choice.names or () if name not in tool_names), None)
         if missing is not None:
             message = f"tool_choice names the function {missing!r}, which is not among the tools"
             raise bad_request(message, param="tool_choice")
@@ -104,39 +78,41 @@ class ToolUse:
         return forced_calls(self._form, forced, self._tokenizer.added_tokens, may_repeat=not self.choice.at_most_one)
 
     def relax(self, can_follow: Callable[[str], bool]) -> list[str]:
-        """Leave the patterns that no grammar can follow out of the next `grammar`; a description of each, for a log.
+        """Leave the patterns that no grammar can follow out of the next `grammar`. Returns descriptions for a log.
 
-        Looks at MOST_PATTERNS different ones: each takes a millisecond.
+        Checks MOST_PATTERNS distinct patterns, a millisecond each.
         """
-        known: dict[str, bool] = {}
+        verdicts: dict[str, bool] = {}
 
         def follows(pattern: str) -> bool:
-            if pattern not in known and len(known) < MOST_PATTERNS:
-                known[pattern] = can_follow(pattern)
-            return known.get(pattern, True)
+            if pattern not in verdicts and len(verdicts) < MOST_PATTERNS:
+                verdicts[pattern] = can_follow(pattern)
+            return verdicts.get(pattern, True)
 
-        told = []
+        descriptions = []
         for function in self._forced:
             self._relaxed[function["name"]], left_out = without_patterns(function.get("parameters") or {}, follows)
-            told += [f"{one.pattern!r:.200} at {one.place!r:.200} of {function['name']!r:.200}" for one in left_out]
-        return told
+            name = f"{function['name']!r:.200}"
+            descriptions += [f"{entry.pattern!r:.200} at {entry.place!r:.200} of {name}" for entry in left_out]
+        return descriptions
 
     def reader(self, turn: Turn) -> ReplyReader | None:
-        """Reads one choice; None if its text is left as it is."""
+        """The reader of one choice; None if its text stays as it is."""
         reads_calls = self.choice.mode != "none"
         return turn.reader(tools=self._tools, reads_calls=reads_calls, has_bare_call=self.is_forced)
 
 
-class ToldPatterns:
-    """One server's memory of what it has told. Belongs to the event loop."""
+class LoggedPatterns:
+    """The patterns that a server has logged. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._logged: set[str] = set()
 
     def note(self, left_out: Sequence[str]) -> None:
-        """Log the patterns that were not told yet."""
-        new = [one for one in dict.fromkeys(left_out) if one not in self._known][: MOST_KNOWN - len(self._known)]
+        """Log the patterns that are new."""
+        new = [pattern for pattern in dict.fromkeys(left_out) if pattern not in self._logged]
+        new = new[: MOST_REMEMBERED - len(self._logged)]
         if new:
-            self._known.update(new)
-            more = f" and {len(new) - MOST_TOLD} more" if len(new) > MOST_TOLD else ""
-            logger.warning("forced calls do not enforce the pattern %s%s", "; ".join(new[:MOST_TOLD]), more)
+            self._logged.update(new)
+            more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+            logger.warning("forced calls do not enforce the pattern %s%s", "; ".join(new[:MOST_NAMED]), more)

@@ -30,7 +30,7 @@ from foreword.text import Tokenizer
 
 NUM_BINS = 60
 MAX_CELLS = 4096
-"""Cells of the pool's map; larger pools have several blocks in one."""
+"""Limit of the cells in the pool's map; larger pools have several blocks in a cell."""
 
 STATES = {
     BlockState.IN_USE: ("in use", (99, 102, 241)),
@@ -39,7 +39,7 @@ STATES = {
     BlockState.FREE: ("free", (148, 158, 172)),
 }
 MOST_ROWS, MOST_LETTERS = 20, 40
-"""Of a card; of a session's id."""
+"""Limits of a card's rows, and of a session's id."""
 
 
 def count(number: float) -> str:
@@ -187,8 +187,8 @@ def pool_map(states: npt.NDArray[np.uint8]) -> str:
 def _most_common(states: npt.NDArray[np.uint8], per_cell: int) -> npt.NDArray[np.uint8]:
     padded = np.concatenate((states, np.repeat(states[-1:], -len(states) % per_cell))).reshape(-1, per_cell)
     tallies = np.stack([(padded == state).sum(axis=1) for state in range(len(BlockState))])
-    most: npt.NDArray[np.uint8] = tallies.argmax(axis=0).astype(np.uint8)
-    return most
+    commonest: npt.NDArray[np.uint8] = tallies.argmax(axis=0).astype(np.uint8)
+    return commonest
 
 
 def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
@@ -218,23 +218,23 @@ def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
 
 
 def reuse_bar(num_cached: int, num_tokens: int, scale: float = 1.0) -> str:
-    """Found and computed tokens of one prompt, `scale` of the full width long."""
-    found = 100 * num_cached / max(1, num_tokens)
+    """Found and computed tokens of one prompt, as a bar of `scale` times the full width."""
+    percent = 100 * num_cached / max(1, num_tokens)
     title = f"{num_cached} of {num_tokens} prompt tokens found in the cache"
     return (
         f'<div class="bar" title="{title}"><div style="width:{max(2.0, 100 * scale):.1f}%">'
-        f'<i class="found" style="width:{found:.2f}%"></i><i class="computed" style="width:{100 - found:.2f}%"></i>'
+        f'<i class="found" style="width:{percent:.2f}%"></i><i class="computed" style="width:{100 - percent:.2f}%"></i>'
         "</div></div>"
     )
 
 
 def request_rows(records: Iterable[RequestRecord], tokenizer: Tokenizer | None, *, with_tenants: bool) -> str:
     """Requests as rows: the found tokens, the time to the first token, and why the rest was missed."""
-    shown = list(records)
-    if not shown:
+    listed = list(records)
+    if not listed:
         return '<div class="empty">No requests yet. Send one, or use the chat.</div>'
-    longest = max(record.num_prompt_tokens for record in shown)
-    return "".join(_request_row(record, tokenizer, longest, with_tenants) for record in shown)
+    longest = max(record.num_prompt_tokens for record in listed)
+    return "".join(_request_row(record, tokenizer, longest, with_tenants) for record in listed)
 
 
 def _request_row(record: RequestRecord, tokenizer: Tokenizer | None, longest: int, with_tenants: bool) -> str:
@@ -301,18 +301,18 @@ def miss_reasons(missed_tokens: Mapping[str, int], misses: Mapping[str, int]) ->
     new = sum(missed for reason, missed in missed_tokens.items() if reason in NEW_TEXT)
     num_new = sum(requests for reason, requests in misses.items() if reason in NEW_TEXT)
     avoidable = {reason: missed for reason, missed in missed_tokens.items() if reason not in NEW_TEXT and missed}
-    most = max((new, *avoidable.values(), 1))
+    top = max((new, *avoidable.values(), 1))
     rows = [
-        _reason("could have been found: " + reason.replace("_", " "), "computed", missed, misses.get(reason, 0), most)
+        _reason("could have been found: " + reason.replace("_", " "), "computed", missed, misses.get(reason, 0), top)
         for reason, missed in sorted(avoidable.items(), key=lambda item: -item[1])
     ]
     if not rows:
         rows = ['<div class="note">Nothing was missed that a cache could have found.</div>']
-    return _reason("new text, which no cache can find", "new", new, num_new, most) + "".join(rows)
+    return _reason("new text, which no cache can find", "new", new, num_new, top) + "".join(rows)
 
 
-def _reason(name: str, kind: str, num_tokens: int, num_requests: int, most: int) -> str:
-    return row(name, tokens(num_tokens), requests(num_requests), {kind: num_tokens / most})
+def _reason(name: str, kind: str, num_tokens: int, num_requests: int, top: int) -> str:
+    return row(name, tokens(num_tokens), requests(num_requests), {kind: num_tokens / top})
 
 
 def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
@@ -325,12 +325,12 @@ def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
 
 
 def facts_row(facts: Mapping[str, str]) -> str:
-    """Names and what stands for each, in a row."""
+    """Names and values, in a row."""
     return f'<div class="model-facts">{pairs(facts.items())}</div>'
 
 
 def pairs(facts: Iterable[tuple[str, object]]) -> str:
-    """Names and what stands for each."""
+    """Names and values."""
     return "".join(f"<div><span>{escape(name)}</span><b>{escape(str(value))}</b></div>" for name, value in facts)
 
 
@@ -344,7 +344,7 @@ def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, 
 
 
 def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str:
-    """Hit rates over sizes of the pool, the first of them its own; `size` puts a number of blocks into words."""
+    """Hit rates over sizes of the pool, its own size first; `size` puts a number of blocks into words."""
     if not points:
         return ""
     width = 100 / len(points)
@@ -365,9 +365,9 @@ def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str
     return chart(shapes, ["100%", "50%", "0%"], "estimated hit rate over memory", below)
 
 
-def _size(point: CurvePoint, own: CurvePoint, size: Callable[[int], str]) -> str:
-    factor = point.num_blocks / own.num_blocks
-    name = "now" if point is own else f"\u00d7{factor:.3g}"
+def _size(point: CurvePoint, pool: CurvePoint, size: Callable[[int], str]) -> str:
+    factor = point.num_blocks / pool.num_blocks
+    name = "now" if point is pool else f"\u00d7{factor:.3g}"
     error = f"<small>\u00b1{100 * point.standard_error:.1f}</small>" if point.standard_error else ""
     return (
         f"<div><b>{name}</b><span>{escape(size(point.num_blocks))}</span>"
@@ -376,7 +376,7 @@ def _size(point: CurvePoint, own: CurvePoint, size: Callable[[int], str]) -> str
 
 
 def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> str:
-    """The tokens that were computed again although twice the blocks would have held them: counted, not estimated."""
+    """The counted tokens that were computed again although twice the blocks would have held them."""
     stats = look.stats
     note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "
     if not look.has_ledger:
@@ -411,12 +411,12 @@ def model_card(service: Service, num_blocks: int) -> str:
 
 def entry_rows(look: Snapshot, *, with_tenants: bool) -> str:
     """The whole card: broken entries first, then those that keep most."""
-    shown = sorted(look.entries, key=lambda entry: (entry.is_whole, -entry.num_kept_tokens))
+    entries = sorted(look.entries, key=lambda entry: (entry.is_whole, -entry.num_kept_tokens))
     broken = sum(not entry.is_whole for entry in look.entries)
-    note = f"{count(len(shown))} entries, {count(broken)} of them not whole."
-    if len(shown) > MOST_ROWS:
+    note = f"{count(len(entries))} entries, {count(broken)} of them not whole."
+    if len(entries) > MOST_ROWS:
         note += f" The first {MOST_ROWS} are shown; GET /v1/cache/entries has all."
-    rows = "".join(_entry_row(entry, look.clock, with_tenants) for entry in shown[:MOST_ROWS])
+    rows = "".join(_entry_row(entry, look.clock, with_tenants) for entry in entries[:MOST_ROWS])
     return f'{rows}<div class="note">{note}</div>'
 
 
@@ -434,10 +434,10 @@ def _entry_row(entry: CacheEntry, now: float, with_tenants: bool) -> str:
 
 def session_rows(service: Service) -> str:
     """The whole card: the sessions whose requests ended last; empty if no request named one."""
-    shown = service.records.sessions(MOST_ROWS + 1)
+    sessions = service.records.sessions(MOST_ROWS + 1)
     with_tenants = service.tenants.asks_for_keys
-    rows = "".join(_session_row(*one, with_tenants) for one in shown[:MOST_ROWS])
-    more = "" if len(shown) <= MOST_ROWS else f" The newest {MOST_ROWS} are shown; GET /v1/cache/sessions has more."
+    rows = "".join(_session_row(*session, with_tenants) for session in sessions[:MOST_ROWS])
+    more = "" if len(sessions) <= MOST_ROWS else f" The newest {MOST_ROWS} are shown; GET /v1/cache/sessions has more."
     return rows and f'{rows}<div class="note">Requests that have ended, since a session was last closed.{more}</div>'
 
 
@@ -482,13 +482,13 @@ def draft_rows(drafts: DraftCounts) -> str:
         source: drafts.accepted.get(source, 0) + drafts.rejected.get(source, 0)
         for source in {**drafts.accepted, **drafts.rejected}
     }
-    most = max(drafted.values(), default=1)
+    largest = max(drafted.values(), default=1)
     return "".join(
-        _draft_row(source, drafts.accepted.get(source, 0), number, most)
+        _draft_row(source, drafts.accepted.get(source, 0), number, largest)
         for source, number in sorted(drafted.items(), key=lambda item: (-item[1], item[0]))
     )
 
 
-def _draft_row(source: str, accepted: int, drafted: int, most: int) -> str:
-    shares = {"found": accepted / most, "computed": (drafted - accepted) / most}
+def _draft_row(source: str, accepted: int, drafted: int, largest: int) -> str:
+    shares = {"found": accepted / largest, "computed": (drafted - accepted) / largest}
     return row(source, f"{accepted / drafted:.0%}", f"{count(accepted)} of {tokens(drafted)}", shares)

@@ -1,9 +1,9 @@
 """Mounts the dashboard, and checks who may see it.
 
 NiceGUI keeps its pages in one global app, so a process has one dashboard: `run.serve` mounts it, not `make_app`.
-Everything under /dashboard, WebSockets included, passes one check; a browser without the operator's key gets a form for
-it. NiceGUI sets its headers in middleware of Starlette's `BaseHTTPMiddleware`, which raises "No response returned" if a
-client leaves before its answer begins; `Edge` ignores such clients.
+Everything under /dashboard, WebSockets included, passes one check; a browser without the operator's key gets a form.
+NiceGUI sets its headers in middleware of Starlette's `BaseHTTPMiddleware`, which raises "No response returned" if a
+client leaves before its answer begins; `Edge` replaces it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATH = "/dashboard"
 LOGIN = f"{PATH}/login"
 WRONG_KEY_DELAY_S = 0.5
 MAX_FORM_BYTES = 4096
-"""Most bytes of the form, which anybody may send."""
+"""Limit of the form, which anybody may send."""
 MAX_FORM_FIELDS = 64
 
 

@@ -1,8 +1,4 @@
-"""The dashboard's page: its parts, and their refresh.
-
-Knows the service and NiceGUI; drawings.py makes the drawings. One snapshot of the engine a second serves all viewers;
-without viewers nothing takes any.
-"""
+"""The dashboard's page: its parts, and their refresh. One snapshot of the engine a second serves all viewers."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from foreword.text import Tokenizer
 
 MAX_REQUESTS = 300
 MAX_PARTING_TOKENS = 400_000
-"""Most tokens of all prompts that are compared; the oldest requests beyond it are left out."""
+"""Limit of the tokens of all compared prompts; the oldest requests beyond it are left out."""
 MAX_TOKENS = 512
 DEMO_SYSTEM = (
     "The code of the amber falcon is 4821.\n"
@@ -47,7 +43,7 @@ REFRESH_S = 1.0
 NUM_ROWS = 40
 NUM_RECENT = 1000
 RATE_S = 10.0
-"""Tokens per second are counted over this many seconds."""
+"""Tokens per second are averaged over this many seconds."""
 _FIGURES = (
     ("Hit rate", "hit-rate"),
     ("First token", "first-token"),
@@ -58,7 +54,7 @@ _FIGURES = (
 
 
 class Parting:
-    """The card with its button. Belongs to one viewer."""
+    """The card that compares prompts, with its button. Belongs to one viewer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -97,17 +93,17 @@ class Parting:
 
 
 def compared(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Of records, the latest first, those to compare, in order of arrival: those of one namespace that ran."""
+    """The records to compare, by arrival: those that ran in the commonest namespace. `records`: the latest first."""
     ran = [record for record in records if record.first_scheduled_time is not None]
     salts = Counter(record.salt for record in ran).most_common(1)
-    kept, num_tokens = [], 0
+    chosen, num_tokens = [], 0
     for record in ran:
         num_tokens += record.num_prompt_tokens
         if num_tokens > MAX_PARTING_TOKENS:
             break
         if record.salt == salts[0][0]:
-            kept.append(record)
-    return kept[::-1]
+            chosen.append(record)
+    return chosen[::-1]
 
 
 def parting(records: Sequence[RequestRecord], tokenizer: Tokenizer) -> str:
@@ -116,9 +112,9 @@ def parting(records: Sequence[RequestRecord], tokenizer: Tokenizer) -> str:
     report = lint_prompts(prompts, tokenizer.spell)
     if not report.findings:
         return f'<div class="note">No prompts part early among {draw.requests(report.num_requests)}.</div>'
-    found = "".join(_finding(finding, report) for finding in report.findings)
+    findings = "".join(_finding(finding, report) for finding in report.findings)
     return (
-        f'{found}<div class="note">Of {draw.requests(report.num_requests)} a cache without limits finds '
+        f'{findings}<div class="note">Of {draw.requests(report.num_requests)} a cache without limits finds '
         f"{report.hit_rate:.1%}; with all of this mended, {report.hit_rate_after:.1%}.</div>"
     )
 
@@ -169,14 +165,14 @@ class Chat:
         self._talk.clear()
 
     async def _send(self) -> None:
-        said = self._input.value.strip()
-        if not said or self._busy:
+        message = self._input.value.strip()
+        if not message or self._busy:
             return
         self._busy = True
         self._input.value = ""
-        self._messages.append({"role": "user", "content": said})
+        self._messages.append({"role": "user", "content": message})
         with self._talk:
-            _say("user", said)
+            _say("user", message)
             answer = _say("assistant", "\u2026")
             turn = ui.html("", sanitize=False).classes("turn")
         try:
@@ -189,7 +185,7 @@ class Chat:
         finally:
             self._busy = False
 
-    async def _answer(self, shown: ui.html) -> tuple[str, RequestRecord]:
+    async def _answer(self, element: ui.html) -> tuple[str, RequestRecord]:
         """Have the conversation answered, and show the answer as it grows."""
         service = self._service
         head = [{"role": "system", "content": self._system.value}] if self._system.value.strip() else []
@@ -201,7 +197,7 @@ class Chat:
         try:
             async for deltas in stream.deltas():
                 text += "".join(delta.text for delta in deltas)
-                shown.content = escape(text) or "\u2026"
+                element.content = escape(text) or "\u2026"
         finally:
             stream.close()
         return text, stream.jobs[0].record
@@ -283,8 +279,8 @@ class View:
 
     def _chart(self, title: str, span: str, keys: tuple[str, str] | None = None, test_id: str = "") -> Html:
         """A card that is shown once there is traffic."""
-        with card(title, span, keys) as shown:
-            self._traffic.append(shown)
+        with card(title, span, keys) as element:
+            self._traffic.append(element)
             return Html(test_id=test_id)
 
     async def _reset(self, _: events.ClickEventArguments) -> None:
@@ -319,9 +315,9 @@ class View:
             await self._prefixes.refresh()
 
     def _request_rows(self, records: Sequence[RequestRecord], number: int) -> str:
-        shown = [*reversed(self._service.records.running()), *records][:number]
+        newest = [*reversed(self._service.records.running()), *records][:number]
         with_tenants = self._service.tenants.asks_for_keys
-        return draw.request_rows(shown, self._service.llm.tokenizer, with_tenants=with_tenants)
+        return draw.request_rows(newest, self._service.llm.tokenizer, with_tenants=with_tenants)
 
     def _show_overview(self, look: Snapshot, records: Sequence[RequestRecord]) -> None:
         now = time.monotonic()
@@ -349,8 +345,8 @@ class View:
         lately = [record for record in records if now - (record.finished_time or now) < window_s]
         is_cut = len(records) == NUM_RECENT and len(lately) == len(records)
         self._covered.show(f"the last {NUM_RECENT:,} requests" if is_cut else draw.requests(len(lately)))
-        for one, text in zip(self._figures, self._figure_texts(look, lately, [*running, *records], now), strict=True):
-            one.show(text)
+        for tile, text in zip(self._figures, self._figure_texts(look, lately, [*running, *records], now), strict=True):
+            tile.show(text)
         self._bars.show(draw.token_bars(records, now, window_s))
         self._dots.show(draw.ttft_dots(records, now, window_s))
         stats = look.stats

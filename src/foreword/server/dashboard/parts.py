@@ -1,4 +1,4 @@
-"""Parts that every page of ours is made of: pieces of HTML, cards, figures, and the head."""
+"""Parts of all our pages: pieces of HTML, cards, figures, and the head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Html:
     """A piece of the page that is sent again only if it has changed."""
 
     def __init__(self, classes: str = "", test_id: str = "") -> None:
-        self._element = ui.html("", sanitize=False).classes(classes)  # what draws escapes
+        self._element = ui.html("", sanitize=False).classes(classes)  # callers escape their texts
         if test_id:
             self._element.props(f'data-testid="{test_id}"')
 
@@ -47,7 +47,7 @@ class Html:
 
 
 class Head:
-    """The page's styles and its head: our name, the name of what is shown, its state, and a switch of colours."""
+    """The page's styles and its head: our name, the shown engine's name, its state, and a switch of colours."""
 
     def __init__(self, name: str) -> None:
         ui.add_css(STYLE)
@@ -74,7 +74,7 @@ class Head:
 
 
 def card(title: str, span: str, keys: tuple[str, str] | None = None) -> ui.element:
-    """A card, to be filled by a `with` statement; `keys` name what is drawn green and orange."""
+    """A card, to be filled by a `with` statement; `keys` name the green and the orange parts of its drawing."""
     element = ui.element("div").classes(f"card {span}")
     marks = ""
     if keys is not None:

@@ -61,7 +61,7 @@ def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: 
 
 
 def _goes_through(record: RequestRecord, path: list[PrefixNode]) -> bool:
-    """Whether a prompt begins like all nodes of a path, as far as both are known, and reaches the first node."""
+    """Whether a prompt has the known tokens of all nodes of a path, as far as it goes, and reaches the first node."""
     return record.num_prompt_tokens > path[0].start and all(
         record.prompt_token_ids[node.start : node.start + len(node.token_ids)].tolist()
         == list(node.token_ids[: record.num_prompt_tokens - node.start])
@@ -112,8 +112,8 @@ class Prefixes:
             return
         self._refreshed = time.monotonic()
         service = self._service
-        found = await service.thread.ask(TOP_PREFIXES, NUM_NODES, "")
-        if found is None:
+        cached = await service.thread.ask(TOP_PREFIXES, NUM_NODES, "")
+        if cached is None:
             nodes = [
                 _listed(number, prompt)
                 for number, prompt in enumerate(await listed_prompts(service, NUM_PROMPTS))
@@ -121,22 +121,22 @@ class Prefixes:
             ]
             self._reports = {node["id"]: node["report"] for node in nodes}
         else:
-            self._nodes = {str(node.node_id): node for node in found}
-            reports = [node_report(node, service.llm.tokenizer, service.owner_of(node.salt)) for node in found]
+            self._nodes = {str(node.node_id): node for node in cached}
+            reports = [node_report(node, service.llm.tokenizer, service.owner_of(node.salt)) for node in cached]
             self._reports = {str(report["id"]): report for report in reports}
             nodes = _nested(_matching(self._reports, self._sought))
-        shown = [{key: value for key, value in node.items() if key != "report"} for node in nodes]
+        tree = [{key: value for key, value in node.items() if key != "report"} for node in nodes]
         nothing = f"No cached prefix holds {self._sought!r}." if self._sought else "Nothing is cached yet."
         self._empty.content = f'<div class="empty">{escape(nothing)}</div>'
-        self._empty.set_visibility(not shown)
-        if self._tree.props["nodes"] != shown:
-            self._tree.props["nodes"] = shown
+        self._empty.set_visibility(not tree)
+        if self._tree.props["nodes"] != tree:
+            self._tree.props["nodes"] = tree
             self._tree.update()
             if self._sought:
                 self._tree.expand()
-            elif not self._opened and shown:
+            elif not self._opened and tree:
                 self._opened = True
-                self._tree.expand([one["id"] for node in shown for one in (node, *node["children"])])
+                self._tree.expand([entry["id"] for node in tree for entry in (node, *node["children"])])
         if self._chosen in self._reports:  # a viewer may go on reading an evicted prefix
             self._show(_detail(self._reports[self._chosen]))
 
@@ -191,23 +191,23 @@ class Prefixes:
 
 def _matching(reports: Mapping[str, Mapping[str, Any]], sought: str) -> Mapping[str, Mapping[str, Any]]:
     """The reports that contain a text, and all their ancestors."""
-    kept: set[str] = set()
-    for own_id, report in reports.items():
+    matching_ids: set[str] = set()
+    for node_id, report in reports.items():
         if sought in _searchable(report):
-            above = own_id
-            while above in reports and above not in kept:
-                kept.add(above)
+            above = node_id
+            while above in reports and above not in matching_ids:
+                matching_ids.add(above)
                 above = str(reports[above]["parent"])
-    return {own_id: report for own_id, report in reports.items() if own_id in kept}
+    return {node_id: report for node_id, report in reports.items() if node_id in matching_ids}
 
 
 def _searchable(report: Mapping[str, Any]) -> str:
-    """The text that a search looks at, in lower case: a prefix's text, or its token ids if there is no tokenizer."""
+    """The text for searches, in lower case: a prefix's text, or its token ids without a tokenizer."""
     return f"{report['tenant'] or ''} {_text(report)}".lower()
 
 
 def _text(report: Mapping[str, Any]) -> str:
-    """The shown text, or the token ids if there is none."""
+    """The text, or the token ids without one."""
     text: str = report["text"] if report["text"] is not None else " ".join(map(str, report.get("token_ids") or ()))
     return text
 
@@ -216,17 +216,17 @@ def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Nodes of `ui.tree`, nested as in the cache."""
     nodes: dict[str, dict[str, Any]] = {}
     roots: list[dict[str, Any]] = []
-    for own_id, report in reports.items():  # a parent comes before its children
+    for node_id, report in reports.items():  # a parent comes before its children
         reuses = report["reuses"]
         node = {
-            "id": own_id,
+            "id": node_id,
             "label": _one_line(report),
             "reuses": reuses,
             "uses": f"reused {draw.count(reuses)}\u00d7" if reuses else "not reused",
             "size": draw.tokens(report["tokens"]),
             "children": [],
         }
-        nodes[own_id] = node
+        nodes[node_id] = node
         above = nodes.get(str(report["parent"]))
         (roots if above is None else above["children"]).append(node)
     return roots

@@ -1,7 +1,7 @@
 """Explains a cache miss to the client that sent the prompt.
 
-Knows lookups, tokens and their text. A client learns only about its own namespace: if the same tokens are cached under
-another salt, the client sees `never_seen`, and only operators see the real reason.
+A client learns only about its own namespace: if the same tokens are cached under another salt, the client sees
+`never_seen`, and only operators see the real reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
 NUM_CONTEXT_TOKENS = 8
-"""Tokens of text shown before a divergence, and of each continuation."""
+"""Tokens before a divergence whose text reports show, and tokens of each continuation."""
 MEDIA = "\u27e8media\u27e9"
 
 TokenIds = npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ IN_WORDS = {
 }
 
 NEW_TEXT = frozenset({str(MissReason.NEVER_SEEN), str(MissReason.PARTIAL_BLOCK)})
-"""Reasons that name text which no cache could have found; the others are misses that could be avoided."""
+"""Reasons for text that no cache could have found; misses for other reasons can be avoided."""
 
 LOAD_FAILURES_IN_WORDS = {
     LoadFailure.TIER_SLOW: "a tier below the pool did not answer in time",
@@ -74,9 +74,9 @@ def cache_report(
 ) -> dict[str, Any]:
     """`foreword.cache` of a response: the lookup of its prompt, for the client that sent it.
 
-    `similar` is where the prompt differs from an earlier one of the same namespace: for indexes that do not know it,
-    and for differences in tokens that are not cached, such as a last block that is not full. With `explanation` None
-    (no prefix cache, or no account of it) the report has counts only.
+    `similar`: where the prompt differs from an earlier one of its namespace, for indexes that do not know tokens, and
+    for tokens that are not cached, such as those of a partial block. With `explanation` None (no prefix cache, or no
+    account of it) the report has counts only.
     """
     if explanation is None:
         return {"prompt_tokens": len(prompt), "hit_tokens": 0, "computed_tokens": len(prompt), "reason": None}
@@ -129,7 +129,7 @@ def _side(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None:
-    """Text of tokens, special ones by name; None without a tokenizer."""
+    """The text of tokens, with special tokens by name; None without a tokenizer."""
     if tokenizer is None:
         return None
     runs = groupby(token_ids, key=lambda token_id: token_id < 0)
@@ -137,9 +137,9 @@ def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None
 
 
 def most_similar(prompt: TokenIds, namespace: str, records: Iterable[RequestRecord]) -> Divergence | None:
-    """The point where a prompt differs from the most similar earlier one of its namespace.
+    """The point where a prompt differs from the most similar earlier one of its namespace; None if none differs.
 
-    For indexes that know keys, not tokens. None if no earlier prompt continues differently.
+    For indexes that know keys, not tokens.
     """
     best: tuple[int, TokenIds] | None = None
     for record in records:

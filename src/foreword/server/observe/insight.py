@@ -1,6 +1,6 @@
 """Insight: snapshots of the engine, taken between two of its steps.
 
-A look waits for the current step, at most `MAX_WAIT_S`; after that, or when the engine has failed, it returns the last
+A look waits at most `MAX_WAIT_S` for the current step. After that, or if the engine has failed, it returns the last
 snapshot.
 """
 
@@ -32,9 +32,9 @@ MAX_WAIT_S = 5.0
 
 
 class MoreMemory:
-    """Follows the lookups and the cached blocks of ended requests.
+    """Estimates the hit rates of larger caches from the lookups and blocks of ended requests.
 
-    The estimate assumes LRU, whatever policy evicts here, and requests one after the other, each when it ends.
+    The estimate assumes LRU, whatever the policy is, and successive requests in the order of their ends.
     """
 
     def __init__(self, num_blocks: int | None, block_tokens: int) -> None:
@@ -48,7 +48,7 @@ class MoreMemory:
 
     @property
     def sampling_rate(self) -> float | None:
-        """Share of the blocks that is followed; None (follows nothing) if groups of layers fill the pool unequally."""
+        """Share of the blocks that is followed; None: follows nothing, as groups of layers fill the pool unequally."""
         return None if self._curve is None else self._curve.sampling_rate
 
     def note(self, ended: Sequence[Ended]) -> None:
@@ -85,7 +85,7 @@ class MoreMemory:
 
 
 def block_keys(prompt: Prompt, answer: Sequence[int], block_tokens: int) -> PrefixKeys:
-    """Keys of the full blocks that a request leaves in the cache; the last token of an answer is never computed."""
+    """Keys of the full blocks that a request leaves in the cache, where the last token of an answer never is."""
     tokens = np.concatenate((prompt.token_ids, np.array(answer[:-1], np.int32)))
     keys = chain(content_ids_of_tokens(tokens[: len(tokens) // block_tokens * block_tokens], block_tokens))
     salt = prompt.extra_keys.salt
@@ -119,9 +119,9 @@ class Insight:
         records.on_finished(Listener("saved_seconds", self._count_saved))
 
     async def look(self, max_age_s: float = 0.0) -> Snapshot:
-        """The engine as it is now, or was at most `max_age_s` ago.
+        """A snapshot of the engine that is at most `max_age_s` old.
 
-        Raises APIError 503 if it has failed and was never looked at.
+        Raises APIError 503 if the engine has failed and there is no snapshot.
         """
         if self._last is not None and time.monotonic() - self._last.taken < max_age_s:
             return self._last

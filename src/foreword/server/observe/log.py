@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def log_event(event: str, text: str, **fields: Any) -> None:
-    """Log a line: for people `text`, a format string that its fields fill, for programs the fields themselves."""
-    told = text.format(**fields)
-    logger.info("%s", told, extra={"fields": {"event": event, **fields}})
+    """Log a line: `text`, a format string for `fields`, is for people; the fields themselves are for programs."""
+    line = text.format(**fields)
+    logger.info("%s", line, extra={"fields": {"event": event, **fields}})
 
 
 def log_model(llm: LLM, model_name: str) -> None:
@@ -48,10 +48,10 @@ def log_model(llm: LLM, model_name: str) -> None:
     )
     sampling = differences(llm.get_default_sampling_params())
     if sampling:
-        said = ", ".join(f"{name}={value:g}" for name, value in sampling.items())
+        settings = ", ".join(f"{name}={value:g}" for name, value in sampling.items())
         log_event(
             "sampling",
-            f"requests that do not say otherwise sample by {said}, as generation_config.json says; "
+            f"requests that do not say otherwise sample by {settings}, as generation_config.json says; "
             "--generation-config none ends that",
             **sampling,
         )
@@ -76,10 +76,10 @@ def log_model(llm: LLM, model_name: str) -> None:
 
 
 def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None:
-    """Log where the server listens, and which options its operator may want to change."""
+    """Log the server's addresses, and the options that its operator may want to change."""
     dashboard = f"{url}/dashboard" if config.dashboard else None
-    shown = "dashboard at {dashboard}" if dashboard else "no dashboard"
-    log_event("listening", f"API at {{url}}/v1, {shown}, metrics at {{url}}/metrics", url=url, dashboard=dashboard)
+    where = "dashboard at {dashboard}" if dashboard else "no dashboard"
+    log_event("listening", f"API at {{url}}/v1, {where}, metrics at {{url}}/metrics", url=url, dashboard=dashboard)
     for advice in _advice(options, config):
         log_event("advice", f"to change: {advice}")
     if config.api_key is None and config.keys_file is None and not is_loopback(config.host):
@@ -89,22 +89,22 @@ def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None
 
 
 def log_stopping(num_choices: int, timeout_s: float) -> None:
-    """Log how many answers the server still finishes after a signal."""
+    """Log the number of answers that the server still finishes after a signal."""
     text = "stopping: {answers} answers are finished first, within {timeout_s:g} s"
     log_event("stopping", text, answers=num_choices, timeout_s=timeout_s)
 
 
 def _advice(options: EngineConfig, config: ServerConfig) -> list[str]:
-    found = []
+    advice = []
     if options.model.kv_cache_memory_bytes is None and options.cache.num_gpu_blocks_override is None:
-        found.append(
+        advice.append(
             "--kv-cache-memory-bytes sets the pool's memory, such as 4GB; so far it was taken from free memory"
         )
     if options.model.max_model_len is None:
-        found.append("--max-model-len limits the tokens of a request, --max-num-seqs the requests that run together")
+        advice.append("--max-model-len limits the tokens of a request, --max-num-seqs the requests that run together")
     if is_loopback(config.host):
-        found.append("--host 0.0.0.0 lets other machines in, --api-key or --keys-file says who")
-    return found
+        advice.append("--host 0.0.0.0 lets other machines in, --api-key or --keys-file says who")
+    return advice
 
 
 class TrafficLog:
@@ -147,7 +147,7 @@ class TrafficLog:
 
 
 def _log_traffic(new: TenantStats, seconds: float, num_computed_tokens: int, look: Snapshot) -> None:
-    """Log what was added in `seconds`. Computed tokens are those of requests that still run too."""
+    """Log the traffic of `seconds`. Computed tokens include those of requests that still run."""
     failed = sum(new.outcomes[name] for name in ("refused", "failed", "timeout"))
     log_event(
         "traffic",

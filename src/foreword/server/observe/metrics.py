@@ -39,7 +39,7 @@ _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 Metric = CounterMetricFamily | GaugeMetricFamily
 MOST_METHODS = 32
-"""Methods of linking that have a label of their own; clients may name any number of them, and the rest is "other"."""
+"""Limit of the methods of linking with their own label: clients may name any number. All others count as "other"."""
 
 
 class TierNumber(NamedTuple):
@@ -83,7 +83,7 @@ class OutcomeNumber(NamedTuple):
     name: str
     meaning: str
     outcomes: tuple[Outcome, ...]
-    """Those that are shown even if they never came."""
+    """Outcomes that are reported even if their count is 0."""
     read: Callable[[TierReport], Mapping[str, int]]
 
 
@@ -110,7 +110,7 @@ def mostly_found(record: RequestRecord) -> bool:
 
 
 def infos_of(llm: LLM, now: Snapshot) -> dict[str, dict[str, object]]:
-    """What the server is, and how it was started."""
+    """Facts about the server and its options, by the name of their metric."""
     model, cache, scheduler = llm.config.model, llm.config.cache, llm.config.scheduler
     return {
         "build_info": {"version": __version__, "python": platform.python_version(), "machine": platform.machine()},
@@ -130,8 +130,8 @@ def infos_of(llm: LLM, now: Snapshot) -> dict[str, dict[str, object]]:
     }
 
 
-class Shown(NamedTuple):
-    """What `/metrics` reports besides the counts of requests."""
+class Scrape(NamedTuple):
+    """The inputs of one answer of `/metrics`, besides the counts of requests."""
 
     look: Snapshot
     records: Records
@@ -146,9 +146,9 @@ class Metrics(Collector):
     def __init__(
         self, model_name: str, insight: Insight, infos: Mapping[str, Mapping[str, object]], calls: HttpRequests
     ) -> None:
-        """`infos`: facts about the server that do not change, by the name of their metric."""
+        """`infos`: constant facts about the server, by the name of their metric."""
         self._model, self._insight, self._calls = model_name, insight, calls
-        self._shown: Shown | None = None
+        self._scrape: Scrape | None = None
         self._outcomes, self._requests = Counter[str](), Counter(hit=0, miss=0)
         self._num_prompt_tokens = self._num_output_tokens = 0
         self._linked, self._recomputed = Counter[str](), Counter[str]()
@@ -197,24 +197,24 @@ class Metrics(Collector):
         for before, after in pairwise(record.token_times):
             self._inter_token[hit].observe(after - before)
 
-    def write(self, shown: Shown) -> tuple[bytes, str]:
+    def write(self, scrape: Scrape) -> tuple[bytes, str]:
         """All metrics as text, and its media type."""
-        self._shown = shown
+        self._scrape = scrape
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        if self._shown is None:
+        if self._scrape is None:
             return
-        look = self._shown.look
+        look = self._scrape.look
         yield from self._requests_and_queue(look)
         yield from self._prefix_cache(look)
         yield from self._pool(look)
         yield from self._tiers(look.tiers)
-        yield from self._tenants_and_sessions(self._shown.records)
-        yield from self._of_listeners(self._shown)
+        yield from self._tenants_and_sessions(self._scrape.records)
+        yield from self._of_listeners(self._scrape)
         family = CounterMetricFamily(
             "foreword_http_requests",
             "Calls, refused ones too. Status 499: the client left before its answer.",
@@ -223,9 +223,9 @@ class Metrics(Collector):
         for (endpoint, status), count in self._calls.counts.copy().items():
             family.add_metric((self._model, endpoint, status), count)
         yield family
-        for one in self._shown.numbers:
-            make = self._counters if one.is_counter else self._gauges
-            yield make(one.name, one.meaning, one.label, one.values)
+        for number in self._scrape.numbers:
+            make = self._counters if number.is_counter else self._gauges
+            yield make(number.name, number.meaning, number.label, number.values)
 
     def _requests_and_queue(self, look: Snapshot) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests that hold blocks.", look.num_running)
@@ -286,7 +286,7 @@ class Metrics(Collector):
         yield from self._entries(look)
 
     def _entries(self, look: Snapshot) -> Iterator[Metric]:
-        """Prefixes that are kept on request, by who asked."""
+        """Prefixes that are kept on request, by source."""
         sources = sorted({PIN, BREAKPOINT, RESOURCE, *(entry.source for entry in look.entries)})
         of = {source: [entry for entry in look.entries if entry.source == source] for source in sources}
         for name, meaning, values in (
@@ -308,7 +308,7 @@ class Metrics(Collector):
         )
 
     def _tiers(self, report: TiersReport) -> Iterator[Metric]:
-        """Nothing if nothing lies below the pool."""
+        """Metrics of the tiers, if there are any."""
         tiers = report.tiers
         if not tiers:
             return
@@ -349,15 +349,15 @@ class Metrics(Collector):
             of_turns = {turn: getattr(stats, name) for turn, stats in records.turns().items()}
             yield self._counters(f"session_{name}", documentation, "turn", of_turns)
 
-    def _of_listeners(self, shown: Shown) -> Iterator[Metric]:
+    def _of_listeners(self, scrape: Scrape) -> Iterator[Metric]:
         """Health of the listeners to requests (records, traces, these metrics)."""
-        failures = {listener.name: listener.num_failures for listener in shown.listeners}
+        failures = {listener.name: listener.num_failures for listener in scrape.listeners}
         yield self._counters("listener_failures", "Failed attempts of a listener.", "listener", failures)
-        lost = {listener.name: listener.num_lost for listener in shown.listeners}
+        lost = {listener.name: listener.num_lost for listener in scrape.listeners}
         yield self._counters("listener_lost_requests", "Requests that a listener missed.", "listener", lost)
-        failing = {listener.name: listener.failure is not None for listener in shown.listeners}
+        failing = {listener.name: listener.failure is not None for listener in scrape.listeners}
         yield self._gauges("listener_failing", "1 where a listener's last attempt failed.", "listener", failing)
-        yield self._gauges("kept_bytes", "Memory of what requests leave behind, roughly.", "what", shown.kept_bytes)
+        yield self._gauges("kept_bytes", "Memory of what requests leave behind, roughly.", "what", scrape.kept_bytes)
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         return self._add(GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name",)), {None: value})

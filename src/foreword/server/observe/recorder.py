@@ -1,7 +1,7 @@
 """Recorder: writes clients' requests as a trace that `foreword replay` reads.
 
-Knows finished records and the writer of traces; writes lengths, times and hashed ids, but no text and no tokens. It
-writes in a thread of its own, so that a slow or full disk delays nobody.
+A trace has lengths, times and hashed ids, but no text and no tokens. A separate thread writes it, so that a slow or
+full disk delays nobody.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from foreword.server.records import ListenerHealth, RequestRecord
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 * 2**20
-"""Most bytes of requests that wait to be written; beyond this, requests that end are left out."""
+"""Limit of the requests that wait to be written; beyond it, requests that end are left out."""
 
 RECORD_BYTES = 1024
-"""Estimated bytes of a waiting record besides its prompt."""
+"""Estimated bytes of a waiting record without its prompt."""
 
 RETRY_S = 1.0
 """Seconds between a failure and the next attempt."""
@@ -35,8 +35,8 @@ class Recorder:
     """Writes each request once it and all earlier ones have ended, so that the file is in order of arrival.
 
     Leaves out requests that were refused before they ran. Prompts of different tenants have no ids in common, as they
-    share no blocks. A linked request is written up to its first link, as hit rates count it: what comes after is found
-    by no prefix. While the file cannot be written, requests wait here.
+    share no blocks. A linked request is written up to its first link, as hit rates count it: no prefix finds the tokens
+    after it. While the file cannot be written, requests wait.
     """
 
     def __init__(self, file: Path, running: Callable[[], list[RequestRecord]]) -> None:
@@ -137,7 +137,7 @@ class Recorder:
 
 
 def _linked(record: RequestRecord) -> dict[str, Any]:
-    """What a line says of a linked request."""
+    """The fields of a linked request."""
     num_linked = 0 if record.link is None else record.link.linked_tokens
     return {"method": record.link_method, "prompt_tokens": record.num_prompt_tokens, "linked_tokens": num_linked}
 

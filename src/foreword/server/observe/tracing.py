@@ -1,7 +1,6 @@
 """OpenTelemetry traces, an option: one span per request, with the result of its cache lookup.
 
-Knows finished records and the SDK; the packages are needed only if an endpoint for traces is set. Names follow the
-semantic conventions for generative AI; our own names begin with `foreword.`.
+Names follow the semantic conventions for generative AI; our own names begin with `foreword.`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Tracing:
-    """Turns records into spans and sends them; `close` sends the rest."""
+    """Turns records into spans and sends them."""
 
     def __init__(self, model_name: str, processor: SpanProcessor, health: ListenerHealth | None = None) -> None:
         """`health` is the health of the receiver of the spans."""
@@ -83,7 +82,7 @@ class Tracing:
         span.end(end_time=at(record.finished_time if record.finished_time is not None else time.monotonic()))
 
     def close(self) -> None:
-        """Send the rest. May be called twice."""
+        """Send the waiting spans. May be called twice."""
         self._provider.shutdown()
 
 

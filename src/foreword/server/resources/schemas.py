@@ -1,7 +1,7 @@
 """KeptSchemas: the schemas of prompt modules that tenants have given, bounded in number, tokens and bytes.
 
-What is kept are texts and token ids: the KV of modules lies in the cache like that of any other prompt, in the tenant's
-own namespace.
+It keeps texts and token ids. The KV of modules lies in the cache like that of any other prompt, in the tenant's
+namespace.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 
 MAX_SCHEMAS = 256
-"""Most schemas of one tenant."""
+"""Limit of a tenant's schemas."""
 MOST_OF_ALL = 16
-"""All tenants together may have this many times what one may have, in tokens."""
+"""All tenants together may have this many times the tokens of one tenant."""
 MAX_BYTES_OF_TENANT, MAX_BYTES = 64 * 2**20, 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A schema, and its report as JSON text: making it again for each reader would take as long as the first time."""
+class ServedSchema:
+    """A schema, and its report as JSON text, which takes long to make."""
 
     schema: LoadedSchema
     report: bytes
@@ -41,20 +41,20 @@ class KeptSchemas:
     """Schemas by tenant and name. Belongs to the event loop, except `load`."""
 
     def __init__(self, open_library: Callable[[], Library], max_tokens: int) -> None:
-        """`max_tokens`: most tokens of one tenant's schemas."""
+        """`max_tokens`: the limit of one tenant's schemas."""
         self._open_library, self._max_tokens = open_library, max_tokens
         self._library: Library | None = None
-        self._kept: dict[str, dict[str, Kept]] = {}
+        self._schemas: dict[str, dict[str, ServedSchema]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Estimated bytes of everything that is kept."""
-        return sum(one.num_bytes for one in self._all())
+        return sum(schema.num_bytes for schema in self._all())
 
     def load(self, text: str, go_on: Callable[[], object] = lambda: None) -> LoadedSchema:
         """Lay out a schema, which may take long: call it in a thread. Raises InvalidRequestError, with the place.
 
-        Calls `go_on` again and again, which raises to end the work.
+        Calls `go_on` repeatedly; it raises to end the work.
         """
         if self._library is None:
             self._library = self._open_library()
@@ -62,13 +62,13 @@ class KeptSchemas:
         bounds = replace(library.bounds, max_tokens=self._max_tokens, go_on=go_on)
         return replace(library, bounds=bounds).load_text(text)
 
-    def add(self, tenant: Tenant, new: Kept) -> None:
+    def add(self, tenant: Tenant, new: ServedSchema) -> None:
         """Keep a schema under its name, in place of one of the same name. Raises APIError 429 if there is no room."""
         name = new.schema.name
-        own = self._kept.get(tenant.name, {})
-        others = [one for one in own.values() if one.schema.name != name]
-        replaced = own.get(name)
-        of_all = [*(one for one in self._all() if one is not replaced), new]
+        of_tenant = self._schemas.get(tenant.name, {})
+        others = [schema for schema in of_tenant.values() if schema.schema.name != name]
+        replaced = of_tenant.get(name)
+        of_all = [*(schema for schema in self._all() if schema is not replaced), new]
         mine = [*others, new]
         tokens, num_bytes = _totals(mine)
         if tokens > self._max_tokens:
@@ -82,33 +82,33 @@ class KeptSchemas:
             raise _no_room(f"those of all tenants would take more than {MAX_BYTES:,} bytes")
         if len(others) >= MAX_SCHEMAS:
             raise _no_room(f"this tenant has {len(others)}, the most that one may have")
-        self._kept.setdefault(tenant.name, {})[name] = new
+        self._schemas.setdefault(tenant.name, {})[name] = new
 
-    def _all(self) -> list[Kept]:
-        return [one for schemas in self._kept.values() for one in schemas.values()]
+    def _all(self) -> list[ServedSchema]:
+        return [schema for schemas in self._schemas.values() for schema in schemas.values()]
 
-    def of_tenant(self, tenant: Tenant, name: str) -> Kept:
-        """A tenant's schema. Raises APIError 404, for those of others too."""
-        schema = self._kept.get(tenant.name, {}).get(name)
+    def of_tenant(self, tenant: Tenant, name: str) -> ServedSchema:
+        """A tenant's schema. Raises APIError 404, also for other tenants' schemas."""
+        schema = self._schemas.get(tenant.name, {}).get(name)
         if schema is None:
             raise APIError(
                 404, f"There is no schema {name!r:.100} here; POST /v1/pml/schemas takes one.", code="schema_not_found"
             )
         return schema
 
-    def all_of_tenant(self, tenant: Tenant) -> list[Kept]:
+    def all_of_tenant(self, tenant: Tenant) -> list[ServedSchema]:
         """A tenant's schemas, the oldest first."""
-        return list(self._kept.get(tenant.name, {}).values())
+        return list(self._schemas.get(tenant.name, {}).values())
 
     def drop(self, tenant: Tenant, name: str) -> None:
         """Forget a schema. Raises APIError 404."""
         self.of_tenant(tenant, name)
-        del self._kept[tenant.name][name]
+        del self._schemas[tenant.name][name]
 
 
-def _totals(kept: Sequence[Kept]) -> tuple[int, int]:
+def _totals(schemas: Sequence[ServedSchema]) -> tuple[int, int]:
     """Tokens and bytes."""
-    return sum(one.num_tokens for one in kept), sum(one.num_bytes for one in kept)
+    return sum(schema.num_tokens for schema in schemas), sum(schema.num_bytes for schema in schemas)
 
 
 def _no_room(what: str) -> APIError:

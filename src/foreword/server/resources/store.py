@@ -39,7 +39,7 @@ from foreword.tiers.disk.directory import check_private
 from foreword.tiers.disk.files import RealFiles, close_quietly, read_fully, write_fully
 
 OVERHEAD_BYTES = 1024
-"""Estimated bytes of a resource besides its source."""
+"""Estimated bytes of a resource without its source."""
 _ID = re.compile(r"[0-9a-f]{32}")
 logger = logging.getLogger(__name__)
 FOLDER_NAME = "cached_contents"
@@ -65,12 +65,12 @@ class CachedContent:
     display_name: str
     cache_salt: str | None
     source: bytes
-    """What it begins conversations with, as JSON text in UTF-8."""
+    """The beginning of conversations, as JSON text in UTF-8."""
     created_us: int
     updated_us: int
     expires_us: int
     num_tokens: int = 0
-    """Tokens of the source in a prompt."""
+    """The source's tokens in a prompt."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +79,7 @@ class CachedContent:
         return len(self.source) + sum(map(sys.getsizeof, names)) + OVERHEAD_BYTES
 
     def until(self, expires_us: int, now_us: int) -> CachedContent:
-        """Itself with another end."""
+        """A copy with another end."""
         return replace(self, expires_us=expires_us, updated_us=now_us)
 
 
@@ -89,7 +89,7 @@ def new_content_id() -> str:
 
 
 def is_content_id(name: str) -> bool:
-    """Whether a name can be an id, and so part of a path."""
+    """Whether a name is a possible id, and so a safe part of a path."""
     return _ID.fullmatch(name) is not None
 
 
@@ -97,7 +97,7 @@ _CONTENT = TypeAdapter(CachedContent)
 
 
 class Version(NamedTuple):
-    """Tells one content of a file from another."""
+    """The version of a file: differs if its content may differ."""
 
     modified_ns: int
     num_bytes: int
@@ -140,18 +140,19 @@ class ContentFolder:
             except FileExistsError:
                 check_private(path, self._files.stat(path))
         self._path = path
-        for name in self._files.list_folder(path):  # what processes left that were killed while they wrote
-            if name.startswith(UNFINISHED) and self._files.stat(path / name).st_mtime < time.time() - UNFINISHED_S:
-                self._files.unlink(path / name)
+        for name in self._files.list_folder(path):  # files of processes that were killed while they wrote
+            with suppress(FileNotFoundError):  # another process has finished or removed it
+                if name.startswith(UNFINISHED) and self._files.stat(path / name).st_mtime < time.time() - UNFINISHED_S:
+                    self._files.unlink(path / name)
 
     def versions(self) -> dict[str, Version]:
-        """The ids of all files, and their versions; none if the folder is gone. Raises OSError."""
+        """The versions of all files by id; empty if the folder is gone. Raises OSError."""
         try:
             names = self._files.list_folder(self._path)
         except FileNotFoundError:
             return {}
-        found = ((name, self.version(name)) for name in names if is_content_id(name))
-        return {name: version for name, version in found if version is not None}
+        versions = ((name, self.version(name)) for name in names if is_content_id(name))
+        return {name: version for name, version in versions if version is not None}
 
     def version(self, content_id: str) -> Version | None:
         """The version of a file; None if there is none."""
@@ -162,7 +163,7 @@ class ContentFolder:
         return Version(status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self, content_id: str) -> CachedContent | None:
-        """What a file holds; None, with a warning, if it is damaged or has another key. Raises OSError."""
+        """Read a file; None, with a warning, if it is damaged or has another key. Raises OSError."""
         path = self._path / content_id
         try:
             return self._opened(content_id, self._bytes(path))
@@ -172,16 +173,16 @@ class ContentFolder:
             logger.warning("the cached content %s is left out: %s; delete the file if nobody needs it", path, error)
             return None
 
-    def write(self, one: CachedContent) -> Version:
+    def write(self, item: CachedContent) -> Version:
         """Write a resource; it is on disk when this returns. Raises OSError, and then changes nothing."""
-        stored = self._sealed(one)
+        stored = self._sealed(item)
         unfinished = self._path / f"{UNFINISHED}{secrets.token_hex(8)}"
         fd = self._files.create(unfinished)
         try:
             write_fully(self._files, fd, memoryview(stored), 0, uncached=False)
             self._files.sync(fd)
             status = self._files.fstat(fd)
-            self._files.rename(unfinished, self._path / one.id)
+            self._files.rename(unfinished, self._path / item.id)
         except OSError:
             with suppress(OSError):
                 self._files.unlink(unfinished)
@@ -219,15 +220,15 @@ class ContentFolder:
         finally:
             close_quietly(self._files, fd)
 
-    def _sealed(self, one: CachedContent) -> bytes:
-        fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "source"}
-        payload = json.dumps(fields).encode() + b"\n" + one.source
+    def _sealed(self, item: CachedContent) -> bytes:
+        fields = {field.name: getattr(item, field.name) for field in dataclasses.fields(item) if field.name != "source"}
+        payload = json.dumps(fields).encode() + b"\n" + item.source
         stored = bytearray(len(payload) + self._cipher.overhead_bytes)
-        self._cipher.seal(_sealed_as(one.id), memoryview(payload), memoryview(stored))
+        self._cipher.seal(_sealed_as(item.id), memoryview(payload), memoryview(stored))
         return MAGIC + self._cipher.cipher_id + hashlib.sha256(stored).digest() + stored
 
     def _opened(self, content_id: str, content: bytearray) -> CachedContent:
-        """Raises ValueError for what `_sealed` did not write under this id."""
+        """Read a file's content. Raises ValueError for content that `_sealed` did not write under this id."""
         head, stored = bytes(content[:HEAD_BYTES]), memoryview(content)[HEAD_BYTES:]
         if not head.startswith(MAGIC) or not head.endswith(hashlib.sha256(stored).digest()):
             raise ValueError("the file is damaged")
@@ -238,12 +239,12 @@ class ContentFolder:
             raise ValueError("the file is not what was written under its name")
         fields, _, source = bytes(payload).partition(b"\n")
         try:
-            found = _CONTENT.validate_python({**json.loads(fields), "source": source})
-        except (ValueError, TypeError) as error:  # pydantic's message would repeat what the file holds
+            item = _CONTENT.validate_python({**json.loads(fields), "source": source})
+        except (ValueError, TypeError) as error:  # pydantic's message would repeat the file's content
             raise ValueError("the file has other fields") from error
-        if found.id != content_id:
+        if item.id != content_id:
             raise ValueError("the file has the content of another")
-        return found
+        return item
 
 
 def _sealed_as(content_id: str) -> bytes:
@@ -251,23 +252,23 @@ def _sealed_as(content_id: str) -> bytes:
 
 
 class CachedContents:
-    """Resources by id. Belongs to the event loop; files are read and written in threads."""
+    """Cached contents by id. Belongs to the event loop; threads read and write the files."""
 
     def __init__(self, clock: Callable[[], float], most_of_tenant: int, folder: ContentFolder | None = None) -> None:
-        """Reads what the folder holds. `clock`: seconds since 1970."""
+        """Reads the folder. `clock`: seconds since 1970."""
         self._clock = clock
         self._most_of_tenant = most_of_tenant
         self._folder = folder
-        self._kept: dict[str, CachedContent] = {}
+        self._contents: dict[str, CachedContent] = {}
         self._versions: dict[str, Version] = {}
-        """The files that `_kept` agrees with; a resource that could not be written has none."""
+        """The files that `_contents` agrees with; a resource that could not be written has none."""
         self._coming: list[CachedContent] = []
         self._writing = asyncio.Lock()
         if folder is not None:
             self._take(self._news(folder))
-            for one in self._expired():
-                self._forget(one.id)
-                folder.delete(one.id)
+            for item in self._expired():
+                self._forget(item.id)
+                folder.delete(item.id)
 
     @property
     def now_us(self) -> int:
@@ -277,7 +278,7 @@ class CachedContents:
     @property
     def num_bytes(self) -> int:
         """Estimated bytes of everything that is kept."""
-        return sum(one.num_bytes for one in self._kept.values())
+        return sum(item.num_bytes for item in self._contents.values())
 
     # ------------------------------------------------------------------- asking
 
@@ -291,93 +292,95 @@ class CachedContents:
         return self.now(tenant, content_id)
 
     def now(self, tenant: Tenant, content_id: str) -> CachedContent | None:
-        """What `find` would return, by what this process knows."""
-        one = self._kept.get(content_id)
-        return one if one is not None and one.tenant == tenant.name and one.expires_us > self.now_us else None
+        """The result of `find` without a look at the folder."""
+        item = self._contents.get(content_id)
+        return item if item is not None and item.tenant == tenant.name and item.expires_us > self.now_us else None
 
     async def of_tenant(self, tenant: Tenant) -> list[CachedContent]:
         """A tenant's resources, the oldest first."""
         await self._refresh()
         await self._end_expired()
-        found = (one for one in self._kept.values() if one.tenant == tenant.name and one.expires_us > self.now_us)
-        return sorted(found, key=lambda one: (one.created_us, one.id))
+        items = (
+            item for item in self._contents.values() if item.tenant == tenant.name and item.expires_us > self.now_us
+        )
+        return sorted(items, key=lambda item: (item.created_us, item.id))
 
     # ----------------------------------------------------------------- changing
 
     @contextmanager
-    def room_for(self, one: CachedContent) -> Iterator[None]:
+    def room_for(self, item: CachedContent) -> Iterator[None]:
         """Hold room for a resource until it is added. Raises APIError 429 if there is none."""
-        others = [*self._kept.values(), *self._coming]
-        own = [other for other in others if other.tenant == one.tenant]
-        for kept, most, most_bytes in (
-            (own, self._most_of_tenant, MAX_BYTES_OF_TENANT),
+        others = [*self._contents.values(), *self._coming]
+        siblings = [other for other in others if other.tenant == item.tenant]
+        for items, limit, most_bytes in (
+            (siblings, self._most_of_tenant, MAX_BYTES_OF_TENANT),
             (others, self._most_of_tenant * MOST_OF_ALL, MAX_BYTES),
         ):
-            if len(kept) >= most or sum(other.num_bytes for other in kept) + one.num_bytes > most_bytes:
-                whose = "this tenant" if kept is own else "all tenants together"
+            if len(items) >= limit or sum(other.num_bytes for other in items) + item.num_bytes > most_bytes:
+                whose = "this tenant" if items is siblings else "all tenants together"
                 raise APIError(
                     429,
-                    f"Too many cached contents: {whose} may have {most} of {most_bytes >> 20} MiB (the server's "
+                    f"Too many cached contents: {whose} may have {limit} of {most_bytes >> 20} MiB (the server's "
                     "max_cached_contents); delete one, or wait until one expires.",
                     kind="rate_limit_error",
                     code="too_many_cached_contents",
                 )
-        self._coming.append(one)
+        self._coming.append(item)
         try:
             yield
         finally:
-            self._coming.remove(one)
+            self._coming.remove(item)
 
     async def tidy(self) -> None:
-        """End what has expired, and learn what other servers of the folder did."""
+        """End expired resources, and learn of the changes by other servers of the folder."""
         await self._refresh()
         await self._end_expired()
 
-    async def add(self, one: CachedContent) -> None:
+    async def add(self, item: CachedContent) -> None:
         """Keep a resource; it is on disk when this returns, if there is a folder."""
         async with self._writing:
-            self._kept[one.id] = one
-            await self._write(one)
+            self._contents[item.id] = item
+            await self._write(item)
 
-    async def set_end(self, one: CachedContent, expires_us: int, now_us: int) -> CachedContent | None:
-        """Move the end of a resource; returns it as it is then, None if it has ended meanwhile."""
+    async def set_end(self, item: CachedContent, expires_us: int, now_us: int) -> CachedContent | None:
+        """Move the end of a resource; returns the changed resource, None if it has ended meanwhile."""
         async with self._writing:
-            known = self._kept.get(one.id)
-            if known is None or known.expires_us <= now_us:
+            current = self._contents.get(item.id)
+            if current is None or current.expires_us <= now_us:
                 return None
-            changed = self._kept[one.id] = known.until(expires_us, now_us)
+            changed = self._contents[item.id] = current.until(expires_us, now_us)
             await self._write(changed)
             return changed
 
-    async def delete(self, one: CachedContent) -> None:
+    async def delete(self, item: CachedContent) -> None:
         """End a resource now."""
         async with self._writing:
-            self._forget(one.id)
+            self._forget(item.id)
             if self._folder is not None:
-                await asyncio.to_thread(self._folder.delete, one.id)
+                await asyncio.to_thread(self._folder.delete, item.id)
 
     async def _end_expired(self) -> None:
         if self._expired():
             await self._refresh()  # another server may have moved an end
-        for one in self._expired():
-            await self.delete(one)
+        for item in self._expired():
+            await self.delete(item)
 
     def _expired(self) -> list[CachedContent]:
         now_us = self.now_us
-        return [one for one in self._kept.values() if one.expires_us <= now_us]
+        return [item for item in self._contents.values() if item.expires_us <= now_us]
 
     # ------------------------------------------------------------------- folder
 
-    async def _write(self, one: CachedContent) -> None:
+    async def _write(self, item: CachedContent) -> None:
         if self._folder is None:
             return
         try:
-            self._versions[one.id] = await asyncio.to_thread(self._folder.write, one)
+            self._versions[item.id] = await asyncio.to_thread(self._folder.write, item)
         except OSError as error:
             logger.warning("a cached content will not outlive this process, it cannot be written: %s", error)
 
     async def _refresh(self) -> None:
-        """Learn what other servers of the folder did."""
+        """Learn of the changes by other servers of the folder."""
         folder = self._folder
         if folder is None:
             return
@@ -385,7 +388,7 @@ class CachedContents:
             self._take(await asyncio.to_thread(self._news, folder))
 
     def _news(self, folder: ContentFolder) -> list[tuple[str, Version | None, CachedContent | None]]:
-        """The files that differ from what is known, and what they hold; those are left out that cannot be read now."""
+        """The files that differ from the known versions, and their content, without those that cannot be read now."""
         try:
             there = folder.versions()
         except OSError as error:
@@ -403,13 +406,13 @@ class CachedContents:
         return news
 
     def _take(self, news: list[tuple[str, Version | None, CachedContent | None]]) -> None:
-        for name, version, one in news:
+        for name, version, item in news:
             self._forget(name)
             if version is not None:
                 self._versions[name] = version  # of damaged ones too, so that they are read once
-            if one is not None:
-                self._kept[name] = one
+            if item is not None:
+                self._contents[name] = item
 
     def _forget(self, content_id: str) -> None:
-        self._kept.pop(content_id, None)
+        self._contents.pop(content_id, None)
         self._versions.pop(content_id, None)

@@ -1,7 +1,4 @@
-"""`foreword watch ADDRESS`: what the cache of a running engine holds and brings, from its events.
-
-Knows arguments and the terminal; the watcher knows the engine: foreword's, vLLM's or SGLang's.
-"""
+"""`foreword watch ADDRESS`: the content and the hits of a running engine's cache, from its events."""
 
 from __future__ import annotations
 
@@ -84,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
             f"rank={args.rank} needs vLLM's http:// address; {args.events!r} is the address of one rank. Leave --rank "
             "out, and give that rank's own address: tcp://HOST:PORT, with PORT 5557 plus its number"
         )
-    known = {"num_blocks": args.blocks, "all_report": args.full_reports}
+    options = {"num_blocks": args.blocks, "all_report": args.full_reports}
     decode = None if args.tokenizer is None else _decoder(args.tokenizer)
     with (
         Subscriber(args.events, replay=args.replay, snapshot=args.snapshot, topic=args.topic) as subscriber,
-        closing(Watcher(subscriber, record=args.record, decode=decode, **known)) as watcher,
+        closing(Watcher(subscriber, record=args.record, decode=decode, **options)) as watcher,
     ):
         if serve is not None:
             serve(watcher)
@@ -120,7 +117,7 @@ def _decoder(model: str) -> Decode:
 
 
 def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
-    """What serves the dashboard. Raises ConfigError if it cannot."""
+    """A function that serves the dashboard. Raises ConfigError if it cannot."""
     if args.json or args.reports is not None:
         raise ConfigError("--port shows a dashboard and prints no reports; leave out --json and --reports")
     if not 0 <= args.port < 65536:
@@ -135,14 +132,14 @@ def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
     return lambda watcher: serve(watcher, args.events, args.host, args.port, key)
 
 
-def _reports(watcher: Watcher, interval_s: float, most: int | None) -> Iterator[Report]:
-    """What is known after each interval."""
+def _reports(watcher: Watcher, interval_s: float, max_reports: int | None) -> Iterator[Report]:
+    """Yield a report after each interval."""
     num_reports = 0
-    while most is None or num_reports < most:
+    while max_reports is None or num_reports < max_reports:
         num_reports += 1
         end = time.monotonic() + interval_s
-        while (left := end - time.monotonic()) > 0:
-            watcher.poll(left)
+        while (remaining_s := end - time.monotonic()) > 0:
+            watcher.poll(remaining_s)
         yield watcher.report()
 
 
@@ -161,11 +158,11 @@ def _table(address: str, report: Report) -> Table:
         words = IN_WORDS[MissReason(name)]
         table.add_row("missed", f"{missed['tokens']:,} tokens of {missed['requests']:,} requests: {words}")
     for title in ("sessions", "kinds"):
-        for one in report.why[title][:NUM_SHOWN]:
-            share = one["found"] / max(1, one["tokens"])
-            table.add_row(title[:-1], f"{share:.1%} of {one['tokens']:,} tokens: {escape(one['name'])}")
-    for one in report.why["newest"][-NUM_SHOWN:]:
-        table.add_row("request", f"found {one['found']:,} of {one['tokens']:,} tokens; {escape(one['why'])}")
+        for group in report.why[title][:NUM_SHOWN]:
+            share = group["found"] / max(1, group["tokens"])
+            table.add_row(title[:-1], f"{share:.1%} of {group['tokens']:,} tokens: {escape(group['name'])}")
+    for group in report.why["newest"][-NUM_SHOWN:]:
+        table.add_row("request", f"found {group['found']:,} of {group['tokens']:,} tokens; {escape(group['why'])}")
     table.add_row("memory", _again(report))
     for point in report.curve[1:]:
         factor = point.num_blocks / report.curve[0].num_blocks

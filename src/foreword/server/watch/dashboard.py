@@ -1,7 +1,4 @@
-"""The dashboard of a watched engine: what its cache holds, what its requests found, what more memory would bring.
-
-Knows reports and NiceGUI; draws with the parts and drawings of our own dashboard, and serves until a signal stops it.
-"""
+"""The dashboard of a watched engine: the cache's content, the hits of requests, and the gain of more memory."""
 
 from __future__ import annotations
 
@@ -84,8 +81,8 @@ class WatchView:
         window_s = float(self._window.value)
         self._head.show_state(failure or report.state, is_bad=failure is not None or report.state != "exact")
         self._covered.show(f"{draw.requests(report.seen.requests)} seen")
-        for one, text in zip(self._figures, figure_texts(report), strict=True):
-            one.show(text)
+        for tile, text in zip(self._figures, figure_texts(report), strict=True):
+            tile.show(text)
         self._bars.show(draw.token_bars(report.recent, now, window_s))
         self._why.show(_why(report))
         self._groups.show(_groups(report))
@@ -118,20 +115,20 @@ def _why(report: Report) -> str:
 
 def _groups(report: Report) -> str:
     rows = (
-        (one["name"][:MOST_LETTERS], f"{one['found'] / max(1, one['tokens']):.0%} of {draw.tokens(one['tokens'])}")
-        for one in (*report.why["sessions"], *report.why["kinds"])
+        (sums["name"][:MOST_LETTERS], f"{sums['found'] / max(1, sums['tokens']):.0%} of {draw.tokens(sums['tokens'])}")
+        for sums in (*report.why["sessions"], *report.why["kinds"])
     )
     return f'<div class="model-facts">{draw.pairs(rows)}</div>'
 
 
 def _newest(report: Report) -> str:
-    newest = reversed(report.why["newest"])
-    rows = ((f"{draw.count(one['found'])} of {draw.tokens(one['tokens'])}", one["why"]) for one in newest)
+    prompts = reversed(report.why["newest"])
+    rows = ((f"{draw.count(prompt['found'])} of {draw.tokens(prompt['tokens'])}", prompt["why"]) for prompt in prompts)
     return f'<div class="model-facts">{draw.pairs(rows)}</div>'
 
 
 def more_memory(report: Report) -> str:
-    """The curve over sizes of the pool, and the tokens that were counted."""
+    """The curve over sizes of the pool, and the counted tokens."""
     size = report.block_tokens
     if report.pool_blocks is None or size is None:
         return (
@@ -155,11 +152,9 @@ def more_memory(report: Report) -> str:
 def _prefixes(report: Report) -> str:
     if not report.common_prefixes:
         return '<div class="empty">No two cached sequences part after a common block.</div>'
-    most = max(prefix.num_tokens for prefix in report.common_prefixes) or 1
-    return "".join(
-        draw.row(draw.tokens(one.num_tokens), draw.count(one.num_ends), "sequences", {"found": one.num_tokens / most})
-        for one in report.common_prefixes
-    )
+    longest = max(prefix.num_tokens for prefix in report.common_prefixes) or 1
+    rows = ((prefix.num_tokens, prefix.num_ends) for prefix in report.common_prefixes)
+    return "".join(draw.row(draw.tokens(n), draw.count(ends), "sequences", {"found": n / longest}) for n, ends in rows)
 
 
 def _stream(report: Report) -> str:
@@ -179,12 +174,12 @@ logger = logging.getLogger(__name__)
 
 
 class WatchThread:
-    """Polls a watcher, and makes a report each second. The last report is for everybody."""
+    """Polls a watcher, and makes a report each second, for all viewers."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.latest: Report = watcher.report()
         self.failure: str | None = None
-        """Why it follows the engine no longer."""
+        """Why the thread no longer follows the engine."""
         self._watcher = watcher
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="foreword-watch", daemon=True)
@@ -194,7 +189,7 @@ class WatchThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; the watcher is free for the caller then."""
+        """End the thread; then the caller may use the watcher."""
         self._ends = True
         self._thread.join()
 
@@ -238,8 +233,8 @@ def make_app(watcher: Watcher, name: str, operators: Operators) -> FastAPI:
             operators.check(request.scope)
         except APIError as error:
             return _refusal(request, error)
-        shown: dict[str, Any] = {**thread.latest.as_dict(), "failure": thread.failure}
-        return JSONResponse(shown)
+        body: dict[str, Any] = {**thread.latest.as_dict(), "failure": thread.failure}
+        return JSONResponse(body)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -303,7 +298,7 @@ _REASONS = (
     MissReason.MEDIA_DIFFERS,
     MissReason.STATE_NOT_SAVED,
 )
-"""Those that a stream shows. A label that is there from the start has a rate from the first miss on."""
+"""Reasons that a stream shows. Each label is there from the start, so that it has a rate from the first miss on."""
 
 
 def _refusal(_: Request, error: APIError) -> Response:

@@ -1,4 +1,4 @@
-"""Watcher: follows one engine's events, and says what its cache holds and brings.
+"""Watcher: follows one engine's events, and reports the content and the hits of its cache.
 
 One thread calls it; a `Report` may go to others.
 """
@@ -29,33 +29,33 @@ from foreword.server.observe.explanations import IN_WORDS, NEW_TEXT
 from foreword.server.observe.insight import FACTORS
 
 NUM_ROWS = 10
-"""Sessions and kinds of prompts that a report lists, those with the most tokens."""
-MOST_KEPT = 10_000
-"""Sessions and kinds that are told apart; beyond, those without a request for the longest time are forgotten."""
+"""Sessions, and kinds of prompts, that a report lists: those with the most tokens."""
+MAX_GROUPS = 10_000
+"""Limit of the sessions, and of the kinds; beyond it, those without a request for the longest time are forgotten."""
 NUM_NEWEST = 20
 """Requests that a report explains one by one."""
 MOST_LETTERS = 64
-"""Of a session's name that are shown."""
+"""Limit of a session's name in reports."""
 NUM_WORDS = 12
 """Tokens that name a kind of prompt."""
 
 Decode = Callable[[Sequence[int]], str]
 MAX_PREFIXES = 5
-"""Common prefixes to show."""
+"""Limit of the common prefixes in a report."""
 MAX_PREFIX_SHARE = 0.1
 """Share of the time that the search for common prefixes may take."""
 TROUBLES = ("gaps", "resyncs", "restarts", "silences", "bad", "incomplete_replays")
-"""What went wrong in the stream, and was made good."""
+"""Faults of the stream that were repaired."""
 NUM_RECENT = 1000
 MAX_PAST_BLOCKS = 1_000_000
-"""Blocks of past requests that are kept to draw the curve anew when the size of the pool becomes known."""
+"""Limit of the blocks of past requests, of which the curve is drawn anew when the pool's size becomes known."""
 MIN_GROWTH = 1.1
 """The curve is drawn anew when the pool shows itself to be larger by this factor."""
 
 
 @dataclass(slots=True)
-class Found:
-    """What the requests of one session or kind found."""
+class GroupSums:
+    """Sums over the requests of one session or kind."""
 
     name: str
     requests: int = 0
@@ -76,12 +76,12 @@ class Tally:
         self.most_agreed_tokens = 0
         """The longest beginning that a prompt shared with a cached sequence."""
         self._decode = decode
-        self._sessions: OrderedDict[Key | str, Found] = OrderedDict()
-        self._kinds: OrderedDict[Key | str, Found] = OrderedDict()
+        self._sessions: OrderedDict[Key | str, GroupSums] = OrderedDict()
+        self._kinds: OrderedDict[Key | str, GroupSums] = OrderedDict()
         self._newest: deque[dict[str, Any]] = deque(maxlen=NUM_NEWEST)
 
     def note(self, request: SeenRequest, first_tokens: Sequence[int] | None) -> None:
-        """A request that has ended, and the tokens of its first block if they are known."""
+        """Count a request that has ended. `first_tokens`: its first block's, if they are known."""
         missed = request.num_prompt_tokens - request.num_found_tokens
         reason = request.why.reason
         if reason is not None and missed:
@@ -90,13 +90,13 @@ class Tally:
         self.most_agreed_tokens = max(self.most_agreed_tokens, request.why.num_tokens, request.num_found_tokens)
         if request.session_id is not None:
             whole = hashlib.sha256(request.session_id.encode("utf-8", "surrogatepass")).hexdigest()  # it may be long
-            _add(self._sessions, whole, _shown(request.session_id), request)
+            _add(self._sessions, whole, _printable(request.session_id), request)
         first = request.keys[0]
         _add(self._kinds, first, self._text(first_tokens) or str(first), request)
         self._newest.append(
             {
                 "time": request.time,
-                "session": None if request.session_id is None else _shown(request.session_id),
+                "session": None if request.session_id is None else _printable(request.session_id),
                 "tokens": request.num_prompt_tokens,
                 "found": request.num_found_tokens,
                 "why": self.story(request),
@@ -105,11 +105,11 @@ class Tally:
 
     def _text(self, tokens: Sequence[int] | None) -> str:
         """The text of the first of these tokens, or their numbers."""
-        shown = [] if tokens is None else list(tokens[:NUM_WORDS])
+        words = [] if tokens is None else list(tokens[:NUM_WORDS])
         if self._decode is not None:
             with suppress(OverflowError, ValueError, TypeError, LookupError):  # ids that the tokenizer has not
-                return repr(self._decode(shown))
-        return " ".join(map(str, shown))
+                return repr(self._decode(words))
+        return " ".join(map(str, words))
 
     def story(self, request: SeenRequest) -> str:
         """Why a request missed the rest of its prompt, in a sentence."""
@@ -132,7 +132,7 @@ class Tally:
         )
 
     def verdict(self, counts: RequestCounts, block_tokens: int | None) -> str | None:
-        """What a rate of 0 means; None if something was found."""
+        """The explanation of a rate of 0; None for other rates."""
         if counts.found_tokens:
             return None
         if not counts.requests or block_tokens is None:
@@ -154,31 +154,31 @@ class Tally:
         """Values of JSON."""
         return {
             "reasons": {name: {"requests": self.misses[name], "tokens": n} for name, n in self.missed_tokens.items()},
-            "sessions": [one.as_dict() for one in _largest(self._sessions)],
-            "kinds": [one.as_dict() for one in _largest(self._kinds)],
+            "sessions": [group.as_dict() for group in _largest(self._sessions)],
+            "kinds": [group.as_dict() for group in _largest(self._kinds)],
             "newest": list(self._newest),
         }
 
 
-def _shown(name: str) -> str:
-    """A client's name for its session, which may steer a terminal; of a long one its head and its tail."""
+def _printable(name: str) -> str:
+    """The head and the tail of a client's name for its session, without signs that steer a terminal."""
     half = MOST_LETTERS // 2
-    shown = name if len(name) <= MOST_LETTERS else f"{name[:half]}...{name[-half:]}"
-    return shown if shown.isprintable() else repr(shown)
+    short = name if len(name) <= MOST_LETTERS else f"{name[:half]}...{name[-half:]}"
+    return short if short.isprintable() else repr(short)
 
 
-def _add(sums: OrderedDict[Key | str, Found], key: Key | str, name: str, request: SeenRequest) -> None:
-    one = sums.setdefault(key, Found(name))
+def _add(sums: OrderedDict[Key | str, GroupSums], key: Key | str, name: str, request: SeenRequest) -> None:
+    group = sums.setdefault(key, GroupSums(name))
     sums.move_to_end(key)
-    one.requests += 1
-    one.prompt_tokens += request.num_prompt_tokens
-    one.found_tokens += request.num_found_tokens
-    if len(sums) > MOST_KEPT:
+    group.requests += 1
+    group.prompt_tokens += request.num_prompt_tokens
+    group.found_tokens += request.num_found_tokens
+    if len(sums) > MAX_GROUPS:
         sums.popitem(last=False)
 
 
-def _largest(sums: OrderedDict[Key | str, Found]) -> list[Found]:
-    return sorted(sums.values(), key=lambda one: -one.prompt_tokens)[:NUM_ROWS]
+def _largest(sums: OrderedDict[Key | str, GroupSums]) -> list[GroupSums]:
+    return sorted(sums.values(), key=lambda group: -group.prompt_tokens)[:NUM_ROWS]
 
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class RecentPrompt:
     """A prompt as the bars of prompt tokens draw it."""
 
     finished_time: float
-    """Of our monotonic clock."""
+    """A moment of our monotonic clock."""
     num_cached_tokens: int
     num_computed_tokens: int
 
@@ -200,7 +200,7 @@ class RecentPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known of an engine's cache at one moment."""
+    """The known state of an engine's cache at one moment."""
 
     state: str
     blocks: int
@@ -224,7 +224,7 @@ class Report:
     why: dict[str, Any]
     """Missed tokens by reason, hits by session and kind of prompt, and the newest requests with their reasons."""
     verdict: str | None
-    """What it means that nothing was found."""
+    """The explanation of a rate of 0; None for other rates."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -237,7 +237,7 @@ class Report:
         return self.state == "exact" and self.seen.is_exact
 
     def bound(self, least: str, about: str) -> str:
-        """What stands before the rate: nothing if it is exact."""
+        """The prefix of the printed rate: empty if the rate is exact."""
         return "" if self.is_exact else least if self.seen.is_bound else about
 
     def as_dict(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Report:
 
 
 class Watcher:
-    """What one subscriber has shown so far. `poll` it all the time; `close` writes the end of the recording."""
+    """Reports on one subscriber's events. Call `poll` all the time; `close` writes the end of the recording."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class Watcher:
         self._prefixes_after = -float("inf")
         self._polled = self._reported = time.monotonic()
         self._stored = self._removed = 0
-        self._said_silent: list[str] = []
+        self._logged_silent: list[str] = []
 
     def poll(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for events, and follow those that are there. Raises TraceError."""
@@ -317,7 +317,7 @@ class Watcher:
     def _follow(self, requests: Sequence[SeenRequest]) -> None:
         now = time.monotonic()
         for request in requests:
-            if request.block_tokens != self._block_tokens:  # what was followed before was tails of prompts
+            if request.block_tokens != self._block_tokens:  # the earlier blocks were tails of prompts
                 self._block_tokens, self._curve = request.block_tokens, _Curve()
                 self._recent.clear()
                 self._tally = Tally(self._decode)
@@ -330,7 +330,7 @@ class Watcher:
                 self._recording.write(request)
 
     def report(self) -> Report:
-        """What is known now; rates are those since the last report."""
+        """A report; its rates are those since the last one."""
         mirror, follower = self._subscriber.mirror, self._subscriber.follower
         requests, now = self._requests, self._polled
         seconds, self._reported = max(1e-3, now - self._reported), now
@@ -363,13 +363,13 @@ class Watcher:
     def _state(self) -> str:
         """The state, or the addresses at which nobody answers; the log says the remedy when they change."""
         silent = self._subscriber.unanswered
-        if silent and silent != self._said_silent:
+        if silent and silent != self._logged_silent:
             logger.warning(
                 "nobody answers at %s; start the engine with its events at the same address, such as "
                 "--kv-events tcp://127.0.0.1:5557 (foreword), --kv-events-config (vLLM, SGLang)",
                 ", ".join(silent),
             )
-        self._said_silent = silent
+        self._logged_silent = silent
         return f"nobody answers at {', '.join(silent)}" if silent else self._subscriber.follower.state
 
     def close(self) -> None:
@@ -380,7 +380,7 @@ class Watcher:
 
 
 class _Curve:
-    """The curve of a pool whose size shows itself late: past requests are kept, and followed once it is known."""
+    """The curve of a pool whose size becomes known late: keeps past requests, and follows them then."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[PrefixKeys, int]] = deque()

@@ -197,7 +197,7 @@ def test_names_of_one_model_are_one_and_others_are_not(small_llm):
         assert cached(ask.models.generate_content(model="b", contents=QUESTION, config=asked)) >= whole_blocks(cache)
         with pytest.raises(errors.ClientError, match="NOT_FOUND"):
             ask.caches.create(model="c", config={"contents": facts("name")})
-        server.service._own_names = ("c",)  # a later start with another name
+        server.service._model_names = ("c",)  # a later start with another name
         refused(
             lambda: ask.models.generate_content(model="c", contents=QUESTION, config=asked), 400, "of 'a'; use the same"
         )

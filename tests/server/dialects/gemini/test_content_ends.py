@@ -138,7 +138,7 @@ def test_what_ends_or_moves_while_a_request_is_on_its_way_is_not_kept_by_it(serv
 
     async def slowly(*given: Any) -> Any:
         prompt = await conversation(*given)
-        [one] = store._kept.values()
+        [one] = store._contents.values()
         if change == "delete":
             await store.delete(one)
             await server.service.thread.call(lambda engine: engine.entries.drop(f"cachedContents/{one.id}"))

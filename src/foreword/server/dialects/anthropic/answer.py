@@ -31,7 +31,7 @@ BYTES_PER_TOKEN = 64
 """Estimated bytes of a token in an event of its own."""
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-"""Stop reasons by our finish reasons; a grammar that allows no further token is the refusal."""
+"""Stop reasons by our finish reasons; "refusal": the grammar allows no further token."""
 
 
 class MessageAnswer:
@@ -53,7 +53,7 @@ class MessageAnswer:
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         (delta,) = deltas
-        if not self._body.max_tokens:  # only the prompt was wanted
+        if not self._body.max_tokens:  # the call only prepares the cache
             ended = {"stop_reason": "max_tokens", "stop_sequence": None}
             return self._message() | ended | {"usage": {**self._usage(), "service_tier": "standard"}}
         self._num_output_tokens = len(delta.token_ids)
@@ -133,13 +133,13 @@ class MessageAnswer:
 
     def _usage(self) -> dict[str, Any]:
         """The three counts of input add up to the prompt."""
-        record, written = self.answer.jobs[0].record, self.answer.num_written_tokens()
-        num_written = sum(written.values())
+        record, by_ttl_s = self.answer.jobs[0].record, self.answer.num_written_tokens()
+        num_written = sum(by_ttl_s.values())
         return {
             "input_tokens": record.num_computed_tokens - num_written,
             "cache_creation_input_tokens": num_written,
             "cache_read_input_tokens": record.num_cached_tokens,
-            "cache_creation": {f"ephemeral_{ttl}_input_tokens": written.get(TTL_S[ttl], 0) for ttl in TTL_S},
+            "cache_creation": {f"ephemeral_{ttl}_input_tokens": by_ttl_s.get(TTL_S[ttl], 0) for ttl in TTL_S},
             "output_tokens": self._num_output_tokens,
             "output_tokens_details": {"thinking_tokens": self._num_thinking_tokens},
         }
@@ -149,11 +149,11 @@ class MessageAnswer:
 
 
 def _blocks(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """The content of a whole message: what a client makes of the events."""
+    """The content of a whole message, made of the events as clients do."""
     blocks: list[dict[str, Any]] = []
     events = _BlockEvents()
-    told = [event for part in parts for event in events.of(part)]
-    for event in (*told, *events.close()):
+    block_events = [event for part in parts for event in events.of(part)]
+    for event in (*block_events, *events.close()):
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"])
         elif event["type"] == "content_block_delta":
@@ -216,7 +216,7 @@ class _BlockEvents:
 
 
 def _object(text: str) -> Any:
-    """The object that a JSON text is, or the part of it that is there; {} if not even that can be read."""
+    """The object in a JSON text, or in the beginning of one; {} if it cannot be read."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -228,7 +228,7 @@ def _object(text: str) -> Any:
 
 
 def _input_json(call: Call) -> str:
-    """The arguments of a call as JSON text: an object, or the beginning of one."""
+    """The arguments of a call as the text of a JSON object, or its beginning."""
     if not call.is_complete:
         return call.arguments
     if isinstance(read_arguments(call.arguments), Mapping):

@@ -1,6 +1,6 @@
 """Anthropic's dialect: /v1/messages and /v1/messages/count_tokens, errors, pings and models.
 
-A call is in it by its path, or by the version that it names. Wishes in a body that this server has no part in are
+Its path, or the header with a version, marks a call as Anthropic's. Fields for features that this server lacks are
 refused by name.
 """
 
@@ -28,7 +28,7 @@ from foreword.server.service import Service, new_id
 router = APIRouter(tags=["anthropic"])
 
 _DEFAULT_TRIGGER = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150_000}
-"""Tokens of a prompt from which an edit changes it, unless it names another number."""
+"""Default length in tokens from which an edit changes a prompt."""
 OVERLOADED = 529
 MOST_MODELS = 1000
 
@@ -53,8 +53,8 @@ async def create_message(
         _check_nothing_wanted(body)
     chat = await _chat(call)
     structured = None if schema is None else StructuredOutputsParams(json=schema)
-    given = sampling_of(body) | {"max_tokens": max(1, body.max_tokens)}
-    params = await sampling_params(service, given, structured)
+    fields = sampling_of(body) | {"max_tokens": max(1, body.max_tokens)}
+    params = await sampling_params(service, fields, structured)
     answer = await start_chat(service, call.caller("messages"), new_id("msg_"), chat, params, stream=bool(body.stream))
     return await respond(call.request, MessageAnswer(answer, body, service))
 
@@ -86,9 +86,9 @@ def _check_nothing_wanted(body: CreateMessageRequest) -> None:
         "output_config.format": output_format(body) is not None,
         "tool_choice": body.tool_choice is not None and body.tool_choice.type in ("any", "tool"),
     }
-    wanted = next((name for name, is_wanted in wishes.items() if is_wanted), None)
-    if wanted is not None:
-        raise bad_request(f"max_tokens: 0 cannot be combined with {wanted}; it only prepares the cache")
+    wish = next((name for name, is_wanted in wishes.items() if is_wanted), None)
+    if wish is not None:
+        raise bad_request(f"max_tokens: 0 cannot be combined with {wish}; it only prepares the cache")
 
 
 def _changes_something(edit: dict[str, Any], max_model_len: int) -> bool:
@@ -115,7 +115,7 @@ _TYPES = {
     OVERLOADED: "overloaded_error",
 }
 _STATUSES = {"timeout": 504, "engine_failed": OVERLOADED}
-"""Statuses by the codes of our errors, where Anthropic's are others."""
+"""Statuses by the codes of our errors, where Anthropic's differ."""
 
 
 def status_of(error: APIError) -> int:
@@ -127,10 +127,10 @@ def body_of_error(error: APIError, request_id: str) -> dict[str, Any]:
     """The body of an error's answer; `details.error_code` is our code."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told: dict[str, Any] = {"type": kind, "message": _message(error)}
+    described: dict[str, Any] = {"type": kind, "message": _message(error)}
     if error.code is not None:
-        told["details"] = {"error_code": error.code}
-    return {"type": "error", "error": told, "request_id": request_id}
+        described["details"] = {"error_code": error.code}
+    return {"type": "error", "error": described, "request_id": request_id}
 
 
 def _message(error: APIError) -> str:
@@ -165,19 +165,19 @@ class Anthropic(Dialect):
         limit = query.get("limit", "20")
         if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_MODELS:
             raise bad_request(f"limit: must be a number from 1 to {MOST_MODELS}")
-        after, before, most = query.get("after_id"), query.get("before_id"), int(limit)
+        after, before, max_items = query.get("after_id"), query.get("before_id"), int(limit)
         for cursor in (after, before):
             if cursor is not None and cursor not in names:
                 raise unknown_model(cursor)
         if before is not None:
-            rest = names[: names.index(before)]
-            page = rest[-most:]
+            remaining = names[: names.index(before)]
+            page = remaining[-max_items:]
         else:
-            rest = names if after is None else names[names.index(after) + 1 :]
-            page = rest[:most]
+            remaining = names if after is None else names[names.index(after) + 1 :]
+            page = remaining[:max_items]
         return {
             "data": [self.model(service, names, name) for name in page],
-            "has_more": len(page) < len(rest),
+            "has_more": len(page) < len(remaining),
             "first_id": page[0] if page else None,
             "last_id": page[-1] if page else None,
         }

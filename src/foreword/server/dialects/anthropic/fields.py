@@ -1,7 +1,6 @@
-"""The dialect: the requests of Anthropic's API as pydantic models.
+"""The requests of Anthropic's API as pydantic models.
 
-An unknown field is an error, so that a typing mistake is not taken for a default. Blocks of earlier answers come back
-whole, so a field of a block that is null counts as absent.
+Clients send blocks of earlier answers back whole, so a field of a block that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MIN_THINKING_TOKENS = 1024
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Opaque = Annotated[str, Field(max_length=4096)]
-"""A string that has no effect here."""
+"""A string without effect."""
 
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -59,7 +58,7 @@ class TextBlock(_Block):
 
 
 class ImageSource(_Block):
-    """Where the bytes of a picture are."""
+    """The bytes of a picture, or their address."""
 
     type: Literal["base64", "url"]
     media_type: Opaque | None = None
@@ -227,7 +226,7 @@ class Diagnostics(Body):
 
 
 class ContextManagement(_Block):
-    """`context_management`. Edits are checked apart: some can have no effect here."""
+    """`context_management`. `endpoints.py` checks the edits: some can have no effect here."""
 
     edits: Annotated[list[dict[str, Any]], Field(max_length=16)] | None = None
 

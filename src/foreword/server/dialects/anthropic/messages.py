@@ -12,9 +12,10 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from foreword.engine import BREAKPOINT, Keep
+from foreword.lint.bodies import BILLING_HEADER
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
-from foreword.server.chats.tools import ToolChoice, earlier_call, function_tool
+from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.anthropic.fields import (
     AnyBlock,
     CacheControl,
@@ -30,12 +31,10 @@ from foreword.server.dialects.anthropic.fields import (
     ToolUseBlock,
 )
 from foreword.server.service import ChatMark, Ending, Service
-from foreword.text.conversation import PICTURES, Place
+from foreword.text.conversation import PICTURES, Place, earlier_call, function_tool
 
 TTL_S = {"5m": 300.0, "1h": 3600.0}
 MOST_MARKS = 4
-BILLING_HEADER = "x-anthropic-billing-header:"
-"""Beginning of a block that coding agents put before the system prompt; it may be another in each request."""
 Plain = dict[str, Any]
 Request = CreateMessageRequest | CountMessageTokensRequest
 
@@ -47,7 +46,7 @@ class _Block:
     where: str
     control: CacheControl | None
     place: Place | None
-    """None: no part of the prompt."""
+    """None: the block is no part of the prompt."""
 
     @property
     def ttl(self) -> str:
@@ -55,7 +54,7 @@ class _Block:
 
 
 class Marks:
-    """The marks of one body. Give it all blocks that can have one, in Anthropic's order: tools, system, messages."""
+    """The marks of a body. It must see all blocks that can have one, in Anthropic's order: tools, system, messages."""
 
     def __init__(self) -> None:
         self._marked: list[_Block] = []
@@ -68,7 +67,7 @@ class Marks:
             self._marked.append(self._last)
 
     def checked(self, automatic: CacheControl | None) -> list[ChatMark]:
-        """The marks, with that of the whole body. Raises APIError 400 with Anthropic's words."""
+        """The marks, including the automatic one. Raises APIError 400 with Anthropic's words."""
         marked, last = self._marked, self._last
         if automatic is not None and last is not None:
             automatic_block = _Block(last.where, automatic, last.place)
@@ -90,7 +89,7 @@ class Marks:
                     "cache_control block. Note that blocks are processed in the following order: `tools`, `system`, "
                     "`messages`."
                 )
-        return [ChatMark(one.place, Keep(TTL_S[one.ttl], BREAKPOINT)) for one in marked if one.place is not None]
+        return [ChatMark(mark.place, Keep(TTL_S[mark.ttl], BREAKPOINT)) for mark in marked if mark.place is not None]
 
 
 def chat_of(service: Service, body: Request, num_bytes: int) -> Chat:
@@ -106,10 +105,10 @@ def chat_of(service: Service, body: Request, num_bytes: int) -> Chat:
         _check_continued(turns[-1], body)
     marks = Marks()
     tools = _tools(body.tools or (), marks)
-    telling = _Telling(_system(body.system, marks), marks)
+    writer = _MessageWriter(_system(body.system, marks), marks)
     thinking = body.thinking
     return Chat(
-        telling.messages(turns),
+        writer.messages(turns),
         tools,
         choice,
         inputs,
@@ -129,7 +128,7 @@ class _Turn:
 
     role: str
     where: str
-    """Place of its first message, for errors."""
+    """The place of its first message, for errors."""
     blocks: Sequence[tuple[str, AnyBlock]]
     """Its blocks, and the place of each."""
 
@@ -140,14 +139,14 @@ class _Turn:
 
 def _turns(messages: Sequence[Message]) -> list[_Turn]:
     turns = []
-    for role, same in groupby(enumerate(messages), lambda one: one[1].role):
-        told = list(same)
+    for role, same in groupby(enumerate(messages), lambda numbered: numbered[1].role):
+        members = list(same)
         blocks = [
             (f"messages.{number}.content.{at}", block)
-            for number, message in told
+            for number, message in members
             for at, block in enumerate(message.content)
         ]
-        turns.append(_Turn(role, f"messages.{told[0][0]}", blocks))
+        turns.append(_Turn(role, f"messages.{members[0][0]}", blocks))
     for before, turn, after in zip([None, *turns], turns, [*turns[1:], None], strict=False):
         if turn.role != "system":
             continue
@@ -158,11 +157,11 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
     return turns
 
 
-class _Telling:
-    """Writes turns as messages of a chat template, after those that are there."""
+class _MessageWriter:
+    """Appends turns to the messages of a chat template."""
 
-    def __init__(self, told: list[Plain], marks: Marks) -> None:
-        self._told = told
+    def __init__(self, messages: list[Plain], marks: Marks) -> None:
+        self._messages = messages
         self._marks = marks
         self._names: dict[str, str] = {}
         """Names of the functions that were called, by the ids of the calls."""
@@ -176,7 +175,7 @@ class _Telling:
                     self._assistant(turn)
                 case _:
                     self._system(turn)
-        return self._told
+        return self._messages
 
     def _user(self, turn: _Turn) -> None:
         texts: list[tuple[str, TextBlock | ImageBlock]] = []
@@ -187,7 +186,7 @@ class _Telling:
                 case ToolResultBlock():
                     self._add_text(texts)
                     texts = []
-                    self._told.append(self._result(where, block))
+                    self._messages.append(self._result(where, block))
                 case _:
                     raise _misplaced(where, block, "assistant")
         if not turn.blocks:
@@ -196,8 +195,8 @@ class _Telling:
 
     def _add_text(self, blocks: Sequence[tuple[str, TextBlock | ImageBlock]]) -> None:
         if blocks:
-            content = _joined(blocks, self._marks, len(self._told))
-            self._told.append({"role": "user", "content": content, **_pictures(blocks)})
+            content = _joined(blocks, self._marks, len(self._messages))
+            self._messages.append({"role": "user", "content": content, **_pictures(blocks)})
 
     def _result(self, where: str, block: ToolResultBlock) -> Plain:
         name = self._names.get(block.tool_use_id)
@@ -206,7 +205,7 @@ class _Telling:
                 f"{where}: unexpected `tool_use_id` found in `tool_result` blocks: {block.tool_use_id[:100]}. Each "
                 "`tool_result` block must have a corresponding `tool_use` block in a previous message."
             )
-        at, begun = len(self._told), "Error: " if block.is_error else ""
+        at, begun = len(self._messages), "Error: " if block.is_error else ""
         parts = [(f"{where}.content.{number}", part) for number, part in enumerate(block.content or ())]
         content = _joined(parts, self._marks, at, begun)
         self._marks.see(where, block.cache_control, Place(at, len(content)))
@@ -221,7 +220,7 @@ class _Telling:
                 case TextBlock():
                     texts.append(block.text)
                     if block.text:
-                        self._marks.see(where, block.cache_control, Place(len(self._told), sum(map(len, texts))))
+                        self._marks.see(where, block.cache_control, Place(len(self._messages), sum(map(len, texts))))
                 case ThinkingBlock():
                     thoughts.append(block.thinking)
                 case RedactedThinkingBlock():
@@ -229,13 +228,13 @@ class _Telling:
                 case ToolUseBlock():
                     self._names[block.id] = block.name
                     message.setdefault("tool_calls", []).append(earlier_call(block.id, block.name, block.input))
-                    self._marks.see(where, block.cache_control, Place(len(self._told)))
+                    self._marks.see(where, block.cache_control, Place(len(self._messages)))
                 case _:
                     raise _misplaced(where, block, "user")
         message["content"] = "".join(texts)
         if any(thoughts):  # a server that hides reasoning sends an empty text
             message["reasoning_content"] = "".join(thoughts)
-        self._told.append(message)
+        self._messages.append(message)
 
     def _system(self, turn: _Turn) -> None:
         blocks: list[tuple[str, TextBlock]] = []
@@ -245,7 +244,7 @@ class _Telling:
                     where, block, "user" if isinstance(block, ToolResultBlock | ImageBlock) else "assistant"
                 )
             blocks.append((where, block))
-        self._told.append({"role": "system", "content": _joined(blocks, self._marks, len(self._told))})
+        self._messages.append({"role": "system", "content": _joined(blocks, self._marks, len(self._messages))})
 
 
 def _system(blocks: Sequence[TextBlock] | None, marks: Marks) -> list[Plain]:
@@ -257,13 +256,13 @@ def _system(blocks: Sequence[TextBlock] | None, marks: Marks) -> list[Plain]:
 
 
 def _pictures(blocks: Iterable[tuple[str, TextBlock | ImageBlock]]) -> Plain:
-    """The field of a message that has the pictures among blocks; empty without any."""
+    """A message's field with the pictures among blocks; empty without any."""
     files = [block.file() for _, block in blocks if isinstance(block, ImageBlock)]
     return {PICTURES: files} if files else {}
 
 
 def _joined(blocks: Iterable[tuple[str, TextBlock | ImageBlock]], marks: Marks, index: int, begun: str = "") -> str:
-    """The texts of blocks as the rest of a message's content, which has begun so."""
+    """A message's content: `begun` and the texts of blocks."""
     text, separator = begun, ""
     for where, block in blocks:
         text = f"{text}{'' if isinstance(block, ImageBlock) else separator}{block.text}"
@@ -278,7 +277,7 @@ def _misplaced(where: str, block: AnyBlock, role: str) -> APIError:
 
 
 def _check_continued(turn: _Turn, body: Request) -> None:
-    """Refuse to continue an answer that ended in calls, or one whose rest must have a form."""
+    """Refuse to continue an answer that ended in calls, or one that must follow a schema."""
     calls = [block.id for _, block in turn.blocks if isinstance(block, ToolUseBlock)]
     if calls:
         raise bad_request(
@@ -303,30 +302,30 @@ def _tools(tools: Sequence[Tool], marks: Marks) -> list[Plain]:
 
 
 def _tool_choice(body: Request) -> ToolChoice:
-    wanted = body.tool_choice
-    if wanted is None:
+    choice = body.tool_choice
+    if choice is None:
         return ToolChoice()
-    at_most_one = bool(wanted.disable_parallel_tool_use)
-    match wanted.type:
+    at_most_one = bool(choice.disable_parallel_tool_use)
+    match choice.type:
         case "auto" | "none":
-            return ToolChoice(wanted.type, at_most_one=at_most_one)
+            return ToolChoice(choice.type, at_most_one=at_most_one)
         case _ if not body.tools:
             raise bad_request("tool_choice: may only be specified while providing tools")
         case "any":
             return ToolChoice("required", at_most_one=at_most_one)
-        case _ if wanted.name is None:
+        case _ if choice.name is None:
             raise bad_request("tool_choice.tool.name: Field required")
-    return ToolChoice("required", (wanted.name,), at_most_one=True)
+    return ToolChoice("required", (choice.name,), at_most_one=True)
 
 
 def output_format(body: Request) -> dict[str, Any] | None:
     """The JSON schema that the answer must follow; None for any text."""
-    wanted = (body.output_config and body.output_config.format) or body.output_format
-    return None if wanted is None else wanted.json_schema
+    form = (body.output_config and body.output_config.format) or body.output_format
+    return None if form is None else form.json_schema
 
 
 def _template_inputs(body: Request, template: str, *, is_forced: bool) -> Plain:
-    """The template's switches: without `thinking` a model that can answer at once does, as at Anthropic."""
+    """The template's switches: without `thinking` the model answers at once if it can, as at Anthropic."""
     kind = "disabled" if body.thinking is None else body.thinking.type
     effort = body.output_config.effort if body.output_config is not None else None
     if kind == "enabled" and "think" not in template:

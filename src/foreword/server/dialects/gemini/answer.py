@@ -57,8 +57,9 @@ class GeneratedContent:
     def _chunk(self, deltas: Sequence[Delta]) -> Json | None:
         """A chunk; None if there is nothing to show yet."""
         candidates = [self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        shown = [one for one in candidates if one.keys() - {"content", "index"} or one["content"]["parts"] != _EMPTY]
-        return self._frame(shown) if shown else None
+        silent = {"content", "index"}
+        changed = [each for each in candidates if each.keys() - silent or each["content"]["parts"] != _EMPTY]
+        return self._frame(changed) if changed else None
 
     def _frame(self, candidates: list[Json]) -> Json:
         return {
@@ -89,10 +90,10 @@ class GeneratedContent:
         """The new parts of a candidate. Without any it has an empty text, or clients' chats would call it invalid."""
         reply = self._chat_answer.read(delta)
         self._num_tokens += len(delta.token_ids)
-        made = [content_part(part, with_thoughts=self._with_thoughts) for part in reply.parts]
-        shown = [part for part in made if part is not None]
-        candidate: Json = {"content": {"parts": shown or _EMPTY, "role": "model"}, "index": delta.choice}
-        for part, of_part in zip(reply.parts, made, strict=True):
+        parts = [content_part(part, with_thoughts=self._with_thoughts) for part in reply.parts]
+        visible = [part for part in parts if part is not None]
+        candidate: Json = {"content": {"parts": visible or _EMPTY, "role": "model"}, "index": delta.choice}
+        for part, of_part in zip(reply.parts, parts, strict=True):
             if isinstance(part, Call) and of_part is None:
                 self._malformed[delta.choice] = f"Malformed function call: {part.name}({part.arguments})"
         if reply.finish_reason is not None:
@@ -137,7 +138,7 @@ _EMPTY = [{"text": ""}]
 
 
 def _details(num_tokens: int, num_of_pictures: int) -> list[Json]:
-    """How many tokens of a prompt are text, and how many are pictures'."""
+    """The prompt's tokens of text, and those of pictures."""
     of_pictures = [{"modality": "IMAGE", "tokenCount": num_of_pictures}] if num_of_pictures else []
     return [*tokens_of_text(num_tokens - num_of_pictures), *of_pictures]
 
@@ -148,7 +149,7 @@ def tokens_of_text(num_tokens: int) -> list[Json]:
 
 
 def content_part(part: Part, *, with_thoughts: bool) -> Json | None:
-    """A part of a reply as the client gets it; None for thoughts that it did not ask for, and for malformed calls."""
+    """A part of a reply for the client; None for thoughts that it did not ask for, and for malformed calls."""
     if isinstance(part, Reasoning):
         return {"text": part.text, "thought": True} if with_thoughts else None
     if not isinstance(part, Call):

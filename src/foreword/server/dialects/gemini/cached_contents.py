@@ -1,6 +1,6 @@
-"""/v1/cachedContents: beginnings of conversations that clients have the server keep, and their use.
+"""/v1/cachedContents: beginnings of conversations that the server keeps for clients, and their use.
 
-The KV may be lost before that; then the next use computes it again from the source.
+If the KV is lost earlier, the next use computes it again from the source.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ PREFIX = "cachedContents/"
 DEFAULT_TTL_US = 3600 * 10**6
 SOURCE_FIELDS = set(CachedSource.model_fields)
 _QUESTION = GenerateContentRequest.model_construct(contents=[Content(role="user", parts=[ContentPart(text=".")])])
-"""Stands for what conversations go on with."""
+"""Stands for the messages after the cached content."""
 _PAGE_TOKEN = re.compile(r"(\d{1,18})-([0-9a-f]{32})", re.ASCII)
 
 
 def read_duration(text: str) -> int | None:
-    """The microseconds of a duration such as "3.5s"; None if it is none, or negative."""
-    found = _DURATION.fullmatch(text)
-    return None if found is None else int(found[1]) * 10**6 + _microseconds(found[2])
+    """The microseconds of a duration such as "3.5s"; None for other texts and negative durations."""
+    match = _DURATION.fullmatch(text)
+    return None if match is None else int(match[1]) * 10**6 + _microseconds(match[2])
 
 
 def read_timestamp(text: str) -> int | None:
-    """The microseconds of a timestamp such as "2026-12-01T00:00:00.5Z", since 1970; None if it is none."""
-    found = _TIMESTAMP.fullmatch(text)
-    if found is None:
+    """The microseconds since 1970 of a timestamp such as "2026-12-01T00:00:00.5Z"; None for other texts."""
+    match = _TIMESTAMP.fullmatch(text)
+    if match is None:
         return None
     try:
-        second = datetime.fromisoformat(found[1].upper() + found[3].upper())
-        return (second - _EPOCH) // _MICROSECOND + _microseconds(found[2])
+        second = datetime.fromisoformat(match[1].upper() + match[3].upper())
+        return (second - _EPOCH) // _MICROSECOND + _microseconds(match[2])
     except (ValueError, OverflowError):
         return None
 
@@ -91,14 +91,14 @@ def _microseconds(fraction: str | None) -> int:
 async def create_cached_content(
     call: Annotated[Call[CreateCachedContentRequest], Depends(call_of(CreateCachedContentRequest))],
 ) -> Response:
-    """Keep the beginning of conversations; computes it before it answers."""
+    """Compute the beginning of conversations, and keep it."""
     body, service = call.body, call.service
     store, now_us = service.cached_contents, service.cached_contents.now_us
     model = body.model.removeprefix("models/")
     service.check_model(model, call.tenant)
     expires_us = _end(body, now_us) or now_us + DEFAULT_TTL_US
     source = await call.work(lambda: _source_text(body))
-    one = CachedContent(
+    content = CachedContent(
         new_content_id(),
         call.tenant.name,
         model,
@@ -110,40 +110,40 @@ async def create_cached_content(
         expires_us,
     )
     await store.tidy()
-    with store.room_for(one):
+    with store.room_for(content):
         try:
-            num_tokens = await _compute(call, one)
+            num_tokens = await _compute(call, content)
         except BaseException:
-            await _drop(service, one.id)
+            await _drop(service, content.id)
             raise
-        one = replace(one, num_tokens=num_tokens)
-        await store.add(one)
-    return json_response(_shown(one))
+        content = replace(content, num_tokens=num_tokens)
+        await store.add(content)
+    return json_response(_report(content))
 
 
 @served(router, "GET", "cachedContents")
 async def cached_contents(request: Request, tenant: Authorized) -> Response:
-    """The caller's cached contents, the oldest first, without what they hold."""
-    found = await service_of(request).cached_contents.of_tenant(tenant)
+    """The caller's cached contents, the oldest first, without their sources."""
+    contents = await service_of(request).cached_contents.of_tenant(tenant)
     after, size = _last_of_page_before(request.query_params), page_size(request.query_params)
-    rest = [one for one in found if (one.created_us, one.id) > after]
-    page: dict[str, Any] = {"cachedContents": [_shown(one) for one in rest[:size]]} if rest else {}
-    if len(rest) > size:
-        page["nextPageToken"] = f"{rest[size - 1].created_us}-{rest[size - 1].id}"
+    remaining = [content for content in contents if (content.created_us, content.id) > after]
+    page: dict[str, Any] = {"cachedContents": [_report(content) for content in remaining[:size]]} if remaining else {}
+    if len(remaining) > size:
+        page["nextPageToken"] = f"{remaining[size - 1].created_us}-{remaining[size - 1].id}"
     return json_response(page)
 
 
 @served(router, "GET", "cachedContents/{content_id}")
 async def one_cached_content(content_id: str, request: Request, tenant: Authorized) -> Response:
-    """One of them."""
-    return json_response(_shown(await _find(service_of(request), tenant, content_id)))
+    """A cached content, without its source."""
+    return json_response(_report(await _find(service_of(request), tenant, content_id)))
 
 
 @served(router, "PATCH", "cachedContents/{content_id}", UpdateCachedContentRequest)
 async def update_cached_content(
     content_id: str, call: Annotated[Call[UpdateCachedContentRequest], Depends(call_of(UpdateCachedContentRequest))]
 ) -> Response:
-    """Move the end of one of them, nearer or farther."""
+    """Move the end of a cached content."""
     body, service = call.body, call.service
     store = service.cached_contents
     _check_changes(body, call.request.query_params)
@@ -151,27 +151,27 @@ async def update_cached_content(
     expires_us = _end(body, now_us)
     if expires_us is None:
         raise bad_request("only ttl and expireTime can change; give one of them", param="ttl")
-    found = await _find(service, call.tenant, content_id)
+    content = await _find(service, call.tenant, content_id)
 
     async def change() -> CachedContent:
-        changed = await store.set_end(found, expires_us, now_us)
+        changed = await store.set_end(content, expires_us, now_us)
         if changed is None:
             raise _gone()
         await _end_entry(service, changed)
         return changed
 
     # Shielded: a client that leaves must not part the end of the content from that of its KV.
-    return json_response(_shown(await asyncio.shield(asyncio.ensure_future(change()))))
+    return json_response(_report(await asyncio.shield(asyncio.ensure_future(change()))))
 
 
 @served(router, "DELETE", "cachedContents/{content_id}")
 async def delete_cached_content(content_id: str, request: Request, tenant: Authorized) -> Response:
-    """End one of them now; its KV is cached on as any other."""
+    """End a cached content now; its KV stays in the cache like any other."""
     service = service_of(request)
-    found = await _find(service, tenant, content_id)
+    content = await _find(service, tenant, content_id)
 
     async def end() -> None:
-        await service.cached_contents.delete(found)
+        await service.cached_contents.delete(content)
         await _drop(service, content_id)
 
     await asyncio.shield(asyncio.ensure_future(end()))
@@ -194,26 +194,27 @@ async def use_of(call: Call[GenerateContentRequest], model: str) -> Use | None:
     body, service = call.body, call.service
     if body.cached_content is None:
         return None
-    if any(one is not None for one in (body.system_instruction, body.tools, body.tool_config)):
+    if any(field is not None for field in (body.system_instruction, body.tools, body.tool_config)):
         raise bad_request(
             "CachedContent can not be used with GenerateContent request setting system_instruction, tools or "
             "tool_config.\n\nProposed fix: move those values to CachedContent from GenerateContent request."
         )
-    one = await _find(service, call.tenant, body.cached_content.removeprefix(PREFIX))
-    of_adapter = {name for name in (one.model, model) if name in service.adapters}
-    if one.model not in service.models_of(call.tenant) or (of_adapter and one.model != model):
+    content = await _find(service, call.tenant, body.cached_content.removeprefix(PREFIX))
+    of_adapter = {name for name in (content.model, model) if name in service.adapters}
+    if content.model not in service.models_of(call.tenant) or (of_adapter and content.model != model):
         raise bad_request(
-            f"the request is for the model {model!r}, and the cached content is of {one.model!r}; use the same model",
+            f"the request is for {model!r}, and the cached content is of {content.model!r}; use the same model",
             param="cachedContent",
         )
-    if body.cache_salt not in (None, one.cache_salt):
+    if body.cache_salt not in (None, content.cache_salt):
         raise bad_request("cache_salt differs from that of the cached content; leave it out", param="cache_salt")
-    source = await off_loop(len(one.source), lambda: CachedSource.model_validate(parse_json(one.source.decode())))
-    return Use(one, CachedBeginning(source, _keep(service, one)))
+    text = content.source
+    source = await off_loop(len(text), lambda: CachedSource.model_validate(parse_json(text.decode())))
+    return Use(content, CachedBeginning(source, _keep(service, content)))
 
 
 async def settle(service: Service, tenant: Tenant, use: Use) -> None:
-    """Bring the entry that a queued request will make into line with changes made since the request was read."""
+    """Apply changes of a cached content since the request was read to the entry that the queued request will make."""
     now = service.cached_contents.now(tenant, use.content.id)
     if now is None:
         await _drop(service, use.content.id)
@@ -222,10 +223,10 @@ async def settle(service: Service, tenant: Tenant, use: Use) -> None:
 
 
 async def _find(service: Service, tenant: Tenant, content_id: str) -> CachedContent:
-    found = await service.cached_contents.find(tenant, content_id)
-    if found is None:
+    content = await service.cached_contents.find(tenant, content_id)
+    if content is None:
         raise _gone()
-    return found
+    return content
 
 
 def _gone() -> APIError:
@@ -235,14 +236,14 @@ def _gone() -> APIError:
 # --------------------------------------------------------------------- entries
 
 
-def _keep(service: Service, one: CachedContent) -> Keep:
-    """The entry of a cached content: it ends at the same moment, and use does not change that."""
-    left_s = max(1e-6, (one.expires_us - service.cached_contents.now_us) / 1e6)
-    return Keep(left_s, RESOURCE, PREFIX + one.id, service.llm.engine.clock() + left_s, is_refreshed=False)
+def _keep(service: Service, content: CachedContent) -> Keep:
+    """The entry of a cached content: it ends at the same moment, and its use does not change that."""
+    left_s = max(1e-6, (content.expires_us - service.cached_contents.now_us) / 1e6)
+    return Keep(left_s, RESOURCE, PREFIX + content.id, service.llm.engine.clock() + left_s, is_refreshed=False)
 
 
-async def _end_entry(service: Service, one: CachedContent) -> None:
-    await service.thread.change(END_ENTRY, PREFIX + one.id, _keep(service, one).ttl_s)
+async def _end_entry(service: Service, content: CachedContent) -> None:
+    await service.thread.change(END_ENTRY, PREFIX + content.id, _keep(service, content).ttl_s)
 
 
 async def _drop(service: Service, content_id: str) -> None:
@@ -250,23 +251,23 @@ async def _drop(service: Service, content_id: str) -> None:
         await service.thread.change(END_ENTRY, PREFIX + content_id, None)
 
 
-async def _compute(call: Call[CreateCachedContentRequest], one: CachedContent) -> int:
-    """Compute a cached content and keep its KV: the number of its tokens."""
+async def _compute(call: Call[CreateCachedContentRequest], content: CachedContent) -> int:
+    """Compute a cached content and keep its KV; returns the number of its tokens."""
     service = call.service
-    beginning, template = CachedBeginning(call.body, _keep(service, one)), template_of(service)
+    beginning, template = CachedBeginning(call.body, _keep(service, content)), template_of(service)
     chat = await call.work(lambda: read_chat(_QUESTION, template, call.num_bytes, beginning))
     prompt = await read_prompt(service, chat)
     end, least = max((mark.end for mark in prompt.marks), default=0), service.llm.layout.block_size
     if end < least:
         raise bad_request(f"Cached content is too small. total_token_count={end}, min_total_token_count={least}")
-    # The prompt ends where conversations will go on; the token after it is thrown away. An aLoRA adapter begins where
-    # it does in them, which may be after that.
-    prompt = replace(prompt, adapter=await service.adapter(one.model, call.tenant)).begun()
+    # The prompt ends where conversations will go on; the token that it samples is thrown away. An aLoRA adapter begins
+    # at the same place as in conversations, which may be after that end.
+    prompt = replace(prompt, adapter=await service.adapter(content.model, call.tenant)).begun()
     ends = tuple(position for position in prompt.message_ends if position <= end)
     prompt = replace(prompt, token_ids=prompt.token_ids[:end], message_ends=ends)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     answer = await service.start(
-        call.caller("cached_contents", one.model), new_id("cache-"), [prompt], params, stream=False
+        call.caller("cached_contents", content.model), new_id("cache-"), [prompt], params, stream=False
     )
     await finished(answer)
     return end
@@ -278,15 +279,15 @@ async def _compute(call: Call[CreateCachedContentRequest], one: CachedContent) -
 def _source_text(body: CreateCachedContentRequest) -> bytes:
     if not any(getattr(body, name) for name in ("contents", "system_instruction", "tools")):
         raise bad_request("give contents, systemInstruction or tools: there is nothing to cache", param="contents")
-    given = body.model_dump(by_alias=True, exclude_unset=True, include=SOURCE_FIELDS)
+    source = body.model_dump(by_alias=True, exclude_unset=True, include=SOURCE_FIELDS)
     try:
-        return json.dumps(given, ensure_ascii=False).encode()
+        return json.dumps(source, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise bad_request("the cached content is not valid Unicode: it holds half of a surrogate") from error
 
 
 def _end(body: CreateCachedContentRequest | UpdateCachedContentRequest, now_us: int) -> int | None:
-    """When a cached content is to end; None if the body does not say. Raises APIError 400."""
+    """The end that a body gives a cached content; None without one. Raises APIError 400."""
     if body.ttl is not None and body.expire_time is not None:
         raise bad_request("ttl and expireTime cannot be combined; give one of them", param="expireTime")
     if body.ttl is not None:
@@ -331,23 +332,23 @@ def _check_changes(body: UpdateCachedContentRequest, query: Mapping[str, str]) -
 
 
 def _last_of_page_before(query: Mapping[str, str]) -> tuple[int, str]:
-    """Where the page before ended."""
+    """The last item of the page before."""
     token = query.get("pageToken", "")
     if not token:
         return (-1, "")
-    found = _PAGE_TOKEN.fullmatch(token)
-    if found is None:
+    match = _PAGE_TOKEN.fullmatch(token)
+    if match is None:
         raise bad_request(f"pageToken={token!r:.60} is not valid; send the nextPageToken of a list", param="pageToken")
-    return int(found[1]), found[2]
+    return int(match[1]), match[2]
 
 
-def _shown(one: CachedContent) -> dict[str, Any]:
+def _report(content: CachedContent) -> dict[str, Any]:
     return {
-        "name": PREFIX + one.id,
-        "model": f"models/{one.model}",
-        "displayName": one.display_name,
-        "createTime": timestamp(one.created_us),
-        "updateTime": timestamp(one.updated_us),
-        "expireTime": timestamp(one.expires_us),
-        "usageMetadata": {"totalTokenCount": one.num_tokens},
+        "name": PREFIX + content.id,
+        "model": f"models/{content.model}",
+        "displayName": content.display_name,
+        "createTime": timestamp(content.created_us),
+        "updateTime": timestamp(content.updated_us),
+        "expireTime": timestamp(content.expires_us),
+        "usageMetadata": {"totalTokenCount": content.num_tokens},
     }

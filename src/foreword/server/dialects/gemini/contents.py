@@ -1,7 +1,7 @@
 """Reads Google's contents, tools and thinking into a chat, and `generationConfig` into sampling.
 
-Knows Google's fields and the form that chat templates take. A result names its call by id or by name, or by nothing but
-its place; calls get ids by their place in the conversation, so that the next turn renders them alike.
+A result names its call by id, by name, or by its place alone. Calls get ids by their place in the conversation, so that
+the next turn renders them alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foreword.pictures import PictureFile
 from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import APIError, UnknownFieldError, bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
-from foreword.server.chats.tools import ToolChoice, earlier_call, function_tool, take_call
+from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.gemini.fields import (
     CachedSource,
     Content,
@@ -33,50 +33,50 @@ from foreword.server.dialects.gemini.fields import (
     ThinkingConfig,
 )
 from foreword.server.service import ChatMark, Service
-from foreword.text.conversation import MARK, PICTURES, Place, joined_parts
+from foreword.text.conversation import MARK, PICTURES, Place, earlier_call, function_tool, joined_parts, take_call
 
 _TYPES = frozenset("string number integer boolean array object null".split())
 _NUMBERS = frozenset("minItems maxItems minLength maxLength minProperties maxProperties".split())
-"""Google writes these 64-bit numbers as strings in places."""
+"""64-bit numbers, which Google sometimes writes as strings."""
 _SAME = frozenset("description title default pattern minimum maximum enum required".split()) | _NUMBERS
 _INNER = {"items": False, "anyOf": True, "prefixItems": True}
 """Fields with schemas, and whether they hold a list of them."""
-_NOT_ASKED = frozenset("format example propertyOrdering nullable".split())
+_IGNORED = frozenset("format example propertyOrdering nullable".split())
 """Fields without a counterpart, and those that change another field."""
 JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
 MOST_CALLS = 1024
-"""Most calls of one turn that may wait for their results."""
+"""Limit of one turn's calls that wait for their results."""
 
 
 def json_schema(schema: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a schema. Raises APIError 400, with the place, for fields that Google's schemas lack."""
+    """The JSON schema of one of Google's. Raises APIError 400, with the place, for unknown fields."""
     if not isinstance(schema, Mapping):
         raise bad_request(f"Invalid value for {where}: a schema must be an object", param=where)
-    given = {_spelled(name): value for name, value in schema.items() if value is not None}
-    made: dict[str, Any] = {}
-    for name, value in given.items():
+    fields = {_spelled(name): value for name, value in schema.items() if value is not None}
+    converted: dict[str, Any] = {}
+    for name, value in fields.items():
         place = f"{where}.{name}"
         match name:
             case "type":
-                made |= _type(value, place)
+                converted |= _type(value, place)
             case "properties":
-                made[name] = _properties(value, given.get("propertyOrdering"), place)
+                converted[name] = _properties(value, fields.get("propertyOrdering"), place)
             case "$defs":
-                made[name] = _properties(value, None, place)
+                converted[name] = _properties(value, None, place)
             case "$ref":
-                made[name] = value
+                converted[name] = value
             case "additionalProperties":
-                made[name] = value if isinstance(value, bool) else json_schema(value, place)
+                converted[name] = value if isinstance(value, bool) else json_schema(value, place)
             case _ if name in _INNER:
-                made[name] = _schemas(value, place) if _INNER[name] else json_schema(value, place)
+                converted[name] = _schemas(value, place) if _INNER[name] else json_schema(value, place)
             case _ if name in _SAME:
-                made[name] = int(value) if name in _NUMBERS and _is_count(value) else value
-            case _ if name not in _NOT_ASKED:
+                converted[name] = int(value) if name in _NUMBERS and _is_count(value) else value
+            case _ if name not in _IGNORED:
                 message = f"Unrecognized request argument supplied: {place}"
                 raise UnknownFieldError(message, param=place, where=(place,), problem="unknown")
-    if "properties" in made:
-        made.setdefault("additionalProperties", False)
-    return _or_null(made) if given.get("nullable") is True else made
+    if "properties" in converted:
+        converted.setdefault("additionalProperties", False)
+    return _or_null(converted) if fields.get("nullable") is True else converted
 
 
 def _spelled(name: str) -> str:
@@ -92,13 +92,13 @@ def _type(value: Any, where: str) -> dict[str, str]:
     if kind == "type_unspecified":
         return {}
     if kind not in _TYPES:
-        known = ", ".join(sorted(kind.upper() for kind in _TYPES))
-        raise bad_request(f"Invalid value for {where}: {value!r:.60} is not a type; use one of {known}", param=where)
+        kinds = ", ".join(sorted(kind.upper() for kind in _TYPES))
+        raise bad_request(f"Invalid value for {where}: {value!r:.60} is not a type; use one of {kinds}", param=where)
     return {"type": kind}
 
 
 def _properties(value: Any, order: Any, where: str) -> dict[str, Any]:
-    """The properties in the wanted order, in which answers will have them; those that it leaves out come last."""
+    """The properties in the order that answers shall have; those that `order` leaves out come last."""
     if not isinstance(value, Mapping):
         raise bad_request(f"Invalid value for {where}: it must be an object", param=where)
     first = [name for name in order if isinstance(name, str) and name in value] if isinstance(order, list) else []
@@ -108,17 +108,17 @@ def _properties(value: Any, order: Any, where: str) -> dict[str, Any]:
 def _schemas(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise bad_request(f"Invalid value for {where}: it must be a list", param=where)
-    return [json_schema(one, f"{where}[{number}]") for number, one in enumerate(value)]
+    return [json_schema(item, f"{where}[{number}]") for number, item in enumerate(value)]
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     outside = ("title", "description", "default", "$defs")
-    kept: dict[str, Any] = {name: schema.pop(name) for name in outside if name in schema}
-    return {**kept, "anyOf": [schema, {"type": "null"}]}
+    outer: dict[str, Any] = {name: schema.pop(name) for name in outside if name in schema}
+    return {**outer, "anyOf": [schema, {"type": "null"}]}
 
 
 def sampling_of(config: GenerationConfig) -> dict[str, Any]:
-    """The sampling parameters that a request gives. Raises APIError 400."""
+    """The sampling parameters of a request. Raises APIError 400."""
     if config.logprobs is not None and not config.response_logprobs:
         raise _wrong("logprobs", "is only allowed with responseLogprobs: true")
     same = "temperature top_p top_k seed presence_penalty frequency_penalty".split()
@@ -173,7 +173,7 @@ def read_chat(
 ) -> Chat:
     """The chat that a request asks for; it keeps the prompt up to the end of `cached`.
 
-    Raises APIError 400 for what makes no sense, or no prompt.
+    Raises APIError 400 for a request that makes no sense, or no prompt.
     """
     thinking = body.generation_config.thinking_config if body.generation_config is not None else None
     first = body if cached is None else cached.source
@@ -183,9 +183,9 @@ def read_chat(
         texts = _texts(first.system_instruction.parts, "systemInstruction")
         conversation.messages.append({"role": "system", "content": joined_parts(texts, "system")})
     if cached is not None:
-        conversation.tell(cached.source.contents or (), "cachedContent.contents")
+        conversation.add(cached.source.contents or (), "cachedContent.contents")
         before = conversation.size()
-    conversation.tell(body.contents, "contents")
+    conversation.add(body.contents, "contents")
     if cached is not None:
         marks.append(ChatMark(conversation.place_of(before), cached.keep))
     return Chat(
@@ -205,20 +205,20 @@ def read_chat(
 class _Size(NamedTuple):
     num_messages: int
     num_characters: int
-    """Of the last message's content."""
+    """The last message's."""
     num_calls: int
-    """Of the last message."""
+    """The last message's."""
 
 
 @dataclass(slots=True)
 class _Conversation:
-    """Messages so far, and the calls that wait for their results."""
+    """The messages so far, and the calls that wait for their results."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[dict[str, Any]] = field(default_factory=list)
     num_calls: int = 0
 
-    def tell(self, contents: Sequence[Content], name: str) -> None:
+    def add(self, contents: Sequence[Content], name: str) -> None:
         """Add contents. Raises APIError 400."""
         for number, content in enumerate(contents):
             where = f"{name}[{number}]"
@@ -226,9 +226,9 @@ class _Conversation:
                 raise bad_request(f"{where}.parts must not be empty", param=f"{where}.parts")
             match content.role:
                 case "model":
-                    self.answer(content.parts, where)
+                    self._add_answer(content.parts, where)
                 case None | "" | "user" | "function":
-                    self.ask(content.parts, where)
+                    self._add_question(content.parts, where)
                 case _:
                     message = f"{where}.role is not valid; use a valid role: user, model"
                     raise bad_request(message, param=f"{where}.role")
@@ -239,7 +239,7 @@ class _Conversation:
         return _Size(len(self.messages), len(last["content"]), len(last.get("tool_calls", ())))
 
     def place_of(self, size: _Size) -> Place:
-        """Where it ended when it had this size."""
+        """The conversation's end when it had this size."""
         if not size.num_messages:
             return Place(0, 0)
         at = size.num_messages - 1
@@ -247,8 +247,8 @@ class _Conversation:
         is_whole = (len(last["content"]), len(last.get("tool_calls", ()))) == (size.num_characters, size.num_calls)
         return Place(at, None if is_whole else size.num_characters)
 
-    def answer(self, parts: Sequence[ContentPart], where: str) -> None:
-        """Add what the model said. Contents in a row are one answer: streams come back in their pieces."""
+    def _add_answer(self, parts: Sequence[ContentPart], where: str) -> None:
+        """Add the model's parts. Successive contents are one answer: clients send streams back in pieces."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
             self.waiting = []
@@ -256,7 +256,7 @@ class _Conversation:
         if any(part.inline_data is not None for part in parts):
             raise bad_request(f"{where} is the model's; it has no pictures", param=where)
         for number, part in enumerate(parts):
-            match _given(part, f"{where}.parts[{number}]"):
+            match _value_of(part, f"{where}.parts[{number}]"):
                 case str() as text:
                     name = "reasoning_content" if part.thought else "content"
                     message[name] = message.get(name, "") + text
@@ -266,22 +266,22 @@ class _Conversation:
                     raise bad_request(f"{where} is the model's; it has calls, not their results", param=where)
 
     def _call(self, call: GoogleFunctionCall) -> dict[str, Any]:
-        made = earlier_call(call.id or f"call{self.num_calls:05d}", call.name, call.args or {})
+        earlier = earlier_call(call.id or f"call{self.num_calls:05d}", call.name, call.args or {})
         self.num_calls += 1
         if len(self.waiting) == MOST_CALLS:
             raise bad_request(f"a turn has more than {MOST_CALLS} calls; send fewer", param="contents")
-        self.waiting.append(made)
-        return made
+        self.waiting.append(earlier)
+        return earlier
 
-    def ask(self, parts: Sequence[ContentPart], where: str) -> None:
-        """Add what the user said, and the results of calls."""
+    def _add_question(self, parts: Sequence[ContentPart], where: str) -> None:
+        """Add the user's texts and pictures, and the results of calls."""
         texts: list[str] = []
         files: list[PictureFile] = []
         for number, part in enumerate(parts):
             place = f"{where}.parts[{number}]"
             if part.inline_data is not None:
                 files.append(part.inline_data.file(place))
-            match _given(part, place):
+            match _value_of(part, place):
                 case str() as more:
                     texts.append(more)
                 case GoogleFunctionResponse() as result:
@@ -300,33 +300,33 @@ class _Conversation:
 
     def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
         """The result of the call with its id; else of the first one with its name; else of the first one."""
-        found = take_call(self.waiting, result.id, result.name, any_name=True)
-        if found is None:
+        call = take_call(self.waiting, result.id, result.name, any_name=True)
+        if call is None:
             message = (
                 f"{where} is the result of {result.name!r}, but no call before it waits for one; send the call too"
             )
             raise bad_request(message, param=where)
         content = json.dumps(result.response or {}, ensure_ascii=False)
-        return {"role": "tool", "tool_call_id": found["id"], "name": result.name, "content": content}
+        return {"role": "tool", "tool_call_id": call["id"], "name": result.name, "content": content}
 
 
-def _given(part: ContentPart, where: str) -> str | GoogleFunctionCall | GoogleFunctionResponse | None:
-    """What a part holds; None if it is only a signature, which means nothing here."""
+def _value_of(part: ContentPart, where: str) -> str | GoogleFunctionCall | GoogleFunctionResponse | None:
+    """The value of a part; None if it is only a signature, which means nothing here."""
     picture = None if part.inline_data is None else MARK
-    held = [one for one in (part.text, picture, part.function_call, part.function_response) if one is not None]
-    if len(held) > 1 or (not held and part.thought_signature is None):
+    values = [value for value in (part.text, picture, part.function_call, part.function_response) if value is not None]
+    if len(values) > 1 or (not values and part.thought_signature is None):
         raise bad_request(
             f"{where} must have exactly one of text, inlineData, functionCall and functionResponse, and has "
-            f"{len(held)}",
+            f"{len(values)}",
             param=where,
         )
-    return held[0] if held else None
+    return values[0] if values else None
 
 
 def _texts(parts: Sequence[ContentPart], where: str) -> list[str]:
-    held = [_given(part, f"{where}.parts[{number}]") for number, part in enumerate(parts)]
-    texts = [one for one in held if isinstance(one, str) and one != MARK]
-    if len(texts) < len(held):
+    values = [_value_of(part, f"{where}.parts[{number}]") for number, part in enumerate(parts)]
+    texts = [value for value in values if isinstance(value, str) and value != MARK]
+    if len(texts) < len(values):
         raise bad_request(f"{where} takes texts only", param=where)
     return texts
 
@@ -352,7 +352,7 @@ def _tool(declaration: FunctionDeclaration, where: str) -> dict[str, Any]:
     return function_tool(declaration.name, declaration.description, plain or {"type": "object", "properties": {}})
 
 
-def _tool_choice(tool_config: GoogleToolConfig | None, known: Sequence[str]) -> ToolChoice:
+def _tool_choice(tool_config: GoogleToolConfig | None, function_names: Sequence[str]) -> ToolChoice:
     config = tool_config.function_calling_config if tool_config is not None else None
     where = "toolConfig.functionCallingConfig"
     if config is None:
@@ -361,11 +361,11 @@ def _tool_choice(tool_config: GoogleToolConfig | None, known: Sequence[str]) -> 
     if names and config.mode != "ANY":
         param = f"{where}.allowedFunctionNames"
         raise bad_request("allowedFunctionNames is only allowed with the mode ANY", param=param)
-    missing = next((name for name in names or () if name not in known), None)
+    missing = next((name for name in names or () if name not in function_names), None)
     if missing is not None:
         message = f"allowedFunctionNames has {missing!r}, which is not among the functionDeclarations"
         raise bad_request(message, param=f"{where}.allowedFunctionNames")
-    if config.mode == "ANY" and not known:
+    if config.mode == "ANY" and not function_names:
         raise bad_request("the mode ANY is only allowed with functionDeclarations", param=f"{where}.mode")
     if config.mode == "ANY":
         return ToolChoice("required", tuple(names) if names else None)

@@ -1,7 +1,6 @@
 """Google's dialect: /v1/models/NAME:generateContent, :streamGenerateContent and :countTokens; errors, keys and models.
 
-Knows Google's paths, the same under /v1beta and /v1alpha, and what its fields mean for a chat; answer.py writes the
-answers.
+The paths are the same under /v1beta and /v1alpha.
 """
 
 from __future__ import annotations
@@ -68,13 +67,13 @@ async def stream_generate_content(
 async def count_tokens(
     model: str, call: Annotated[Call[CountTokensRequest], Depends(call_of(CountTokensRequest))]
 ) -> Response:
-    """The number of tokens of contents' prompt, or of a whole request's."""
-    body, asked = call.body, call.body.generate_content_request
-    if (body.contents is None) == (asked is None):
+    """The number of tokens in the prompt of some contents, or of a whole request."""
+    body, request = call.body, call.body.generate_content_request
+    if (body.contents is None) == (request is None):
         raise bad_request("give either contents or generateContentRequest")
-    if asked is None:
-        asked = GenerateContentRequest.model_construct(contents=body.contents)
-    chat, use = await _read(model, Call(asked, call.request, call.service, call.tenant, call.num_bytes))
+    if request is None:
+        request = GenerateContentRequest.model_construct(contents=body.contents)
+    chat, use = await _read(model, Call(request, call.request, call.service, call.tenant, call.num_bytes))
     num_tokens = await num_prompt_tokens(call.service, replace(chat, marks=()))
     counted = {"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)}
     return json_response(counted | ({"cachedContentTokenCount": use.content.num_tokens} if use is not None else {}))
@@ -116,7 +115,7 @@ async def _start(model: str, call: Call[GenerateContentRequest], *, stream: bool
 
 
 _STATUSES = {405: 404, 408: 504}
-"""Statuses that Google does not use here, and those that it uses in their place."""
+"""Google's statuses in place of those that it does not use here."""
 _NAMES = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -129,7 +128,7 @@ _NAMES = {
 
 
 class Gemini(Dialect):
-    """The API of google-genai's clients. Their streams end with their last chunk, and bear nothing but chunks."""
+    """The API of google-genai's clients. Streams consist of chunks alone, and end with the last one."""
 
     name = "gemini"
     routers = (router, cached_contents.router)

@@ -1,7 +1,7 @@
-"""The dialect: the paths of Google's Gemini API and its requests, as pydantic models.
+"""The paths of Google's Gemini API, and its requests as pydantic models.
 
 Each field has two spellings, camelCase and snake_case, as in all JSON that Google's services read: its own client mixes
-them. Fields for features that this engine lacks are known and refused by name (`Unsupported`).
+them.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def page_size(query: Mapping[str, str]) -> int:
 
 
 def number_in(query: Mapping[str, str], name: str) -> int:
-    """A number in a query; 0 if it is not there. Raises APIError 400."""
-    given = query.get(name, "") or "0"
-    if not given.isdecimal() or len(given) > 9:
-        raise bad_request(f"{name}={given!r:.60} is not valid; send a number, or leave it out", param=name)
-    return int(given)
+    """A number in a query; 0 without one. Raises APIError 400."""
+    text = query.get(name, "") or "0"
+    if not text.isdecimal() or len(text) > 9:
+        raise bad_request(f"{name}={text!r:.60} is not valid; send a number, or leave it out", param=name)
+    return int(text)
 
 
 def _listed(value: Any) -> Any:
@@ -75,7 +75,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_.:-]{0,127}$"
 
 
 class GoogleBody(Body):
-    """A body, or a part of one, whose fields have two spellings."""
+    """A body, or a part of one. Its fields have two spellings."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
 
@@ -264,7 +264,7 @@ class GenerateContentRequest(GoogleBody):
 
 
 class CachedSource(GoogleBody):
-    """What a cached content begins conversations with."""
+    """The beginning of conversations that a cached content holds."""
 
     contents: Contents | None = None
     system_instruction: Content | None = None

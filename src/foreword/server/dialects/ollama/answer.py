@@ -1,4 +1,4 @@
-"""Ollama's answers, whole or as lines of JSON: the last line says what the answer took."""
+"""Ollama's answers, whole or as lines of JSON; the last line has counts and durations."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a call says about the form of its answer."""
+    """The form of an answer that a call asks for."""
 
     model: str
     is_chat: bool
     num_top: int | None = None
     """Number of likeliest tokens to report at each position; None: no log probabilities."""
     num_ctx: int | None = None
-    """The length of the context, to be said because the client asked for another one; None: it did not."""
+    """The length of the context, if the client asked for another one; None: it did not."""
     with_context: bool = False
-    """Whether the answer ends with the tokens that a later call can continue."""
+    """Whether the answer ends with its tokens, so that a later call can continue it."""
 
 
 class OllamaAnswer:
@@ -104,8 +104,8 @@ class OllamaAnswer:
         if not isinstance(part, Call) or (arguments := arguments_of(part)) is None:
             return None
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        named = {} if part.id is None else {"id": part.id}
-        return {**named, "function": {"index": index, "name": part.name, "arguments": arguments}}
+        call_id = {} if part.id is None else {"id": part.id}
+        return {**call_id, "function": {"index": index, "name": part.name, "arguments": arguments}}
 
     def _end(self, delta: Delta) -> Json:
         [output] = self.answer.outputs
@@ -118,10 +118,10 @@ class OllamaAnswer:
             "eval_count": len(output.outputs[0].token_ids),
         }
         if self._wish.with_context:
-            told, ends = list(output.outputs[0].token_ids), self._service.llm.engine.limits.eos_token_ids
-            if told and told[-1] in ends:  # the next turn writes it
-                told.pop()
-            end["context"] = [*output.prompt_token_ids, *told]
+            token_ids, ends = list(output.outputs[0].token_ids), self._service.llm.engine.limits.eos_token_ids
+            if token_ids and token_ids[-1] in ends:  # the next turn writes it
+                token_ids.pop()
+            end["context"] = [*output.prompt_token_ids, *token_ids]
         if self._wish.num_ctx is not None:
             end["num_ctx"] = self._wish.num_ctx
         return end
@@ -142,7 +142,7 @@ def _durations(record: RequestRecord) -> Json:
 
 
 def _text(part: Part) -> str:
-    """The text of a part; a call that cannot be made is shown as it is."""
+    """The text of a part; a malformed call appears as text."""
     if not isinstance(part, Call):
         return part.text
     return "" if arguments_of(part) is not None else f"{part.name}({part.arguments})"

@@ -1,7 +1,7 @@
 """Ollama's dialect: /api/chat, /api/generate, and what is served: /api/tags, /api/ps, /api/show, /api/version.
 
-Knows Ollama's paths, by which a call is in it; answer.py writes the answers. A server has the model that it was started
-with: calls that would change which models there are get 501.
+The path marks a call as Ollama's. A server has the model that it was started with: calls that would change which models
+there are get 501.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Json = dict[str, Any]
 
 
 def served_name(names: Sequence[str], name: str) -> str:
-    """The name of the server's that a client means. Raises APIError 404."""
-    for meant in (name, name.removesuffix(LATEST)):
-        if meant in names:
-            return meant
+    """The server's name for the model that a client names. Raises APIError 404."""
+    for known_name in (name, name.removesuffix(LATEST)):
+        if known_name in names:
+            return known_name
     raise unknown_model(name.removesuffix(LATEST))
 
 
@@ -127,7 +127,7 @@ def _modified(service: Service) -> str:
 
 
 def _num_bytes(model: Path) -> int:
-    """Bytes of the files of weights; 0 if they are elsewhere."""
+    """Bytes of the files of weights; 0 if they are not in this folder."""
     files = model.iterdir() if model.is_dir() else [model]
     return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS and file.is_file())
 
@@ -177,17 +177,17 @@ async def embed(call: Annotated[Call[EmbedRequest], Depends(call_of(EmbedRequest
     """Vectors of texts."""
     body, started = call.body, time.monotonic()
     caller = call.caller("ollama.embed", _model(call, body.model))
-    found = await embeddings.embed(
+    embedded = await embeddings.embed(
         call.service, caller, new_id("ollama-"), body.input or [], body.dimensions, truncates=body.truncate is not False
     )
     took = {"total_duration": round(1e9 * (time.monotonic() - started)), "load_duration": 0}
-    counts = {"prompt_eval_count": found.num_tokens, "prompt_cached_count": found.num_cached_tokens}
+    counts = {"prompt_eval_count": embedded.num_tokens, "prompt_cached_count": embedded.num_cached_tokens}
 
     def write() -> Response:
-        vectors = [one.tolist() for one in found.vectors]
+        vectors = [vector.tolist() for vector in embedded.vectors]
         return json_response({"model": body.model, "embeddings": vectors} | took | counts)
 
-    return await off_loop(found.num_json_bytes, write)
+    return await off_loop(embedded.num_json_bytes, write)
 
 
 @router.post("/api/embeddings", openapi_extra=takes(OldEmbedRequest))
@@ -195,18 +195,18 @@ async def old_embed(call: Annotated[Call[OldEmbedRequest], Depends(call_of(OldEm
     """The vector of one text."""
     body = call.body
     caller = call.caller("ollama.embed", _model(call, body.model))
-    found = await embeddings.embed(call.service, caller, new_id("ollama-"), body.prompt or [], None, truncates=True)
-    vectors = found.vectors or [np.empty(0, np.float32)]
-    return await off_loop(found.num_json_bytes, lambda: json_response({"embedding": vectors[0].tolist()}))
+    embedded = await embeddings.embed(call.service, caller, new_id("ollama-"), body.prompt or [], None, truncates=True)
+    vectors = embedded.vectors or [np.empty(0, np.float32)]
+    return await off_loop(embedded.num_json_bytes, lambda: json_response({"embedding": vectors[0].tolist()}))
 
 
 @router.post("/api/show", openapi_extra=takes(ModelRequest))
 async def show(call: Annotated[Call[ModelRequest], Depends(call_of(ModelRequest))]) -> Response:
-    """What the model is and can do."""
-    wanted = call.body.model or call.body.name
-    if wanted is None:
+    """The model's properties and abilities."""
+    name = call.body.model or call.body.name
+    if name is None:
         raise bad_request("model is required", param="model")
-    return json_response(shown(call.service, _model(call, wanted)))
+    return json_response(shown(call.service, _model(call, name)))
 
 
 @router.get("/api/tags")
@@ -223,7 +223,7 @@ async def ps(request: Request, tenant: Authorized) -> Response:
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def alive() -> Response:
-    """What Ollama's clients ask first: whether anybody is there."""
+    """The answer to the first call of Ollama's clients: whether a server is there."""
     return PlainTextResponse("foreword is running")
 
 
@@ -240,7 +240,7 @@ async def version() -> Response:
 @router.delete("/api/delete", include_in_schema=False)
 @router.post("/api/blobs/{digest}", include_in_schema=False)
 async def change_models(request: Request, tenant: Authorized) -> Response:
-    """501: this server keeps no store of models. The document of the API does not offer what is always refused."""
+    """501: this server keeps no store of models. /openapi.json does not list calls that are always refused."""
     raise APIError(
         501,
         f"{request.url.path}: this server has no store of models to change; it serves the one that it was started "
@@ -250,28 +250,28 @@ async def change_models(request: Request, tenant: Authorized) -> Response:
 
 
 def _model(call: Call[Body], name: str) -> str:
-    """The name of a model as the server has it. Raises APIError 404 for another model."""
+    """The server's name for a model. Raises APIError 404 for another model."""
     return served_name(call.service.models_of(call.tenant), name)
 
 
 def _loaded(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
-    """The answer to a call that only loads the model, or lets it go: it is loaded, and stays."""
+    """The answer to a call that only loads or unloads the model, which always stays loaded."""
     reason = "unload" if body.keep_alive in (0, "0") else "load"
     return {"model": body.model, "created_at": now(), "done": True, "done_reason": reason}
 
 
 def _wish(service: Service, body: OllamaChatRequest | GenerateRequest) -> Wish:
-    asked = body.options.num_ctx if body.options is not None else None
+    num_ctx = body.options.num_ctx if body.options is not None else None
     return Wish(
         body.model,
         isinstance(body, OllamaChatRequest),
         (body.top_logprobs or 0) if body.logprobs else None,
-        service.max_model_len if asked is not None and asked != service.max_model_len else None,
+        service.max_model_len if num_ctx is not None and num_ctx != service.max_model_len else None,
     )
 
 
 class Ollama(Dialect):
-    """The API of ollama's clients. A stream is lines of JSON; an error in the middle is one of them."""
+    """The API of ollama's clients. A stream consists of lines of JSON; an error is one of them."""
 
     name = "ollama"
     routers = (router,)

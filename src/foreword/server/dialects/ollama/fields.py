@@ -1,8 +1,4 @@
-"""The dialect: the requests of Ollama's API as pydantic models.
-
-An unknown field is an error, so that a typing mistake is not taken for a default. Options that choose how Ollama runs a
-model are known, and have no effect here.
-"""
+"""The requests of Ollama's API as pydantic models. Options that choose how Ollama runs a model have no effect here."""
 
 from __future__ import annotations
 
@@ -118,7 +114,7 @@ class _Generation(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate: bool | None = None
-    """Whether the earliest messages may be left out if the conversation is too long. False unless it is asked for."""
+    """Whether the earliest messages may be left out if the conversation is too long."""
     # Ours.
     session_id: SessionId | None = None
     cache_salt: Salt | None = None

@@ -1,7 +1,7 @@
 """Reads Ollama's messages, tools and options into a chat and its sampling.
 
-Knows Ollama's fields and the form that chat templates take. Its messages name no calls: a result belongs to the first
-call of its name that waits for one, and calls get ids by their place, so that the next turn renders them alike.
+Ollama's messages have no ids of calls: a result belongs to the first waiting call with its name. Calls get ids by their
+place, so that the next turn renders them alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from foreword.pictures import file_of_base64
 from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.chat import Chat, thinking_inputs
-from foreword.server.chats.tools import earlier_call, function_tool, take_call
 from foreword.server.dialects.ollama.fields import (
     GenerateRequest,
     OllamaChatRequest,
@@ -22,7 +21,7 @@ from foreword.server.dialects.ollama.fields import (
     Options,
 )
 from foreword.server.service import Ending, Service
-from foreword.text.conversation import MARK, PICTURES
+from foreword.text.conversation import MARK, PICTURES, earlier_call, function_tool, take_call
 
 Plain = dict[str, Any]
 
@@ -30,7 +29,7 @@ Plain = dict[str, Any]
 def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_bytes: int) -> Chat:
     """The chat that a body asks for. Raises APIError 400."""
     if isinstance(body, GenerateRequest):
-        has_system = body.system and not body.context  # which begins with it
+        has_system = body.system and not body.context  # a context begins with the system message
         messages = [{"role": "system", "content": body.system}] if has_system else []
         if body.context and body.images:
             raise bad_request("images cannot be combined with context; send messages to /api/chat", param="images")
@@ -44,11 +43,11 @@ def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_byt
         messages,
         [
             function_tool(
-                one.name,
-                one.description,
-                {"type": "object", "properties": {}} if one.parameters is None else one.parameters,
+                function.name,
+                function.description,
+                {"type": "object", "properties": {}} if function.parameters is None else function.parameters,
             )
-            for one in (tool.function for tool in tools)
+            for function in (tool.function for tool in tools)
         ],
         template_inputs=_thinking(service, body),
         ending=Ending(continue_final_message=continues),
@@ -59,7 +58,7 @@ def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_byt
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
-    told: list[Plain] = []
+    plain_messages: list[Plain] = []
     waiting: list[Plain] = []
     num_calls = 0
     for message in messages:
@@ -74,8 +73,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
             plain |= {"reasoning_content": message.thinking} if message.thinking else {}
         elif message.role == "tool":
             plain |= _result(message, waiting)
-        told.append(plain)
-    return told
+        plain_messages.append(plain)
+    return plain_messages
 
 
 def _shown(role: str, text: str | None, images: Sequence[str] | None) -> Plain:
@@ -85,12 +84,12 @@ def _shown(role: str, text: str | None, images: Sequence[str] | None) -> Plain:
 
 
 def _result(message: OllamaMessage, waiting: list[Plain]) -> Plain:
-    """The call that a tool's message answers, as fields of it; it waits no longer."""
+    """The fields of a tool's message that name the call it answers. Removes the call from `waiting`."""
     name = message.tool_name or message.name
-    found = take_call(waiting, message.tool_call_id, name, any_name=name is None)
-    if found is None:  # its call was not sent
+    call = take_call(waiting, message.tool_call_id, name, any_name=name is None)
+    if call is None:  # its call was not sent
         return {"name": name} if name is not None else {}
-    return {"name": found["function"]["name"], "tool_call_id": found["id"]}
+    return {"name": call["function"]["name"], "tool_call_id": call["id"]}
 
 
 def can_think(service: Service) -> bool:
@@ -109,7 +108,7 @@ def _thinking(service: Service, body: OllamaChatRequest | GenerateRequest) -> Pl
 
 
 def sampling_of(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
-    """The sampling parameters that the options give."""
+    """The sampling parameters of a call's options."""
     options = body.options or Options()
     return {name: getattr(options, name) for name in _SAME_NAMES} | {
         "repetition_penalty": options.repeat_penalty,

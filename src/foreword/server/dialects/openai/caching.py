@@ -1,7 +1,6 @@
-"""What a call of OpenAI's API asks of the cache, and what its answer says about it.
+"""The requests of OpenAI's calls to the cache, and the fields about it in their answers.
 
-Knows OpenAI's explicit caching, its options and breakpoints, as marks of a prompt: which count, for how long, and where
-there may be none; and the fields about the cache that an answer gets on demand.
+OpenAI's explicit caching, with its options and breakpoints, becomes marks of a prompt.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from foreword.text.conversation import Place, joined_parts
 
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
 MOST_MARKS = 4
-"""The latest ones count; the automatic one is one of them."""
+"""Limit of the marks: the latest count, and the automatic one is one of them."""
 FORGOTTEN = "forgotten"
 """The cache no longer has an account of the prompt: it was reset, or evicted the prompt long ago."""
 UNCACHED = "uncached"
-"""One of the two asked that the cache have no part in it."""
+"""One of the two calls asked to leave the cache out."""
 HEADER = "x-foreword-cache"
 
 
 class Breakpoints:
-    """The breakpoints of one body. Give it all content that can have one, in the order of the conversation."""
+    """The breakpoints of one body. It must get all content that can have one, in the conversation's order."""
 
     def __init__(self, num_before: int = 0) -> None:
-        """`num_before`: messages before the one with the index 0."""
+        """`num_before`: the number of messages before the one with the index 0."""
         self.seen: list[tuple[Place, str | None]] = []
-        """Where each is, and its own ttl."""
+        """The place and the ttl of each."""
         self._num_before = num_before
 
     def text(self, content: str | Sequence[TextPart] | None, where: str, index: int, role: str) -> str:
@@ -59,9 +58,9 @@ class Breakpoints:
         texts = [part.text for part in content]
         for number, part in enumerate(content):
             if part.prompt_cache_breakpoint is not None:
-                found = _breakpoint(part, f"{where}[{number}]")
+                mark = _breakpoint(part, f"{where}[{number}]")
                 size = len(joined_parts(texts[: number + 1], role))
-                self.seen.append((Place(index + self._num_before, size), found.ttl))
+                self.seen.append((Place(index + self._num_before, size), mark.ttl))
         return joined_parts(texts, role)
 
 
@@ -72,20 +71,20 @@ def _breakpoint(part: TextPart, where: str) -> Breakpoint:
         return Breakpoint.model_validate(part.prompt_cache_breakpoint)
     except ValidationError as error:
         at = f"{where}.prompt_cache_breakpoint"
-        found = error.errors(include_url=False, include_input=False)
-        raise explain_invalid([{**one, "loc": (at, *one["loc"])} for one in found]) from None
+        errors = error.errors(include_url=False, include_input=False)
+        raise explain_invalid([{**item, "loc": (at, *item["loc"])} for item in errors]) from None
 
 
-def refuse_breakpoint(given: Unmarkable | TextPart, where: str) -> None:
-    """Raises APIError 400 if something that cannot have a breakpoint has one."""
-    if given.prompt_cache_breakpoint is not None:
+def refuse_breakpoint(part: Unmarkable | TextPart, where: str) -> None:
+    """Raises APIError 400 if a part has a breakpoint, which it cannot have."""
+    if part.prompt_cache_breakpoint is not None:
         at = f"{where}.prompt_cache_breakpoint"
         message = f"Unknown parameter: {at!r}. Only content parts of the types text and input_text can have one."
         raise bad_request(message, param=at, code="unknown_parameter")
 
 
 class Caching:
-    """The wishes of one call for the cache. A call that names none of them is promised nothing."""
+    """One call's wishes for the cache."""
 
     def __init__(self, body: AnyCall, breakpoints: Breakpoints | None = None) -> None:
         """Raises APIError 400 for wishes that exclude each other."""
@@ -98,7 +97,7 @@ class Caching:
         self.is_prewarm = bool(getattr(options, "prewarm", None))
         """Whether only the prompt is to be computed."""
         self.is_off = self._mode == "explicit" and not self._explicit
-        """Whether the cache is to have no part in this call."""
+        """Whether to leave the cache out."""
         asks = bool(self._explicit or options.mode or options.ttl or self.is_prewarm)
         self._marks_end = asks and self._mode == "implicit"
         if self.is_prewarm and self.is_off:
@@ -132,7 +131,7 @@ class Caching:
 
 
 def check_beside_link(call: Call[ChatRequest] | Call[ModulesRequest], caching: Caching) -> None:
-    """Raises APIError 400 for what no linked prompt can have, whether or not anything comes to be linked."""
+    """Raises APIError 400 for a field that calls with `link` cannot have, even if nothing is linked in the end."""
     body, adapters = call.body, call.service.adapters
     for name, is_given in (
         ("logprobs with echo", isinstance(body, ModulesRequest) and body.echo and body.logprobs is not None),
@@ -148,18 +147,18 @@ def check_beside_link(call: Call[ChatRequest] | Call[ModulesRequest], caching: C
 
 
 _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}
-"""Other inputs of a prompt, and OpenAI's names for a change in them.
+"""Inputs of a prompt besides messages, and OpenAI's names for a change in them.
 
-OpenAI's other reasons cannot arise: one model is served, conversations are not compacted, and neither a text's format,
-nor its verbosity, nor a service tier changes a prompt.
+OpenAI's other reasons cannot arise: the server has one model and compacts no conversations, and neither a text's format
+or verbosity nor a service tier changes a prompt.
 """
 
 
 def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
-    """Compare a request after its lookup with an earlier one of the same tenant, or None if there is none.
+    """Compare a request after its lookup with an earlier one of its tenant; `earlier` None: there is none.
 
-    `unavailable` means that the prompts do not differ: the later one repeats or continues the earlier one, but was not
-    found. Our own field `reason` says what happened to the earlier one's blocks.
+    `unavailable` means that the later prompt repeats or continues the earlier one, but was not found. Our field
+    `reason` reports the fate of the earlier prompt's blocks.
     """
     if earlier is None:
         return {"type": "comparison_response_not_found"}
@@ -176,7 +175,7 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
     # The last token is always computed, and a partial block may not be cached.
     if record.num_cached_tokens >= max(1, shared - max(1, shared % block_size)):
         return {"type": "cache_hit"}
-    reason = _what_became_of_it(record.explanation)
+    reason = _reason_of_miss(record.explanation)
     return {"type": "unavailable"} | ({} if reason is None else {"reason": reason})
 
 
@@ -188,8 +187,8 @@ def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
     return "input_changed"
 
 
-def _what_became_of_it(explanation: LookupExplanation | None) -> str | None:
-    """Why a prompt that ran before was not found; None if no account is kept."""
+def _reason_of_miss(explanation: LookupExplanation | None) -> str | None:
+    """Why a prompt that ran before was not found; None without an account."""
     if explanation is None or explanation.reason is None:
         return None
     reason = told_to_client(explanation.reason)
@@ -212,16 +211,15 @@ class Extras:
         self.caching = caching
         self._hints = caller.hints
         self._service, self._tenant = call.service, call.tenant
-        asked = call.body.foreword or ForewordOptions()
-        self._wants_certificate = asked.certificate
-        self._wants_cache = asked.cache or call.request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
+        options = call.body.foreword or ForewordOptions()
+        self._wants_certificate = options.certificate
+        self._wants_cache = options.cache or call.request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
 
     def of(self, answer: AnswerStream) -> dict[str, Any]:
-        """Fields to add to the body of a finished answer; none if the call asked for none.
+        """Fields to add to the body of a finished answer; empty if the call asked for none.
 
-        `foreword.cache` is one report, or a list of reports if the call had several prompts. `foreword.drafts` is there
-        if tokens were drafted; `foreword.certificate` has a digest of logits for each choice; `foreword.kv_hints` has
-        the outcomes of hints.
+        `foreword.cache` is one report, or a list if the call had several prompts. `foreword.drafts` counts drafted
+        tokens, `foreword.certificate` has a digest of logits for each choice, `foreword.kv_hints` outcomes of hints.
         """
         fields: dict[str, Any] = {}
         records = [job.record for job in answer.jobs]
@@ -253,13 +251,13 @@ class Extras:
 
 
 def certificate(service: Service, answer: AnswerStream) -> dict[str, Any]:
-    """What a finished answer was computed from (`LLM.certificate`)."""
+    """The inputs of a finished answer, as digests (`LLM.certificate`)."""
     return service.llm.certificate(answer.outputs)
 
 
 def _of_drafts(answer: AnswerStream) -> dict[str, Any]:
-    """What became of drafted tokens, by the source that guessed them; empty if none were drafted."""
+    """Counts of accepted and rejected drafts by source; empty if none were drafted."""
     counts = [choice.drafts for output in answer.outputs for choice in output.outputs]
-    accepted = sum((Counter(one.accepted) for one in counts), Counter[str]())
-    rejected = sum((Counter(one.rejected) for one in counts), Counter[str]())
+    accepted = sum((Counter(drafts.accepted) for drafts in counts), Counter[str]())
+    rejected = sum((Counter(drafts.rejected) for drafts in counts), Counter[str]())
     return {"drafts": {"accepted": accepted, "rejected": rejected}} if accepted or rejected else {}

@@ -1,7 +1,4 @@
-"""/v1/chat/completions and /v1/completions: calls whose answers have choices.
-
-Knows OpenAI's fields and their meaning for chats, texts and token ids; format.py writes usage and log probabilities.
-"""
+"""/v1/chat/completions and /v1/completions: calls whose answers have choices."""
 
 from __future__ import annotations
 
@@ -197,13 +194,13 @@ def _chat(body: ChatRequest, num_bytes: int) -> tuple[Chat, Caching]:
 
 
 def _tool_choice(body: ChatRequest) -> ToolChoice:
-    wanted, at_most_one = body.tool_choice, body.parallel_tool_calls is False
-    if wanted not in (None, "none") and not body.tools:
+    tool_choice, at_most_one = body.tool_choice, body.parallel_tool_calls is False
+    if tool_choice not in (None, "none") and not body.tools:
         raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
-    if wanted is None or isinstance(wanted, str):
-        choice = ToolChoice(wanted or "auto", at_most_one=at_most_one)
+    if tool_choice is None or isinstance(tool_choice, str):
+        choice = ToolChoice(tool_choice or "auto", at_most_one=at_most_one)
     else:
-        choice = ToolChoice("required", (wanted.function.name,), at_most_one=True)
+        choice = ToolChoice("required", (tool_choice.function.name,), at_most_one=True)
     if choice.mode == "required" and body.response_format is not None and body.response_format.type != "text":
         raise bad_request("response_format cannot be combined with a forced tool_choice", param="tool_choice")
     return choice
@@ -212,9 +209,9 @@ def _tool_choice(body: ChatRequest) -> ToolChoice:
 def _sampling(body: ChatRequest) -> dict[str, Any]:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling_of(body) | {"max_tokens": most, "logprobs": logprobs}
+    return sampling_of(body) | {"max_tokens": max_tokens, "logprobs": logprobs}
 
 
 class _ChatCompletion(ChoicesAnswer):
@@ -332,11 +329,11 @@ def _text_sampling(body: TextCall) -> dict[str, Any]:
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens=0 asks for nothing; use 1 or more, or echo=true", param="max_tokens")
     # The engine always generates something; with max_tokens=0 the answer does not show it.
-    most = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
     if body.score_from and (not body.echo or body.logprobs is None):
         raise bad_request("score_from is only allowed with echo=true and logprobs", param="score_from")
     of_prompt = body.logprobs if body.echo else None
-    return sampling_of(body) | {"max_tokens": most, "logprobs": body.logprobs, "prompt_logprobs": of_prompt}
+    return sampling_of(body) | {"max_tokens": max_tokens, "logprobs": body.logprobs, "prompt_logprobs": of_prompt}
 
 
 async def _prompts(call: Call[CompletionRequest]) -> list[Prompt]:
@@ -350,31 +347,31 @@ async def _prompts(call: Call[CompletionRequest]) -> list[Prompt]:
         prompt = [prompt]
     if isinstance(prompt[0], str):
         is_cut = body.truncate_prompt_tokens is not None
-        return [Prompt(one) for one in await service.encode_each(prompt, service.tokenizer.encode, is_cut=is_cut)]
-    return await call.work(lambda: [Prompt(np.array(one, np.int32)) for one in prompt])
+        return list(map(Prompt, await service.encode_each(prompt, service.tokenizer.encode, is_cut=is_cut)))
+    return await call.work(lambda: [Prompt(np.array(token_ids, np.int32)) for token_ids in prompt])
 
 
-async def _begun_with(given: PromptEmbeds, rest: Any, service: Service) -> Prompt:
+async def _begun_with(field: PromptEmbeds, prompt: Any, service: Service) -> Prompt:
     """The prompt of embeddings, and of the text or the token ids after them. Raises APIError, InvalidRequestError."""
     reader = service.llm.embeds
     if reader is None:
         raise bad_request(
             "prompt_embeds need a server that was started with --enable-prompt-embeds", param="prompt_embeds"
         )
-    forms = [one is not None for one in (given.safetensors, given.data, given.shape)]
+    forms = [value is not None for value in (field.safetensors, field.data, field.shape)]
     if forms not in ([True, False, False], [False, True, True]):
         raise bad_request("prompt_embeds need data and shape, or safetensors alone", param="prompt_embeds")
-    if isinstance(rest, list) and not isinstance(rest[0], int):
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
         raise bad_request("prompt_embeds take one prompt after them, but prompt is a list; send a text", param="prompt")
 
     def read() -> Prompt:
-        if given.safetensors is not None:
-            embeds = reader.read_safetensors(_bytes_of(given.safetensors))
+        if field.safetensors is not None:
+            embeds = reader.read_safetensors(_bytes_of(field.safetensors))
         else:
-            assert given.data is not None
-            assert given.shape is not None
-            embeds = reader.read_raw(_bytes_of(given.data), given.shape, given.dtype)
-        after = {"prompt": rest} if isinstance(rest, str) else {"prompt_token_ids": rest}
+            assert field.data is not None
+            assert field.shape is not None
+            embeds = reader.read_raw(_bytes_of(field.data), field.shape, field.dtype)
+        after = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         return service.llm.read_prompt({**after, "prompt_embeds": embeds})
 
     return await service.crews.text.run(read)
@@ -397,7 +394,7 @@ class _Completion(ChoicesAnswer):
         self._hides_answer = body.max_tokens == 0
         self._num_each = body.n or 1
         self._texts: dict[int, Detokenizer | None] = {}
-        """For each choice that has begun what finds the places of its tokens; None without a tokenizer."""
+        """Finds the places of tokens in the text of each choice that has begun; None without a tokenizer."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(
@@ -441,7 +438,7 @@ class _Completion(ChoicesAnswer):
         return tokenizer.detokenizer(after=() if self._echo else self.answer.jobs[number].prompt.token_ids.tolist())
 
     def _offsets(self, choice: int, token_ids: Sequence[int]) -> list[int]:
-        """Where a choice's next tokens begin in its text; those that a stop string cut off where they would."""
+        """The offsets of a choice's next tokens in its text, including tokens that a stop string cut off."""
         text, tokenizer = self._texts[choice], self._service.llm.tokenizer
         return [0] * len(token_ids) if text is None or tokenizer is None else tokenizer.offsets(token_ids, text)
 

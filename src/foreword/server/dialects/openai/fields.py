@@ -1,7 +1,6 @@
-"""The dialect: the requests of OpenAI's API, and of our endpoints, as pydantic models.
+"""The requests of OpenAI's API, and of our endpoints, as pydantic models.
 
-An unknown field is an error, so that a typing mistake is not taken for a default. Fields for features that this engine
-lacks are known and refused by name (`Unsupported`); fields that do not affect the answer are accepted and ignored.
+Fields that do not affect the answer are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class StreamOptions(Body):
 
 
 class CertificateOptions(Body):
-    """Options that OpenAI's API does not have, of calls that read logits."""
+    """Options for calls that read logits, an extension of OpenAI's API."""
 
     certificate: bool = False
     """Report digests of the logits that were read, of the weights and of the arithmetic; needs log probabilities."""
 
 
 class ForewordOptions(CertificateOptions):
-    """Options that OpenAI's API does not have."""
+    """Options that extend OpenAI's API."""
 
     cache: bool = False
     """Report in the response which part of the prompt was cached, and why not more."""
@@ -86,7 +85,7 @@ class Breakpoint(Body):
 
 
 class CacheOptions(Body):
-    """`prompt_cache_options`; OpenAI has the comparison in responses alone."""
+    """`prompt_cache_options`; at OpenAI only responses have the comparison."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: CacheTtl | None = None
@@ -182,13 +181,13 @@ class TextPart(Part):
 
 
 class Unmarkable(Part):
-    """A part that cannot have a breakpoint; the field is here to be refused."""
+    """A part that cannot have a breakpoint: the field is refused."""
 
     prompt_cache_breakpoint: Any = None
 
 
 class ImageUrl(Part):
-    """`image_url` of a part; how much detail is seen is the model's affair."""
+    """`image_url` of a part. The model decides about the detail."""
 
     url: str
 
@@ -210,7 +209,7 @@ class ImagePart(Unmarkable):
 
 
 def _read_part(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Errors of a part name the fields of its kind alone."""
+    """Read a part by its kind, so that errors name the fields of that kind alone."""
     is_image = isinstance(value, dict) and value.get("type") in ("image_url", "input_image")
     return ImagePart.model_validate(value) if is_image else check(value)
 
@@ -220,7 +219,7 @@ ContentPart = Annotated[TextPart, WrapValidator(_read_part, json_schema_input_ty
 
 
 def pictures_in(content: str | Sequence[TextPart] | None) -> dict[str, list[PictureFile]]:
-    """The field of a plain message that has a content's pictures; empty without any. Raises InvalidRequestError."""
+    """A plain message's field with a content's pictures; empty without any. Raises InvalidRequestError."""
     parts: Sequence[TextPart | ImagePart] = () if content is None or isinstance(content, str) else content
     files = [part.file() for part in parts if isinstance(part, ImagePart)]
     return {PICTURES: files} if files else {}
@@ -274,7 +273,7 @@ class EarlierCall(Unmarkable):
 
 
 class ChatMessage(Unmarkable):
-    """A message; fields of OpenAI's answers that mean nothing here are ignored."""
+    """A message; unknown fields of OpenAI's answers are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
@@ -294,7 +293,7 @@ class PredictedText(Part):
 
 
 class Prediction(Body):
-    """`prediction`: what the answer is likely to say; its speed depends on it, and nothing else."""
+    """`prediction`: the probable text of the answer. It changes nothing but the speed."""
 
     type: Literal["content"]
     content: str | list[PredictedText]
@@ -359,14 +358,14 @@ class PromptEmbeds(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_object(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
+    def _is_object(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
             raise PydanticCustomError(
                 "prompt_embeds",
                 'send {"data": base64 of little-endian values, "shape": [tokens, hidden size], "dtype": "float32"}, '
                 'or {"safetensors": base64 of a file of one tensor}; files of torch.save are refused',
             )
-        return given
+        return value
 
 
 class CompletionRequest(TextCall):
@@ -385,7 +384,7 @@ class CompletionRequest(TextCall):
 
 
 class _ScoringCall(Body):
-    """Fields of calls that read several prompts and write no text."""
+    """Fields of calls with several prompts that generate no text."""
 
     HOLDS = "prompts"
 
@@ -425,7 +424,7 @@ class ScoreRequest(LabelCall):
     )
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=128)]
     apply_softmax: bool | None = None
-    """Whether the scores of an item add up to 1; else they are the tokens' probabilities among all."""
+    """Whether the scores of an item add up to 1; else they are probabilities among all tokens."""
     item_first: bool | None = None
     """Whether the item stands before the query."""
 
@@ -444,7 +443,7 @@ class RerankRequest(LabelCall):
     top_n: Positive | None = None
     return_documents: bool | None = None
     instruction: str | None = None
-    """In place of the score template's own."""
+    """Replaces the score template's instruction."""
 
 
 class ClassifyRequest(LabelCall):
@@ -454,7 +453,7 @@ class ClassifyRequest(LabelCall):
     use_activation: bool | None = None
     """False: `probs` are the labels' log probabilities."""
     instruction: str | None = None
-    """In place of the classify template's own."""
+    """Replaces the classify template's instruction."""
 
 
 class ModulesRequest(TextCall):

@@ -12,14 +12,14 @@ from foreword.server.dialects.openai.caching import TTL_S
 from foreword.text import Tokenizer
 from foreword.text.detokenizer import REPLACEMENT
 
-Written = Mapping[float, int]
-"""Prompt tokens that were written to the cache, by the seconds for which they are kept."""
+Writes = Mapping[float, int]
+"""Prompt tokens that were written to the cache, by the seconds for which it keeps them."""
 
 
 def usage(
     outputs: Sequence[RequestOutput],
     llm: LLM,
-    written: Written,
+    writes: Writes,
     num_reasoning: int = 0,
     sampling: Mapping[str, float] | None = None,
     *,
@@ -27,16 +27,16 @@ def usage(
 ) -> dict[str, Any]:
     """`usage` of chat and completions, over all prompts of a call; `sampling`: parameters to report with it.
 
-    `hides_answer`: whether nobody asked for tokens.
+    `hides_answer`: whether the answer shows no tokens.
     """
     prompt, cached, completion = _num_tokens(outputs)
     completion = 0 if hides_answer else completion
-    found = {"cached_tokens": cached, "cache_write_tokens": sum(written.values())}
+    counts = {"cached_tokens": cached, "cache_write_tokens": sum(writes.values()), "audio_tokens": 0}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {**found, "audio_tokens": 0, **_of_pictures(outputs), **_from_tiers(outputs, llm)},
+        "prompt_tokens_details": {**counts, **_of_pictures(outputs), **_from_tiers(outputs, llm)},
         "completion_tokens_details": {
             "reasoning_tokens": num_reasoning,
             "audio_tokens": 0,
@@ -58,26 +58,28 @@ def usage_so_far(num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> di
 
 
 def _of_foreword(outputs: Sequence[RequestOutput], sampling: Mapping[str, float] | None) -> dict[str, Any]:
-    """What became of the prompt tokens that are not cached, for linked prompts, and what else was asked for."""
+    """Counts of the tokens of linked prompts, and the sampling parameters to report."""
     reports = [output.link for output in outputs if output.link is not None]
     names = ("linked_tokens", "recomputed_tokens", "computed_tokens")
-    found: dict[str, Any] = {name: sum(getattr(one, name) for one in reports) for name in names} if reports else {}
-    found |= {"sampling": dict(sampling)} if sampling else {}
-    return {"foreword": found} if found else {}
+    fields: dict[str, Any] = {}
+    if reports:
+        fields = {name: sum(getattr(report, name) for report in reports) for name in names}
+    fields |= {"sampling": dict(sampling)} if sampling else {}
+    return {"foreword": fields} if fields else {}
 
 
 def _drafts(outputs: Sequence[RequestOutput]) -> list[DraftCounts]:
-    """Drafted tokens of each choice. A draft never changes an answer, and no token of it is billed."""
+    """Drafted tokens of each choice. Drafts never change an answer, and their tokens are not billed."""
     return [choice.drafts for output in outputs for choice in output.outputs]
 
 
-def response_usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reasoning: int) -> dict[str, Any]:
+def response_usage(outputs: Sequence[RequestOutput], llm: LLM, writes: Writes, num_reasoning: int) -> dict[str, Any]:
     """`usage` of responses."""
     prompt, cached, completion = _num_tokens(outputs)
-    by_ttl = {f"ttl_{ttl}_tokens": written.get(seconds, 0) for ttl, seconds in TTL_S.items()}
+    by_ttl = {f"ttl_{ttl}_tokens": writes.get(seconds, 0) for ttl, seconds in TTL_S.items()}
     cache = {
         "cached_tokens": cached,
-        "cache_write_tokens": sum(written.values()),
+        "cache_write_tokens": sum(writes.values()),
         "cache_write_tokens_details": by_ttl,
     }
     return {
@@ -96,16 +98,16 @@ def _of_pictures(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """Where cached tokens came from, and whether another arithmetic may have computed them; empty without tiers."""
+    """The sources of cached tokens, and whether another arithmetic may have computed them; empty without tiers."""
     names = llm.engine.tier_names
     if not names:
         return {}
-    found = {name: sum(output.cached_tokens_by_tier.get(name, 0) for output in outputs) for name in ("memory", *names)}
-    return {"cached_tokens_by_tier": found} | ({} if llm.config.cache.cache_exact else {"cache_exact": False})
+    counts = {name: sum(output.cached_tokens_by_tier.get(name, 0) for output in outputs) for name in ("memory", *names)}
+    return {"cached_tokens_by_tier": counts} | ({} if llm.config.cache.cache_exact else {"cache_exact": False})
 
 
 def _num_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
-    """Tokens of the prompts, those of them that were found in the cache, and generated tokens, over all choices."""
+    """Tokens of the prompts, cached tokens among them, and generated tokens of all choices."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return num_prompt, num_cached, sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
@@ -134,20 +136,20 @@ def completion_logprobs(
 
 
 def _top(tokenizer: Tokenizer | None, chosen: int, of_position: TokenLogprobs, num_top: int) -> dict[str, float]:
-    """The likeliest tokens and the chosen one, by their texts. Of several with one text, all but the first are named by
-    their ids; the chosen one keeps its text.
+    """The likeliest tokens and the chosen one, by their texts. Of several with one text, the first one and the chosen
+    one keep it; the others are named by their ids.
     """
-    named = {_text(tokenizer, chosen): chosen}
+    ids_by_text = {_text(tokenizer, chosen): chosen}
     for other, logprob in sorted(of_position.items(), key=lambda item: item[1].rank):
         if logprob.rank <= num_top and other != chosen:
             text = _text(tokenizer, other)
-            named[f"token_id:{other}" if text in named else text] = other
-    ranked = sorted(named.items(), key=lambda item: of_position[item[1]].rank)
+            ids_by_text[f"token_id:{other}" if text in ids_by_text else text] = other
+    ranked = sorted(ids_by_text.items(), key=lambda item: of_position[item[1]].rank)
     return {text: max(of_position[token_id].logprob, LOWEST) for text, token_id in ranked}
 
 
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """The text of a token; of one that is only part of a character its bytes, as OpenAI writes them: `bytes:\\xe2`."""
+    """The text of a token; if it is only a part of a character, its bytes as OpenAI writes them: `bytes:\\xe2`."""
     if tokenizer is None:
         return str(token_id)
     text = tokenizer.token_text(token_id)

@@ -1,7 +1,4 @@
-"""Reads OpenAI's messages, tools and forms of answers, and the prompts of calls that name a text or a conversation.
-
-Knows OpenAI's fields and the form that chat templates take.
-"""
+"""Reads OpenAI's messages, tools and forms of answers, and the prompts of calls that name a text or a conversation."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.calls import Call
-from foreword.server.chats.tools import earlier_call
 from foreword.server.dialects.openai.caching import Breakpoints, refuse_breakpoint
 from foreword.server.dialects.openai.fields import (
     ChatMessage,
@@ -29,7 +25,7 @@ from foreword.server.dialects.openai.fields import (
     pictures_in,
 )
 from foreword.server.service import Ending
-from foreword.text.conversation import read_arguments
+from foreword.text.conversation import earlier_call, read_arguments
 
 GUIDED = ("json", "regex", "choice", "grammar")
 
@@ -43,17 +39,17 @@ def check_call(call: Call[Any]) -> None:
 
 
 def template_inputs(reasoning_effort: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A chat template's inputs besides the messages: only those that the client named."""
+    """A chat template's inputs besides the messages, if the client gave any."""
     return {**(others or {}), **({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort})}
 
 
 def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
-    """Where the prompt ends."""
+    """The end of the prompt."""
     return Ending(body.add_generation_prompt, body.continue_final_message)
 
 
 def plain_messages(messages: Sequence[ChatMessage], breakpoints: Breakpoints) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
+    """Messages for chat templates: each content is one text, OpenAI's "developer" is "system"."""
     return [_plain_message(message, index, breakpoints) for index, message in enumerate(messages)]
 
 
@@ -113,7 +109,7 @@ def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
 
 
 def arguments_for_template(arguments: str) -> Mapping[str, Any] | str:
-    """Arguments of an earlier call, as templates expect them; their text if they are no JSON object, or a deep one."""
+    """Arguments of an earlier call, as templates expect them; their text if they are no JSON object, or too deep."""
     if scan_json(arguments.encode("utf-8", "replace")).depth > MAX_DEPTH:
         return arguments
     return read_arguments(arguments)
@@ -137,19 +133,19 @@ def structured_outputs(body: Any, response_format: ResponseFormat | None) -> Str
     for kind in GUIDED:
         value = getattr(body, f"guided_{kind}")
         if value is not None:
-            given: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
-            forms[f"guided_{kind}"] = StructuredOutputsParams(**given)
+            params: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
+            forms[f"guided_{kind}"] = StructuredOutputsParams(**params)
     if len(forms) > 1:
         raise bad_request(f"{' and '.join(forms)} cannot be combined; give one of them", param=list(forms)[1])
     return next(iter(forms.values()), None)
 
 
-def _of_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
-    if wanted is None or wanted.type == "text":
+def _of_format(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
+    if response_format is None or response_format.type == "text":
         return None
-    if wanted.type == "json_object":
+    if response_format.type == "json_object":
         return StructuredOutputsParams(json_object=True)
-    schema = wanted.json_schema.json_schema if wanted.json_schema is not None else None
+    schema = response_format.json_schema.json_schema if response_format.json_schema is not None else None
     if schema is None:
         raise bad_request("response_format json_schema needs json_schema.schema", param="response_format")
     return StructuredOutputsParams(json=schema)

@@ -1,7 +1,5 @@
 """/v1/pml/completions: completions of prompts that consist of a schema's modules, or of documents and a question.
-/v1/pml/explain: what linking would do with such a prompt now.
-
-Knows the fields of such calls; completions.py answers them. The schemas are those of /v1/pml/schemas.
+/v1/pml/explain: a preview of linking such a prompt now. The schemas are those of /v1/pml/schemas.
 """
 
 from __future__ import annotations
@@ -52,8 +50,8 @@ async def module_completions(call: Annotated[Call[ModulesRequest], Depends(call_
 
 @router.post("/v1/pml/explain", openapi_extra=takes(ModulesRequest))
 async def explain_links(call: Annotated[Call[ModulesRequest], Depends(call_of(ModulesRequest))]) -> Response:
-    """What `link` would copy in this prompt now, part by part, and which parts are not cached. Runs nothing and counts
-    nothing. Fields of /v1/pml/completions that shape the answer mean nothing here.
+    """The tokens that `link` would copy in this prompt now, part by part, and the parts that are not cached. Runs
+    nothing and counts nothing. Fields of /v1/pml/completions that shape the answer have no effect.
     """
     service, parts = call.service, _Parts.of(call)
     check_call(call)
@@ -65,11 +63,12 @@ async def explain_links(call: Annotated[Call[ModulesRequest], Depends(call_of(Mo
         )
     prompt, composition = await parts.prompt()
     assert composition is not None
-    found = await service.thread.ask(EXPLAIN_LINKS, prompt, composition, parts.method, service.llm.layout.block_size)
-    return json_response({"object": "pml.explanation", "model": service.model_name, **_report(found)})
+    block_size = service.llm.layout.block_size
+    explanation = await service.thread.ask(EXPLAIN_LINKS, prompt, composition, parts.method, block_size)
+    return json_response({"object": "pml.explanation", "model": service.model_name, **_report(explanation)})
 
 
-def _report(found: LinkExplanation) -> dict[str, Any]:
+def _report(explanation: LinkExplanation) -> dict[str, Any]:
     parts = [
         {
             "name": part.name,
@@ -77,14 +76,14 @@ def _report(found: LinkExplanation) -> dict[str, Any]:
             "linked_tokens": part.num_linked_tokens,
             "missing_tokens": part.num_missing_tokens,
         }
-        for part in found.parts
+        for part in explanation.parts
     ]
     return {
-        "link": found.method,
-        "prompt_tokens": found.num_tokens,
-        "linked_tokens": found.num_linked_tokens,
-        "missing": list(found.missing),
-        "too_short": list(found.too_short),
+        "link": explanation.method,
+        "prompt_tokens": explanation.num_tokens,
+        "linked_tokens": explanation.num_linked_tokens,
+        "missing": list(explanation.missing),
+        "too_short": list(explanation.too_short),
         "parts": parts,
     }
 
@@ -101,8 +100,8 @@ class _Parts:
 
     @classmethod
     def of(cls, call: Call[ModulesRequest]) -> _Parts:
-        """Raises APIError 400 for fields that exclude each other, 404 without the schema, InvalidRequestError for a
-        method that is not served.
+        """Check a call's fields. Raises APIError 400 for fields that exclude each other, 404 without the schema,
+        InvalidRequestError for a method that is not served.
         """
         body, service, tenant = call.body, call.service, call.tenant
         _check_fields(body)
@@ -138,23 +137,23 @@ def _check_fields(body: ModulesRequest) -> None:
         raise bad_request(f"Missing required parameter: {missing} (of a prompt of {kind})", param=missing)
     for name in others:
         if name in body.model_fields_set and getattr(body, name) is not None:
-            shown = name.removesuffix("_name")
-            raise bad_request(f"{shown} cannot stand in a prompt of {kind}; leave one of them out", param=shown)
+            field = name.removesuffix("_name")
+            raise bad_request(f"{field} cannot stand in a prompt of {kind}; leave one of them out", param=field)
 
 
 def _documents(service: Service, body: ModulesRequest) -> DocumentTokens:
     tokenizer = service.llm.tokenizer
-    asked = {
+    fields = {
         "documents": body.documents,
         "question": body.question,
         "instructions": () if body.instructions is None else body.instructions,
         "separator": SEPARATOR if body.separator is None else body.separator,
     }
-    return read_documents(asked, None if tokenizer is None else schema_text(tokenizer))
+    return read_documents(fields, None if tokenizer is None else schema_text(tokenizer))
 
 
 def _composition(service: Service, parts: DocumentTokens | SchemaPrompt) -> Composition:
-    """What can be linked. Raises InvalidRequestError for too much."""
+    """The parts that can be linked. Raises InvalidRequestError for too many tokens or sources."""
     if isinstance(parts, DocumentTokens):  # checked before the instructions are copied for each document
         service.links.check_sources(len(parts.documents), parts.num_source_tokens)
         return parts.composition()
@@ -164,7 +163,7 @@ def _composition(service: Service, parts: DocumentTokens | SchemaPrompt) -> Comp
 
 
 def _composed(schema: LoadedSchema, body: ModulesRequest) -> SchemaPrompt:
-    """Raises InvalidRequestError with the place in the prompt, or APIError 400 for two prompts at once."""
+    """The prompt of a schema. Raises InvalidRequestError with the place in it, or APIError 400 for two at once."""
     if body.prompt is None:
         return schema.prompt(
             body.modules or {},

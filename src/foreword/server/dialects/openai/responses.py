@@ -1,8 +1,4 @@
-"""/v1/responses: OpenAI's newer API.
-
-Knows the fields of responses. Keeps a limited number of conversations for `previous_response_id`, each for its own
-tenant only.
-"""
+"""/v1/responses: OpenAI's newer API, with conversations kept for `previous_response_id`."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import parse_json, to_long_json
 from foreword.server.calls import Call, sampling_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, chat_logprobs, num_bytes, start_chat
-from foreword.server.chats.tools import ToolChoice, earlier_call, function_tool
+from foreword.server.chats.tools import ToolChoice
 from foreword.server.crews import off_loop
 from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
@@ -57,6 +53,7 @@ from foreword.server.http import Authorized, json_response, respond, service_of
 from foreword.server.intake import call_of, takes
 from foreword.server.kept_responses import PIECE_DEPTH, Messages
 from foreword.server.service import Service, new_id
+from foreword.text.conversation import earlier_call, function_tool
 from foreword.text.reply import Call as ToolCall
 from foreword.text.reply import Part, Reasoning, Text
 
@@ -72,20 +69,20 @@ CUSTOM_INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The arguments of the function that a custom tool is for the model."""
+"""The parameters of a custom tool, which is a function to the model."""
 
 
-def continued(conversation: Sequence[Message], given: str | Sequence[Item], breakpoints: Breakpoints) -> list[Message]:
-    """A conversation and the items that follow it, whose breakpoints are taken.
+def continued(conversation: Sequence[Message], items: str | Sequence[Item], breakpoints: Breakpoints) -> list[Message]:
+    """A conversation with further items; collects the items' breakpoints.
 
     Raises APIError 400 for items that make no sense there.
     """
     messages = list(conversation)
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     reasoning: str | None = None
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         where, index = f"input[{number}]", len(messages)
         refuse_breakpoint(item, where)
         match item:
@@ -158,12 +155,12 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
 
 
 def called_name(name: str, namespace: str | None) -> str:
-    """The name under which the model knows a function: templates have no namespaces."""
+    """The model's name for a function: templates have no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def all_functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
-    """Place, namespace and tool of everything that can be called. Raises APIError 400 for what is not."""
+    """Place, namespace and tool of each function and custom tool. Raises APIError 400 for misplaced breakpoints."""
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
         refuse_breakpoint(tool, where)
@@ -185,7 +182,7 @@ def _warn_of_search() -> None:
 def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
     """Tools as chat templates take them. Raises APIError 400 for tools that only the vendor can run.
 
-    Agents send web searches unasked, so those alone are left out.
+    Web searches are left out: agents send them with every call.
     """
     plain = []
     for where, namespace, tool in all_functions(tools):
@@ -205,19 +202,19 @@ def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
 
 def tool_choice(body: ResponsesRequest) -> ToolChoice:
     """The calls that a response may make. Raises APIError 400 for a choice without its tools."""
-    wanted, at_most_one = body.tool_choice, body.parallel_tool_calls is False
-    if wanted is None or isinstance(wanted, str):
-        if wanted == "required" and not body.tools:
+    choice, at_most_one = body.tool_choice, body.parallel_tool_calls is False
+    if choice is None or isinstance(choice, str):
+        if choice == "required" and not body.tools:
             raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
-        return ToolChoice(wanted or "auto", at_most_one=at_most_one)
-    if wanted.type == "allowed_tools":
-        names = tuple(tool.name for tool in wanted.tools or ())
+        return ToolChoice(choice or "auto", at_most_one=at_most_one)
+    if choice.type == "allowed_tools":
+        names = tuple(tool.name for tool in choice.tools or ())
         if not names:
             raise bad_request("allowed_tools names no tools; name one or more", param="tool_choice.tools")
-        return ToolChoice(wanted.mode, names, at_most_one)
-    if wanted.name is None:
+        return ToolChoice(choice.mode, names, at_most_one)
+    if choice.name is None:
         raise bad_request("Missing required parameter: tool_choice.name", param="tool_choice.name")
-    return ToolChoice("required", (wanted.name,), at_most_one=True)
+    return ToolChoice("required", (choice.name,), at_most_one=True)
 
 
 Json = dict[str, Any]
@@ -235,10 +232,10 @@ class CalledTool:
 
 
 class OutputItems:
-    """The items of one response while its parts arrive. Each step yields the events that report it."""
+    """The items of one response while its parts arrive. Each step yields its events."""
 
     def __init__(self, tools: Mapping[str, CalledTool], *, with_encrypted: bool) -> None:
-        """`tools` by the names that the model calls; `with_encrypted` adds reasoning as stateless clients keep it."""
+        """`tools`: by the model's names; `with_encrypted` adds reasoning in the form that stateless clients keep."""
         self.items: list[Json] = []
         self._tools = tools
         self._with_encrypted = with_encrypted
@@ -255,7 +252,7 @@ class OutputItems:
         return kind, event
 
     def add(self, part: Part, logprobs: Logprobs) -> Iterator[Event]:
-        """Add a part. `logprobs` are those of the tokens that came with it; they are shown with texts."""
+        """Add a part. `logprobs`: those of its tokens; only texts report them."""
         if isinstance(part, ToolCall):
             yield from self._close()
             yield from self._call(part)
@@ -271,7 +268,7 @@ class OutputItems:
             yield self.event("response.output_text.delta", **self._where, delta=part.text, logprobs=logprobs)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """End the output; a response that said nothing has one empty message."""
+        """End the output; an empty response has one empty message."""
         if not self.items:
             yield from self._begin(Text(""))
         yield from self._close(status)
@@ -315,9 +312,9 @@ class OutputItems:
     def _call(self, call: ToolCall) -> Iterator[Event]:
         tool = self._tools.get(call.name, CalledTool(call.name))
         is_custom = tool.is_custom
-        kind, field, written = ("function_call", "arguments", call.arguments)
+        kind, field, value = ("function_call", "arguments", call.arguments)
         if is_custom:
-            kind, field, written = ("custom_tool_call", "input", _input_of(call.arguments))
+            kind, field, value = ("custom_tool_call", "input", _input_of(call.arguments))
         item = {"id": new_id("ctc_" if is_custom else "fc_"), "type": kind, "status": "in_progress"}
         item |= {"call_id": call.id or f"call_{secrets.token_hex(12)}", "name": tool.name, field: ""}
         if tool.namespace is not None:
@@ -327,19 +324,19 @@ class OutputItems:
         yield self.event("response.output_item.added", output_index=index, item=dict(item))
         where = {"item_id": item["id"], "output_index": index}
         stem = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
-        yield self.event(f"{stem}.delta", **where, delta=written)
-        item |= {field: written, "status": "completed" if call.is_complete else "incomplete"}
-        yield self.event(f"{stem}.done", **where, **{field: written}, **({} if is_custom else {"name": tool.name}))
+        yield self.event(f"{stem}.delta", **where, delta=value)
+        item |= {field: value, "status": "completed" if call.is_complete else "incomplete"}
+        yield self.event(f"{stem}.done", **where, **{field: value}, **({} if is_custom else {"name": tool.name}))
         yield self.event("response.output_item.done", output_index=index, item=item)
 
 
 def _input_of(arguments: str) -> str:
-    """The text that a custom tool is called with; the arguments as they are if they have no such text."""
+    """The input of a custom tool's call; the arguments themselves if they have no such text."""
     try:
-        given = parse_json(arguments)
+        value = parse_json(arguments)
     except ValueError:
         return arguments
-    text = given.get("input") if isinstance(given, dict) else None
+    text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
 
 
@@ -375,11 +372,11 @@ async def create_response(call: Annotated[Call[ResponsesRequest], Depends(call_o
         num_bytes=call.num_bytes,
     )
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
-    given = sampling_of(body) | {
+    fields = sampling_of(body) | {
         "max_tokens": body.max_output_tokens,
         "logprobs": (body.top_logprobs or 0) if wants_logprobs else None,
     }
-    params = await sampling_params(service, given, structured_outputs(body, _response_format(body.text)))
+    params = await sampling_params(service, fields, structured_outputs(body, _response_format(body.text)))
     if caching.is_prewarm:  # the engine always generates something
         params = replace(params, max_tokens=1, min_tokens=0)
     caller = replace(call.caller("responses"), is_uncached=caching.is_off)
@@ -405,9 +402,9 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     """The format of a response's text, as chat writes it."""
     if text is None or text.format is None:
         return None
-    wanted = text.format
-    schema = JsonSchema(name=wanted.name, schema=wanted.json_schema, strict=wanted.strict)
-    return ResponseFormat(type=wanted.type, json_schema=schema)
+    text_format = text.format
+    schema = JsonSchema(name=text_format.name, schema=text_format.json_schema, strict=text_format.strict)
+    return ResponseFormat(type=text_format.type, json_schema=schema)
 
 
 class _ResponseAnswer:
@@ -473,7 +470,7 @@ class _ResponseAnswer:
         return events
 
     def _last_events(self, finish_reason: str | None) -> list[Event]:
-        """They repeat the whole answer three times; that may take a second, so a thread writes them."""
+        """The last events repeat the whole answer three times. That may take a second, so a thread writes them."""
         events, response = self._finish(finish_reason)
         events.append(self._output.event(f"response.{response['status']}", response=response))
         return [(name, to_long_json(data, EVENT_DEPTH.get(name or "", PIECE_DEPTH))) for name, data in events]
@@ -494,9 +491,9 @@ class _ResponseAnswer:
             **self._extras.of(self.answer),
         )
         if self._body.store is not False:
-            said = [item for item in items if item["type"] == "message" or item["status"] == "completed"]
-            with suppress(APIError):  # a call that the server would not take back is not kept either
-                conversation = continued(self._conversation, _ITEMS.validate_python(said), Breakpoints())
+            complete_items = [item for item in items if item["type"] == "message" or item["status"] == "completed"]
+            with suppress(APIError):  # an item that the server would refuse as input is not kept
+                conversation = continued(self._conversation, _ITEMS.validate_python(complete_items), Breakpoints())
                 self._service.kept_responses.keep(self._tenant, conversation, response)
         return events, response
 

@@ -1,7 +1,7 @@
-"""/v1/score, /v1/rerank, /v1/classify: how likely a model is to answer with each of a few tokens; /v1/embeddings.
+"""/v1/score, /v1/rerank, /v1/classify: the probabilities of a few tokens as the model's answer; /v1/embeddings.
 
-Knows the fields of SGLang's scores, of Jina's and Cohere's rankings, and of vLLM's classes. All prompts of a call are
-queued together; what they share at their beginnings is computed once, and of each prompt one row of logits is read.
+The fields are those of SGLang's scores, Jina's and Cohere's rankings, and vLLM's classes. All prompts of a call are
+queued together: common prefixes are computed once. Each prompt needs one row of logits.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ async def score(call: Annotated[Call[ScoreRequest], Depends(call_of(ScoreRequest
         both = item + query if body.item_first else query + item
         return service.tokenizer.encode(both) if isinstance(both, str) else np.array(both, np.int32)
 
-    prompts = [Prompt(one) for one in await service.encode_each(items, encode, num_beside=len(query))]
+    prompts = [Prompt(token_ids) for token_ids in await service.encode_each(items, encode, num_beside=len(query))]
     run = _Run(call, "score-")
-    found = await run.logprobs(prompts, body.label_token_ids, among_each_other=bool(body.apply_softmax))
-    shown = [_shares(own) if body.apply_softmax else [math.exp(value) for value in own] for own in found]
-    answer = run.answer() | {"object": "scoring", "scores": shown}
-    return await off_loop(24 * len(shown) * len(shown[0]), lambda: json_response(answer))
+    logprobs = await run.logprobs(prompts, body.label_token_ids, among_each_other=bool(body.apply_softmax))
+    scores = [_shares(row) if body.apply_softmax else [math.exp(value) for value in row] for row in logprobs]
+    answer = run.answer() | {"object": "scoring", "scores": scores}
+    return await off_loop(24 * len(scores) * len(scores[0]), lambda: json_response(answer))
 
 
 @router.post("/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
@@ -77,15 +77,15 @@ async def rerank(call: Annotated[Call[RerankRequest], Depends(call_of(RerankRequ
     service.check_model(body.model, call.tenant)
     remedy = "--score-template qwen3-reranker, or with a file of your model's"
     judge = _judge(service.ranking, "score template", remedy)
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
 
     def render(text: str) -> TokenIds:
-        given = {"query": body.query, "document": text}
-        return judge.template.tokens(service.tokenizer, given, body.instruction)
+        fields = {"query": body.query, "document": text}
+        return judge.template.tokens(service.tokenizer, fields, body.instruction)
 
     run = _Run(call, "rerank-")
-    found = await run.judged(judge, texts, render)
-    relevance = [_shares(own)[0] for own in found]
+    logprobs = await run.judged(judge, texts, render)
+    relevance = [_shares(of_document)[0] for of_document in logprobs]
     order = sorted(range(len(texts)), key=lambda at: -relevance[at])[: body.top_n]
     shows = body.return_documents if body.return_documents is not None else call.request.url.path != "/v2/rerank"
     results = [
@@ -109,36 +109,36 @@ async def classify(call: Annotated[Call[ClassifyRequest], Depends(call_of(Classi
         return judge.template.tokens(service.tokenizer, {"input": text}, body.instruction)
 
     run = _Run(call, "classify-")
-    found = await run.judged(judge, texts, render)
+    logprobs = await run.judged(judge, texts, render)
     labels = judge.template.labels
     data = [
         {
             "index": at,
-            "label": labels[own.index(max(own))],
-            "probs": own if body.use_activation is False else _shares(own),
+            "label": labels[of_text.index(max(of_text))],
+            "probs": of_text if body.use_activation is False else _shares(of_text),
             "num_classes": len(labels),
         }
-        for at, own in enumerate(found)
+        for at, of_text in enumerate(logprobs)
     ]
     answer = run.answer() | {"object": "list", "created": int(time.time()), "data": data, "labels": labels}
     return await off_loop(24 * len(data) * len(labels), lambda: json_response(answer))
 
 
-def _judge(found: Judge | None, what: str, remedy: str) -> Judge:
+def _judge(judge: Judge | None, what: str, remedy: str) -> Judge:
     """Raises APIError 400 if the server was started without this template."""
-    if found is None:
+    if judge is None:
         raise bad_request(
             f"this server has no {what}, without which scores mean nothing; start it with {remedy}",
             code=f"no_{what.replace(' ', '_')}",
         )
-    return found
+    return judge
 
 
 class _Run:
-    """One call's prompts."""
+    """The prompts of one call."""
 
     def __init__(self, call: Call[LabelCall], prefix: str) -> None:
-        """`prefix`: of its id."""
+        """`prefix`: the beginning of the response's id."""
         self._service, self._caller = call.service, call.caller("score")
         self._certifies = call.body.foreword is not None and call.body.foreword.certificate
         self._fields: dict[str, Any] = {"id": new_id(prefix), "model": call.body.model or call.service.model_name}
@@ -146,7 +146,7 @@ class _Run:
     async def logprobs(
         self, prompts: Sequence[Prompt], token_ids: Sequence[int], *, among_each_other: bool = True
     ) -> list[list[float]]:
-        """Log probabilities of tokens after each prompt: among each other, or among all tokens."""
+        """Log probabilities of some tokens after each prompt: among these tokens, or among all."""
         distinct = tuple(dict.fromkeys(token_ids))
         params = SamplingParams(
             max_tokens=1,
@@ -163,18 +163,18 @@ class _Run:
         self._fields["usage"] = tokens | {"prompt_tokens_details": {"cached_tokens": num_cached}}
         if self._certifies:
             self._fields["foreword"] = {"certificate": certificate(self._service, answer)}
-        found = []
+        rows = []
         for output in answer.outputs:
             logprobs = output.outputs[0].logprobs
             assert logprobs is not None
             [of_position] = logprobs
-            found.append([of_position[token_id].logprob for token_id in token_ids])
-        return found
+            rows.append([of_position[token_id].logprob for token_id in token_ids])
+        return rows
 
     async def judged(self, judge: Judge, texts: Sequence[str], render: Callable[[str], TokenIds]) -> list[list[float]]:
         """Log probabilities of a judge's labels for each text."""
-        shown = await self._service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
-        return await self.logprobs([Prompt(one, begins_reply=True) for one in shown], judge.label_ids)
+        prompts = await self._service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
+        return await self.logprobs([Prompt(token_ids, begins_reply=True) for token_ids in prompts], judge.label_ids)
 
     def answer(self) -> dict[str, Any]:
         """The fields that all answers have."""
@@ -182,11 +182,11 @@ class _Run:
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
-    """Probabilities of tokens among each other."""
-    most = max(logprobs)
-    if most == -math.inf:
+    """Probabilities that add up to 1."""
+    largest = max(logprobs)
+    if largest == -math.inf:
         return [1 / len(logprobs)] * len(logprobs)
-    weights = [math.exp(value - most) for value in logprobs]
+    weights = [math.exp(value - largest) for value in logprobs]
     return [weight / sum(weights) for weight in weights]
 
 
@@ -195,24 +195,25 @@ async def embeddings(call: Annotated[Call[EmbeddingsRequest], Depends(call_of(Em
     """Vectors of texts."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
-    found = await embed(service, call.caller("embeddings"), new_id("embd-"), body.input, body.dimensions)
+    embedded = await embed(service, call.caller("embeddings"), new_id("embd-"), body.input, body.dimensions)
     answer = {
         "object": "list",
         "model": body.model or service.model_name,
         "usage": {
-            "prompt_tokens": found.num_tokens,
-            "total_tokens": found.num_tokens,
-            "prompt_tokens_details": {"cached_tokens": found.num_cached_tokens},
+            "prompt_tokens": embedded.num_tokens,
+            "total_tokens": embedded.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": embedded.num_cached_tokens},
         },
     }
 
-    def vector(of_text: Any) -> Any:
+    def encode(vector: Any) -> Any:
         if body.encoding_format == "base64":
-            return base64.b64encode(of_text.astype("<f4").tobytes()).decode()
-        return of_text.tolist()
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return vector.tolist()
 
     def write() -> Response:
-        data = [{"object": "embedding", "index": at, "embedding": vector(one)} for at, one in enumerate(found.vectors)]
+        vectors = map(encode, embedded.vectors)
+        data = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
         return Response(to_json({**answer, "data": data}), media_type="application/json")
 
-    return await off_loop(found.num_json_bytes, write)
+    return await off_loop(embedded.num_json_bytes, write)
