@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,62 +12,98 @@ from foreword.lint.prompts import read_prompts
 from foreword.server.options import ServerConfig
 from live_server import FACTS, MODEL, ServerThread, embedded_llm, post
 
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-SPOKEN = {"name": "weather", "description": "Get the weather.", "parameters": SCHEMA}
-CALL = {"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+ADD = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+
+
+def call(number: int, arguments: str) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
 BODIES = {
     "/v1/chat/completions": {
         "messages": [
-            {"role": "developer", "content": FACTS},
-            {"role": "user", "content": [{"type": "text", "text": "Is it "}, {"type": "text", "text": "cold?"}]},
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "call00000", "content": "-3"},
+            {"role": "developer", "content": [{"type": "text", "text": FACTS}, {"type": "text", "text": "short."}]},
+            {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "1 + 1?"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "I "}, {"type": "text", "text": "add."}],
+                "reasoning_content": "Two numbers.",
+                "tool_calls": [call(1, '{"a": 1}'), call(2, '{"a": 1'), call(3, "")],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
         ],
-        "tools": [{"type": "function", "function": SPOKEN}],
+        "tools": [{"type": "function", "function": ADD}],
         "max_tokens": 1,
     },
     "/v1/responses": {
         "instructions": FACTS,
         "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "Is it cold?"}]},
-            {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Oslo"}'},
-            {"type": "function_call_output", "call_id": "a", "output": "-3"},
-            {"role": "user", "content": "And now?"},
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "What is"}, {"type": "input_text", "text": "1?"}],
+            },
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Two numbers."}]},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "note", "input": "one"},
+            {"role": "assistant", "content": "I add."},
+            {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "2"}]},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": "noted"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "It is 2."}]},
+            {"role": "developer", "content": "Go on."},
         ],
-        "tools": [{"type": "function", **SPOKEN}],
+        "tools": [{"type": "function", **ADD}],
         "max_output_tokens": 1,
     },
     "/v1/messages": {
         "model": MODEL,
-        "system": [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": FACTS}],
+        "max_tokens": 1,
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: 7"}, {"type": "text", "text": FACTS}],
         "messages": [
-            {"role": "user", "content": "Is it"},
-            {"role": "user", "content": [{"type": "text", "text": "cold?"}]},
+            {"role": "user", "content": "What is"},
+            {"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]},
             {
                 "role": "assistant",
-                "content": [{"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo"}}],
+                "content": [
+                    {"type": "thinking", "thinking": "Two numbers.", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "d"},
+                    {"type": "text", "text": "I "},
+                    {"type": "text", "text": "add."},
+                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+                ],
             },
             {
                 "role": "user",
                 "content": [
-                    {"type": "tool_result", "tool_use_id": "a", "content": "-3", "is_error": True},
-                    {"type": "text", "text": "Well?"},
+                    {"type": "tool_result", "tool_use_id": "c1", "is_error": True, "content": "no"},
+                    {"type": "text", "text": "Then guess."},
                 ],
             },
         ],
-        "tools": [{"name": "weather", "description": "Get the weather.", "input_schema": SCHEMA}],
-        "max_tokens": 1,
+        "tools": [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}],
     },
     f"/v1beta/models/{MODEL}:generateContent": {
-        "systemInstruction": {"parts": [{"text": FACTS}]},
+        "systemInstruction": {"parts": [{"text": FACTS}, {"text": "short."}]},
         "contents": [
-            {"role": "user", "parts": [{"text": "Is it "}, {"text": "cold?"}]},
-            {"role": "model", "parts": [{"functionCall": {"name": "weather", "args": {"city": "Oslo"}}}]},
-            {"role": "user", "parts": [{"functionResponse": {"name": "weather", "response": {"celsius": -3}}}]},
+            {"role": "user", "parts": [{"text": "What is"}, {"text": "1 + 1?"}]},
+            {"role": "model", "parts": [{"text": "Two ", "thought": True}]},
+            {
+                "role": "model",
+                "parts": [{"text": "numbers.", "thought": True}, {"text": "I "}, {"thoughtSignature": "s"}],
+            },
+            {"role": "model", "parts": [{"text": "add."}, {"functionCall": {"name": "add", "args": {"a": 1}}}]},
+            {"role": "model", "parts": [{"function_call": {"id": "c2", "name": "add", "args": {"a": 2}}}]},
+            {
+                "role": "user",
+                "parts": [
+                    {"text": "Here:"},
+                    {"functionResponse": {"id": "c2", "name": "add", "response": {"sum": 4}}},
+                    {"function_response": {"name": "add", "response": {"sum": 2}}},
+                    {"text": "Go on."},
+                ],
+            },
         ],
-        "tools": [
-            {"functionDeclarations": [{"name": "weather", "description": "Get it.", "parametersJsonSchema": SCHEMA}]}
-        ],
+        "tools": [{"functionDeclarations": [{**ADD, "parametersJsonSchema": None}]}],
         "generationConfig": {"maxOutputTokens": 1},
     },
 }
