@@ -1,4 +1,4 @@
-"""Grammars: schemas and regular expressions as masks over tokens. Knows nothing of requests or logits.
+"""Grammars: schemas and regular expressions as masks over tokens.
 
 A constraint never fails a step: if the grammar gives up, it allows nothing, which ends the answer. Nested schemas are
 compiled on a thread with a large stack, because code that overflows its stack ends the process without an exception.
@@ -49,7 +49,7 @@ _BROKEN: dict[str, tuple[str, ...]] = {
     "repetition operator missing expression": ("{", "(?"),
     "invalid repetition count range": (),
 }
-"""What is wrong in every dialect, in the words of llguidance, and the texts that make it right in some."""
+"""Faults in the words of llguidance -> texts with which the pattern is right in some dialect."""
 
 
 def with_deep_stack(work: Callable[[], T]) -> T:
@@ -79,21 +79,21 @@ class KeptGrammars:
         self.num_bytes = 0
         """The bytes of all kept grammars, estimated from their sources."""
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._matchers: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def get(self, kind: str, source: str) -> Any:
         """The result for a source; None if it is not kept."""
-        found = self._kept.get((kind, source))
-        if found is not None:
-            self._kept.move_to_end((kind, source))
-        return found
+        matcher = self._matchers.get((kind, source))
+        if matcher is not None:
+            self._matchers.move_to_end((kind, source))
+        return matcher
 
     def keep(self, kind: str, source: str, compiled: Any) -> None:
         """Keep the result for a source; the least recently used ones make room."""
-        self._kept[kind, source] = compiled
+        self._matchers[kind, source] = compiled
         self.num_bytes += _num_bytes(source)
-        while len(self._kept) > MAX_KEPT or self.num_bytes > self._max_bytes:
-            (_, dropped), _ = self._kept.popitem(last=False)
+        while len(self._matchers) > MAX_KEPT or self.num_bytes > self._max_bytes:
+            (_, dropped), _ = self._matchers.popitem(last=False)
             self.num_bytes -= _num_bytes(dropped)
 
 
@@ -107,8 +107,8 @@ class Grammars:
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`tokenizer_json` is the definition of a fast tokenizer; `vocab_size` the width of the model's logits."""
         eos = sorted(eos_token_ids)
-        known = llguidance.LLTokenizer(tokenizer_json, eos_token=eos).vocab_size
-        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=max(known, vocab_size), eos_token=eos)
+        num_tokens = llguidance.LLTokenizer(tokenizer_json, eos_token=eos).vocab_size
+        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=max(num_tokens, vocab_size), eos_token=eos)
         self._vocab_size = vocab_size
         self._eos = np.array(eos, np.int64)
         self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
@@ -118,16 +118,16 @@ class Grammars:
         """Open constraints to a Lark grammar. Raises InvalidRequestError for an unusable grammar."""
         return self._open("lark", grammar)
 
-    def open(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
+    def open(self, params: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
         """Open constraints to a form. Raises InvalidRequestError for an unusable one."""
-        if wanted.json is not None:
-            return self._open("json", json.dumps(wanted.json))
-        if wanted.regex is not None:
-            return self._open("regex", wanted.regex)
-        if wanted.choice is not None:
-            return self._open("choice", json.dumps(wanted.choice))
-        if wanted.grammar is not None:
-            return self._open("grammar", wanted.grammar)
+        if params.json is not None:
+            return self._open("json", json.dumps(params.json))
+        if params.regex is not None:
+            return self._open("regex", params.regex)
+        if params.choice is not None:
+            return self._open("choice", json.dumps(params.choice))
+        if params.grammar is not None:
+            return self._open("grammar", params.grammar)
         return self._open("json", '{"type": "object"}')
 
     @staticmethod
@@ -138,7 +138,7 @@ class Grammars:
 
     @staticmethod
     def is_broken(pattern: str) -> bool:
-        """Whether this is a regular expression in no dialect, such as `(`; what grammars merely lack is none."""
+        """Whether this is a regular expression in no dialect, such as `(`, rather than one that grammars lack."""
         complaint: str = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
         return any(
             f"error: {name}" in complaint and not any(text in pattern for text in elsewhere)

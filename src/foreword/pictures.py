@@ -35,22 +35,22 @@ MAX_FILE_BYTES = 32 * 2**20
 MAX_URL = 4096
 """Characters of an address."""
 MAX_PIXELS = 2**25
-"""Of one picture: a file of a few kilobytes may hold billions."""
+"""Pixels of one picture: a file of a few kilobytes may hold billions."""
 MAX_RATIO = 100
-"""Of the longer side to the shorter one."""
+"""The longer side, as a multiple of the shorter one."""
 MAX_SCANS = 64
-"""Of a JPEG: each goes over all pixels, though it may have a few bytes. Cameras and programs write ten or so."""
+"""Scans of a JPEG: each goes over all pixels, though it may have a few bytes. Cameras and programs write about ten."""
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""In a JPEG, but for those that stand among a scan's pixels."""
+"""A marker of a JPEG, unless it stands among a scan's pixels."""
 MAX_SEGMENTS = 10_000
-"""Of a JPEG. Cameras and programs write some hundred at most."""
+"""Segments of a JPEG. Cameras and programs write about a hundred at most."""
 _TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF's orientation -> `PIL.Image.Transpose`, which is not imported yet."""
 _ON_ITS_SIDE = range(5, 9)
-"""Those by which height and width change places."""
+"""Orientations that swap height and width."""
 Pixels = npt.NDArray[np.uint8]
 MOST_KNOWN = 4096
-"""Files of which is remembered what they show."""
+"""Files whose pictures' digests are remembered."""
 _KINDS = ("image", "image_pil", "image_url")
 
 
@@ -60,7 +60,7 @@ class PictureFile:
 
     data: Any = field(repr=False)
     url: str | None = None
-    """Where its bytes are, if they must be fetched: until then there are no data."""
+    """The address of its bytes, if they must be fetched: until then there is no data."""
 
     def fill(self, data: bytes) -> None:
         """Take the bytes that were fetched, once: all who hold the file have them."""
@@ -80,11 +80,11 @@ class _FewReads(io.BytesIO):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self._left = 10_000 + len(data) // (40 if data[:3] == b"GIF" else 500)  # a GIF has pieces of 255 bytes
+        self._reads_left = 10_000 + len(data) // (40 if data[:3] == b"GIF" else 500)  # a GIF has pieces of 255 bytes
 
     def read(self, size: int | None = -1, /) -> bytes:
-        self._left -= 1
-        if self._left < 0:
+        self._reads_left -= 1
+        if self._reads_left < 0:
             raise _in_pieces()
         return super().read(size)
 
@@ -171,8 +171,8 @@ def _opened(file: PictureFile) -> Image:
         raise _not_fetched(file.url or "")
     if not isinstance(file.data, bytes):
         _check_size(file.data.width, file.data.height)
-        found: Image.Image = file.data
-        return found
+        decoded: Image.Image = file.data
+        return decoded
     if len(file.data) > MAX_FILE_BYTES:
         raise _too_large(len(file.data))
     if file.data[:2] == b"\xff\xd8" and (num_scans := _num_scans(file.data)) > MAX_SCANS:
@@ -195,7 +195,7 @@ def _opened(file: PictureFile) -> Image:
 
 
 def _num_scans(data: bytes) -> int:
-    """The scans of a JPEG, as decoders find them: up to its end: phones put a film after it."""
+    """The number of scans of a JPEG, up to its end: phones put a film after it."""
     place = num_scans = 0
     for _ in range(MAX_SEGMENTS):
         marker = _MARKER.search(data, place)
@@ -213,7 +213,7 @@ def _in_pieces() -> InvalidRequestError:
 
 
 def _orientation(file: PictureFile, image: Image) -> int:
-    """How the camera was held, as EXIF says it before the pixels."""
+    """The orientation of the camera, as EXIF says it before the pixels."""
     if not isinstance(file.data, bytes) or "exif" not in image.info:  # a PNG would be decoded to look for more
         return 1
     try:
@@ -296,7 +296,7 @@ class Placeholders(NamedTuple):
 
     token_ids: npt.NDArray[np.int32]
     places: npt.NDArray[np.int32]
-    """Those that its rows replace."""
+    """Indices of the tokens that its rows replace."""
 
 
 class Pictures:
@@ -308,8 +308,8 @@ class Pictures:
         """`encode`: the tokenizer's, for a part of a text. `max_tokens`: of all pictures of a prompt."""
         self._vision, self._encode = vision, encode
         self._max_pictures, self._max_tokens = max_pictures, max_tokens
-        self._known: OrderedDict[tuple[str, bytes], tuple[str, tuple[int, int]]] = OrderedDict()
-        """Owner and digest of a file -> that of what it shows, and its height and width."""
+        self._digests: OrderedDict[tuple[str, bytes], tuple[str, tuple[int, int]]] = OrderedDict()
+        """Owner and digest of a file -> digest of the picture in it, and its height and width."""
         self._lock = threading.Lock()
         self.held = HeldBytes()
         """The files that requests hold."""
@@ -329,8 +329,8 @@ class Pictures:
             (owner, hashlib.sha256(file.data).digest()) if isinstance(file.data, bytes) else None for file in files
         ]
         with self._lock:
-            found = [None if name is None else self._known.get(name) for name in names]
-        sizes = [size_of(file) if one is None else one[1] for file, one in zip(files, found, strict=True)]
+            entries = [None if name is None else self._digests.get(name) for name in names]
+        sizes = [size_of(file) if entry is None else entry[1] for file, entry in zip(files, entries, strict=True)]
         shapes = [self._vision.shape(*size) for size in sizes]
         num_tokens = sum(len(self._placeholders(shape).token_ids) for shape in shapes)
         if num_tokens > self._max_tokens:
@@ -341,8 +341,8 @@ class Pictures:
                 self._max_tokens,
             )
         read = []
-        for file, name, one, size, shape in zip(files, names, found, sizes, shapes, strict=True):
-            digest = self._digest(file, size, shape) if one is None else one[0]
+        for file, name, entry, size, shape in zip(files, names, entries, sizes, shapes, strict=True):
+            digest = self._digest(file, size, shape) if entry is None else entry[0]
             read.append(ReadPicture(digest, shape, file))
             self.held.hold(read[-1], file.num_bytes)
             self._note(name, digest, size)
@@ -359,21 +359,21 @@ class Pictures:
             )
         if not pictures:
             return prompt
-        own = [self._placeholders(picture.shape) for picture in pictures]
+        placeholders = [self._placeholders(picture.shape) for picture in pictures]
         pieces, placed, at, length = list[npt.NDArray[np.int32]](), list[PlacedPicture](), 0, 0
-        for sign, picture, tokens in zip(signs.tolist(), pictures, own, strict=True):
+        for sign, picture, tokens in zip(signs.tolist(), pictures, placeholders, strict=True):
             pieces += [token_ids[at:sign], tokens.token_ids]
             places = tokens.places + np.int32(length + sign - at)
             placed.append(PlacedPicture(picture, places, self._vision.grid(picture.shape), self._vision.sees_ahead))
             length += sign - at + len(tokens.token_ids)
             at = sign + 1
         pieces.append(token_ids[at:])
-        added = np.concatenate(([0], np.cumsum([len(tokens.token_ids) - 1 for tokens in own])))
+        added = np.concatenate(([0], np.cumsum([len(tokens.token_ids) - 1 for tokens in placeholders])))
 
         def moved(end: int) -> int:
             return end + int(added[np.searchsorted(signs, end)])
 
-        spans = tuple(KeyedSpan("media", one.picture.digest, one.offset, one.num_tokens) for one in placed)
+        spans = tuple(KeyedSpan("media", entry.picture.digest, entry.offset, entry.num_tokens) for entry in placed)
         return replace(
             prompt,
             token_ids=np.concatenate(pieces).astype(np.int32),
@@ -397,10 +397,10 @@ class Pictures:
         if name is None:
             return
         with self._lock:
-            self._known[name] = digest, size
-            self._known.move_to_end(name)
-            while len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
+            self._digests[name] = digest, size
+            self._digests.move_to_end(name)
+            while len(self._digests) > MOST_KNOWN:
+                self._digests.popitem(last=False)
 
     def _make_placeholders(self, shape: Any) -> Placeholders:
         token_ids = np.array(self._encode(self._vision.text(shape)), np.int32)
@@ -432,22 +432,22 @@ def _is_picture(part: Any) -> bool:
 
 def _file(part: Mapping[str, Any]) -> PictureFile:
     kind = part["type"]
-    given = part.get(kind)
+    content = part.get(kind)
     if kind == "image_url":
-        return file_of_url(given.get("url") if isinstance(given, Mapping) else given)
-    return picture_file(given)
+        return file_of_url(content.get("url") if isinstance(content, Mapping) else content)
+    return picture_file(content)
 
 
-def picture_file(given: Any) -> PictureFile:
+def picture_file(source: Any) -> PictureFile:
     """A picture of a Python caller: an image of Pillow, bytes of a file, or a path. Raises InvalidRequestError."""
-    if isinstance(given, bytes):
-        return PictureFile(given)
-    if isinstance(given, str | Path):
+    if isinstance(source, bytes):
+        return PictureFile(source)
+    if isinstance(source, str | Path):
         try:
-            with Path(given).expanduser().open("rb") as file:
+            with Path(source).expanduser().open("rb") as file:
                 return PictureFile(file.read(MAX_FILE_BYTES + 1))
         except (OSError, ValueError) as error:
-            raise InvalidRequestError(f"the picture {str(given)!r:.100} cannot be read: {error}") from error
-    if hasattr(given, "width") and hasattr(given, "convert"):
-        return upright_copy(given)
-    raise InvalidRequestError(f"a picture is a {type(given).__name__}; give an image of Pillow, a path or bytes")
+            raise InvalidRequestError(f"the picture {str(source)!r:.100} cannot be read: {error}") from error
+    if hasattr(source, "width") and hasattr(source, "convert"):
+        return upright_copy(source)
+    raise InvalidRequestError(f"a picture is a {type(source).__name__}; give an image of Pillow, a path or bytes")

@@ -271,12 +271,12 @@ def test_what_is_kept_of_sources_is_bounded_and_changes_nothing(tiny_models: Tin
             base = link_parts(composed, Method.parse("none"))
             found = [one.measure(composed.token_ids, base) for one in (fresh, small, nothing, small)]
             assert all(np.array_equal(found[0], own) for own in found[1:])
-            assert 0 < small._kept.num_bytes <= 3 * one_source
-            assert nothing._kept.num_bytes == 0 == len(nothing._kept)
-        assert len(fresh._kept) == 9
-        assert 0 < len(small._kept) <= 4
+            assert 0 < small._sources.num_bytes <= 3 * one_source
+            assert nothing._sources.num_bytes == 0 == len(nothing._sources)
+        assert len(fresh._sources) == 9
+        assert 0 < len(small._sources) <= 4
         fresh.measure(composed.token_ids, base, "red")
-        assert len(fresh._kept) == 12, "a tenant may learn from a time what another one links"
+        assert len(fresh._sources) == 12, "a tenant may learn from a time what another one links"
 
 
 class _CountedTokens(np.ndarray[Any, np.dtype[np.int32]]):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.model.vision.encoded import EncodedPictures, RowsOfPictures, Vision, Wanted
+from foreword.model.vision.encoded import EncodedPictures, PictureRows, RowsOfPictures, Vision
 from foreword.request import Alone
 
 ROWS, WIDTH = 4, 2
@@ -42,10 +42,10 @@ def test_rows_that_no_other_request_finds_go_first() -> None:
     alone = [Alone() for _ in range(4)]
 
     def step(*shown: tuple[int, str | Alone | None]) -> list[int]:
-        wanted = [Wanted(Shown(str(number)), range(ROWS), salt) for number, salt in shown]
+        wanted = [PictureRows(Shown(str(number)), range(ROWS), salt) for number, salt in shown]
         rows = kept.of_step(wanted)
         assert [own.unique().tolist() for own in rows] == [[number] for number, _ in shown]
-        return sorted(int(digest) for _, digest in kept._kept)
+        return sorted(int(digest) for _, digest in kept._pictures)
 
     assert step((1, None), (2, "salt")) == [1, 2]
     for number, own in enumerate(alone, 3):

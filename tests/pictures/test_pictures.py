@@ -23,7 +23,7 @@ from foreword.engine import Keep, Mark, Prompt
 from foreword.engine.shares import EncoderBudget
 from foreword.engine.tiering import apart
 from foreword.errors import InvalidRequestError, MediaBusyError, ModelLoadError
-from foreword.model.vision.encoded import Wanted
+from foreword.model.vision.encoded import PictureRows
 from foreword.pictures import PictureFile, pixels_of, taken_apart
 from foreword.server.observe.insight import block_keys
 from foreword.server.options import ServerConfig
@@ -186,10 +186,10 @@ def test_what_the_budget_counts_is_what_is_encoded(folder: Path) -> None:
         assert encoded is not None
         [placed] = llm._chat_prompt(asks(QUESTION, noise(96, 96)), {}).pictures
         picture, size = placed.picture, encoded.vision.tile_rows(placed.picture.shape)
-        encoded.of_step([Wanted(picture, range(size, 2 * size))])  # a tile among those that are missing
+        encoded.of_step([PictureRows(picture, range(size, 2 * size))])  # a tile among those that are missing
         every = range(len(placed.places))
         missing, before = encoded.missing(picture, every), encoded.num_rows
-        encoded.of_step([Wanted(picture, every)])
+        encoded.of_step([PictureRows(picture, every)])
         assert sum(map(len, missing)) == encoded.num_rows - before > size
         assert encoded.missing(picture, every) == []
 

@@ -1,14 +1,14 @@
-"""How keys and values are stored: a format, and one layer's blocks in it.
+"""Storage of keys and values: a format, and one layer's blocks in it.
 
 A row is one token's key, or value, of one head. A format stores a row's elements as numbers, or as codes of eight bits
 and one scale:
 
     scale   = (largest |element| / 127) as bfloat16, rounded up
     code    = element / scale, rounded to the nearest whole number, ties to even
-    element = code * scale, as whoever reads it
+    element = code * scale, for all readers
 
 Both follow from the row alone, and attention reads nothing but what was written, the step's own rows too. So a token's
-KV has the same bits whatever it was computed with, and a hit reads what a miss wrote.
+KV has the same bits in any batch, and a hit reads what a miss wrote.
 
     a block's page of numbers    token 0: head 0, head 1, ..; token 1: ..
     a block's page of codes      the codes in this order, and then the scales in this order
@@ -45,7 +45,7 @@ class KVFormat:
 
     @property
     def name(self) -> str:
-        """As `dtype` is written in configurations: "bfloat16"; or "latent bfloat16"."""
+        """The name of `dtype` in configurations, "bfloat16"; or "latent bfloat16"."""
         return ("latent " if self.latent else "") + str(self.dtype).removeprefix("torch.")
 
     @property
@@ -55,11 +55,9 @@ class KVFormat:
 
     def key(self, computed: torch.dtype) -> str:
         """The part of blocks' keys that names the format, and the type in which layers compute."""
-        return (
-            str(computed)
-            if self == KVFormat(computed)
-            else f"{computed} as {'latent ' if self.latent else ''}{self.dtype}"
-        )
+        if self == KVFormat(computed):
+            return str(computed)
+        return f"{computed} as {'latent ' if self.latent else ''}{self.dtype}"
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` elements, with all that belongs to it."""
@@ -79,15 +77,15 @@ class KVFormat:
         They are contiguous if they fill their pages. A latent format uses no pages of values.
         """
         if self.latent:
-            own = pages[0][:, : block_size * dims[0] * self.dtype.itemsize].view(self.dtype)
-            return KVBlocks.of_latents(torch.unflatten(own, 1, (block_size, 1, dims[0])), dims[1])
+            rows = pages[0][:, : block_size * dims[0] * self.dtype.itemsize].view(self.dtype)
+            return KVBlocks.of_latents(torch.unflatten(rows, 1, (block_size, 1, dims[0])), dims[1])
         num_rows, elements, scales = block_size * num_heads, [], []
-        for own, dim in zip(pages, dims, strict=True):
+        for page, dim in zip(pages, dims, strict=True):
             end = num_rows * dim * self.dtype.itemsize
-            elements.append(torch.unflatten(own[:, :end].view(self.dtype), 1, (block_size, num_heads, dim)))
+            elements.append(torch.unflatten(page[:, :end].view(self.dtype), 1, (block_size, num_heads, dim)))
             if self.is_coded:
-                own_scales = own[:, end : end + num_rows * SCALE_BYTES].view(torch.bfloat16)
-                scales.append(torch.unflatten(own_scales, 1, (block_size, num_heads)))
+                page_scales = page[:, end : end + num_rows * SCALE_BYTES].view(torch.bfloat16)
+                scales.append(torch.unflatten(page_scales, 1, (block_size, num_heads)))
         return KVBlocks(self, elements[0], elements[1], (scales[0], scales[1]) if scales else None)
 
 
@@ -119,7 +117,7 @@ class KVBlocks:
     values: Tensor
     """[blocks, block_size, kv_heads, value_dim] elements; of a latent format, a part of `keys`."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of keys and of values, [blocks, block_size, kv_heads] bfloat16 each, if the elements are codes."""
+    """Scales of keys and of values, [blocks, block_size, kv_heads] bfloat16 each, if the elements are codes."""
 
     @classmethod
     def plain(cls, keys: Tensor, values: Tensor) -> KVBlocks:
@@ -162,8 +160,8 @@ class KVBlocks:
         """Whether there are no gaps between blocks."""
         if not self.format.is_coded:
             return self.keys.is_contiguous() and (self.format.latent or self.values.is_contiguous())
-        num_rows = self.block_size * self.num_kv_heads
-        return all(own.stride(0) == num_rows * self.format.row_bytes(own.shape[3]) for own in (self.keys, self.values))
+        count = self.block_size * self.num_kv_heads
+        return all(part.stride(0) == count * self.format.row_bytes(part.shape[3]) for part in (self.keys, self.values))
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows [tokens, kv_heads, dim] of any type at slots [tokens]; those of latent values are in the keys."""
@@ -191,7 +189,7 @@ class KVBlocks:
         keys, values = self.keys[block_ids].flatten(1, 2), self.values[block_ids].flatten(1, 2)
         if self.scales is None:
             return keys.float(), values.float()
-        key_scales, value_scales = (own[block_ids].flatten(1, 2) for own in self.scales)
+        key_scales, value_scales = (scales[block_ids].flatten(1, 2) for scales in self.scales)
         return decode(keys, key_scales), decode(values, value_scales)
 
 

@@ -203,8 +203,8 @@ def plan_decoding_tile(batch: Batch, scrap_block: int, block_size: int, *, num_r
 def _tables(batch: Batch, rows: npt.NDArray[np.intp], owned: IntArray, num_blocks: int, scrap_block: int) -> IntArray:
     """The first blocks of some requests, [rows, num_blocks]; the scrap block after those that they own."""
     tables = np.full((len(rows), num_blocks), scrap_block, np.int32)
-    known = batch.block_tables[rows, :num_blocks]
-    tables[:, : known.shape[1]] = known
+    present = batch.block_tables[rows, :num_blocks]
+    tables[:, : present.shape[1]] = present
     tables[np.arange(num_blocks) >= owned[:, None]] = scrap_block
     return tables
 
@@ -246,7 +246,7 @@ def _attend_tile(query: Tensor, kv: KVBlocks, tile: Tile, options: AttentionOpti
     for start in range(max(0, first_seen) // chunk * chunk, tile.last_position + 1, chunk):
         at = start // block_size
         blocks = tile.block_tables[:, at : at + chunk_blocks]
-        keys, values = (_in_chunk(own, chunk) for own in kv.read_blocks(blocks))
+        keys, values = (_in_chunk(part, chunk) for part in kv.read_blocks(blocks))
         hidden = _hidden(tile, start, chunk, options)
         if start + chunk - 1 > tile.shortest or start < _first_seen(tile.last_position, options):
             _zero_unseen(values, tile, start, options)
@@ -297,9 +297,9 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 def _in_chunk(rows: Tensor, chunk: int) -> Tensor:
     """Rows [requests, tokens, kv_heads, dim] as [requests * kv_heads, chunk, dim]; zeros where tables have ended."""
-    taken = rows.permute(0, 2, 1, 3).flatten(0, 1)
-    missing = chunk - taken.shape[1]
-    return torch.nn.functional.pad(taken, (0, 0, 0, missing)) if missing else taken
+    flat = rows.permute(0, 2, 1, 3).flatten(0, 1)
+    missing = chunk - flat.shape[1]
+    return torch.nn.functional.pad(flat, (0, 0, 0, missing)) if missing else flat
 
 
 def _first_seen(position: Position, options: AttentionOptions) -> Position:
@@ -317,7 +317,7 @@ def _distances(tile: Tile, start: int, chunk: int) -> Tensor:
 
 
 def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Tensor | None:
-    """Which KV positions of a chunk a query must not see, [requests, queries, chunk]; None if all are seen."""
+    """The KV positions of a chunk that a query must not see, [requests, queries, chunk]; None if all are seen."""
     if start + chunk - 1 <= tile.first_position and _first_seen(tile.last_position, options) <= start:
         return None
     kv = torch.arange(start, start + chunk, device=tile.positions.device)

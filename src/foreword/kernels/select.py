@@ -1,7 +1,4 @@
-"""The choice of an attention kernel, and the protocol of all kernels.
-
-Knows the kernels by name; loads only the one that is chosen.
-"""
+"""The choice of an attention kernel, of which only the chosen one is loaded, and the protocol of all kernels."""
 
 from __future__ import annotations
 
@@ -74,16 +71,16 @@ def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
     """The kernel called `name`; "auto" is a compiled one wherever one runs. Raises ConfigError."""
     if name == "reference":
         return ReferenceAttention()
-    wanted = {"cpu": _why_not_cpu, "triton": _why_not_triton}
+    checks = {"cpu": _why_not_cpu, "triton": _why_not_triton}
     if name == "auto":
         chosen: KernelName = "triton" if device.type == "cuda" else "cpu"
-        problem = wanted[chosen](device)
+        problem = checks[chosen](device)
         if problem is not None:
             if device.type in ("cpu", "cuda"):
                 logger.warning("attention runs in plain torch, several times slower: %s", problem)
             return ReferenceAttention()
         name = chosen
-    problem = wanted[name](device)
+    problem = checks[name](device)
     if problem is not None:
         raise ConfigError(f"attention_kernel={name!r} cannot run here: {problem}; use 'auto' or 'reference'")
     if name == "triton":
@@ -103,7 +100,7 @@ def choose_kernel(
     Raises ConfigError if the kernel that was asked for refuses a layer.
     """
     kernel = make_kernel(name, device)
-    problem = next((found for own in layers if (found := kernel.why_not(kv_format, own))), None)
+    problem = next((reason for layer in layers if (reason := kernel.why_not(kv_format, layer))), None)
     if problem is None:
         return kernel
     if name != "auto":

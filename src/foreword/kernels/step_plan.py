@@ -85,7 +85,7 @@ class StepPlan:
     groups: tuple[int, ...]
     """For each group of requests that share their first chunk, their number."""
     seen_to: Int64Array | None = None
-    """As `Batch.seen_to`."""
+    """See `Batch.seen_to`."""
 
 
 def plan_step(batch: Batch, block_size: int, rule: SharingRule | None, fold_queries: int = FOLD_QUERIES) -> StepPlan:
@@ -107,7 +107,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None, fold_quer
     np.cumsum(counts, out=queries[1:])
     of_first = shared[shared[:, 1] == 0]
     group_sizes = of_first[:, 3] - of_first[:, 2]
-    most = int((queries[shared[:, 3]] - queries[shared[:, 2]]).max()) if len(shared) else 0
+    most_queries = int((queries[shared[:, 3]] - queries[shared[:, 2]]).max()) if len(shared) else 0
     merges = np.empty((int(queries[-1]), 2), np.int64)
     merges[:, 0] = members.repeat(counts)
     merges[:, 1] = np.arange(len(merges)) - queries[:-1].repeat(counts)
@@ -125,19 +125,19 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None, fold_quer
         members=members,
         merges=merges,
         num_slots=int(slots.sum()),
-        most_queries=most,
+        most_queries=most_queries,
         num_chunks=int(num_chunks[members].sum()),
         groups=tuple(group_sizes[group_sizes > 1].tolist()),
         seen_to=None if batch.seen_to is None else batch.seen_to.astype(np.int64),
     )
 
 
-def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array, most: int) -> Int64Array:
+def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array, max_queries: int) -> Int64Array:
     """Items of requests with many queries. The longest contexts come first, so that threads end together."""
     items = [
-        (FOLD, row, start, min(most, int(lengths[row]) - start))
+        (FOLD, row, start, min(max_queries, int(lengths[row]) - start))
         for row in rows.tolist()
-        for start in range(0, int(lengths[row]), most)
+        for start in range(0, int(lengths[row]), max_queries)
     ]
     items.sort(key=lambda item: -(int(first_positions[item[1]]) + item[2]))
     return np.array(items, np.int64).reshape(-1, 4)

@@ -1,4 +1,4 @@
-"""How much the KV of linked tokens deviates from the plain prompt's, at the second attention layer.
+"""The deviation of linked tokens' KV from the plain prompt's, at the second attention layer.
 
 At the first attention layer nothing deviates: its keys and values depend on a token and its position alone. At the
 second they depend on all that the token has seen. CacheBlend (Yao et al., EuroSys 2025) computes the tokens that
@@ -6,7 +6,7 @@ deviate most there:
 
     |K - R(shift) K'|^2 + |V - V'|^2        K, V in the plain prompt; K', V' in the source
 
-Both come from passes of a model's first layers, whatever is cached: so the numbers depend on tokens and positions
+Both come from passes of a model's first layers, not from the cache: so the numbers depend on tokens and positions
 alone. A pass has KV memory of its own and the reference's attention, so it runs beside the engine's steps. This is a
 reference path: each prompt costs a pass of (c + 1) / L of its prefill, with c = 1 of L layers.
 """
@@ -96,7 +96,7 @@ class LinkDeviations:
         self._beginning, self._rotation = beginning, rotation
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._sinks = np.array(sink_token_ids, np.int32)
-        self._kept = _KeptSources(kept_bytes)
+        self._sources = _KeptSources(kept_bytes)
 
     def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
         """The squared deviation of each linked token of a prompt, [tokens]; 0 for tokens in no run.
@@ -109,7 +109,7 @@ class LinkDeviations:
                 f"link={links.method!r} needs two attention layers, and this model has one; use 'first-16'"
             )
         self._check(token_ids, links)
-        found = np.zeros(len(token_ids), np.float32)
+        deviations = np.zeros(len(token_ids), np.float32)
         if links.runs:
             end = links.runs[-1].end
             keys, values = self._compute(self._beginning, token_ids[:end], links.positions[:end])
@@ -118,15 +118,15 @@ class LinkDeviations:
                 linked = self._linked(self._beginning, run, links.shift(run), salt)
                 pairs = zip(plain, linked, strict=True)
                 keys_off, values_off = (
-                    (own.float() - other.float()).square().flatten(1).sum(1) for own, other in pairs
+                    (exact.float() - copied.float()).square().flatten(1).sum(1) for exact, copied in pairs
                 )
-                found[run.begin : run.end] = (keys_off + values_off).numpy()
-        return found
+                deviations[run.begin : run.end] = (keys_off + values_off).numpy()
+        return deviations
 
     def _check(self, token_ids: IntArray, links: Links) -> None:
         """Raise InvalidRequestError for tokens or lengths that the model cannot take."""
-        for own in (token_ids, *(run.source for run in links.runs)):
-            wrong = own[(own < 0) | (own >= self._vocab_size)]
+        for ids in (token_ids, *(run.source for run in links.runs)):
+            wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
             if len(wrong):
                 raise InvalidRequestError(
                     f"prompt token {wrong[0]} is out of range; the model's ids are 0 to {self._vocab_size - 1}"
@@ -150,11 +150,11 @@ class LinkDeviations:
     def _linked(self, beginning: Beginning, run: LinkedRun, shift: int, salt: str | None) -> KeysValues:
         """The keys and values of a run as a link copies them: keys are turned, and rounded once."""
         key = salt, run.source.tobytes()
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._compute(beginning, run.source, np.arange(len(run.source), dtype=np.int32))
-            self._kept.put(key, kept)
-        keys, values = (own[run.first : run.source_end] for own in kept)
+        source = self._sources.get(key)
+        if source is None:
+            source = self._compute(beginning, run.source, np.arange(len(run.source), dtype=np.int32))
+            self._sources.put(key, source)
+        keys, values = (part[run.first : run.source_end] for part in source)
         turn = self._rotation.turns[1]
         if turn.table is None or not shift:
             return keys, values
@@ -179,14 +179,14 @@ class _KeptSources:
                 self._of.move_to_end(key)
             return self._of.get(key)
 
-    def put(self, key: tuple[str | None, bytes], kept: KeysValues) -> None:
+    def put(self, key: tuple[str | None, bytes], source: KeysValues) -> None:
         with self._lock:
-            self.num_bytes += _num_bytes(kept) - _num_bytes(self._of.pop(key, None))
-            self._of[key] = kept
+            self.num_bytes += _num_bytes(source) - _num_bytes(self._of.pop(key, None))
+            self._of[key] = source
             while self.num_bytes > self._max_bytes:
                 self.num_bytes -= _num_bytes(self._of.popitem(last=False)[1])
 
 
-def _num_bytes(kept: KeysValues | None) -> int:
+def _num_bytes(source: KeysValues | None) -> int:
     """Bytes of the memory that tensors lie in: they may be parts of larger ones."""
-    return 0 if kept is None else sum(own.untyped_storage().nbytes() for own in kept)
+    return 0 if source is None else sum(tensor.untyped_storage().nbytes() for tensor in source)

@@ -22,7 +22,7 @@ from foreword.request import HeldBytes
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAFETENSORS_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 MAX_HEADER_BYTES = 2**14
-"""Of a safetensors file, before its values."""
+"""The longest header of a safetensors file."""
 
 
 class PromptEmbeds:
@@ -32,7 +32,7 @@ class PromptEmbeds:
         """`values`: [rows, width], which nobody changes."""
         self.values = values
         self.spans = tuple(_spans(values, block_size))
-        """What block keys say of the rows: prompts that begin with equal rows share the blocks of these rows."""
+        """The part of block keys that names the rows: prompts that begin with equal rows share their blocks."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -55,26 +55,26 @@ class EmbedsReader:
         self.held = HeldBytes()
         """The embeddings that requests hold."""
 
-    def read(self, given: Any) -> PromptEmbeds:
+    def read(self, source: Any) -> PromptEmbeds:
         """The embeddings in an array or a tensor [rows, width], or that were read. Raises InvalidRequestError."""
-        if isinstance(given, PromptEmbeds):
-            return given
-        if not isinstance(given, Tensor):
+        if isinstance(source, PromptEmbeds):
+            return source
+        if not isinstance(source, Tensor):
             try:
-                given = torch.from_numpy(np.array(given))
+                source = torch.from_numpy(np.array(source))
             except (TypeError, ValueError) as error:
                 raise InvalidRequestError(
-                    f"prompt_embeds is a {type(given).__name__}; give an array or a tensor [tokens, {self._width}]"
+                    f"prompt_embeds is a {type(source).__name__}; give an array or a tensor [tokens, {self._width}]"
                 ) from error
-        if given.layout != torch.strided or given.dtype not in _TYPES.values():
-            raise InvalidRequestError(f"prompt_embeds has the type {given.dtype}; give {', '.join(_TYPES)}")
-        self._check(tuple(given.shape))
-        values = given.detach().to("cpu", self._dtype, copy=True).contiguous()
+        if source.layout != torch.strided or source.dtype not in _TYPES.values():
+            raise InvalidRequestError(f"prompt_embeds has the type {source.dtype}; give {', '.join(_TYPES)}")
+        self._check(tuple(source.shape))
+        values = source.detach().to("cpu", self._dtype, copy=True).contiguous()
         if not values.isfinite().all():
             raise InvalidRequestError(f"prompt_embeds has NaN, or numbers that {self._dtype} cannot hold; give others")
-        made = PromptEmbeds(values, self._block_size)
-        self.held.hold(made, values.nbytes)
-        return made
+        embeds = PromptEmbeds(values, self._block_size)
+        self.held.hold(embeds, values.nbytes)
+        return embeds
 
     def read_raw(self, data: bytes | memoryview, shape: Sequence[int], dtype: str) -> PromptEmbeds:
         """The embeddings in little-endian values, row by row. Raises InvalidRequestError."""
@@ -99,7 +99,7 @@ class EmbedsReader:
             if len(tensors) != 1:
                 raise ValueError(f"it has {len(tensors)} tensors")
             shape, dtype = tensors[0]["shape"], _SAFETENSORS_TYPES[tensors[0]["dtype"]]
-            if tensors[0]["data_offsets"] != [0, len(values)] or not all(type(one) is int for one in shape):
+            if tensors[0]["data_offsets"] != [0, len(values)] or not all(type(size) is int for size in shape):
                 raise ValueError("its header does not fit its length")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidRequestError(

@@ -1,6 +1,6 @@
 """The facts that decide the bits of a model's KV, besides the prompt.
 
-Knows a loaded model, libraries and processors; `foreword.tiers.identity` makes digests of the facts.
+`foreword.tiers.identity` makes digests of these facts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foreword.model.layout import CacheLayout
 from foreword.model.loader import LoadedModel
 
 ARITHMETIC_VERSION = 1
-"""Raise it when a change gives KV other bits. tests/model/test_golden_bits.py fails until somebody does."""
+"""Raise it when a change gives KV other bits. tests/model/test_golden_bits.py fails until then."""
 LAYOUT_VERSION = 1
 """Raise it when a block's bytes mean something else though `CacheLayout` says the same."""
 MANY_THREADS = 3
@@ -34,13 +34,13 @@ MANY_THREADS = 3
 Other numbers of threads change no bit, and none does where torch computes no layer."""
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite")
 _ARITHMETIC = ("amx", "avx", "f16c", "fma", "neon", "sse", "sve")
-"""How features of a processor begin whose instructions compute numbers."""
+"""Beginnings of the names of processor features that compute numbers."""
 
 
 def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int]) -> dict[str, Any]:
-    """What decides KV whoever computes it. `weights`: a digest of their content.
+    """The facts that decide KV on any machine. `weights`: a digest of their content.
 
-    Where a model lies, what it is called, and its tokenizer are no part of it.
+    The model's path, its name and its tokenizer are not among them.
     """
     described = dict(model.config)
     for name in ("_name_or_path", "transformers_version"):  # they differ for the same model on another machine
@@ -55,17 +55,17 @@ def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int])
 
 
 def layout_facts(layout: CacheLayout) -> dict[str, Any]:
-    """What the bytes of a block mean. How often recurrent states are saved is no part of it."""
+    """The meaning of a block's bytes, without the interval at which recurrent states are saved."""
     facts = asdict(layout)
     del facts["state_interval"]
-    for group, own in zip(facts["groups"], layout.groups, strict=True):
-        group["kind"] = type(own.spec).__name__
+    for group, group_layout in zip(facts["groups"], layout.groups, strict=True):
+        group["kind"] = type(group_layout.spec).__name__
         group["spec"].pop("interval_tokens", None)
     return {"version": LAYOUT_VERSION, **facts}
 
 
 def arithmetic_facts(model: LoadedModel, probe: str) -> dict[str, Any]:
-    """What decides the bits that this process computes. `probe`: a digest of what the model made of one prompt."""
+    """The facts that decide the bits of this process. `probe`: a digest of the model's results for one prompt."""
     on_gpu = model.device.type != "cpu"
     return {
         "version": ARITHMETIC_VERSION,
@@ -84,7 +84,7 @@ def arithmetic_facts(model: LoadedModel, probe: str) -> dict[str, Any]:
 
 
 def name_of_speed(fingerprint: str) -> str:
-    """What the times of steps belong to: a model, a processor, and the threads that compute."""
+    """The key of measured step times: a model, a processor, and the number of threads."""
     return f"{fingerprint} with {torch.get_num_threads()} threads"
 
 

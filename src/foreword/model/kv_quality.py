@@ -1,4 +1,4 @@
-"""What another format of KV changes: the same weights run with two pools, and next tokens' distributions are compared.
+"""The cost of another format of KV: one model runs with two pools, and the distributions of next tokens are compared.
 
 Nothing but the stored keys and values differs.
 """
@@ -28,7 +28,7 @@ ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How far the distributions of next tokens are from those with KV in the model's own type."""
+    """The distance of next tokens' distributions from those with KV in the model's own type."""
 
     num_texts: int
     num_tokens: int
@@ -51,7 +51,7 @@ class FormatPool:
 
     def batch(self, starts: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Batch:
         """Some tokens of each request after its first `starts` ones; requests share no block."""
-        ends = [start + len(own) for start, own in zip(starts, token_ids, strict=True)]
+        ends = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
         tables, first = [], 0
         for group in self._layout.groups:
             counts = [-(-end // group.spec.block_size) for end in ends]
@@ -60,9 +60,9 @@ class FormatPool:
                 row[:count] = np.arange(first, first + count)
                 first += count
             tables.append(table)
-        positions = [np.arange(*own, dtype=np.int32) for own in zip(starts, ends, strict=True)]
-        query_starts = np.cumsum([0, *(len(own) for own in token_ids)], dtype=np.int32)
-        flat = np.concatenate([np.array(own, np.int32) for own in token_ids])
+        positions = [np.arange(*span, dtype=np.int32) for span in zip(starts, ends, strict=True)]
+        query_starts = np.cumsum([0, *(len(ids) for ids in token_ids)], dtype=np.int32)
+        flat = np.concatenate([np.array(ids, np.int32) for ids in token_ids])
         return Batch.bare(flat, np.concatenate(positions), query_starts, tuple(tables))
 
     def logits(self, batch: Batch, rows: Sequence[int]) -> Tensor:
@@ -103,13 +103,13 @@ def quality(model: LoadedModel, texts: Sequence[Sequence[int]]) -> Quality:
     num_equal = 0
     for text in texts:
         pools = both_formats(model, len(text))
-        rows, found = range(len(text)), list[float]()
+        rows, of_text = range(len(text)), list[float]()
         both = [torch.split(pool.logits(pool.batch([0], [text]), rows), ROWS) for pool in pools.values()]
         for parts in zip(*both, strict=True):
-            own, coded = (part.double().log_softmax(-1) for part in parts)
-            found += (own.exp() * (own - coded)).sum(-1).tolist()
-            num_equal += int((own.argmax(-1) == coded.argmax(-1)).sum())
-        divergences += found
-        means.append(statistics.fmean(found))
+            plain, coded = (part.double().log_softmax(-1) for part in parts)
+            of_text += (plain.exp() * (plain - coded)).sum(-1).tolist()
+            num_equal += int((plain.argmax(-1) == coded.argmax(-1)).sum())
+        divergences += of_text
+        means.append(statistics.fmean(of_text))
     num_tokens = len(divergences)
     return Quality(len(texts), num_tokens, statistics.fmean(divergences), max(means), num_equal / num_tokens)

@@ -226,11 +226,9 @@ def plan_layout(
         if state_block is None:
             least = max(MIN_STATE_TOKENS, options.block_size)
             state_block = _round_up(least, math.lcm(*sizes.values(), options.block_size))
-        kv_bytes = sum(sum(own.token_bytes(kv_format)) for own in attention.values())
-        interval = _state_interval(
-            options, math.lcm(state_block, *sizes.values()), sum(s.num_bytes for s in states.values()),
-            kv_bytes,
-        )  # fmt: skip
+        kv_bytes = sum(sum(layer.token_bytes(kv_format)) for layer in attention.values())
+        granularity = math.lcm(state_block, *sizes.values())
+        interval = _state_interval(options, granularity, sum(s.num_bytes for s in states.values()), kv_bytes)
         layers = list(states)
         groups += [
             GroupLayout(MambaSpec(state_block, interval), tuple(layers[start : start + per_group]))
@@ -320,19 +318,19 @@ def _states_per_group(block_bytes: int, state_bytes: int, num_states: int, has_a
     """The number of layers in a recurrent group: all without attention, else an even share that fits into a block."""
     if not has_attention:
         return num_states
-    most = max(-(-num_states // MAX_STATE_GROUPS), block_bytes // state_bytes)
-    num_groups = -(-num_states // most)
+    max_states = max(-(-num_states // MAX_STATE_GROUPS), block_bytes // state_bytes)
+    num_groups = -(-num_states // max_states)
     return -(-num_states // num_groups)
 
 
 def _state_interval(options: LayoutOptions, granularity: int, state_bytes: int, kv_bytes_per_token: int) -> int:
     """Tokens between saved states: a multiple of the granularity of hits."""
-    wanted = options.state_interval
-    if wanted is None:
-        wanted = max(MIN_STATE_INTERVAL, state_bytes // kv_bytes_per_token if kv_bytes_per_token else 0)
-    elif wanted < 1:
-        raise ConfigError(f"state_interval={wanted} is too small; use at least 1 token")
-    return _round_up(wanted, granularity)
+    interval = options.state_interval
+    if interval is None:
+        interval = max(MIN_STATE_INTERVAL, state_bytes // kv_bytes_per_token if kv_bytes_per_token else 0)
+    elif interval < 1:
+        raise ConfigError(f"state_interval={interval} is too small; use at least 1 token")
+    return _round_up(interval, granularity)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -47,7 +47,7 @@ class LoadedModel:
     """A model ready to run, and the facts about it that the engine needs."""
 
     network: Decoder | FlatModel
-    """What computes: a written decoder, or a model of transformers."""
+    """A written decoder, or a model of transformers."""
     device: torch.device
     config: Mapping[str, Any]
     """The facts that decide what it computes: a decoder's spec, or the fields of transformers' config."""
@@ -61,14 +61,14 @@ class LoadedModel:
     """The length of the longest sequence that the model accepts."""
     eos_token_ids: frozenset[int]
     kv_format: KVFormat
-    """How keys and values are stored."""
+    """The format in which keys and values are stored."""
     kernel: AttentionKernel
     rotation: KeyRotation | None
-    """How cached keys are moved to other positions; None: nobody asked."""
+    """The way to move cached keys to other positions; None: nobody asked for links."""
     exact: bool
     """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
     pictures: EncodedPictures | None = None
-    """What encodes pictures; None: the model takes none."""
+    """The encoder of pictures; None: the model takes none."""
     lacks_pillow: bool = False
     """Whether it would take pictures if Pillow were installed."""
 
@@ -93,14 +93,14 @@ class LoadedModel:
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of what the last norm gives the head; None if it cannot be said."""
+        """Width of the rows that the last norm gives the head; None if it is unknown."""
         return (
             self.network.spec.hidden_size if isinstance(self.network, Decoder) and self.device.type == "cpu" else None
         )
 
     @property
     def code(self) -> dict[str, str]:
-        """Whose code computes: a written family, or a class of transformers."""
+        """The code that computes: a written family, or a class of transformers."""
         return {"family": self.network.spec.family} if isinstance(self.network, Decoder) else self.network.code
 
     @property
@@ -132,7 +132,7 @@ class LoadedModel:
         return self.rotation is not None
 
     def deviations(self, max_model_len: int, sink_token_ids: Sequence[int]) -> LinkDeviations | None:
-        """What measures how linked tokens deviate; None if nobody asked for links.
+        """A meter of the deviation of linked tokens; None if nobody asked for links.
 
         `max_model_len`: tokens of the longest prompt and its answer; `sink_token_ids`: those before every prompt.
         """
@@ -142,7 +142,7 @@ class LoadedModel:
         return LinkDeviations(beginning, self.rotation, self.vocab_size, max_model_len, sink_token_ids)
 
     def adapters(self, options: ModelConfig) -> LoadedAdapters | None:
-        """What reads and keeps adapters; None if nobody asked. Raises ConfigError for a model that takes none."""
+        """The table of adapters; None if nobody asked for it. Raises ConfigError for a model that takes no adapters."""
         if not options.enable_lora:
             return None
         if not isinstance(self.network, Decoder):
@@ -157,7 +157,7 @@ class LoadedModel:
         return LoadedAdapters(self.network.spec, options.max_loras, options.max_lora_rank)
 
     def embeds_reader(self, options: ModelConfig, max_rows: int, block_size: int) -> EmbedsReader | None:
-        """What reads prompt embeddings; None if prompts have none. Raises ConfigError if the model takes none."""
+        """A reader of prompt embeddings; None if prompts have none. Raises ConfigError if the model takes none."""
         if not options.enable_prompt_embeds:
             return None
         if self.hidden_size is None or self.pictures is not None or self.lacks_pillow:
@@ -282,15 +282,15 @@ def load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     module, device = checkpoint.module, checkpoint.device
     flat = FlatModel(module, cache_argument(module), device)
     use_slopes(module)
-    found, kv_format = probe_layers(flat, checkpoint.config), _kv_format_of(checkpoint, options)
-    for layer, part in found.recurrent.items():
-        part.forward = RecurrentForward(part, layer, found.states[layer])
+    remembered, kv_format = probe_layers(flat, checkpoint.config), _kv_format_of(checkpoint, options)
+    for layer, part in remembered.recurrent.items():
+        part.forward = RecurrentForward(part, layer, remembered.states[layer])
     return LoadedModel(
         network=flat,
         config=checkpoint.config.to_dict(),
-        layers=found.layers,
-        states=found.states,
-        kernel=choose_kernel(options.attention_kernel, device, kv_format, found.options.values()),
+        layers=remembered.layers,
+        states=remembered.states,
+        kernel=choose_kernel(options.attention_kernel, device, kv_format, remembered.options.values()),
         kv_format=kv_format,
         rotation=None,
         vocab_size=module.get_output_embeddings().weight.shape[0],
@@ -310,8 +310,8 @@ def _accelerated(model: LoadedModel) -> LoadedModel:
 def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     """Run a model that transformers has read by its spec. Raises UnwrittenError if nobody has written it."""
     module = checkpoint.module
-    named = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
-    tensors = experts_apart(named, checkpoint.config.model_type)
+    detached = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    tensors = experts_apart(detached, checkpoint.config.model_type)
     if len({tensor.dtype for name, tensor in tensors.items() if not name.endswith(IN_FLOAT32)}) > 1:
         raise UnwrittenError("weights of several types")
     values = checkpoint.config.to_dict()
@@ -324,7 +324,7 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
     for part in module.modules():
         part._parameters.clear()  # each weight is freed when it has been packed
     weights: dict[str, Weight] = {**tensors}
-    del tensors, named, head, embedding
+    del tensors, detached, head, embedding
     return _written(spec, weights, checkpoint, options)
 
 
@@ -369,9 +369,9 @@ def _written(
 
 def _report_integers(parts: Counter[str], options: ModelConfig) -> None:
     """Say which formats are multiplied in integers, and which are not. Raises ConfigError if none is."""
-    formats = list(dict.fromkeys(own for part in parts if part != "in one program" for own in part.split(", ")))
-    integers = [own.removesuffix(INTEGERS) for own in formats if own.endswith(INTEGERS)]
-    others = [own for own in formats if not own.endswith(INTEGERS)]
+    formats = list(dict.fromkeys(name for part in parts if part != "in one program" for name in part.split(", ")))
+    integers = [name.removesuffix(INTEGERS) for name in formats if name.endswith(INTEGERS)]
+    others = [name for name in formats if not name.endswith(INTEGERS)]
     if not integers:
         _refuse_integers(options, f"its weights are {', '.join(others)}")
     exact = f"; exactly: {', '.join(others)}" if others else ""
@@ -387,7 +387,7 @@ def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
 
 
 def _kv_format_of(read: StoredModel | Checkpoint, options: ModelConfig, *, latent: bool = False) -> KVFormat:
-    """How keys and values are stored: in the type that layers compute in, unless another was asked for.
+    """The format of keys and values: the type that layers compute in, unless the options name another.
 
     Raises ConfigError for codes of latent vectors.
     """
@@ -402,6 +402,6 @@ def _kv_format_of(read: StoredModel | Checkpoint, options: ModelConfig, *, laten
 
 
 def _facts_of(read: StoredModel | Checkpoint, options: ModelConfig) -> dict[str, Any]:
-    """The facts of a checkpoint that do not hang on who computes, as a loaded model's fields."""
+    """The facts of a checkpoint, as fields of a loaded model, that do not depend on the code that runs it."""
     names = ("device", "dtype", "max_positions", "eos_token_ids")
     return {"exact": options.exact, **{name: getattr(read, name) for name in names}}

@@ -1,7 +1,4 @@
-"""Log lines while a model loads, so that a long load does not look like a server that hangs.
-
-Knows stages and seconds.
-"""
+"""Log lines while a model loads, so that a long load does not look like a server that hangs."""
 
 from __future__ import annotations
 

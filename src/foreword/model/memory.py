@@ -92,9 +92,9 @@ class MemoryUse:
     def pool_bytes(self, utilization: float) -> int:
         """Memory left for KV. Raises ConfigError, with remedies, if nothing is left."""
         needed = self.others_bytes + self.weights_bytes + self.activations_bytes + self.graphs_bytes
-        left = int(utilization * self.total_bytes) - needed
-        if left > 0:
-            return left
+        num_bytes = int(utilization * self.total_bytes) - needed
+        if num_bytes > 0:
+            return num_bytes
         raise ConfigError(
             f"gpu_memory_utilization={utilization} of {self.total_bytes / GIB:.2f} GiB leaves nothing for KV: weights "
             f"take {self.weights_bytes / GIB:.2f}, a step {self.activations_bytes / GIB:.2f}, recorded steps "
@@ -147,11 +147,11 @@ def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, 
     """
     num_requests = min(limits.max_num_seqs, max_num_batched_tokens)
     lengths = [1] * num_requests
-    rest = max_num_batched_tokens - num_requests
+    num_spare = max_num_batched_tokens - num_requests
     for number in range(num_requests):
-        more = min(rest, limits.max_tokens - 1)
+        more = min(num_spare, limits.max_tokens - 1)
         lengths[number] += more
-        rest -= more
+        num_spare -= more
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=0, max_tokens=1)
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], lengths)

@@ -5,8 +5,8 @@
 
 Each pass writes its KV before the next one attends, so the passes together see what the whole batch would see.
 
-A pass is padded (`RowPadding`) to a number of rows at which each row's bits do not depend on the others. They do so in
-two places:
+A pass is padded (`RowPadding`) to a number of rows at which each row's bits do not depend on the others. Without
+padding they do, in two places:
 
 - A plain float32 matrix product of fewer than 16 rows takes another path, and so does a plain bfloat16 product of a
   single long row. With packed weights, only a float32 product of a single row does.
@@ -32,13 +32,13 @@ FASTEST_PACKED_ROWS = 4
 """Products of packed weights with fewer rows take longer (docs/decisions/0009-packed-weights.md)."""
 
 
-def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Batch, Rows]]:
-    """Yield passes of `most` tokens (the last may be shorter), each with its part of `logit_rows` (ascending).
+def split_batch(batch: Batch, logit_rows: Rows, max_tokens: int) -> Iterator[tuple[Batch, Rows]]:
+    """Yield passes of `max_tokens` tokens (the last may be shorter), each with its part of `logit_rows` (ascending).
 
     A pass carries no entries, because it may hold only a part of one.
     """
-    for start in range(0, batch.num_tokens, most):
-        end = min(start + most, batch.num_tokens)
+    for start in range(0, batch.num_tokens, max_tokens):
+        end = min(start + max_tokens, batch.num_tokens)
         requests = np.flatnonzero((batch.query_starts[:-1] < end) & (batch.query_starts[1:] > start))
         cuts = np.clip(batch.query_starts[np.append(requests, requests[-1] + 1)], start, end) - start
         rows = logit_rows[(logit_rows >= start) & (logit_rows < end)] - start
@@ -50,7 +50,7 @@ def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Bat
                 positions=batch.positions[start:end],
                 rotary=None if batch.rotary is None else batch.rotary[..., start:end],
                 adapted=batch.adapted and batch.adapted._replace(numbers=batch.adapted.numbers[start:end]),
-                shown=tuple(own for one in batch.shown if len((own := one.within(start, end)).tokens)),
+                shown=tuple(part for shown in batch.shown if len((part := shown.within(start, end)).tokens)),
                 query_starts=cuts.astype(np.int32),
                 group_tables=tuple(table[requests] for table in batch.group_tables),
                 write_from=batch.write_from[requests],

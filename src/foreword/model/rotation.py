@@ -57,7 +57,7 @@ class Turn:
     def cosines(self, shift: int) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each pair's angle for a shift, [width / 2] float32; scaled tables are divided out."""
         assert self.table is not None
-        cosine, sine = (one[0] for one in self.table(torch.tensor([abs(shift)])))
+        cosine, sine = (part[0] for part in self.table(torch.tensor([abs(shift)])))
         chosen = slice(0, None, 2) if self.interleaved else slice(0, self.width // 2)
         cosine, sine = cosine[chosen], sine[chosen]
         length = (cosine * cosine + sine * sine).sqrt()
@@ -93,9 +93,9 @@ class KeyRotation:
     @classmethod
     def of(cls, spec: DecoderSpec, rotaries: Sequence[Rotary]) -> KeyRotation:
         """How the keys of a written decoder turn: as its spec says."""
-        turns, still = [Turn(own.table, own.spec.turned, own.spec.interleaved) for own in rotaries], Turn(None)
+        turns, still = [Turn(r.table, r.spec.turned, r.spec.interleaved) for r in rotaries], Turn(None)
         return cls(
-            {number: still if own.rotary is None else turns[own.rotary] for number, own in enumerate(spec.layers)}
+            {number: still if layer.rotary is None else turns[layer.rotary] for number, layer in enumerate(spec.layers)}
         )
 
 
@@ -108,10 +108,10 @@ def check_linkable(layout: CacheLayout) -> None:
     """Raise UnsupportedModelError if tokens cannot be moved between blocks of this layout."""
     if layout.kv_format.latent:
         refuse_links("its KV is latent, and a stored vector turns at its end")
-    for layer, own in layout.attention.items():
-        reach = own.sliding_window or own.local_chunk
+    for layer, shape in layout.attention.items():
+        reach = shape.sliding_window or shape.local_chunk
         if reach is not None and not layout.is_one_full_group:
-            kind = "a sliding window" if own.sliding_window else "chunks"
+            kind = "a sliding window" if shape.sliding_window else "chunks"
             refuse_links(f"layer {layer} attends to {kind} of {reach} tokens, where a moved token has other neighbours")
     if not layout.is_one_full_group:
         refuse_links("its layers keep tokens in different blocks")
@@ -125,7 +125,7 @@ class KeyMover:
         self._storage, self._rotation = storage, rotation
         self._turns_of = functools.lru_cache(maxsize=1024)(Turn.cosines)
         layers = storage.blocks.values()
-        takes = all(own.is_contiguous and own.format in _BITS and own.keys.device.type == "cpu" for own in layers)
+        takes = all(part.is_contiguous and part.format in _BITS and part.keys.device.type == "cpu" for part in layers)
         self._is_compiled = takes if compiled is None else compiled
         if self._is_compiled:
             nothing = np.empty(0, np.int64)
@@ -133,25 +133,25 @@ class KeyMover:
 
     def move(self, moves: Sequence[Move]) -> None:
         """Move tokens in all layers. No source may be a target."""
-        moving = [one for one in moves if len(one.sources)]
+        moving = [move for move in moves if len(move.sources)]
         if not moving:
             return
-        sources, targets = (np.concatenate([one[at] for one in moving]) for at in (0, 1))
-        self._move(sources, targets, [one for one in moving if one.shift])
+        sources, targets = (np.concatenate([move[at] for move in moving]) for at in (0, 1))
+        self._move(sources, targets, [move for move in moving if move.shift])
 
     def _move(self, sources: Int64Array, targets: Int64Array, shifted: Sequence[Move]) -> None:
         """Copy all tokens, and turn those of the moves `shifted`."""
-        lengths = [len(one.targets) for one in shifted]
+        lengths = [len(move.targets) for move in shifted]
         owners = np.repeat(np.arange(len(shifted)), lengths)
-        turning = np.concatenate([one.targets for one in shifted]) if shifted else np.empty(0, np.int64)
-        known: dict[Turn, Tables] = {}
+        turning = np.concatenate([move.targets for move in shifted]) if shifted else np.empty(0, np.int64)
+        tables: dict[Turn, Tables] = {}
         for layer, turn in self._rotation.turns.items():
             self._copy(layer, sources, targets)
             if turn.table is not None and shifted:
-                if turn not in known:
-                    pairs = [self._turns_of(turn, one.shift) for one in shifted]
-                    known[turn] = torch.stack([own[0] for own in pairs]), torch.stack([own[1] for own in pairs])
-                self._turn(layer, turn, turning, owners, known[turn])
+                if turn not in tables:
+                    pairs = [self._turns_of(turn, move.shift) for move in shifted]
+                    tables[turn] = torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])
+                self._turn(layer, turn, turning, owners, tables[turn])
 
     def _copy(self, layer: int, sources: Int64Array, targets: Int64Array) -> None:
         if not self._is_compiled:
@@ -159,20 +159,20 @@ class KeyMover:
             self._storage.write(layer, torch.from_numpy(targets), *rows)
             return
         blocks = self._storage.blocks[layer]
-        for own in (blocks.keys, blocks.values):
-            kernels.copy_rows(_bits(blocks.format, own).reshape(-1, own.shape[2] * own.shape[3]), sources, targets)
+        for part in (blocks.keys, blocks.values):
+            kernels.copy_rows(_bits(blocks.format, part).reshape(-1, part.shape[2] * part.shape[3]), sources, targets)
 
     def _turn(self, layer: int, turn: Turn, targets: Int64Array, owners: Int64Array, tables: Tables) -> None:
         """Turn keys where they are, each by its owner's angles."""
         blocks = self._storage.blocks[layer]
         if self._is_compiled:
-            cosines, sines = (own.numpy() for own in tables)
+            cosines, sines = (table.numpy() for table in tables)
             rows = _bits(blocks.format, blocks.keys).reshape(-1, *blocks.keys.shape[2:])
             _BITS[blocks.format][2](rows, targets, owners, cosines, sines, turn.places)
             return
         slots, chosen = torch.from_numpy(targets), torch.from_numpy(owners)
         keys, values = blocks.read(slots)
-        cosines_of, sines_of = (own[chosen][:, None] for own in tables)
+        cosines_of, sines_of = (table[chosen][:, None] for table in tables)
         self._storage.write(layer, slots, turn.apply(keys.float(), cosines_of, sines_of), values)
 
 

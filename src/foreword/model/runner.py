@@ -23,7 +23,7 @@ from foreword.model.rotation import KeyMover
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.step import GivenRows, GroupStep, StateRun, Step, plan_state_runs
 from foreword.model.storage import KVStorage
-from foreword.model.vision.encoded import Wanted
+from foreword.model.vision.encoded import PictureRows
 from foreword.request import Picture
 
 EXACT_ROWS = 256
@@ -74,8 +74,8 @@ class ForwardPass:
         token_ids, positions, offsets, slots = rows[0], rows[1:end], rows[end], rows[end + 1 :]
         positions = positions[0] if end == 2 else positions
         groups = {
-            group_id: plan.step(own[: self.num_tokens])
-            for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
+            group_id: plan.step(of_group[: self.num_tokens])
+            for (group_id, plan), of_group in zip(self.groups.items(), slots, strict=True)
         }
         more = self.runs, offsets, self.adapted, self.given, self.columns
         return model.forward(Step(token_ids, positions, self.keep.long(), self.num_kept, storage, groups, *more))
@@ -93,7 +93,7 @@ class ModelRunner:
         self._storage = storage
         self._device = model.device
         self.encoder = model.pictures
-        """What encodes the pictures of batches; None: the model takes none."""
+        """The encoder of pictures; None: the model takes none."""
         self._mover = None if model.rotation is None else KeyMover(storage, model.rotation)
         self._plain_attention = ReferenceAttention()
         self._is_device_attention = isinstance(model.kernel, DeviceAttention)
@@ -155,8 +155,8 @@ class ModelRunner:
                 self._mover.move(batch.moves)
             rows = logit_rows(batch)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
-            taken = readout.take(self.forward(batch, rows.rows, rows.columns))
-            result = taken.read(taken.packed().cpu().numpy())
+            output = readout.take(self.forward(batch, rows.rows, rows.columns))
+            result = output.read(output.packed().cpu().numpy())
             entries = batch.entries
             ends_prompt = entries.facts["embeds"] & entries.samples & (entries.num_generated() == 0)
             if ends_prompt.any():
@@ -180,9 +180,9 @@ class ModelRunner:
 
     def _run(self, passes: list[ForwardPass]) -> Tensor:
         """Run passes and join the logits that they keep, in the model's type."""
-        logits = [one.run(self._model, self._storage) for one in passes]
-        kept = [own for own in logits if len(own)] or logits[:1]  # without rows, the width may be another
-        return kept[0] if len(kept) == 1 else torch.cat(kept)
+        logits = [forward_pass.run(self._model, self._storage) for forward_pass in passes]
+        parts = [part for part in logits if len(part)] or logits[:1]  # without rows, the width may be another
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _plan(self, batch: Batch, logit_rows: Rows, columns: Rows | None = None) -> list[ForwardPass]:
         """Plan the passes of a batch that already includes the sinks."""
@@ -210,8 +210,8 @@ class ModelRunner:
         keep[: len(logit_rows)] = logit_rows
         adapted = _adapted(batch, rows.shape[1])
         given = self._given(batch) if batch.shown else None
-        put, own = (self._put(rows), self._put(keep)), None if columns is None else self._put(columns)
-        return ForwardPass(batch.num_tokens, *put, len(logit_rows), groups, runs, adapted, given, own)
+        put, column_ids = (self._put(rows), self._put(keep)), None if columns is None else self._put(columns)
+        return ForwardPass(batch.num_tokens, *put, len(logit_rows), groups, runs, adapted, given, column_ids)
 
     def _given(self, batch: Batch) -> GivenRows:
         """The rows of pictures and embeddings; a picture that no earlier step has shown is encoded now."""
@@ -221,7 +221,7 @@ class ModelRunner:
             return GivenRows(torch.from_numpy(places), torch.cat(values))
         pieces = encoded.of_step(
             [
-                Wanted(cast(Picture, shown.picture), range(shown.rows.start, shown.rows.stop), shown.salt)
+                PictureRows(cast(Picture, shown.picture), range(shown.rows.start, shown.rows.stop), shown.salt)
                 for shown in batch.shown
             ]
         )
@@ -242,7 +242,7 @@ class ModelRunner:
 
 
 def _adapted(batch: Batch, num_rows: int) -> AdaptedRows | None:
-    """What adapters change of a pass of `num_rows` rows, with padding."""
+    """The adapters of a pass of `num_rows` rows, with padding; None: no adapter changes it."""
     if batch.adapted is None:
         return None
     numbers = np.full(num_rows, NONE, np.int64)

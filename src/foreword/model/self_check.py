@@ -41,14 +41,14 @@ class ShortPrompt:
 
     def digest(self) -> str:
         """A digest of the logits and of all attention layers' KV: it tells one arithmetic from another."""
-        found = hashlib.sha256(_bytes(self.logits))
+        digest = hashlib.sha256(_bytes(self.logits))
         storage = self.check.storage
         for layer, group_id in sorted(storage.group_of.items()):
-            own = storage.blocks[layer]
-            for blocks in (own.keys, own.values, *(own.scales or ())):
+            of_layer = storage.blocks[layer]
+            for blocks in (of_layer.keys, of_layer.values, *(of_layer.scales or ())):
                 rows = blocks[torch.from_numpy(self.check.tables[group_id][0]).long()].flatten(0, 1)
-                found.update(_bytes(rows[: self.num_tokens]))
-        return found.hexdigest()
+                digest.update(_bytes(rows[: self.num_tokens]))
+        return digest.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -64,13 +64,8 @@ def find_inexactness(model: LoadedModel, prompt: ShortPrompt | None = None) -> s
     compared with prefill. Instead, at most nine more passes check what a cache makes of cells.
     """
     prompt = prompt or ShortPrompt(model)
-    check, tokens, num_tokens, num_hit, whole = (
-        prompt.check,
-        prompt.tokens,
-        prompt.num_tokens,
-        prompt.num_hit,
-        prompt.logits,
-    )
+    check, tokens, whole = prompt.check, prompt.tokens, prompt.logits
+    num_tokens, num_hit = prompt.num_tokens, prompt.num_hit
     other = tokens[::-1].copy()
     cuts = {0, num_tokens // 2, num_tokens - 1, num_tokens}
     if model.states:
@@ -141,8 +136,8 @@ class _CachedRequests:
                 start = hit.num_tokens
             end = self._states.cut(start, length, sequence.num_prompt_tokens, length, ())
             self._num_computed[sequence.request_id] = end
-            found = self._manager.allocate_slots(sequence, end, hit)
-            assert found is not None, "too few blocks"
+            allocated = self._manager.allocate_slots(sequence, end, hit)
+            assert allocated is not None, "too few blocks"
             logits = self._step(sequence, start, end)
             if end == length:
                 return logits
@@ -158,7 +153,7 @@ class _CachedRequests:
             sequence.token_ids[start:end],
             np.arange(start, end, dtype=np.int32),
             np.array([0, end - start], np.int32),
-            tuple(own for own, _ in tables),
+            tuple(table for table, _ in tables),
         )
         batch = replace(batch, prompt_ends=np.array([sequence.num_prompt_tokens], np.int32))
         return self._runner.forward(batch, np.array([end - start - 1]))[0]

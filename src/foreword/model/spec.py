@@ -32,11 +32,11 @@ ActivationName = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """How all norms of a model are computed."""
+    """The formula of all norms of a model."""
 
     epsilon: float
     scales: Literal["rounded", "in float32", "one more"] = "rounded"
-    """What scales the normalised row: the weight, after the row was rounded to the model's type; the weight in float32;
+    """Scales of the normalised row: the weight, after the row was rounded to the model's type; the weight in float32;
     or the weight plus one in float32."""
     centred: bool = False
     """Whether the row's mean is subtracted first."""
@@ -50,7 +50,7 @@ class RotarySpec:
     turned: int
     """The number of a head's first elements that turn."""
     kind: str = "default"
-    """As `rope_type` in configs: default, linear, dynamic, llama3, yarn, longrope."""
+    """`rope_type` in configs: default, linear, dynamic, llama3, yarn, longrope."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The kind's own numbers, by their names in configs."""
     max_positions: int = 0
@@ -67,7 +67,7 @@ class RotarySpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What differs from layer to layer."""
+    """The facts that differ from layer to layer."""
 
     window: int | None = None
     """A query at position p sees positions p - window + 1 to p; None: all."""
@@ -87,7 +87,7 @@ class GateClamp:
 
 @dataclass(frozen=True, slots=True)
 class NetworkNames:
-    """Where a feed-forward network's weights are."""
+    """Names of a feed-forward network's weights."""
 
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -107,7 +107,7 @@ class ExpertSpec:
     width: int
     """The intermediate size of one."""
     weights: Literal["softmax of all", "softmax of chosen", "sigmoid"] = "softmax of all"
-    """What makes weights of the router's scores."""
+    """The function that makes weights of the router's scores."""
     normalised: bool = False
     """Whether the weights of chosen experts are then divided by their sum."""
     scale: float = 1.0
@@ -115,28 +115,28 @@ class ExpertSpec:
     groups: int = 1
     """Experts are in groups of equal size, one after the other."""
     chosen_groups: int = 1
-    """Experts of as many groups may be chosen."""
+    """The number of groups whose experts may be chosen."""
     group_best: int = 1
-    """A group's score is the sum of as many best weights in it."""
+    """A group's score is the sum of this many best weights in it."""
     correction: str | None = None
-    """Where numbers are, one for each expert, that are added to weights for the choice alone (arXiv 2408.15664)."""
+    """Name of a number for each expert that is added to weights for the choice alone (arXiv 2408.15664)."""
     routes_in_float32: bool = False
     """Whether the router multiplies in float32."""
     shared_width: int | None = None
     """The intermediate size of one more network that every row passes; None: there is none."""
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
-    """Where an expert's weights are, by its number."""
+    """Name of an expert's product, by its number; `up` and `down` too."""
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
     shared: NetworkNames | None = None
     shared_gate: str | None = None
     """None: that network's result is added as it is."""
     stack: str | None = None
-    """Where the file has all experts in tensors [experts, in, out], outputs of gate and up in turn; None: nowhere."""
+    """Name of tensors [experts, in, out], in which outputs of gate and up alternate; None: there are none."""
 
     def network(self, expert: int) -> NetworkNames:
-        """Where the weights of one expert are."""
+        """Names of the weights of one expert."""
         return NetworkNames((self.gate.format(expert), self.up.format(expert)), self.down.format(expert))
 
     @property
@@ -161,10 +161,10 @@ class LatentSpec:
     query_rank: int | None = None
     """Elements between the two products that make queries; None: one product makes them."""
     epsilon: float = 1e-6
-    """Of its norms, whatever that of the model's others is."""
+    """Epsilon of its norms; the model's other norms may have another."""
     norm: str = "self_attn.kv_a_layernorm"
     up: str = "self_attn.kv_b_proj"
-    """Where the product is: of each head first the key's outputs, then the value's."""
+    """Name of the product: of each head first the key's outputs, then the value's."""
     query_norm: str = "self_attn.q_a_layernorm"
     query_up: str = "self_attn.q_b_proj"
 
@@ -181,20 +181,20 @@ class LatentSpec:
     @property
     def norms(self) -> dict[str, int]:
         """Names of norms, and their sizes."""
-        found = {self.norm: self.size}
-        return found if self.query_rank is None else {**found, self.query_norm: self.query_rank}
+        sizes = {self.norm: self.size}
+        return sizes if self.query_rank is None else {**sizes, self.query_norm: self.query_rank}
 
     def shapes(self, num_heads: int) -> dict[str, tuple[int, int]]:
         """The shapes of products that are not of the layer's rows."""
-        found = {self.up: (num_heads * (self.plain + self.value), self.size)}
+        shapes = {self.up: (num_heads * (self.plain + self.value), self.size)}
         if self.query_rank is not None:
-            found[self.query_up] = num_heads * (self.plain + self.turned), self.query_rank
-        return found
+            shapes[self.query_up] = num_heads * (self.plain + self.turned), self.query_rank
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Where a layer's weights are, below "model.layers.N."; several names make one product, outputs end to end."""
+    """Names of a layer's weights, below "model.layers.N."; several names make one product, outputs end to end."""
 
     project: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
@@ -238,12 +238,12 @@ class DecoderSpec:
     score_scale: float
     names: WeightNames = WeightNames()
     head_norm: Literal["each head", "all heads"] = "each head"
-    """What the norms of queries and keys normalise, if the family has such norms."""
+    """The rows that norms of queries and keys normalise, if the family has such norms."""
     latent: LatentSpec | None = None
-    """How keys and values are joined; None: each head has its own."""
+    """The vector that stands for keys and values; None: each head has its own."""
     activation: ActivationName = "silu"
     clamp: GateClamp | None = None
-    """In place of the activation: gate and up are clamped."""
+    """Limits of gate and up, in place of the activation."""
     experts: ExpertSpec | None = None
     parallel: bool = False
     """Whether the network reads the rows that attention reads: x = x + attention(norm(x)) + network(norm(x))."""
@@ -259,13 +259,13 @@ class DecoderSpec:
     @property
     def widths(self) -> tuple[int, ...]:
         """Widths of queries, keys and values, each of all heads; with latent KV, of queries' part and the vector."""
-        own = self.latent
-        if own is not None:
-            return own.query_rank or self.num_heads * (own.plain + own.turned), own.width
+        latent = self.latent
+        if latent is not None:
+            return latent.query_rank or self.num_heads * (latent.plain + latent.turned), latent.width
         keys = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, keys, keys
 
     @property
     def mixed_width(self) -> int:
-        """Width of what attention gives the output product."""
+        """Width of the rows that attention gives the output product."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value)

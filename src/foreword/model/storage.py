@@ -86,9 +86,9 @@ class KVStorage:
     def _place_attention(self, group_id: int, group: GroupLayout) -> None:
         size, kv_format = group.spec.block_size, self.layout.kv_format
         for layer, pages in zip(group.layers, self._slots, strict=False):
-            own = self.layout.attention[layer]
+            layout = self.layout.attention[layer]
             self.group_of[layer] = group_id
-            self.blocks[layer] = kv_format.view(pages, size, own.num_kv_heads, (own.key_dim, own.value_dim))
+            self.blocks[layer] = kv_format.view(pages, size, layout.num_kv_heads, (layout.key_dim, layout.value_dim))
 
     def _place_states(self, group_id: int, group: GroupLayout) -> None:
         """Lay states one after the other over the pages of all slots, keys before values, and the extra page."""
@@ -192,7 +192,7 @@ class BlockBytes:
             for group in storage.layout.groups
         ]
         self._arrays: list[list[npt.NDArray[np.uint8]]] | None = None
-        """The same memory as numpy's arrays, whose copies cost less to begin; None on a device."""
+        """Numpy arrays of the same memory, whose copies cost less to begin; None on a device."""
         if all(page.device.type == "cpu" for pages in self._pages for page in pages):
             self._arrays = [[page.numpy() for page in pages] for pages in self._pages]
 

@@ -43,7 +43,7 @@ STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "
 
 
 def fastest_mode() -> int:
-    """How this processor multiplies bfloat16."""
+    """The fastest mode in which this processor multiplies bfloat16."""
     if not HAS_BF16_DOT:  # tiles need it too, to round weights
         return layout.WIDENED
     return layout.TILES if has_tiles() and HAS_FLOAT16 else layout.PAIRS
@@ -71,14 +71,14 @@ def why_not(kv_format: KVFormat, options: AttentionOptions) -> str | None:
 
 
 class AttentionOperations:
-    """What threads do for one layer: they compute items of work, and then merge partial results."""
+    """The work of threads for one layer: items first, and then the merge of partial results."""
 
     def __init__(self) -> None:
         self.items, self.merges = Operation(compile_worker()), Operation(compile_worker())
         self._chunk = compile_chunk()
-        for phase, one in enumerate((self.items, self.merges)):
-            a = one.arguments
-            a["phase"], a["arguments"], a["attend_chunk"] = phase, one.address, self._chunk.address
+        for phase, operation in enumerate((self.items, self.merges)):
+            a = operation.arguments
+            a["phase"], a["arguments"], a["attend_chunk"] = phase, operation.address, self._chunk.address
         self._sinks: Tensor | None = None
         self.token_bytes = 0
         """Bytes of one token's keys and values."""
@@ -167,7 +167,7 @@ class CpuAttention:
         return why_not(kv_format, options)
 
     def explain(self) -> str:
-        """What requests shared since the kernel was made."""
+        """A text for people: what requests shared since the kernel was made."""
         return self._sharing.explain()
 
     def attend(self, query: Tensor, blocks: KVBlocks, plan: CpuPlan, options: AttentionOptions) -> Tensor:
@@ -187,9 +187,9 @@ class CpuAttention:
         place = rows.data_ptr(), rows.stride(0) * dtype.itemsize, rows.stride(1) * dtype.itemsize
         operations.bind_rows(place, output.data_ptr())
         numbers = self.step_numbers(operations.shape, operations.token_bytes, plan).tolist()
-        for one in (operations.items, operations.merges):
+        for operation in (operations.items, operations.merges):
             for argument, number in zip(STEP_ARGUMENTS, numbers, strict=True):
-                one.arguments[argument] = number
+                operation.arguments[argument] = number
         items_alone = step.num_folds == 0 and len(step.items) * blocks.num_kv_heads <= ALONE_UNITS
         if items_alone or not len(plan.joined.merges):
             operations.items.run(alone=items_alone)
@@ -219,12 +219,12 @@ class CpuAttention:
     def _thread_memory(self, shape: tuple[int, int, int, int, int], step: StepPlan) -> tuple[int, int]:
         """Address of scratch memory, with its record filled in for each thread, and its bytes per thread."""
         mode, num_groups, num_kv_heads, key_dim, value_dim = shape
-        most = max(step.fold_queries * num_groups, 1 << (step.most_queries * num_groups).bit_length())
+        max_rows = max(step.fold_queries * num_groups, 1 << (step.most_queries * num_groups).bit_length())
         num_threads = torch.get_num_threads()
-        key = (*shape, most, num_threads)
+        key = (*shape, max_rows, num_threads)
         if key not in self._scratch:
             token_bytes = num_kv_heads * max(key_dim, value_dim) * (4 if mode == layout.FLOATS else 2)
-            offsets = layout.scratch_offsets(mode, key_dim, value_dim, token_bytes, most)
+            offsets = layout.scratch_offsets(mode, key_dim, value_dim, token_bytes, max_rows)
             end = offsets.pop("end")
             memory = torch.zeros(num_threads, end, dtype=torch.uint8).numpy()  # torch aligns to whole vectors
             addresses = memory.ctypes.data + end * np.arange(num_threads)
@@ -253,7 +253,7 @@ class LeadingChunks:
     """Joins leading chunks, and keeps the last result: most steps are cut like the one before."""
 
     def __init__(self) -> None:
-        self._last: tuple[object, ...] = ()
+        self._key: tuple[object, ...] = ()
         self._joined: JoinedItems | None = None
 
     def join(self, step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
@@ -261,9 +261,9 @@ class LeadingChunks:
 
         Items and merges decide it: they have the chunks, the members and the members' queries.
         """
-        this = num_kv_heads, num_threads, step.items.tobytes(), step.merges.tobytes()
-        if self._joined is None or this != self._last:
-            self._joined, self._last = join_leading(step, num_kv_heads, num_threads), this
+        key = num_kv_heads, num_threads, step.items.tobytes(), step.merges.tobytes()
+        if self._joined is None or key != self._key:
+            self._joined, self._key = join_leading(step, num_kv_heads, num_threads), key
         return self._joined
 
 
@@ -291,11 +291,11 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
     folded = request[whole]
     joined[whole] = np.stack((np.full_like(folded, FOLD), folded, np.zeros_like(folded), step.requests[folded, 1]), 1)
     joined = joined[np.argsort(-length[chosen], kind="stable")]
-    left = alone[~is_of_all | (alone[:, 1] >= length[group])]
+    unjoined = alone[~is_of_all | (alone[:, 1] >= length[group])]
     merged = np.zeros(len(step.requests), np.int64)
     merged[step.members] = length.repeat(groups[:, 1] - groups[:, 0])
     merges[:, 2] = merged[merges[:, 0]]
-    items = np.concatenate((step.items[: step.num_folds], joined, left))
+    items = np.concatenate((step.items[: step.num_folds], joined, unjoined))
     return JoinedItems(items, merges[~np.isin(merges[:, 0], folded)])
 
 

@@ -1,4 +1,4 @@
-"""The CPU kernel's records: its arguments, and a thread's scratch memory. Knows offsets and sizes, not their use."""
+"""The CPU kernel's records: its arguments, and a thread's scratch memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_PAIRS = TILES, PAIRS
 SCORE_BYTES = 4 * CHUNK + 64
 """Bytes from one row of scores to the next: one line more than a row takes, to spread a column over the first cache."""
 PANEL_SCORE_BYTES, WEIGHT_BYTES = 4 * KV_PANEL + 64, 2 * CHUNK + 64
-"""The same for scores of one panel, and for weights of a chunk; only tiles use them."""
+"""Bytes between rows of one panel's scores, and of a chunk's weights; only tiles use them."""
 MOST_TILED_ROWS = 2 * TILE_ROWS
 """Most rows that tiles multiply at a time: two tiles of rows. Without tiles the limit is `simd.ROWS`."""
 

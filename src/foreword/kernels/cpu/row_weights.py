@@ -94,8 +94,8 @@ def cap_scores(a: Any, num_rows: int, scores: int, score_bytes: int, panels: tup
 @inlined
 def see_nothing(stats: int, row: int) -> None:
     """Write the stats of a row that sees no token: the least peak, and no weight."""
-    own = stats_at(stats, row)
-    own.peak, own.total = LOWEST, 0.0
+    record = stats_at(stats, row)
+    record.peak, record.total = LOWEST, 0.0
 
 
 @inlined
@@ -237,10 +237,10 @@ def _weigh_group(
         else:
             weigh_seen(scores[0], scores[1], weights, WEIGHT_BYTES, stats, totals, count, low, high, factor(a))
         return
-    for one in range(count):
-        clear_bytes(weights + one * WEIGHT_BYTES, 2 * KV_PANEL)
+    for number in range(count):
+        clear_bytes(weights + number * WEIGHT_BYTES, 2 * KV_PANEL)
         if low >= high:
-            see_nothing(stats, one)
+            see_nothing(stats, number)
 
 
 @inlined
@@ -255,7 +255,7 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
         _count_infinite_keys(a, s, panels)
     for row in range(num_rows):
         entry, stats = row_at(s.row_table, rows[0] + row), s.row_stats + STATS_BYTES * row
-        low, high, own, result = entry.low, entry.high, scores + row * SCORE_BYTES, stats_at(stats, 0)
+        low, high, at, result = entry.low, entry.high, scores + row * SCORE_BYTES, stats_at(stats, 0)
         if low >= high:
             continue
         counts = s.staged_rows - 8
@@ -263,15 +263,15 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
             result.total = np.nan
         elif not LEAST_SUM <= result.total < MOST_SUM:
             seen = low // KV_PANEL * KV_PANEL, -(-high // KV_PANEL) * KV_PANEL
-            find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides unseen tokens
+            find_peak(at, stats, seen[0], seen[1], low, high, factor(a))  # and hides unseen tokens
             peak, total = result.peak, s.row_totals + 4 * LANES * row
-            is_number = are_below_infinity(own, seen[0], seen[1]) == 1 and peak > LOWEST * factor(a)
-            lower(own, stats, seen[0], seen[1], factor(a))
+            is_number = are_below_infinity(at, seen[0], seen[1]) == 1 and peak > LOWEST * factor(a)
+            lower(at, stats, seen[0], seen[1], factor(a))
             clear_bytes(total, 4 * LANES)
             result.peak = MARGIN
             for panel in range(seen[0], seen[1], KV_PANEL):
                 weights = s.row_weights + row * WEIGHT_BYTES + 2 * panel
-                weigh_seen(own + 4 * panel, 0, weights, 0, stats, total, 1, low - panel, high - panel, np.float32(1.0))
+                weigh_seen(at + 4 * panel, 0, weights, 0, stats, total, 1, low - panel, high - panel, np.float32(1.0))
             sum_lanes(total, stats)
             result.peak = peak + MARGIN
             if not is_number:

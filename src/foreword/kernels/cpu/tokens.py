@@ -22,11 +22,11 @@ def first_seen(a: Any, position: int) -> Any:
 
 
 @compiled
-def seen_to(a: Any, about: Any, query: int) -> Any:
+def seen_to(a: Any, entry: Any, query: int) -> Any:
     """The position after the last that a request's query sees."""
     if a.seen_to == 0:
-        return about.first_position + query + 1
-    return load_int(a.seen_to + 8 * (about.first_row + query))
+        return entry.first_position + query + 1
+    return load_int(a.seen_to + 8 * (entry.first_row + query))
 
 
 @compiled
@@ -36,11 +36,11 @@ def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -
     The addresses hold for all heads, so the next unit of work often finds its own here already. At the beginning of a
     layer FOUND must say -1, because the layer's KV lies elsewhere.
     """
-    found, zeros = found_at(s.found, 0), s.zeros
-    before = found.request, found.chunk, found.low, found.high
+    record, zeros = found_at(s.found, 0), s.zeros
+    before = record.request, record.chunk, record.low, record.high
     if before == (request, chunk, low, high):
         return
-    found.request, found.chunk, found.low, found.high = request, chunk, low, high
+    record.request, record.chunk, record.low, record.high = request, chunk, low, high
     for token in range(low // KV_PANEL * KV_PANEL, low):
         _put(s, token, zeros)
     _locate(a, (s.key_rows, s.value_rows), (request, chunk, 0), low, high)
@@ -52,7 +52,7 @@ def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -
 
 @compiled
 def _put(s: Any, token: int, zeros: int) -> None:
-    """Let a token that no row sees have zeros for its key and value, and for their scales."""
+    """Give a token that no row sees zeros for its key and value, and for their scales."""
     store_int(s.key_rows + 8 * token, zeros)
     store_int(s.value_rows + 8 * token, zeros)
     store_int(s.key_scales + 8 * token, zeros)
@@ -96,11 +96,11 @@ def _locate_scales(a: Any, s: Any, place: tuple[int, int], low: int, high: int) 
     while token < high:
         position = chunk * CHUNK + token
         block = position // block_size
-        following, left = load_int32(table + 4 * block) + 1, block_size - (position - block * block_size)
+        following, to_end = load_int32(table + 4 * block) + 1, block_size - (position - block * block_size)
         key, value = a.keys + following * key_block, a.values + following * value_block
-        for left_over in range(left, left - min(left, high - token), -1):
-            store_int(s.key_scales + 8 * token, key - left_over * token_bytes)
-            store_int(s.value_scales + 8 * token, value - left_over * token_bytes)
+        for distance in range(to_end, to_end - min(to_end, high - token), -1):
+            store_int(s.key_scales + 8 * token, key - distance * token_bytes)
+            store_int(s.value_scales + 8 * token, value - distance * token_bytes)
             token += 1
 
 
@@ -119,8 +119,8 @@ def _ask_for_scales(a: Any, place: tuple[int, int], num_tokens: int) -> None:
 @compiled
 def look_ahead(a: Any, s: Any, request: int, chunk: int, kv_head: int) -> None:
     """Find the next chunk, to prefetch it while this one is computed: that makes decoding 17% faster."""
-    about = request_at(a.requests, request)
-    length = about.first_position + about.num_queries
+    entry = request_at(a.requests, request)
+    length = entry.first_position + entry.num_queries
     rows = s.next_key_rows, s.next_value_rows
     s.next_length = min(CHUNK, length - chunk * CHUNK)
     _locate(a, rows, (request, chunk, kv_head), 0, min(CHUNK, length - chunk * CHUNK))

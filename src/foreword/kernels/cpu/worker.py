@@ -107,17 +107,17 @@ def _add_rows(
     """
     request, kv_head, count = place
     num_groups, num_heads = a.num_groups, a.num_groups * a.num_kv_heads
-    about = request_at(a.requests, request)
+    entry = request_at(a.requests, request)
     low, high = CHUNK, 0
     for query in range(queries[0], queries[1]):
-        position = about.first_position + query
+        position = entry.first_position + query
         row_low = max(0, first_seen(a, position) - chunk * CHUNK)
-        row_high = min(CHUNK, seen_to(a, about, query) - chunk * CHUNK)
+        row_high = min(CHUNK, seen_to(a, entry, query) - chunk * CHUNK)
         if row_low < row_high:
             low, high = min(low, row_low), max(high, row_high)
         for group in range(num_groups):
             head = kv_head * num_groups + group
-            slot = (about.first_slot + query * about.num_chunks + chunk) * num_heads + head
+            slot = (entry.first_slot + query * entry.num_chunks + chunk) * num_heads + head
             row = row_at(s.row_table, count)
             row.low, row.high, row.target = row_low, row_high, count if kind == FOLD else slot
             count += 1
@@ -247,11 +247,11 @@ def _attend_leading(a: Any, s: Any, item: Any, kv_head: int) -> Any:
 def _merge_query(a: Any, s: Any, item: Any) -> None:
     """Merge the partial results of one query, head by head, in the order of the chunks."""
     request, query, num_leading = item.request, item.query, item.num_leading
-    about = request_at(a.requests, request)
+    entry = request_at(a.requests, request)
     num_heads = a.num_groups * a.num_kv_heads
     width = a.value_width
-    position = about.first_position + query
-    slot = about.first_slot + query * about.num_chunks
+    position = entry.first_position + query
+    slot = entry.first_slot + query * entry.num_chunks
     first_chunk = max(num_leading, first_seen(a, position) // CHUNK)
     stats, mixed = s.fold_stats, s.fold_mixed
     for head in range(num_heads):
@@ -261,10 +261,10 @@ def _merge_query(a: Any, s: Any, item: Any) -> None:
             copy_bytes(mixed, a.partial_mixed + 4 * width * partial, 4 * width)
         else:
             _begin_rows(a, s, 1)
-        for chunk in range(first_chunk, (seen_to(a, about, query) - 1) // CHUNK + 1):
+        for chunk in range(first_chunk, (seen_to(a, entry, query) - 1) // CHUNK + 1):
             partial = (slot + chunk) * num_heads + head
             merge(stats, mixed, a.partial_stats + STATS_BYTES * partial, a.partial_mixed + 4 * width * partial, width)
-        _finish_row(a, s, stats, mixed, about.first_row + query, head)
+        _finish_row(a, s, stats, mixed, entry.first_row + query, head)
 
 
 @compiled

@@ -91,8 +91,8 @@ def store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
 def splat(builder: Any, scalar: Any) -> Any:
     """A scalar in all 16 lanes."""
     vector = ir.VectorType(scalar.type, LANES)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(I32S, None))
+    single = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), ir.Constant(I32S, None))
 
 
 def constant(value: float) -> ir.Constant:
@@ -162,12 +162,12 @@ def exp2(builder: Any, power: Any) -> Any:
     Adding 3 * 2 ** 22 rounds the power: the sum's last bits are then the whole number, which is added to the exponent.
     """
     shifted = builder.fadd(power, constant(12582912.0))
-    rest = builder.fsub(power, builder.fsub(shifted, constant(12582912.0)))
-    # Taylor's series of exp(rest * ln 2) to degree 6; |rest| <= 1/2, so the first term left out is below 2 ** -22.9
+    fraction = builder.fsub(power, builder.fsub(shifted, constant(12582912.0)))
+    # Taylor's series of exp(fraction * ln 2) to degree 6; |fraction| <= 1/2, so the next term is below 2 ** -22.9
     terms = [1.0]
     for number in range(1, 7):
         terms.append(terms[-1] * 0.6931471805599453 / number)
-    result = polynomial(builder, terms, rest)
+    result = polynomial(builder, terms, fraction)
     exponent = builder.shl(builder.bitcast(shifted, I32S), ir.Constant(I32S, [23] * LANES))
     scaled = builder.bitcast(builder.add(builder.bitcast(result, I32S), exponent), F32S)
     return builder.select(builder.fcmp_ordered("<=", power, constant(-126.0)), constant(0.0), scaled)

@@ -18,7 +18,7 @@ from foreword.kernels.llvm.emit import I16S, I32S, LANES, LOG2_E
 ROUND_NORM, ADD_ONE = 1, 2
 """Bits of a norm's form: round the normalised row before scaling it; add 1 to the scales."""
 LARGEST_CODE = 127
-"""That of `kv_format`, which emitters do not know."""
+"""`kv_format.LARGEST_CODE`, which emitters do not import."""
 
 
 def load(builder: Any, address: Any, index: Any, to_bf16: bool) -> Any:
@@ -165,16 +165,16 @@ def _code(bf16: bool) -> Any:
         def largest(left: Any, right: Any) -> Any:
             return builder.select(builder.icmp_signed(">", right, left), right, left)
 
-        def look(index: Any, most: Any) -> list[Any]:
+        def look(index: Any, peak: Any) -> list[Any]:
             size = builder.bitcast(load(builder, x, index, bf16), I32S)
-            return [largest(most, builder.and_(size, integers(0x7FFFFFFF)))]
+            return [largest(peak, builder.and_(size, integers(0x7FFFFFFF)))]
 
         def integers(value: int) -> ir.Constant:
             return ir.Constant(I32S, [value] * LANES)
 
-        [most] = emit.loop(builder, emit.integer(0), width, LANES, [integers(0)], look)
-        most = builder.bitcast(emit.reduce(builder, most, largest), emit.F32S)
-        bits = builder.bitcast(builder.fdiv(most, emit.constant(float(LARGEST_CODE))), I32S)
+        [peak] = emit.loop(builder, emit.integer(0), width, LANES, [integers(0)], look)
+        peak = builder.bitcast(emit.reduce(builder, peak, largest), emit.F32S)
+        bits = builder.bitcast(builder.fdiv(peak, emit.constant(float(LARGEST_CODE))), I32S)
         bits = builder.lshr(builder.add(bits, integers(0xFFFF)), integers(16))
         bits = builder.select(builder.icmp_signed("<", bits, integers(0x7FC0)), bits, integers(0x7FC0))
         halves = builder.trunc(bits, I16S)

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from foreword.kernels.llvm import emit, simd
+from foreword.kernels.llvm import emit
 from foreword.kernels.llvm.emit import BF16_PAIRS, F32, F32S, HAS_BF16_DOT, I16, I16S, I32, I32S, I64, LANES
 
 ROWS = 7
@@ -119,9 +119,9 @@ def transposed(builder: Any, words: list[Any]) -> list[Any]:
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
         high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
         for first in (number for number in range(LANES) if not number & distance):
-            one, two = words[first], words[first + distance]
-            words[first] = builder.shuffle_vector(one, two, ir.Constant(I32S, low))
-            words[first + distance] = builder.shuffle_vector(one, two, ir.Constant(I32S, high))
+            left, right = words[first], words[first + distance]
+            words[first] = builder.shuffle_vector(left, right, ir.Constant(I32S, low))
+            words[first + distance] = builder.shuffle_vector(left, right, ir.Constant(I32S, high))
     return words
 
 
@@ -197,12 +197,12 @@ def interleave_codes(
     order = ir.Constant(
         ir.VectorType(I32, 2 * LANES), [side * LANES + lane for lane in range(LANES) for side in (0, 1)]
     )
-    one_scale, two_scale = emit.scale_at(builder, first_scale), emit.scale_at(builder, second_scale)
+    left_scale, right_scale = emit.scale_at(builder, first_scale), emit.scale_at(builder, second_scale)
 
     def body(index: Any) -> list[Any]:
-        one = emit.decoded(builder, builder.add(first, index), one_scale)
-        two = emit.decoded(builder, builder.add(second, index), two_scale)
-        both = builder.bitcast(emit.rounded_pairs(builder, one, two), halves)
+        left = emit.decoded(builder, builder.add(first, index), left_scale)
+        right = emit.decoded(builder, builder.add(second, index), right_scale)
+        both = builder.bitcast(emit.rounded_pairs(builder, left, right), halves)
         pairs = builder.shuffle_vector(both, both, order)
         emit.store(builder, pairs, builder.add(target, builder.mul(index, emit.integer(4))))
         return []
@@ -214,10 +214,10 @@ def interleave_codes(
 def interleaved(builder: Any, first: Any, second: Any) -> list[Any]:
     """32 bfloat16 at each of two addresses as two vectors of pairs."""
     kind = ir.VectorType(I16, 2 * LANES)
-    one, two = emit.load(builder, first, 0, kind), emit.load(builder, second, 0, kind)
+    left, right = emit.load(builder, first, 0, kind), emit.load(builder, second, 0, kind)
     orders = ([side * 2 * LANES + 16 * half + lane for lane in range(LANES) for side in (0, 1)] for half in (0, 1))
     masks = (ir.Constant(ir.VectorType(I32, 2 * LANES), order) for order in orders)
-    return [builder.bitcast(builder.shuffle_vector(one, two, mask), I32S) for mask in masks]
+    return [builder.bitcast(builder.shuffle_vector(left, right, mask), I32S) for mask in masks]
 
 
 @emit.instructions("aaa")
@@ -293,11 +293,11 @@ def _emit_keys(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
     def body(word: Any, *sums: Any) -> list[Any]:
         skipped, following = builder.mul(word, emit.integer(4)), list(sums)
         words = [emit.load(builder, builder.add(address, skipped), 0, emit.I32S) for address in addresses]
-        for number, right in enumerate(simd.transposed(builder, words)):
+        for number, right in enumerate(transposed(builder, words)):
             query = builder.add(queries, skipped)
             for row in range(num_rows):
                 left = emit.splat(builder, emit.load(builder, query, 4 * number, emit.I32))
-                following[row] = simd.multiply_add(builder, following[row], left, right, emit.HAS_BF16_DOT)
+                following[row] = multiply_add(builder, following[row], left, right, emit.HAS_BF16_DOT)
                 query = builder.add(query, query_bytes)
         return following
 
@@ -324,13 +324,13 @@ def _emit_values(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
     def body(pair: Any, *sums: Any) -> list[Any]:
         place, following = builder.add(values, builder.mul(pair, emit.integer(16))), []
         tokens = [builder.add(emit.load(builder, place, 8 * token, emit.I64), offset) for token in (0, 1)]
-        vectors = simd.interleaved(builder, *tokens)
+        vectors = interleaved(builder, *tokens)
         for row, address in enumerate(rows):
             left = emit.splat(
                 builder, emit.load(builder, builder.add(address, builder.mul(pair, emit.integer(4))), 0, emit.I32)
             )
             for total, right in zip(sums[2 * row : 2 * row + 2], vectors, strict=True):
-                following.append(simd.multiply_add(builder, total, left, right, emit.HAS_BF16_DOT))
+                following.append(multiply_add(builder, total, left, right, emit.HAS_BF16_DOT))
         return following
 
     sums = [emit.load(builder, target, 64 * half) for target in targets for half in (0, 1)]

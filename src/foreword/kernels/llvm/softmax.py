@@ -1,7 +1,6 @@
 """The softmax of one chunk's scores, and the merging of results, as vector instructions for numba.
 
-Knows memory addresses and lanes, as `simd.py` does. A row's *stats* are two float32: its peak, in powers of two, and
-the sum of its weights.
+A row's *stats* are two float32: its peak, in powers of two, and the sum of its weights.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
         def body(index: Any, total: Any) -> list[Any]:
             for first in (builder.add(index, emit.integer(LANES * number)) for number in (0, 2)):  # panels of 64 tokens
                 place = builder.add(scores, builder.mul(first, emit.integer(4)))
-                own = (emit.load(builder, place, 4 * LANES * half) for half in (0, 1))
-                powers = [emit.fma(builder, score, factor, minus_peak) for score in own]
+                vectors = (emit.load(builder, place, 4 * LANES * half) for half in (0, 1))
+                powers = [emit.fma(builder, score, factor, minus_peak) for score in vectors]
                 total = store(builder, powers, scores, first, total)
             return [total]
 
@@ -170,10 +169,10 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
         old, new = (emit.load(builder, builder.add(address, offset)) for address in (stats, chunk_stats))
         peak, chunk_peak = (builder.shuffle_vector(both, both, peaks) for both in (old, new))
         highest = emit.larger(builder, peak, chunk_peak)
-        decay, gain = (emit.exp2(builder, builder.fsub(own, highest)) for own in (peak, chunk_peak))
+        decay, gain = (emit.exp2(builder, builder.fsub(value, highest)) for value in (peak, chunk_peak))
         total = emit.fma(builder, new, gain, builder.fmul(old, decay))
-        left = emit.splat(builder, builder.trunc(builder.mul(builder.sub(num_rows, index), emit.integer(2)), I32))
-        inside = builder.icmp_signed("<", ir.Constant(I32S, list(range(LANES))), left)
+        limit = emit.splat(builder, builder.trunc(builder.mul(builder.sub(num_rows, index), emit.integer(2)), I32))
+        inside = builder.icmp_signed("<", ir.Constant(I32S, list(range(LANES))), limit)
         merged = builder.select(inside, builder.select(is_peak, highest, total), old)
         emit.store(builder, merged, builder.add(stats, offset))
         emit.store(builder, builder.select(is_peak, decay, gain), builder.add(factors, offset))
@@ -194,8 +193,8 @@ def _emit_add(builder: Any, mixtures: tuple[Any, Any], factors: tuple[Any, Any],
 
     def body(index: Any) -> list[Any]:
         at, other = (builder.add(mixed, builder.mul(index, emit.integer(4))) for mixed in mixtures)
-        kept = builder.fmul(emit.load(builder, at), factors[0])
-        emit.store(builder, emit.fma(builder, emit.load(builder, other), factors[1], kept), at)
+        scaled = builder.fmul(emit.load(builder, at), factors[0])
+        emit.store(builder, emit.fma(builder, emit.load(builder, other), factors[1], scaled), at)
         return []
 
     emit.loop(builder, emit.integer(0), width, LANES, [], body)

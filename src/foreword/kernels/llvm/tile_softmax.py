@@ -38,7 +38,7 @@ _HALVES, _FLOAT16S = ir.VectorType(I16, 2 * LANES), ir.VectorType(ir.HalfType(),
 _FRACTION, _ONE, _BFLOAT16_ONE = 511, 0x3C00, 0x3F80
 _LEAST_POWER = 76.0
 _TERMS = 1985.0, -259.75, -511.75, 324.0
-"""Of u = 1 + f / 2: 512 * (2 ** f - 1 - f) + 1538, where 2 rounds the result and 512 is one in its exponent."""
+"""In u = 1 + f / 2: 512 * (2 ** f - 1 - f) + 1538, where 2 rounds the result and 512 is one in its exponent."""
 _MAGIC = 8388608.0
 _MAGIC_BITS = 0x4B000000
 
@@ -99,7 +99,7 @@ def _add(builder: Any, total: Any, weights: Any, constants: _Constants) -> Any:
 
 
 def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
-    """Which of the 16 tokens from `begin` on are in low <= token < high."""
+    """A mask of the 16 tokens from `begin` on that are in low <= token < high."""
     place = ir.Constant(I32S, list(range(begin, begin + LANES)))
     bounds = (emit.splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
     after, before = (builder.icmp_signed(*how) for how in zip((">=", "<"), (place, place), bounds, strict=True))
@@ -118,13 +118,13 @@ def estimate_peaks(builder: Any, *arguments: Any) -> None:
 
     def body(row: Any) -> list[Any]:
         source = builder.add(scores, builder.mul(row, score_bytes))
-        own = [
+        vectors = [
             builder.select(mask, emit.load(builder, source, 4 * LANES * number), emit.constant(emit.LOWEST))
             for number, mask in enumerate(seen)
         ]
-        while len(own) > 1:
-            own = [emit.larger(builder, *pair) for pair in zip(own[::2], own[1::2], strict=True)]
-        largest = emit.reduce(builder, own[0], lambda left, right: emit.larger(builder, left, right))
+        while len(vectors) > 1:
+            vectors = [emit.larger(builder, *pair) for pair in zip(vectors[::2], vectors[1::2], strict=True)]
+        largest = emit.reduce(builder, vectors[0], lambda left, right: emit.larger(builder, left, right))
         peak = builder.fmul(builder.extract_element(largest, ir.Constant(I32, 0)), factor)
         peak = builder.fadd(emit.call(builder, "llvm.ceil.f32", peak), ir.Constant(F32, MARGIN))
         emit.store(builder, peak, builder.add(stats, builder.mul(row, emit.integer(8))))
@@ -140,7 +140,7 @@ def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | N
         all_bits, none = (ir.Constant(I32S, [bits] * LANES) for bits in (65535, 0))
         for begin in range(0, PANEL_TOKENS, 2 * LANES):
             both = (_seen(builder, first, *bounds) for first in (begin, begin + LANES))
-            masks.append(_joined(builder, *(builder.select(one, all_bits, none) for one in both)))
+            masks.append(_joined(builder, *(builder.select(mask, all_bits, none) for mask in both)))
 
     def body(row: Any) -> list[Any]:
         source, target = (
@@ -153,12 +153,12 @@ def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | N
             emit.load(builder, total_at),
         )
         for number, first in enumerate(range(0, PANEL_TOKENS, 2 * LANES)):
-            own = emit.load(builder, source, 4 * first), emit.load(builder, source, 4 * (first + LANES))
-            found = _emit_weights(builder, own, offset, constants)
+            pair = emit.load(builder, source, 4 * first), emit.load(builder, source, 4 * (first + LANES))
+            packed = _emit_weights(builder, pair, offset, constants)
             if masks:
-                found = builder.and_(found, masks[number])
-            emit.store(builder, found, target, 2 * first)
-            total = _add(builder, total, found, constants)
+                packed = builder.and_(packed, masks[number])
+            emit.store(builder, packed, target, 2 * first)
+            total = _add(builder, total, packed, constants)
         emit.store(builder, total, total_at)
         return []
 
@@ -218,8 +218,8 @@ def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bo
         score = emit.call(builder, "llvm.fabs.v16f32", score) if by_size else score
         return [builder.and_(so_far, builder.bitcast(builder.fcmp_ordered("<", score, infinity), I16))]
 
-    [found] = emit.loop(builder, *bounds, LANES, [ir.Constant(I16, -1)], body)
-    return builder.zext(builder.icmp_signed("==", found, ir.Constant(I16, -1)), emit.I64)
+    [lanes] = emit.loop(builder, *bounds, LANES, [ir.Constant(I16, -1)], body)
+    return builder.zext(builder.icmp_signed("==", lanes, ir.Constant(I16, -1)), emit.I64)
 
 
 @emit.instructions("a", types.intp)

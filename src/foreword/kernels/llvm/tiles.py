@@ -83,12 +83,12 @@ def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
 
     Up to 16 rows, all tiles of rows have that number; with more, the first have 16 and the second have the rest.
     """
-    byte, most = ir.IntType(8), emit.integer(TILE_ROWS)
-    few = builder.icmp_signed("<=", num_rows, most)
-    first = builder.select(few, num_rows, most)
-    second = builder.select(few, num_rows, builder.sub(num_rows, most))
+    byte, full = ir.IntType(8), emit.integer(TILE_ROWS)
+    few = builder.icmp_signed("<=", num_rows, full)
+    first = builder.select(few, num_rows, full)
+    second = builder.select(few, num_rows, builder.sub(num_rows, full))
     emit.store(builder, ir.Constant(ir.VectorType(byte, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config)
-    for tile, rows in enumerate((first, first, second, second, first, second, most, most)):
+    for tile, rows in enumerate((first, first, second, second, first, second, full, full)):
         emit.store(builder, ir.Constant(ir.IntType(16), 64), config, 16 + 2 * tile)
         emit.store(builder, builder.trunc(rows, byte), config, 48 + tile)
     _tile_call(builder, "ldtilecfg", _pointer(builder, config))

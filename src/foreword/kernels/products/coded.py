@@ -34,7 +34,7 @@ QUAD = 4
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
-    """How codes become weights."""
+    """A format of codes: how they become weights."""
 
     name: str
     planes: tuple[int, ...]
@@ -83,8 +83,8 @@ class CodeFormat:
 
     @property
     def head_bytes(self) -> int:
-        own = {"none": 0, "exponent": PANEL, "float": 4 * PANEL}.get(self.scale, 2 * PANEL * self.parts)
-        return own + PANEL * self.has_zeros
+        scales = {"none": 0, "exponent": PANEL, "float": 4 * PANEL}.get(self.scale, 2 * PANEL * self.parts)
+        return scales + PANEL * self.has_zeros
 
     @property
     def integer_bytes(self) -> int:
@@ -164,8 +164,8 @@ class Codes:
         if kind.table is not None:
             numbers = np.array(kind.table, np.float32)[self.codes]
         elif kind.is_e4m3:
-            own = self.codes.astype(np.uint16)
-            numbers = ((own & 0x80) << 8 | (own & 0x7F) << 7).view(np.float16).astype(np.float32)
+            codes = self.codes.astype(np.uint16)
+            numbers = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view(np.float16).astype(np.float32)
         else:
             zeros = np.uint8(kind.zero) if self.zeros is None else np.repeat(self.zeros, kind.group, axis=1)
             numbers = (self.codes - zeros).view(np.int8).astype(np.float32)
@@ -221,35 +221,35 @@ class Panels:
             integers = side_by_side(codes.integers.view(np.uint8))
             integers = integers.reshape(num_panels, num_steps, -1, kind.parts, PANEL).swapaxes(2, 3)
             parts.append(integers.reshape(num_panels, num_steps, -1))
-        own = side_by_side(codes.codes).reshape(num_panels, num_steps, -1, self._unit, PANEL).swapaxes(3, 4)
-        own = own.reshape(num_panels, num_steps, -1, PANEL * self._unit)
-        parts += [_to_plane(own, bits, low) for bits, low in kind.places]
+        units = side_by_side(codes.codes).reshape(num_panels, num_steps, -1, self._unit, PANEL).swapaxes(3, 4)
+        units = units.reshape(num_panels, num_steps, -1, PANEL * self._unit)
+        parts += [_to_plane(units, bits, low) for bits, low in kind.places]
         steps = np.concatenate(parts, axis=2)
         target[:, :, kind.head_bytes :] = steps.reshape(num_panels, -1, kind.head_steps * kind.step_bytes)
 
     def rows(self, outputs: npt.NDArray[np.int64]) -> Floats:
         """The weights [len(outputs), inputs] of some outputs, in float32."""
         count, kind = len(outputs), self.kind
-        own = self.memory[outputs // PANEL]
-        which, lanes = np.arange(count), outputs % PANEL
+        panels = self.memory[outputs // PANEL]
+        index, lanes = np.arange(count), outputs % PANEL
         heads = integers = zeros = None
         if kind.has_zeros:
-            zeros = own[:, :, kind.head_bytes - PANEL : kind.head_bytes][which, :, lanes]
+            zeros = panels[:, :, kind.head_bytes - PANEL : kind.head_bytes][index, :, lanes]
         if kind.head_bytes:
-            heads = np.ascontiguousarray(own[:, :, : kind.head_bytes - PANEL * kind.has_zeros])
+            heads = np.ascontiguousarray(panels[:, :, : kind.head_bytes - PANEL * kind.has_zeros])
             heads = heads.view({"exponent": np.uint8, "float": np.uint32}.get(kind.scale, np.uint16))
-            heads = heads.reshape(count, -1, kind.parts, PANEL)[which, :, :, lanes]
-        steps = own[:, :, kind.head_bytes :].reshape(count, -1, kind.step_bytes)
+            heads = heads.reshape(count, -1, kind.parts, PANEL)[index, :, :, lanes]
+        steps = panels[:, :, kind.head_bytes :].reshape(count, -1, kind.step_bytes)
         if kind.integer_bytes:
             stored = steps[:, :, : kind.integer_bytes].reshape(count, -1, kind.parts, STEP // kind.group, PANEL)
-            stored = stored[which, :, :, :, lanes].swapaxes(2, 3).reshape(count, -1, kind.parts)
+            stored = stored[index, :, :, :, lanes].swapaxes(2, 3).reshape(count, -1, kind.parts)
             integers = np.ascontiguousarray(stored).view(np.int8)
         codes, start = np.zeros((count, self.shape[1]), np.uint16 if kind.scale == "none" else np.uint8), 0
         for bits, low in kind.places:
             size = STEP * PANEL * bits // 8
             plane = steps[:, :, kind.integer_bytes + start : kind.integer_bytes + start + size]
             units = _from_plane(plane, bits, PANEL * self._unit).reshape(count, -1, PANEL, self._unit)
-            codes |= units[which, :, lanes].reshape(count, -1) << low
+            codes |= units[index, :, lanes].reshape(count, -1) << low
             start += size
         return Codes(codes, heads, integers, zeros).values(kind)
 
@@ -258,10 +258,10 @@ def _to_plane(units: npt.NDArray[Any], bits: int, low: int) -> Bytes:
     """Some bits of units [panels, steps, units, bytes], from bit `low` on: [panels, steps, bytes]."""
     if bits == WHOLE:
         return np.ascontiguousarray(units).view(np.uint8).reshape(*units.shape[:2], -1)
-    own = (units >> low & (1 << bits) - 1).reshape(*units.shape[:2], -1, 8 // bits, units.shape[-1])
-    packed = own[:, :, :, 0].astype(np.uint8)
+    parts = (units >> low & (1 << bits) - 1).reshape(*units.shape[:2], -1, 8 // bits, units.shape[-1])
+    packed = parts[:, :, :, 0].astype(np.uint8)
     for place in range(1, 8 // bits):
-        packed |= own[:, :, :, place].astype(np.uint8, copy=False) << place * bits
+        packed |= parts[:, :, :, place].astype(np.uint8, copy=False) << place * bits
     return packed.reshape(*units.shape[:2], -1)
 
 

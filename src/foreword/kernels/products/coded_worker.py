@@ -1,9 +1,9 @@
 """Products of float32 rows and coded weights, compiled by numba for any x86-64 processor with AVX2.
 
-Knows panels of codes (`coded.py`) and rows as memory addresses; knows no file and no module. Threads take units, some
-panels x some rows, from a counter. A unit expands up to eight steps of a panel to numbers in its first cache, and
-multiplies all its rows by them; a single row is multiplied as they are expanded. An element of the result is computed
-in one order, however many rows there are:
+Panels of codes (`coded.py`) and rows are memory addresses here. Threads take units, some panels x some rows, from a
+counter. A unit expands up to eight steps of a panel to numbers in its first cache, and multiplies all its rows by them;
+a single row is multiplied as they are expanded. An element of the result is computed in one order, which the number of
+rows does not change:
 
     of a group     two chains of fused multiply-adds, of the even and of the odd inputs, which are then added
     of all groups  one chain: result = scale * (that sum) + result, and result = offset * (sum of inputs) + result
@@ -90,8 +90,8 @@ def _e4m3(builder: Any, codes: Any) -> Any:
     """Bits of e4m3 as those of float16, as float32."""
 
     def shifted(mask: int, places: int) -> Any:
-        own = builder.zext(builder.and_(codes, _bytes(mask)), I16S)
-        return builder.shl(own, ir.Constant(I16S, [places] * PANEL))
+        bits = builder.zext(builder.and_(codes, _bytes(mask)), I16S)
+        return builder.shl(bits, ir.Constant(I16S, [places] * PANEL))
 
     return builder.fpext(builder.bitcast(builder.or_(shifted(0x80, 8), shifted(0x7F, 7)), _HALVES), F32S)
 
@@ -118,18 +118,18 @@ def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
 
 def _codes(builder: Any, planes: Sequence[Any], kind: CodeFormat, octet: Any) -> list[Any]:
     """The codes of eight inputs; `planes`: the addresses of a step's planes."""
-    found: list[Any] = [None] * 8
+    codes: list[Any] = [None] * 8
     for address, (bits, low) in zip(planes, kind.places, strict=True):
         start = builder.add(address, builder.mul(octet, emit.integer(PANEL * bits)))
         for number in range(bits):
             packed = emit.load(builder, start, PANEL * number, _BYTES)
             for part in range(8 // bits):
-                own = packed if not part else builder.lshr(packed, _bytes(bits * part))
+                code = packed if not part else builder.lshr(packed, _bytes(bits * part))
                 if bits * (part + 1) < 8:
-                    own = builder.and_(own, _bytes((1 << bits) - 1))
+                    code = builder.and_(code, _bytes((1 << bits) - 1))
                 at = number * (8 // bits) + part
-                found[at] = own if not low else builder.or_(found[at], builder.shl(own, _bytes(low)))
-    return found
+                codes[at] = code if not low else builder.or_(codes[at], builder.shl(code, _bytes(low)))
+    return codes
 
 
 def _values(builder: Any, kind: CodeFormat, planes: Planes, octet: Any) -> list[Any]:
@@ -175,15 +175,15 @@ def for_steps(
     def of_step(step: Any, *carried: Any) -> list[Any]:
         place = builder.add(source, builder.mul(step, emit.integer(stride)))
         head = _head(builder, kind, place) if shared is None else shared
-        own = builder.add(place, emit.integer(kind.head_bytes))
+        start = builder.add(place, emit.integer(kind.head_bytes))
         scales = [[scale] * num_groups for scale in head]
         if kind.integer_bytes:
             for number in range(kind.parts * num_groups):
-                integer = _number(builder, emit.load(builder, own, PANEL * number, _BYTES))
+                integer = _number(builder, emit.load(builder, start, PANEL * number, _BYTES))
                 part, group = divmod(number, num_groups)
                 scales[part][group] = builder.fmul(head[part], integer)
         sizes = [STEP * PANEL * low // 8 for _, low in kind.places]
-        planes = [builder.add(own, emit.integer(kind.integer_bytes + size)) for size in sizes]
+        planes = [builder.add(start, emit.integer(kind.integer_bytes + size)) for size in sizes]
         zeros = emit.load(builder, place, kind.head_bytes - PANEL, _BYTES) if kind.has_zeros else None
         return body(step, scales, Planes(planes, zeros), *carried)
 
@@ -192,13 +192,13 @@ def for_steps(
 
 def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target: Any) -> None:
     def of_step(step: Any, scales: list[list[Any]], planes: Planes) -> list[Any]:
-        own = builder.add(target, builder.mul(step, emit.integer(EXPANDED_BYTES)))
+        start = builder.add(target, builder.mul(step, emit.integer(EXPANDED_BYTES)))
         for of_groups, at in zip(scales, (SCALES, OFFSETS_AT), strict=False):
             for group, scale in enumerate(of_groups):
-                emit.store(builder, scale, own, at + 64 * group)
+                emit.store(builder, scale, start, at + 64 * group)
 
         def of_octet(number: Any) -> list[Any]:
-            begin = builder.add(own, builder.mul(number, emit.integer(8 * 64)))
+            begin = builder.add(start, builder.mul(number, emit.integer(8 * 64)))
             for at, value in enumerate(_values(builder, kind, planes, number)):
                 emit.store(builder, value, begin, 64 * at)
             return []
@@ -226,24 +226,24 @@ def _of_group(
     """
 
     def of_octet(number: Any, *chains: Any) -> list[Any]:
-        found = list(chains)
+        updated = list(chains)
         places = [builder.add(row, builder.mul(number, emit.integer(32))) for row in rows]
         for at, value in enumerate(octet(number)):
             for row, place in enumerate(places):
                 factor = emit.splat(builder, emit.load(builder, place, 4 * at, F32))
-                found[2 * row + at % 2] = emit.fma(builder, factor, value, found[2 * row + at % 2])
-        return found
+                updated[2 * row + at % 2] = emit.fma(builder, factor, value, updated[2 * row + at % 2])
+        return updated
 
     empty = [emit.constant(0.0)] * (2 * len(rows))
     start, end = emit.integer(first // 8), emit.integer((first + size) // 8)
     chains = emit.loop(builder, start, end, 1, empty, of_octet)
-    found = []
+    totals = []
     for row, total in enumerate(sums):
         part = builder.fadd(chains[2 * row], chains[2 * row + 1])
-        found.append(emit.fma(builder, scales[0], part, total))
+        totals.append(emit.fma(builder, scales[0], part, total))
         if len(scales) > 1:
-            found[row] = emit.fma(builder, scales[1], scales[2 + row], found[row])
-    return found
+            totals[row] = emit.fma(builder, scales[1], scales[2 + row], totals[row])
+    return totals
 
 
 def _multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
@@ -254,21 +254,21 @@ def _multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None:
     own_inputs = [builder.add(inputs, builder.mul(inputs_bytes, emit.integer(number))) for number in range(count)]
 
     def of_step(step: Any, *totals: Any) -> list[Any]:
-        own = builder.add(expanded, builder.mul(step, emit.integer(EXPANDED_BYTES)))
-        left = [builder.add(row, builder.mul(step, emit.integer(4 * STEP))) for row in own_rows]
-        found = list(totals)
+        start = builder.add(expanded, builder.mul(step, emit.integer(EXPANDED_BYTES)))
+        step_rows = [builder.add(row, builder.mul(step, emit.integer(4 * STEP))) for row in own_rows]
+        updated = list(totals)
 
         def octet(number: Any) -> list[Any]:
-            values = builder.add(own, builder.mul(number, emit.integer(8 * 64)))
+            values = builder.add(start, builder.mul(number, emit.integer(8 * 64)))
             return [emit.load(builder, values, 64 * at) for at in range(8)]
 
         for group in range(STEP // size):
-            scales = [emit.load(builder, own, SCALES + 64 * group)]
+            scales = [emit.load(builder, start, SCALES + 64 * group)]
             if kind & OFFSETS:
-                scales.append(emit.load(builder, own, OFFSETS_AT + 64 * group))
+                scales.append(emit.load(builder, start, OFFSETS_AT + 64 * group))
                 scales += [_input(builder, place, step, STEP // size, group) for place in own_inputs]
-            found = _of_group(builder, left, group * size, size, octet, scales, found)
-        return found
+            updated = _of_group(builder, step_rows, group * size, size, octet, scales, updated)
+        return updated
 
     before = [emit.load(builder, sums, 64 * number) for number in range(count)]
     for number, total in enumerate(emit.loop(builder, emit.integer(0), num_steps, 1, before, of_step)):
@@ -289,13 +289,13 @@ def _multiply_one(builder: Any, form: int, arguments: Sequence[Any]) -> None:
         def octet(number: Any) -> list[Any]:
             return _values(builder, kind, planes, number)
 
-        left, found = [builder.add(row, builder.mul(step, emit.integer(4 * STEP)))], [total]
+        step_rows, updated = [builder.add(row, builder.mul(step, emit.integer(4 * STEP)))], [total]
         for group in range(STEP // kind.group):
-            own = [of_groups[group] for of_groups in scales]
+            group_scales = [of_groups[group] for of_groups in scales]
             if kind.has_offset:
-                own.append(_input(builder, inputs, step, STEP // kind.group, group))
-            found = _of_group(builder, left, group * kind.group, kind.group, octet, own, found)
-        return found
+                group_scales.append(_input(builder, inputs, step, STEP // kind.group, group))
+            updated = _of_group(builder, step_rows, group * kind.group, kind.group, octet, group_scales, updated)
+        return updated
 
     [total] = for_steps(builder, kind, source, num_steps, [emit.load(builder, sums)], of_step)
     emit.store(builder, total, sums)

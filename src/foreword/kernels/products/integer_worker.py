@@ -1,6 +1,6 @@
 """Products in integers: coded weights times rows of eight bits, compiled by numba for processors with AVX2.
 
-Knows panels of quads (`coded.py`) and rows as memory addresses; knows no file and no module. Two workers:
+Panels of quads (`coded.py`) and rows are memory addresses here. Two workers:
 
     quantise   float32 rows -> for each 32 inputs whole numbers n of -127 to 127 and a scale: x = scale * n, about
     multiply   of each group of inputs the sum of number * n in integers, which is exact in any order; then, in float32
@@ -11,8 +11,8 @@ So the bits of a result depend on no other row, on no thread and on no instructi
 x * (127 / max |x|), rounded to the nearest, of two equally near ones to the even one. Inputs below TINY are 0.
 
 A quantised step has 64 bytes: 32 numbers; the scale; the sums of all, of the first and of the last 16 numbers as
-integers; and the same sums times the scale. Two products of bytes are added in 16 bits by AVX2, and more by us, as many
-as cannot overflow; with VNNI four are added in 32 bits.
+integers; and the same sums times the scale. AVX2 adds two products of bytes in 16 bits, and this worker adds more,
+up to the number that cannot overflow; with VNNI four are added in 32 bits.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
     def larger(left: Any, right: Any) -> Any:
         return builder.select(builder.icmp_signed(">", left, right), left, right)
 
-    most = builder.bitcast(_first(builder, emit.reduce(builder, larger(*sizes), larger)), F32)
-    is_tiny, zero = builder.fcmp_ordered("<", most, ir.Constant(F32, TINY)), ir.Constant(F32, 0.0)
-    scale = builder.select(is_tiny, zero, builder.fdiv(most, ir.Constant(F32, MOST)))
-    is_finite = builder.fcmp_ordered("<", most, ir.Constant(F32, math.inf))
+    largest = builder.bitcast(_first(builder, emit.reduce(builder, larger(*sizes), larger)), F32)
+    is_tiny, zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, TINY)), ir.Constant(F32, 0.0)
+    scale = builder.select(is_tiny, zero, builder.fdiv(largest, ir.Constant(F32, MOST)))
+    is_finite = builder.fcmp_ordered("<", largest, ir.Constant(F32, math.inf))
     scale = builder.select(is_finite, scale, ir.Constant(F32, math.nan))
-    inverse = emit.splat(builder, builder.select(is_tiny, zero, builder.fdiv(ir.Constant(F32, MOST), most)))
+    inverse = emit.splat(builder, builder.select(is_tiny, zero, builder.fdiv(ir.Constant(F32, MOST), largest)))
     sums = []
     for half, values in enumerate(halves):
         shifted = builder.fadd(builder.fmul(values, inverse), emit.constant(ROUND))
@@ -140,12 +140,12 @@ def _numbers(builder: Any, kind: CodeFormat, planes: Planes, quad: int, part: in
     code: Any = None
     for address, (bits, low) in zip(planes.addresses, kind.places, strict=True):
         vector, slot = divmod(quad, 8 // bits)
-        own = emit.load(builder, address, QUAD * PANEL * vector + size * part, bytes_kind)
+        field = emit.load(builder, address, QUAD * PANEL * vector + size * part, bytes_kind)
         if slot:
-            own = builder.lshr(own, constant(bits * slot))
+            field = builder.lshr(field, constant(bits * slot))
         if bits * (slot + 1) < 8:
-            own = builder.and_(own, constant((1 << bits) - 1))
-        code = own if code is None else builder.or_(code, builder.shl(own, constant(low)))
+            field = builder.and_(field, constant((1 << bits) - 1))
+        code = field if code is None else builder.or_(code, builder.shl(field, constant(low)))
     if kind.table is not None:
         table = ir.Constant(ir.VectorType(_I8, 32), [number % 256 for number in kind.table] * 2)
         halves = [_piece(builder, code, 32, place) for place in range(size // 32)]
@@ -174,10 +174,10 @@ def _joined(builder: Any, parts: Sequence[Any]) -> Any:
 def _of_row(builder: Any, row: Any, quad: int, size: int) -> Any:
     """Four numbers of a row, for each of `size / 4` outputs."""
     words = ir.VectorType(I32, size // QUAD)
-    one = builder.insert_element(
+    single = builder.insert_element(
         ir.Constant(words, ir.Undefined), emit.load(builder, row, QUAD * quad, I32), ir.Constant(I32, 0)
     )
-    everywhere = builder.shuffle_vector(one, ir.Constant(words, ir.Undefined), ir.Constant(words, None))
+    everywhere = builder.shuffle_vector(single, ir.Constant(words, ir.Undefined), ir.Constant(words, None))
     return builder.bitcast(everywhere, ir.VectorType(_I8, size))
 
 
@@ -185,7 +185,7 @@ def _sums_of_pairs(builder: Any, kind: CodeFormat, planes: Planes, rows: Sequenc
     """For each row the sums of some quads' products by AVX2: 16 of int32."""
     words, halves, signed = ir.VectorType(I32, 8), ir.VectorType(I16, 16), _is_signed(kind)
     largest = max(map(abs, kind.table)) if kind.table is not None else 128 if signed else (1 << sum(kind.planes)) - 1
-    most = LARGEST // (2 * MOST * largest)  # pairs of products whose sum fits 16 bits
+    max_pairs = LARGEST // (2 * MOST * largest)  # pairs of products whose sum fits 16 bits
     parts: list[list[Any]] = []
     for part in (0, 1):
         totals, pairs = [ir.Constant(words, None)] * len(rows), [None] * len(rows)
@@ -197,9 +197,9 @@ def _sums_of_pairs(builder: Any, kind: CodeFormat, planes: Planes, rows: Sequenc
                 right = _of_row(builder, row, quad, 32)
                 if signed:
                     right = emit.call(builder, "llvm.x86.avx2.psign.b", right, numbers)
-                own = emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", left, right, returns=halves)
-                pairs[place] = own if pairs[place] is None else builder.add(pairs[place], own)
-                if count % most == 0 or count == len(quads):
+                product = emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", left, right, returns=halves)
+                pairs[place] = product if pairs[place] is None else builder.add(pairs[place], product)
+                if count % max_pairs == 0 or count == len(quads):
                     ones = ir.Constant(halves, [1] * 16)
                     wide = emit.call(builder, "llvm.x86.avx2.pmadd.wd", pairs[place], ones, returns=words)
                     totals[place], pairs[place] = builder.add(totals[place], wide), None
@@ -209,18 +209,18 @@ def _sums_of_pairs(builder: Any, kind: CodeFormat, planes: Planes, rows: Sequenc
 
 def vnni(builder: Any, total: Any, codes: Any, numbers: Any) -> Any:
     """VNNI's instruction for `Dot`."""
-    words = [builder.bitcast(own, I32S) for own in (codes, numbers)]
+    words = [builder.bitcast(operand, I32S) for operand in (codes, numbers)]
     return emit.call(builder, "llvm.x86.avx512.vpdpbusd.512", total, *words)
 
 
 DOT: Dot | None = vnni if llvm.get_host_cpu_features().get("avx512vnni") else None
-"""How this processor adds products of bytes in 32 bits; None: it does in 16 bits."""
+"""This processor's way to add products of bytes in 32 bits; None: it adds them in 16 bits."""
 
 
 def _sums_of_quads(
     builder: Any, kind: CodeFormat, planes: Planes, rows: Sequence[Any], quads: range, dot: Dot
 ) -> list[Any]:
-    """The same by sums in 32 bits; those of signed numbers are 128 times the sum of the row's numbers too large."""
+    """`_sums_of_pairs` in 32 bits; sums of signed numbers are too large by 128 times the sum of the row's numbers."""
     totals: list[Any] = [_words(0)] * len(rows)
     for quad in quads:
         left = _numbers(builder, kind, planes, quad, 0, 64)
@@ -240,33 +240,33 @@ def emit_product(
         zero = 0 if dot is None else 128
 
     def of_step(step: Any, scales: list[list[Any]], planes: Planes, *totals: Any) -> list[Any]:
-        found = list(totals[: len(rows)])
-        own = [builder.add(place, builder.mul(step, emit.integer(STEP_BYTES))) for place in totals[len(rows) :]]
+        updated = list(totals[: len(rows)])
+        step_rows = [builder.add(place, builder.mul(step, emit.integer(STEP_BYTES))) for place in totals[len(rows) :]]
         for group in range(STEP // kind.group):
-            which = 4 * (group + 1 if kind.group < STEP else 0)
+            offset = 4 * (group + 1 if kind.group < STEP else 0)
             quads = range(size * group, size * (group + 1))
             if dot is None:
-                sums = _sums_of_pairs(builder, kind, planes, own, quads)
+                sums = _sums_of_pairs(builder, kind, planes, step_rows, quads)
             else:
-                sums = _sums_of_quads(builder, kind, planes, own, quads, dot)
-            for place, (row, total) in enumerate(zip(own, sums, strict=True)):
+                sums = _sums_of_quads(builder, kind, planes, step_rows, quads, dot)
+            for place, (row, total) in enumerate(zip(step_rows, sums, strict=True)):
                 if zero:
-                    inputs = emit.splat(builder, emit.load(builder, row, _SUMS + which, I32))
+                    inputs = emit.splat(builder, emit.load(builder, row, _SUMS + offset, I32))
                     total = builder.sub(total, builder.mul(inputs, _words(zero)))
                 scale = emit.splat(builder, emit.load(builder, row, _SCALE, F32))
                 part = builder.fmul(builder.sitofp(total, F32S), scale)
-                found[place] = emit.fma(builder, scales[0][group], part, found[place])
+                updated[place] = emit.fma(builder, scales[0][group], part, updated[place])
                 if kind.has_offset:
-                    inputs = emit.splat(builder, emit.load(builder, row, _SCALED_SUMS + which, F32))
-                    found[place] = emit.fma(builder, scales[1][group], inputs, found[place])
-        return [*found, *totals[len(rows) :]]
+                    inputs = emit.splat(builder, emit.load(builder, row, _SCALED_SUMS + offset, F32))
+                    updated[place] = emit.fma(builder, scales[1][group], inputs, updated[place])
+        return [*updated, *totals[len(rows) :]]
 
     def of_super(number: Any, *totals: Any) -> list[Any]:
         place = builder.add(source, builder.mul(number, emit.integer(kind.super_bytes)))
         skipped = builder.mul(number, emit.integer(kind.head_steps * STEP_BYTES))
-        own = [builder.add(row, skipped) for row in rows]
-        found = for_steps(builder, kind, place, emit.integer(kind.head_steps), [*totals, *own], of_step)
-        return found[: len(rows)]
+        super_rows = [builder.add(row, skipped) for row in rows]
+        updated = for_steps(builder, kind, place, emit.integer(kind.head_steps), [*totals, *super_rows], of_step)
+        return updated[: len(rows)]
 
     empty = [emit.constant(0.0)] * len(rows)
     if kind.head_steps == 1:
@@ -279,8 +279,8 @@ def _emit_multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None
     form, is_many = divmod(variant, 2)
     rows, last = [row], builder.sub(num_rows, emit.integer(1))
     for number in range(1, ROWS if is_many else 1):
-        own = builder.select(builder.icmp_signed("<", last, emit.integer(number)), last, emit.integer(number))
-        rows.append(builder.add(row, builder.mul(own, row_bytes)))
+        index = builder.select(builder.icmp_signed("<", last, emit.integer(number)), last, emit.integer(number))
+        rows.append(builder.add(row, builder.mul(index, row_bytes)))
     for place, total in enumerate(emit_product(builder, FORMS[form], DOT, source, num_supers, rows)):
         emit.store(builder, total, sums, 64 * place)
 
@@ -301,13 +301,13 @@ def _multiply_panel(a: Any, sums: int, panel: int, first: int, count: int) -> No
         number = min(ROWS, first + count - begin)
         row = a.rows + begin * a.row_bytes
         _multiply(2 * a.form + (number > 1), source, a.num_steps // a.head_steps, row, a.row_bytes, number, sums)
-        for own in range(number):
-            target = a.target + (begin + own) * a.target_bytes + panel * 64
+        for index in range(number):
+            target = a.target + (begin + index) * a.target_bytes + panel * 64
             if room == PANEL:
-                write(sums + own * 64, a.bias + panel * 64, target)
+                write(sums + index * 64, a.bias + panel * 64, target)
             else:
-                write(sums + own * 64, a.bias + panel * 64, sums + own * 64)
-                simd.copy_bytes(target, sums + own * 64, 4 * room)
+                write(sums + index * 64, a.bias + panel * 64, sums + index * 64)
+                simd.copy_bytes(target, sums + index * 64, 4 * room)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Products of float32 rows and pairs of low-rank matrices, compiled by numba: result += up(down(row)), row by row.
 
 A row names one table, or none; a table has up to three parts, each of which changes consecutive columns of the result.
-An element is computed in one order, whatever the other rows are:
+An element is computed in one order, which no other row changes:
 
     low       16 lanes, each one chain of fused multiply-adds along every 16th input; then a tree over the lanes
     result    one chain of fused multiply-adds along the ranks, which starts at 0; then result + that sum
@@ -28,7 +28,7 @@ from foreword.kernels.runtime.compiled import Worker, compiled, record, view, wo
 PARTS = 3
 """Parts of a table."""
 RANKS = 2
-"""Ranks are padded to a multiple of this number: as many chains of a row run beside each other."""
+"""Ranks are padded to a multiple of this number, the chains of a row that run beside each other."""
 MOST_ROWS = 3
 PART = record(
     "down",  # [rank, inputs] float32
@@ -86,7 +86,7 @@ def pack_up(matrix: Floats) -> Floats:
 
 def _emit_down(builder: Any, count: int, arguments: Sequence[Any]) -> None:
     rows, row_bytes, down, rank, num_steps, low = arguments
-    own = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
+    addresses = [builder.add(rows, builder.mul(row_bytes, emit.integer(number))) for number in range(count)]
     rank_bytes = builder.mul(num_steps, emit.integer(4 * LANES))
 
     def of_ranks(first: Any) -> list[Any]:
@@ -97,7 +97,7 @@ def _emit_down(builder: Any, count: int, arguments: Sequence[Any]) -> None:
 
         def of_step(step: Any, *chains: Any) -> list[Any]:
             at = builder.mul(step, emit.integer(4 * LANES))
-            inputs = [emit.load(builder, builder.add(row, at)) for row in own]
+            inputs = [emit.load(builder, builder.add(row, at)) for row in addresses]
             loaded = [emit.load(builder, builder.add(weight, at)) for weight in weights]
             pairs = [(value, weight) for value in inputs for weight in loaded]
             return [emit.fma(builder, *pair, chain) for pair, chain in zip(pairs, chains, strict=True)]
@@ -122,12 +122,12 @@ def _emit_up(builder: Any, count: int, arguments: Sequence[Any]) -> None:
 
         def of_rank(number: Any, *chains: Any) -> list[Any]:
             weight = emit.load(builder, builder.add(weights, builder.mul(number, emit.integer(4 * LANES))))
-            found = []
+            updated = []
             for row, chain in enumerate(chains):
                 place = builder.add(number, builder.mul(rank, emit.integer(row)))
                 factor = emit.load(builder, builder.add(low, builder.mul(place, emit.integer(4))), 0, F32)
-                found.append(emit.fma(builder, emit.splat(builder, factor), weight, chain))
-            return found
+                updated.append(emit.fma(builder, emit.splat(builder, factor), weight, chain))
+            return updated
 
         chains = emit.loop(builder, emit.integer(0), rank, 1, [emit.constant(0.0)] * count, of_rank)
         start = builder.add(target, builder.mul(panel, emit.integer(4 * LANES)))
@@ -151,13 +151,13 @@ def _add_part(part: Any, a: Any, row: int, count: int, scratch: int) -> None:
     target = a.target + row * a.target_bytes + 4 * part.first
     whole = part.width // 16
     _up(count, low, part.rank, part.up, whole, target, a.target_bytes)
-    left = part.width - 16 * whole
-    if left:
+    tail = part.width - 16 * whole
+    if tail:
         for number in range(count):
-            simd.copy_bytes(scratch + 64 * number, target + 64 * whole + number * a.target_bytes, 4 * left)
+            simd.copy_bytes(scratch + 64 * number, target + 64 * whole + number * a.target_bytes, 4 * tail)
         _up(count, low, part.rank, part.up + whole * part.rank * 64, 1, scratch, 64)
         for number in range(count):
-            simd.copy_bytes(target + 64 * whole + number * a.target_bytes, scratch + 64 * number, 4 * left)
+            simd.copy_bytes(target + 64 * whole + number * a.target_bytes, scratch + 64 * number, 4 * tail)
 
 
 @functools.cache

@@ -103,8 +103,8 @@ def _load_sums(builder: Any, num_rows: int, sums: Any) -> list[Any]:
     return [emit.load(builder, sums, 64 * number) for number in range(num_rows * COLUMNS)]
 
 
-def _store_sums(builder: Any, found: Sequence[Any], sums: Any) -> None:
-    for number, vector in enumerate(found):
+def _store_sums(builder: Any, vectors: Sequence[Any], sums: Any) -> None:
+    for number, vector in enumerate(vectors):
         emit.store(builder, vector, sums, 64 * number)
 
 
@@ -118,7 +118,7 @@ def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> No
     pairs = STEP_PAIRS // STEP_GROUPS
 
     def body(step: Any, *carried: Any) -> list[Any]:
-        rows, source, place, entry, ready, *found = carried
+        rows, source, place, entry, ready, *totals = carried
         offset = builder.and_(builder.mul(step, emit.integer(EXPANDED_BYTES)), mask)
         target = builder.add(buffer, offset)
         source = builder.add(source, emit.integer(STEP_BYTES))
@@ -126,15 +126,15 @@ def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> No
         for group in range(STEP_GROUPS):
             compact.emit_fetch(builder, group, far, near)
             compact.emit_group(builder, group, upper, source, target)
-            _multiply(builder, rows, ready, range(group * pairs, (group + 1) * pairs), found)
+            _multiply(builder, rows, ready, range(group * pairs, (group + 1) * pairs), totals)
         place = builder.add(place, step_weights)
         entry = compact.emit_exceptions(builder, entry, place, builder.add(place, step_weights), target)
-        return [builder.add(rows, emit.integer(4 * num_rows * STEP_PAIRS)), source, place, entry, target, *found]
+        return [builder.add(rows, emit.integer(4 * num_rows * STEP_PAIRS)), source, place, entry, target, *totals]
 
     carried = [rows, source, place, entry, buffer, *_load_sums(builder, num_rows, sums)]
-    rows, _, _, _, ready, *found = emit.loop(builder, emit.integer(1), num_steps, 1, carried, body)
-    _multiply(builder, rows, ready, range(STEP_PAIRS), found)
-    _store_sums(builder, found, sums)
+    rows, _, _, _, ready, *totals = emit.loop(builder, emit.integer(1), num_steps, 1, carried, body)
+    _multiply(builder, rows, ready, range(STEP_PAIRS), totals)
+    _store_sums(builder, totals, sums)
 
 
 def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, jump: Any) -> Any:
@@ -156,23 +156,23 @@ expanded steps go; -1 to keep all of them, EXPANDED_BYTES to keep two; the sums.
 def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
     rows, weights, num_steps, sums, ahead = arguments
 
-    def body(step: Any, *found: Any) -> list[Any]:
+    def body(step: Any, *totals: Any) -> list[Any]:
         own_rows = builder.add(rows, builder.mul(step, emit.integer(4 * num_rows * STEP_PAIRS)))
         own_weights = builder.add(weights, builder.mul(step, emit.integer(EXPANDED_BYTES)))
         own_ahead = builder.add(ahead, builder.mul(step, emit.integer(STEP_BYTES)))
 
-        def pair(index: Any, *found: Any) -> list[Any]:
-            following, line = list(found), builder.add(own_ahead, builder.mul(index, emit.integer(128)))
+        def pair(index: Any, *totals: Any) -> list[Any]:
+            following, line = list(totals), builder.add(own_ahead, builder.mul(index, emit.integer(128)))
             for offset in (0, 64):
                 simd.fetch(builder, builder.add(line, emit.integer(offset)))
             row = builder.add(own_rows, builder.mul(index, emit.integer(4 * num_rows)))
             _multiply(builder, row, builder.add(own_weights, builder.mul(index, emit.integer(64))), range(1), following)
             return following
 
-        return emit.loop(builder, emit.integer(0), emit.integer(STEP_PAIRS), 1, list(found), pair)
+        return emit.loop(builder, emit.integer(0), emit.integer(STEP_PAIRS), 1, list(totals), pair)
 
-    found = emit.loop(builder, emit.integer(0), num_steps, 1, _load_sums(builder, num_rows, sums), body)
-    _store_sums(builder, found, sums)
+    totals = emit.loop(builder, emit.integer(0), num_steps, 1, _load_sums(builder, num_rows, sums), body)
+    _store_sums(builder, totals, sums)
 
 
 multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_EXPANDED_ROWS + 1), _emit_expanded)
@@ -183,15 +183,14 @@ pair, which is a third more than there are.
 """
 
 
-assert (
-    MOST_PACKED_ROWS - MOST_FIRST_ROWS <= MOST_EXPANDED_ROWS <= min(MOST_PACKED_ROWS, LANES)
-)  # one block of others, for which there is room
+# The other rows of few make one block, for which there is room.
+assert MOST_PACKED_ROWS - MOST_FIRST_ROWS <= MOST_EXPANDED_ROWS <= min(MOST_PACKED_ROWS, LANES)
 
 
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows, num_steps = int(a["num_rows"]), int(a["num_steps"])
-    most, row_units = 1 if num_rows <= MOST_PACKED_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
-    set_group(a, min(most, max(1, int(a["num_panels"]) * row_units // (4 * num_threads))))
+    max_panels, row_units = 1 if num_rows <= MOST_PACKED_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
+    set_group(a, min(max_panels, max(1, int(a["num_panels"]) * row_units // (4 * num_threads))))
     if num_rows <= MOST_FIRST_ROWS:
         a["first"] = next(count for count in FIRST_ROWS if count >= num_rows)
         a["unit_rows"], a["part_steps"] = a["first"], num_steps

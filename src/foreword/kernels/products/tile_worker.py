@@ -50,16 +50,14 @@ _CONFIG, _STAGED, _SUMS = 0, 64, 256
 _EXPANDED = _SUMS + MOST_UNIT_ROWS // BLOCK_ROWS * MOST_PANELS * _BLOCK_SUMS_BYTES
 _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
-(_begin_16, _, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
-    tiles.product_16,
-    tiles.product_32,
-)
+_begin_16, _, _multiply_16, _end_16 = tiles.product_16
+_begin_32, _go_on_32, _multiply_32, _end_32 = tiles.product_32
 
 
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows = int(a["num_rows"])
-    most = MOST_STREAMED_PANELS if num_rows <= MOST_STREAMED_ROWS else MOST_PANELS
-    set_group(a, min(most, max(1, int(a["num_panels"]) // (4 * num_threads))))
+    max_panels = MOST_STREAMED_PANELS if num_rows <= MOST_STREAMED_ROWS else MOST_PANELS
+    set_group(a, min(max_panels, max(1, int(a["num_panels"]) // (4 * num_threads))))
     unit = -(-num_rows // -(-num_rows // MOST_UNIT_ROWS))
     a["unit_rows"] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
     num_steps = int(a["num_steps"])

@@ -1,7 +1,7 @@
 """The common parts of all workers of linear layers: their arguments, panels of compact weights, and the ends of rows.
 
 A unit of work is some rows x some panels; threads take units from a counter. Some products are those of heads, side by
-side: each head has panels of its own, and rows of its own, which lie behind each other.
+side: each head has panels of its own, and rows of its own, one after the other.
 """
 
 from __future__ import annotations

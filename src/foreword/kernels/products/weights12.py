@@ -100,10 +100,10 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
     parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
     with ThreadPoolExecutor(num_threads) as pool:  # its end waits for all, so no address outlives its memory
         others = [pool.submit(run, part) for part in parts[1:]]
-        found = [run(parts[0]), *(other.result() for other in others)]
-    for (first, last), before in zip(parts, np.cumsum([0, *map(len, found[:-1])]), strict=True):
+        of_parts = [run(parts[0]), *(other.result() for other in others)]
+    for (first, last), before in zip(parts, np.cumsum([0, *map(len, of_parts[:-1])]), strict=True):
         starts[first:last] += before
-    return CompactPanels(steps, table, np.concatenate(found), starts)
+    return CompactPanels(steps, table, np.concatenate(of_parts), starts)
 
 
 def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
@@ -131,9 +131,9 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
 
     The number includes ends. If it is larger than `exceptions`, the rest was left out.
     """
-    found, tiles = 0, np.empty((2, 16, 32), np.uint16)
+    count, tiles = 0, np.empty((2, 16, 32), np.uint16)
     for panel in range(first, last):
-        starts[panel] = found
+        starts[panel] = count
         for step in range(steps.shape[1]):
             for half in range(2):
                 simd.transpose_words(
@@ -147,13 +147,13 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
                 place = STEP_WEIGHTS * step + 128 * group
                 for number, bits in enumerate(source.ravel()):
                     if codes[bits >> 8] == NUM_CODES:
-                        if found < len(exceptions):
-                            exceptions[found, 0], exceptions[found, 1] = place + number, bits
-                        found += 1
-        if found < len(exceptions):
-            exceptions[found, 0], exceptions[found, 1] = _NEVER, 0
-        found += 1
-    return found
+                        if count < len(exceptions):
+                            exceptions[count, 0], exceptions[count, 1] = place + number, bits
+                        count += 1
+        if count < len(exceptions):
+            exceptions[count, 0], exceptions[count, 1] = _NEVER, 0
+        count += 1
+    return count
 
 
 @emit.instructions("aaa", types.intp)
@@ -163,8 +163,8 @@ def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
     rows = [emit.load(builder, source, 64 * row, _WORDS) for row in range(4)]
     numbers = [_code_of(builder, tables, builder.lshr(bits, _word(8))) for bits in rows]
     unknown = functools.reduce(builder.or_, numbers)
-    own = [builder.and_(number, _word(NUM_CODES - 1)) for number in numbers]
-    both = [builder.or_(own[row], builder.shl(own[row + 2], _word(4))) for row in (0, 1)]
+    nibbles = [builder.and_(number, _word(NUM_CODES - 1)) for number in numbers]
+    both = [builder.or_(nibbles[row], builder.shl(nibbles[row + 2], _word(4))) for row in (0, 1)]
     for number, two in enumerate((both, rows[:2], rows[2:])):
         order = ir.Constant(ir.VectorType(emit.I32, 64), [2 * word for word in _OF_TWO_ROWS])  # their lower bytes
         lower = builder.shuffle_vector(*(builder.bitcast(row, _BYTES) for row in two), order)
@@ -177,11 +177,11 @@ def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
     """Look each upper byte up in 256 codes: four look-ups among 64."""
     kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
     look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
-    found = [builder.call(look_up, [tables[two], upper, tables[two + 1]]) for two in (0, 2, 4, 6)]
+    codes = [builder.call(look_up, [tables[two], upper, tables[two + 1]]) for two in (0, 2, 4, 6)]
     for bit in (64, 128):
         above = builder.icmp_unsigned("!=", builder.and_(upper, _word(bit)), _word(0))
-        found = [builder.select(above, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
+        codes = [builder.select(above, high, low) for low, high in zip(codes[::2], codes[1::2], strict=True)]
+    return codes[0]
 
 
 def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
@@ -259,11 +259,11 @@ def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any)
         builder.position_at_end(head)
         at = builder.phi(emit.I64)
         at.add_incoming(entry, before)
-        own = builder.sext(emit.load(builder, at, 0, emit.I32), emit.I64)
-        builder.cbranch(builder.icmp_signed("<", own, limit), inside, after)
+        index = builder.sext(emit.load(builder, at, 0, emit.I32), emit.I64)
+        builder.cbranch(builder.icmp_signed("<", index, limit), inside, after)
         builder.position_at_end(inside)
         if is_written:
-            offset = builder.mul(builder.sub(own, place), emit.integer(2))
+            offset = builder.mul(builder.sub(index, place), emit.integer(2))
             emit.store(builder, emit.load(builder, at, 4, emit.I16), builder.add(target, offset))
         at.add_incoming(builder.add(at, emit.integer(8)), inside)
         builder.branch(head)

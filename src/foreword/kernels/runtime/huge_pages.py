@@ -1,8 +1,8 @@
 """Memory in huge pages, for weights and KV, which every step reads from end to end.
 
-Knows bytes. A processor looks up the address of each page that it reads: with pages of 4 KiB once in 64 lines, and
-twice on a virtual machine. Linux gives pages of 2 MiB on request (`madvise`), if it has room. Other systems, and
-smaller memory, keep ordinary pages.
+A processor looks up the address of each page that it reads: with pages of 4 KiB once in 64 lines, and twice on a
+virtual machine. Linux gives pages of 2 MiB on request (`madvise`), if it has room. Other systems, and smaller memory,
+keep ordinary pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def allocate(num_bytes: int) -> Bytes:
 
 
 def provide(memory: Bytes) -> bool:
-    """Let the system provide memory now instead of at its first write; its content stays, whoever writes meanwhile.
+    """Let the system provide memory now instead of at its first write; its content stays, even if others write to it.
 
     False if the system cannot (before Linux 5.14). Other threads run while it works.
     """

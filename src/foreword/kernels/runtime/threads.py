@@ -50,15 +50,15 @@ Own = TypeVar("Own", bound="Operation")
 COUNTERS = 32
 """Number of int64 counters of an operation; three are in use, each in its own cache line."""
 PATIENCE = 256
-"""The times that a waiting thread checks whether it may go on, before it lets others run."""
+"""Number of checks after which a waiting thread lets others run."""
 SLEEPLESS = 16
-"""The times that a waiting thread lets others run, before it sleeps: some 0.1 ms. Most waits are shorter."""
+"""Number of times that a waiting thread lets others run before it sleeps: about 0.1 ms. Most waits are shorter."""
 SLEEPERS = 64
 """Offset of the number of threads that sleep, from the first counter."""
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 """Linux' number of the call that lets a thread sleep until a number in memory changes; 0: unknown."""
 FUTEX_WAIT, FUTEX_WAKE = 128, 129
-"""What that call does, among the threads of this process."""
+"""Operations of that call, among the threads of this process."""
 
 
 class Operation:
@@ -103,7 +103,7 @@ class Program:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
-        self._table = np.array([(one.worker.address, one.address) for one in operations], OPERATION)
+        self._table = np.array([(operation.worker.address, operation.address) for operation in operations], OPERATION)
         self._counters = np.zeros((len(operations), COUNTERS), np.int64)
         for operation, counters in zip(operations, self._counters, strict=True):
             operation.count_in(counters)
@@ -129,7 +129,7 @@ class Wires:
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """Each of `wires`: an operation, one of its arguments, and the place of its number in the array."""
         self._operations = [operation for operation, _, _ in wires]
-        places = [(one.address + one.worker.offset(argument), 8 * number) for one, argument, number in wires]
+        places = [(owner.address + owner.worker.offset(argument), 8 * number) for owner, argument, number in wires]
         self._wires = np.array(places, WIRE)
         self._carry = Operation(_compile_wires())
         self._carry.arguments["wires"] = self._wires.ctypes.data
@@ -262,8 +262,8 @@ def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) ->
         except BaseException:  # an interrupt, or a thread that could not be started
             gate.abort()
             raise
-        for one in waiting:
-            one.result()
+        for future in waiting:
+            future.result()
 
 
 _POOL = threading.Lock()
@@ -280,7 +280,7 @@ logger = logging.getLogger(__name__)
 TURN_NS = 300_000
 """Nanoseconds after which another program may have a thread's processor; Linux chooses 1.4 ms or more."""
 MOST_IDLE = 64
-"""Processors beyond which no team of idle threads is started: containers bound threads, too."""
+"""Most processors for which a team of idle threads is started: containers limit threads, too."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """Linux' sched_attr: size, policy, flags, nice, priority, runtime (here: the turn), deadline, period."""
 _GET_AND_SET = {"x86_64": (315, 314), "aarch64": (275, 274)}.get(platform.machine() if sys.platform == "linux" else "")
@@ -344,9 +344,9 @@ def take_short_turns() -> None:
         for thread in map(int, os.listdir("/proc/self/task")):
             if call(get, thread, attributes, _ATTRIBUTES.size, 0):
                 continue  # it has ended
-            size, policy, flags, nice, priority, _, *rest = _ATTRIBUTES.unpack(attributes.raw)
+            size, policy, flags, nice, priority, _, *times = _ATTRIBUTES.unpack(attributes.raw)
             if policy in (os.SCHED_OTHER, os.SCHED_BATCH):
-                call(set_, thread, _ATTRIBUTES.pack(size, policy, flags, nice, priority, TURN_NS, *rest), 0)
+                call(set_, thread, _ATTRIBUTES.pack(size, policy, flags, nice, priority, TURN_NS, *times), 0)
 
 
 @functools.cache

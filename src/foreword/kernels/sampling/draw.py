@@ -61,9 +61,9 @@ def scratch_bytes(vocab: int) -> int:
 
 
 @compiled
-def _swap(keys: Any, amounts: Any, one: int, other: int) -> None:
-    keys[one], keys[other] = keys[other], keys[one]
-    amounts[one], amounts[other] = amounts[other], amounts[one]
+def _swap(keys: Any, amounts: Any, first: int, second: int) -> None:
+    keys[first], keys[second] = keys[second], keys[first]
+    amounts[first], amounts[second] = amounts[second], amounts[first]
 
 
 @compiled
@@ -88,10 +88,10 @@ def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int
         pivot, middle = keys[end - 1], start
         larger: Any = np.int64(0)
         for at in range(start, end - 1):  # without branches: half of them would be predicted wrongly
-            one, amount = keys[at], weights[at]
-            is_larger = np.int64(one > pivot)
+            candidate, amount = keys[at], weights[at]
+            is_larger = np.int64(candidate > pivot)
             keys[at], weights[at] = keys[middle], weights[middle]
-            keys[middle], weights[middle] = one, amount
+            keys[middle], weights[middle] = candidate, amount
             larger += (unit if unit else amount) * is_larger
             middle += is_larger
         _swap(keys, weights, middle, end - 1)
@@ -105,15 +105,15 @@ def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int
 
 
 @compiled
-def _packed_key(own: Any, number: int) -> Any:
+def _packed_key(key32: Any, number: int) -> Any:
     """A key as uint64, of which the first of equals is the largest."""
-    return np.uint64(np.int64(own) + np.int64(2**31)) << np.uint64(32) | np.uint64(0xFFFFFFFF - number)
+    return np.uint64(np.int64(key32) + np.int64(2**31)) << np.uint64(32) | np.uint64(0xFFFFFFFF - number)
 
 
 @compiled
-def _value_of(own: Any) -> Any:
+def _value_of(key32: Any) -> Any:
     """The logit of a key."""
-    bits = np.int32(own ^ ((own >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+    bits = np.int32(key32 ^ ((key32 >> np.int32(31)) & np.int32(0x7FFFFFFF)))
     return np.float64(np.int32(bits).view(np.float32))
 
 
@@ -141,9 +141,9 @@ def _collect(row: Any, options: Any, top: Any, bound: Any, scratch: Any) -> tupl
             own_keys[at] = _packed_key(key(values[at]), block * BLOCK + at)
             own_weights[at] = weight(values[at], top, scale)
         for at in range(BLOCK):  # without branches; what is kept moves to the front
-            one, amount = own_keys[at], own_weights[at]
-            is_kept = np.int64(one >= lowest) & np.int64(amount >= least)
-            keys[count], weights[count] = one, amount
+            candidate, amount = own_keys[at], own_weights[at]
+            is_kept = np.int64(candidate >= lowest) & np.int64(amount >= least)
+            keys[count], weights[count] = candidate, amount
             count += is_kept
             total += amount * is_kept
     return count, total
@@ -166,14 +166,14 @@ def _place(uniform: Any, total: Any) -> Any:
 
 
 @compiled
-def _first_of(row: Any, own: Any, scratch: Any) -> Any:
+def _first_of(row: Any, key32: Any, scratch: Any) -> Any:
     """The first token with a key."""
     values, largest, _, _, _ = scratch
     for block in range(len(largest)):
-        if largest[block] == own:
+        if largest[block] == key32:
             read_block(row, block, values)
             for at in range(BLOCK):
-                if key(values[at]) == own:
+                if key(values[at]) == key32:
                     return block * BLOCK + at
     return 0
 
@@ -238,10 +238,10 @@ def draw_token(row: Any, options: Any, scratch: Any) -> Any:
     _, _, vocab = row
     values, largest, sums, keys, weights = scratch
     top_p = options[TOP_P]
-    most = find_largest(row, values, largest)
-    if not -_INFINITY <= most < _INFINITY:  # a logit that is infinite or no number: as without temperature
-        return _first_of(row, most, scratch)
-    top = _value_of(most)
+    top_key = find_largest(row, values, largest)
+    if not -_INFINITY <= top_key < _INFINITY:  # a logit that is infinite or no number: as without temperature
+        return _first_of(row, top_key, scratch)
+    top = _value_of(top_key)
     if int(options[TOP_K]) < vocab or options[MIN_WEIGHT] > 0:
         count, total = _collect_cut(row, options, top, scratch)
         target = _share(top_p, total)
@@ -265,9 +265,9 @@ def compile_draws() -> Worker:
     def draw_rows(arguments: Any) -> None:
         a = carray(arguments, 1)[0]
         at = a.scratch + a.scratch_bytes * simd.fetch_add(a.counters + 64 * THREADS_SEEN, 1)
-        blocks, most = (a.vocab + BLOCK - 1) // BLOCK, a.vocab + BLOCK
-        keys, weights = carray(uint64s_at(at), most), carray(int64s_at(at + 8 * most), most)
-        at += 16 * most
+        blocks, room = (a.vocab + BLOCK - 1) // BLOCK, a.vocab + BLOCK
+        keys, weights = carray(uint64s_at(at), room), carray(int64s_at(at + 8 * room), room)
+        at += 16 * room
         sums, largest = carray(int64s_at(at), blocks), carray(int32s_at(at + 8 * blocks), blocks)
         values = carray(float32s_at(at + 12 * blocks), BLOCK)
         options, token_ids = carray(float64s_at(a.options), (a.num_rows, 5)), carray(int64s_at(a.token_ids), a.num_rows)
@@ -297,7 +297,7 @@ _ROUNDING, _WHOLE = 1.5 * 2.0**52, 2.0**52
 """Added to a number, the first leaves a whole number in the sum's last bits, the second a positive one."""
 _LOW_BITS = (1 << 52) - 1
 _TERMS = [1.0]
-for _number in range(1, 12):  # the Taylor series of 2 ** rest, |rest| <= 1/2: the first term left out is below 2 ** -47
+for _number in range(1, 12):  # the Taylor series of 2 ** x, |x| <= 1/2: the first term left out is below 2 ** -47
     _TERMS.append(_TERMS[-1] * 0.6931471805599453 / _number)
 _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9, _C10, _C11 = _TERMS[1:]
 
@@ -354,18 +354,18 @@ def weight(value: Any, top: Any, scale: Any) -> Any:
     power = (np.float64(value) - top) * scale
     power = power if power > _LEAST_POWER else _LEAST_POWER
     shifted = power + _ROUNDING
-    rest = power - (shifted - _ROUNDING)
-    share = fused(_C11, rest, _C10)
-    share = fused(share, rest, _C9)
-    share = fused(share, rest, _C8)
-    share = fused(share, rest, _C7)
-    share = fused(share, rest, _C6)
-    share = fused(share, rest, _C5)
-    share = fused(share, rest, _C4)
-    share = fused(share, rest, _C3)
-    share = fused(share, rest, _C2)
-    share = fused(share, rest, _C1)
-    share = fused(share, rest, 1.0)
+    fraction = power - (shifted - _ROUNDING)
+    share = fused(_C11, fraction, _C10)
+    share = fused(share, fraction, _C9)
+    share = fused(share, fraction, _C8)
+    share = fused(share, fraction, _C7)
+    share = fused(share, fraction, _C6)
+    share = fused(share, fraction, _C5)
+    share = fused(share, fraction, _C4)
+    share = fused(share, fraction, _C3)
+    share = fused(share, fraction, _C2)
+    share = fused(share, fraction, _C1)
+    share = fused(share, fraction, 1.0)
     exponent = (np.float64(shifted).view(np.int64) + np.int64(WEIGHT_BITS)) << np.int64(52)
     scaled = np.int64(np.float64(share).view(np.int64) + exponent).view(np.float64)
     return np.float64(scaled + _WHOLE).view(np.int64) & np.int64(_LOW_BITS)
@@ -380,11 +380,11 @@ def find_largest(row: Any, values: Any, keys: Any) -> Any:
     largest = np.int32(-(2**31))
     for block in range(len(keys)):
         read_block(row, block, values)
-        most = np.int32(-(2**31))
+        block_largest = np.int32(-(2**31))
         for at in range(BLOCK):
-            most = max(most, key(values[at]))
-        keys[block] = most
-        largest = max(largest, most)
+            block_largest = max(block_largest, key(values[at]))
+        keys[block] = block_largest
+        largest = max(largest, block_largest)
     return largest
 
 
@@ -394,9 +394,9 @@ def add_weights(row: Any, values: Any, sums: Any, top: Any, scale: Any) -> Any:
     total = np.int64(0)
     for block in range(len(sums)):
         read_block(row, block, values)
-        own = np.int64(0)
+        block_sum = np.int64(0)
         for at in range(BLOCK):
-            own += weight(values[at], top, scale)
-        sums[block] = own
-        total += own
+            block_sum += weight(values[at], top, scale)
+        sums[block] = block_sum
+        total += block_sum
     return total

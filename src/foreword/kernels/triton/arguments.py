@@ -1,4 +1,4 @@
-"""What the Triton attention kernels are told about a layer: tensors, strides, and constants to compile them for.
+"""The arguments of the Triton attention kernels for a layer: tensors, strides, and compile-time constants.
 
 Sizes of tiles, warps and pipeline stages are fixed by element type and head size. Nothing is tuned at run time: two
 runs, or prefill and decoding, could choose different tiles, and another tile may give other bits. Both kinds take the
@@ -27,7 +27,7 @@ class LayerArguments:
     query: Tensor
     """[tokens, heads, key_dim]; the last dimension without gaps, and so below."""
     blocks: KVBlocks
-    """Of the query's dtype."""
+    """Blocks of the query's dtype."""
     options: AttentionOptions
 
     @property
@@ -55,8 +55,8 @@ class LayerArguments:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Positional: query, keys, values, and slopes in units of log 2; without slopes any tensor in their place."""
         slopes = self.options.score.slopes
-        own = self.query if slopes is None else slopes.float() * LOG2_E
-        return self.query, self.blocks.keys, self.blocks.values, own
+        slopes = self.query if slopes is None else slopes.float() * LOG2_E
+        return self.query, self.blocks.keys, self.blocks.values, slopes
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
@@ -72,7 +72,7 @@ class LayerArguments:
 
     @property
     def constants(self) -> dict[str, int]:
-        """By name: the layer's shape."""
+        """The layer's shape, by name."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUPS": self.num_groups,
@@ -86,7 +86,7 @@ class LayerArguments:
 
     @property
     def merge_constants(self) -> dict[str, int]:
-        """By name: the sizes for the merge of partial results."""
+        """The sizes for the merge of partial results, by name."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUPS": self.num_groups,
@@ -98,7 +98,7 @@ class LayerArguments:
 
 
 def tile_constants(sizes: TileSizes) -> dict[str, int | bool]:
-    """By name: the tile, warps and stages, and how multiply-adds are treated."""
+    """The tile, warps and stages, and the treatment of multiply-adds, by name."""
     return {
         "ROWS": sizes.rows,
         "TOKENS": sizes.tokens,

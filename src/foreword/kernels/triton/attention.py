@@ -30,7 +30,7 @@ from foreword.kernels.triton.tile import LAUNCH, LOG2_E
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of `attend_items` for each multiprocessor; they take turns, so more of them only wait."""
 INTERPRETED_PROGRAMS = 3
-"""Where there is no GPU: few, so that programs take several turns, as they do on one."""
+"""Programs without a GPU: few, so that they take several turns, as they do on one."""
 
 
 class TritonAttention:
@@ -44,15 +44,15 @@ class TritonAttention:
         """`share`: two-phase attention."""
         self._sharing = Sharing(enabled=share)
         self._tile_queries = 16
-        """Queries of an item of decoding: as many as fill a tile, once the number of heads is known."""
+        """Queries of an item of decoding: a tile full of them, once the number of heads is known."""
         self._num_programs: dict[torch.device, int] = {}
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> TritonPlan:
-        """What to do in a step; serves every layer that uses the batch's block tables."""
+        """The plan of a step, for every layer that uses the batch's block tables."""
         return self.lay_out(batch, scrap_block, block_size).to(device)
 
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
-        """The same, still on the host: `HostPlan.data` is for the runner to bring to the device."""
+        """The plan on the host: the runner brings `HostPlan.data` to the device."""
         del scrap_block  # nothing outside a table is looked up
         step = self._sharing.plan(batch, block_size)
         return lay_out(step, self._tile_queries, fitting_shape(step, self._tile_queries))
@@ -78,11 +78,11 @@ class TritonAttention:
         return "takes no KV in codes" if kv_format.is_coded else None
 
     def explain(self) -> str:
-        """What was shared since the kernel was made."""
+        """A text for people: what was shared since the kernel was made."""
         return self._sharing.explain()
 
     def attend(self, query: Tensor, blocks: KVBlocks, plan: TritonPlan, options: AttentionOptions) -> Tensor:
-        """As `reference.paged_attention`, with a plan in place of tiles. Blocks may have gaps between them."""
+        """`reference.paged_attention` with a plan in place of tiles. Blocks may have gaps between them."""
         dtype = blocks.format.dtype
         self._sharing.note_layer(blocks.token_bytes)
         rows = query.to(dtype)
@@ -149,7 +149,7 @@ class TritonAttention:
         )
 
     def _programs(self, device: torch.device) -> int:
-        """How many programs of `attend_items` a device takes at most."""
+        """Most programs of `attend_items` on a device."""
         if device not in self._num_programs:
             self._num_programs[device] = INTERPRETED_PROGRAMS
             if device.type == "cuda":

@@ -15,7 +15,7 @@ from foreword.kernels.triton.arguments import on_device
 _SEGMENT_WORDS = 2048
 """Words of a page that a program copies."""
 _WORDS = (torch.int64, torch.int32, torch.uint8)
-"""The widest that pages begin and end with is copied."""
+"""Types of a copied word: the widest of which all addresses and lengths of pages are multiples."""
 
 
 @triton.jit
@@ -150,10 +150,10 @@ class BlockCopier:
 
 
 class TritonBlocks:
-    """Both for one pool: `select.BlockKernels`."""
+    """Writes and copies for one pool: `select.BlockKernels`."""
 
     def __init__(self, pages: Sequence[Tensor]) -> None:
-        """As `BlockCopier`."""
+        """`pages`: see `BlockCopier`."""
         self._copier = BlockCopier(pages)
 
     def write(self, blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -> None:

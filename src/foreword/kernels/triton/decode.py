@@ -1,8 +1,8 @@
 """Decoding on a GPU: one chunk of KV for the queries of all requests that have it, and the merge of results.
 
-Knows the plan's items and queries; the arithmetic is that of `tile.py`. A long context is split over programs by its
-chunks; a chunk that requests share is read once for all of them (ChunkAttention's first phase), any other for one
-(its second). Both leave partial results in the same places, and the merge takes a query's chunks in ascending order.
+The arithmetic is that of `tile.py`. A long context is split over programs by its chunks; a chunk that requests share is
+read once for all of them (ChunkAttention's first phase), any other for one (its second). Both leave partial results in
+the same places, and the merge takes a query's chunks in ascending order.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class PlanShape:
 
     @property
     def folds(self) -> int:
-        """Where the folds begin; likewise below."""
+        """Index of the first fold; the properties below are indices, too."""
         return HEADER
 
     @property
@@ -95,7 +95,7 @@ class HostPlan:
         return TritonPlan(self.shape, torch.from_numpy(self.data).to(device))
 
     def at(self, metadata: Tensor) -> TritonPlan:
-        """The plan whose data somebody copies to `metadata`, [shape.size] int32 on the device."""
+        """The plan whose data is copied to `metadata`, [shape.size] int32 on the device."""
         assert metadata.shape == (self.shape.size,)
         assert metadata.dtype == torch.int32
         assert metadata.is_contiguous()

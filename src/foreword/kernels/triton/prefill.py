@@ -1,6 +1,6 @@
 """Prefill on a GPU: a program takes some rows of one request through all KV that they see, and merges as it goes.
 
-Knows the plan's folds; the arithmetic is `triton_tile.py`'s.
+The arithmetic is that of `tile.py`.
 """
 
 from __future__ import annotations

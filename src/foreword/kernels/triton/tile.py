@@ -23,7 +23,7 @@ CHUNK = tl.constexpr(CHUNK_TOKENS)
 LOWEST = tl.constexpr(-3.0e38)
 """A peak of nothing: finite, so that the difference of two is 0."""
 LAUNCH = {"enable_fp_fusion": False}
-"""How kernels are launched, besides warps and stages."""
+"""Options of all launches, besides warps and stages."""
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def attend_step(
 
 @triton.jit
 def merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed):
-    """What rows have so far, with a chunk's partial results (ChunkAttention's attn_reduce)."""
+    """Merge a chunk's partial results into those so far (ChunkAttention's attn_reduce)."""
     new_peak = tl.maximum(peak, chunk_peak)
     decay, gain = tl.exp2(peak - new_peak), tl.exp2(chunk_peak - new_peak)
     total = tl.fma(chunk_total, gain, total * decay)

@@ -45,16 +45,16 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PATTERN, _MOST_REPEATS, _MOST_GROUPS = 512, 4, 4
 _MOST_KEYS, _MOST_REPEATING_KEYS = 1024, 32
-"""Of rank_pattern and alpha_pattern. PEFT writes one key for each module; those that repeat something take longest."""
+"""Most keys of rank_pattern and alpha_pattern. PEFT writes one for each module; those with repeats take longest."""
 _REPEATS, _NESTED = re.compile(r"(?<!\\)[*+{]|(?<!\\)(?<!\()\?"), re.compile(r"\)[*+{?]|\\\d|\(\?[^:]")
 Match = Callable[[str], bool]
 Patterns = Sequence[tuple[re.Pattern[str], Any]]
 SETTLED_S = 2.0
 """A file that changed less than this before it was read may change again without a new date."""
 MOST_NAMES = 1024
-"""Folders of which a process that computes nothing remembers what they hold."""
+"""Folders whose adapters' names are remembered by a process that computes nothing."""
 HELD = 2
-"""All that are alive take at most this many times what those take that stay: requests may hold as many again."""
+"""Limit of the bytes of all that are alive, over those of a full table: requests may hold as many again."""
 Stamp = tuple[tuple[int, ...], ...]
 
 
@@ -104,30 +104,30 @@ def _read_config(folder: Path) -> _Config:
     if path.stat().st_size > MOST_CONFIG_BYTES:
         raise _RefusedError(f"{CONFIG} has {path.stat().st_size} bytes, and {MOST_CONFIG_BYTES} is the limit")
     try:
-        said = json.loads(path.read_bytes())
+        fields = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise _RefusedError(f"{CONFIG} is no JSON ({error})") from error
-    if not isinstance(said, dict) or str(said.get("peft_type", "LORA")).upper() != "LORA":
+    if not isinstance(fields, dict) or str(fields.get("peft_type", "LORA")).upper() != "LORA":
         raise _RefusedError(f"{CONFIG} is none of LoRA; other kinds of adapters are not supported")
-    for name, value in said.items():
+    for name, value in fields.items():
         if name not in _NO_MATTER | _READ and value not in (None, False, [], {}, ""):
             raise _RefusedError(f"{name}={value!r:.80} is not supported; train without it, or merge the adapter")
-    if said.get("bias", "none") != "none":
-        raise _RefusedError(f"bias={said['bias']!r:.80} is not supported; train with bias='none'")
-    init = said.get("init_lora_weights", True)
-    if not any(init is known or (isinstance(init, str) and init == known) for known in _INITS):
+    if fields.get("bias", "none") != "none":
+        raise _RefusedError(f"bias={fields['bias']!r:.80} is not supported; train with bias='none'")
+    init = fields.get("init_lora_weights", True)
+    if not any(init is harmless or (isinstance(init, str) and init == harmless) for harmless in _INITS):
         raise _RefusedError(
             f"init_lora_weights={init!r:.80} changed the base model's weights; save it as plain LoRA, with "
             "path_initial_model_for_weight_conversion"
         )
     return _Config(
-        rank=_whole("r", said.get("r", 8)),
-        alpha=_number("lora_alpha", said.get("lora_alpha", 8)),
-        by_root=said.get("use_rslora") is True,
-        ranks=_patterns("rank_pattern", said),
-        alphas=_patterns("alpha_pattern", said),
-        is_target=_targets(said),
-        invocation=_invocation(said.get("alora_invocation_tokens")),
+        rank=_whole("r", fields.get("r", 8)),
+        alpha=_number("lora_alpha", fields.get("lora_alpha", 8)),
+        by_root=fields.get("use_rslora") is True,
+        ranks=_patterns("rank_pattern", fields),
+        alphas=_patterns("alpha_pattern", fields),
+        is_target=_targets(fields),
+        invocation=_invocation(fields.get("alora_invocation_tokens")),
     )
 
 
@@ -158,7 +158,7 @@ def _invocation(tokens: Any) -> list[int] | None:
 
 
 def _pattern(text: Any) -> re.Pattern[str]:
-    """A regular expression that cannot take long, whatever its author had in mind. Raises _RefusedError."""
+    """A regular expression that cannot take long, even if its author wants it to. Raises _RefusedError."""
     if not isinstance(text, str) or len(text) > _MOST_PATTERN:
         raise _RefusedError(f"the pattern {text!r:.80} is no text of at most {_MOST_PATTERN} characters")
     if len(_REPEATS.findall(text)) > _MOST_REPEATS or text.count("(") > _MOST_GROUPS or _NESTED.search(text):
@@ -172,9 +172,9 @@ def _pattern(text: Any) -> re.Pattern[str]:
         raise _RefusedError(f"the pattern {text!r:.80} is no regular expression ({error})") from error
 
 
-def _patterns(name: str, said: Mapping[str, Any]) -> Patterns:
+def _patterns(name: str, fields: Mapping[str, Any]) -> Patterns:
     """Each value of a field with what matches its modules' names. Raises _RefusedError."""
-    values = said.get(name) or {}
+    values = fields.get(name) or {}
     if not isinstance(values, dict):
         raise _RefusedError(f"{name}={values!r:.80} must be an object")
     num_repeating = sum(_REPEATS.search(key) is not None for key in values)
@@ -193,17 +193,17 @@ def _by_pattern(patterns: Patterns, module: str, default: Any) -> Any:
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)
 
 
-def _targets(said: Mapping[str, Any]) -> Match:
+def _targets(fields: Mapping[str, Any]) -> Match:
     """Whether a module is one of `target_modules`, in one of `layers_to_transform`."""
-    wanted, layers = said.get("target_modules"), said.get("layers_to_transform")
-    if isinstance(wanted, str):
-        if wanted.lower() == "all-linear":
+    targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")
+    if isinstance(targets, str):
+        if targets.lower() == "all-linear":
             return _in_layers(lambda name: True, layers)
-        pattern = _pattern(wanted)
+        pattern = _pattern(targets)
         return lambda name: pattern.fullmatch(name) is not None
-    if not isinstance(wanted, list) or not wanted or not all(isinstance(one, str) for one in wanted):
-        raise _RefusedError(f"target_modules={wanted!r:.80} names no module; it must be a list, a regex or all-linear")
-    ends = tuple(f".{one}" for one in wanted)
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise _RefusedError(f"target_modules={targets!r:.80} names no module; it must be a list, a regex or all-linear")
+    ends = tuple(f".{target}" for target in targets)
     return _in_layers(lambda name: f".{name}".endswith(ends), layers)
 
 
@@ -213,37 +213,37 @@ def _in_layers(match: Match, layers: Any) -> Match:
     numbers = layers if isinstance(layers, list) else [layers]
     if not all(type(number) is int for number in numbers):
         raise _RefusedError(f"layers_to_transform={layers!r:.80} must be numbers of layers")
-    own = frozenset(numbers)
-    return lambda name: match(name) and int(name.split(".")[2]) in own
+    chosen = frozenset(numbers)
+    return lambda name: match(name) and int(name.split(".")[2]) in chosen
 
 
 # ---------------------------------------------------------------------------------------- matrices
 
 
 def _read(folder: Path, config: _Config, spec: DecoderSpec, max_rank: int) -> AdapterWeights:
-    path, known = folder / WEIGHTS, places(spec)
+    path, changeable = folder / WEIGHTS, places(spec)
     if not path.is_file():
         raise _RefusedError(f"it has no {WEIGHTS}; pickled weights are not read: save the adapter as safetensors")
     pairs: dict[str, dict[str, StoredPlace]] = {}
     for name, stored in places_in(path).items():
-        found = _NAME.fullmatch(name)
-        if found is None or found[1] not in known:
+        match = _NAME.fullmatch(name)
+        if match is None or match[1] not in changeable:
             raise _RefusedError(
                 f"it changes {name!r:.120}, which this model has no low-rank product for; only attention's and plain "
                 "networks' weights can be changed"
             )
-        pairs.setdefault(found[1], {})[found[2]] = stored
+        pairs.setdefault(match[1], {})[match[2]] = stored
     if not pairs:
         raise _RefusedError(f"{WEIGHTS} has no matrices")
-    wanted = {name for name in known if config.is_target(name)}
-    strange = sorted(set(pairs) - wanted)
+    targets = {name for name in changeable if config.is_target(name)}
+    strange = sorted(set(pairs) - targets)
     if strange:
         raise _RefusedError(f"{WEIGHTS} changes {strange[0]!r}, which target_modules does not name")
     changes = {}
     for name, matrices in sorted(pairs.items()):
         if len(matrices) != 2:
             raise _RefusedError(f"{name!r} has only one of its two matrices")
-        _check_shapes(name, config, known[name], matrices, max_rank)
+        _check_shapes(name, config, changeable[name], matrices, max_rank)
         changes[name] = _change(name, config, matrices)
     return AdapterWeights(spec, changes, config.invocation, str(folder))
 
@@ -275,14 +275,14 @@ def _change(name: str, config: _Config, matrices: Mapping[str, StoredPlace]) -> 
 class LoadedAdapters:
     """Reads and keeps adapters. Any thread may call it."""
 
-    def __init__(self, spec: DecoderSpec, most: int, max_rank: int) -> None:
-        """Keep at most `most` of them, besides those that requests hold, with ranks up to `max_rank`."""
-        self.spec, self._most, self._max_rank = spec, most, max_rank
-        self._most_bytes = HELD * most * most_bytes(spec, max_rank)
-        self._kept: OrderedDict[str, tuple[Stamp | None, AdapterWeights]] = OrderedDict()
-        """By folder, the one used last at the end, with the state of its files; None: read it again."""
+    def __init__(self, spec: DecoderSpec, max_adapters: int, max_rank: int) -> None:
+        """Keep at most `max_adapters` of them, besides those that requests hold, with ranks up to `max_rank`."""
+        self.spec, self._max_adapters, self._max_rank = spec, max_adapters, max_rank
+        self._max_bytes = HELD * max_adapters * most_bytes(spec, max_rank)
+        self._adapters: OrderedDict[str, tuple[Stamp | None, AdapterWeights]] = OrderedDict()
+        """Folder -> its adapter, the one used last at the end, and the state of its files; None: read it again."""
         self._alive: WeakValueDictionary[str, AdapterWeights] = WeakValueDictionary()
-        """By digest, as long as anybody holds it: equal ones are in memory once."""
+        """Digest -> the adapter, as long as a request or the table holds it: equal ones are in memory once."""
         self._lock = threading.Lock()
         """For the tables alone: files may take long to read."""
 
@@ -290,15 +290,15 @@ class LoadedAdapters:
         """The adapter that is in a folder now. Raises InvalidRequestError or AdaptersBusyError."""
         stamp = _stamp(Path(folder))
         with self._lock:
-            stamp_before, adapter = self._kept.get(folder, (None, None))
+            stamp_before, adapter = self._adapters.get(folder, (None, None))
         if adapter is None or stamp is None or stamp_before != stamp:
             adapter = read_adapter(folder, self.spec, self._max_rank)
         with self._lock:
             adapter = self._alive.get(adapter.digest) or self._admit(adapter)
-            self._kept[folder] = stamp, adapter
-            self._kept.move_to_end(folder)
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+            self._adapters[folder] = stamp, adapter
+            self._adapters.move_to_end(folder)
+            while len(self._adapters) > self._max_adapters:
+                self._adapters.popitem(last=False)
             return adapter
 
     def named(self, name: AdapterName) -> AdapterWeights:
@@ -308,35 +308,35 @@ class LoadedAdapters:
         """
         with self._lock:
             held = self._alive.get(name.digest)
-            if held is not None and name.folder in self._kept:
-                self._kept.move_to_end(name.folder)
-        found = self.get(name.folder) if held is None else held
-        if found.digest != name.digest:
+            if held is not None and name.folder in self._adapters:
+                self._adapters.move_to_end(name.folder)
+        adapter = self.get(name.folder) if held is None else held
+        if adapter.digest != name.digest:
             raise InvalidRequestError(f"the adapter in {name.folder!r:.300} has changed since the request was sent")
-        return found
+        return adapter
 
     def _admit(self, read: AdapterWeights) -> AdapterWeights:
         """Make room for one more; those that nobody holds leave memory with the tables' entry."""
         dropped: list[tuple[str, Stamp | None, str]] = []
-        while self._kept and self.num_bytes + read.num_bytes > self._most_bytes:
-            folder, (stamp, adapter) = self._kept.popitem(last=False)
+        while self._adapters and self.num_bytes + read.num_bytes > self._max_bytes:
+            folder, (stamp, adapter) = self._adapters.popitem(last=False)
             dropped.append((folder, stamp, adapter.digest))
             del adapter
         for folder, stamp, digest in reversed(dropped):  # those that requests hold take no less memory without
             held = self._alive.get(digest)
             if held is not None:
-                self._kept[folder] = stamp, held
-                self._kept.move_to_end(folder, last=False)
-        if self.num_bytes + read.num_bytes > self._most_bytes:
+                self._adapters[folder] = stamp, held
+                self._adapters.move_to_end(folder, last=False)
+        if self.num_bytes + read.num_bytes > self._max_bytes:
             raise AdaptersBusyError(
-                f"requests hold adapters of {self.num_bytes} bytes, and {self._most_bytes} is the limit; try again "
+                f"requests hold adapters of {self.num_bytes} bytes, and {self._max_bytes} is the limit; try again "
                 "when they have ended, name fewer in one call, or raise max_loras"
             )
         self._alive[read.digest] = read
         return read
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._adapters)
 
     @property
     def num_bytes(self) -> int:
@@ -352,32 +352,32 @@ class AdapterNames:
 
     def __init__(self, spec: DecoderSpec, max_rank: int) -> None:
         self.spec, self._max_rank = spec, max_rank
-        self._kept: OrderedDict[str, tuple[Stamp | None, AdapterName]] = OrderedDict()
+        self._names: OrderedDict[str, tuple[Stamp | None, AdapterName]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, folder: str) -> AdapterName:
         """The name of the adapter that is in a folder now. Raises InvalidRequestError."""
         stamp = _stamp(Path(folder))
         with self._lock:
-            stamp_before, name = self._kept.get(folder, (None, None))
+            stamp_before, name = self._names.get(folder, (None, None))
         if name is None or stamp is None or stamp_before != stamp:
             read = read_adapter(folder, self.spec, self._max_rank)
             name = AdapterName(read.digest, None if read.invocation is None else read.invocation.tolist(), folder)
         with self._lock:
-            self._kept[folder] = stamp, name
-            self._kept.move_to_end(folder)
-            if len(self._kept) > MOST_NAMES:
-                self._kept.popitem(last=False)
+            self._names[folder] = stamp, name
+            self._names.move_to_end(folder)
+            if len(self._names) > MOST_NAMES:
+                self._names.popitem(last=False)
         return name
 
 
 def _stamp(folder: Path) -> Stamp | None:
-    """The state of an adapter's files, taken before they are read; None if it tells nothing."""
+    """The state of an adapter's files, taken before they are read; None if it does not show later changes."""
     try:
-        found = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
+        stats = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
     except OSError:
         return None
     # A program may set st_mtime, as `cp -p` does; st_ctime logs every change, that one too.
-    if max(file.st_ctime for file in found) > time.time() - SETTLED_S:
+    if max(file.st_ctime for file in stats) > time.time() - SETTLED_S:
         return None
-    return tuple((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns) for file in found)
+    return tuple((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns) for file in stats)

@@ -32,7 +32,7 @@ PRODUCTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a weight of the checkpoint is in the decoder's products."""
+    """The place of a checkpoint's weight in the decoder's products."""
 
     product: int
     """The number of the product among those of all layers."""
@@ -45,7 +45,7 @@ class Place:
 
 
 def places(spec: DecoderSpec) -> dict[str, Place]:
-    """The weights that an adapter may change, by the names of their modules. Experts and routers are none of them."""
+    """The weights that an adapter may change, by the names of their modules. Experts and routers are not among them."""
     layers = range(len(spec.layers))
     return {f"model.layers.{layer}.{name}": place for layer in layers for name, place in _in(spec, layer)}
 
@@ -61,15 +61,15 @@ def _in(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, Place]]:
             (GATE, names.network.gate_up, (inner, inner), hidden),
             (DOWN, (names.network.down,), (hidden,), inner),
         ]
-    for product, own, widths, inputs in products:
-        widths, first = widths if len(own) > 1 else (sum(widths),), 0
-        for part, (name, width) in enumerate(zip(own, widths, strict=True)):
+    for product, modules, widths, inputs in products:
+        widths, first = widths if len(modules) > 1 else (sum(widths),), 0
+        for part, (name, width) in enumerate(zip(modules, widths, strict=True)):
             yield name, Place(PRODUCTS * layer + product, part, first, width, inputs)
             first += width
 
 
 def most_bytes(spec: DecoderSpec, rank: int) -> int:
-    """Bytes of memory that an adapter takes which changes all of them, each by this rank."""
+    """Bytes of memory of an adapter that changes every weight by this rank."""
     sides = sum(padded_inputs(side) for place in places(spec).values() for side in (place.inputs, place.width))
     return 4 * sides * -(-rank // RANKS) * RANKS
 
@@ -88,7 +88,7 @@ class LowRank:
 
 
 class AdapterName:
-    """What a process that computes nothing knows of an adapter."""
+    """The name of an adapter, for a process that computes nothing."""
 
     def __init__(self, digest: str, invocation: Sequence[int] | None, folder: str) -> None:
         """`invocation`: the tokens with which an aLoRA adapter begins, if it is one."""
@@ -96,7 +96,7 @@ class AdapterName:
         """Names the content: equal for the same matrices, scales and tokens, wherever they come from."""
         self.invocation = None if invocation is None else np.array(invocation, np.int32)
         self.folder = folder
-        """Where it was read."""
+        """The folder from which it was read."""
 
     def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
         """The index of the first token of a prompt that it computes; None: none, as if there were no adapter.
@@ -123,13 +123,13 @@ class AdapterWeights(AdapterName):
         """`changes` by names of modules."""
         super().__init__(_digest(changes, invocation), invocation, folder)
         self.most_rank = max(len(change.down) for change in changes.values())
-        found, count = places(spec), PRODUCTS * len(spec.layers)
+        changeable, count = places(spec), PRODUCTS * len(spec.layers)
         self._parts = np.zeros((count, PARTS), PART)
-        self._kept: list[Floats] = []
+        self._packed: list[Floats] = []
         for name, change in changes.items():
-            place, part = found[name], self._parts[found[name].product, found[name].part]
+            place, part = changeable[name], self._parts[changeable[name].product, changeable[name].part]
             down, up = pack_down(change.down), pack_up(change.up * np.float32(change.scale))
-            self._kept += [down, up]
+            self._packed += [down, up]
             part["down"], part["up"], part["rank"] = down.ctypes.data, up.ctypes.data, len(down)
             part["first"], part["width"] = place.first, place.width
         addresses = self._parts.ctypes.data + np.arange(count) * self._parts.strides[0]
@@ -139,7 +139,7 @@ class AdapterWeights(AdapterName):
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the matrices take."""
-        return sum(matrix.nbytes for matrix in self._kept)
+        return sum(matrix.nbytes for matrix in self._packed)
 
 
 def _digest(changes: Mapping[str, LowRank], invocation: Sequence[int] | None) -> str:
@@ -154,7 +154,7 @@ ALONE_OPERATIONS = 1 << 18
 """The calling thread computes fewer multiplications alone: waking the others takes longer."""
 NONE = -1
 STEP_ARGUMENTS = "num_rows", "numbers", "tables", "unit_rows", "scratch", "thread_scratch"
-"""What changes in every step for an operation whose rows have their place."""
+"""Arguments that change in every step of an operation whose rows have fixed addresses."""
 
 
 class AdaptedRows:
@@ -165,7 +165,7 @@ class AdaptedRows:
         self._adapters, self._numbers = adapters, np.ascontiguousarray(numbers)
         self._tables = np.stack([adapter.tables for adapter in adapters], axis=1)
         self.is_changed = (self._tables != 0).any(axis=1)
-        """Of each product whether an adapter changes it."""
+        """Whether an adapter changes each product."""
         self.most_rank = max(adapter.most_rank for adapter in adapters) + low_rank.RANKS
         self.thread_scratch = low_rank.thread_scratch(self.most_rank)
         self._addresses = self._numbers.ctypes.data, self._tables.ctypes.data
@@ -174,14 +174,14 @@ class AdaptedRows:
         return len(self._numbers)
 
     def layer(self, layer: int) -> LayerDeltas:
-        """What is added to the results of a layer's products."""
+        """The deltas of a layer's products."""
         first = PRODUCTS * layer
         return LayerDeltas(
             *(Deltas(self, at) if self.is_changed[at] else None for at in range(first, first + PRODUCTS))
         )
 
     def of(self, rows: Tensor) -> AdaptedRows:
-        """The same for some of the rows."""
+        """These for some of the rows."""
         return AdaptedRows(self._adapters, self._numbers[rows.numpy()])
 
     def changed(self) -> Tensor:
@@ -194,12 +194,12 @@ class AdaptedRows:
         `scratch`: the address of memory for all threads.
         """
         rows, tables = self._addresses
-        found = np.empty((len(products), len(STEP_ARGUMENTS)), np.int64)
-        found[:, 0], found[:, 1] = counts, rows + firsts * self._numbers.itemsize
-        found[:, 2] = tables + products * self._tables.strides[0]
-        found[:, 3] = MOST_ROWS * np.maximum(1, counts // (4 * MOST_ROWS * torch.get_num_threads()))
-        found[:, 4:] = scratch, self.thread_scratch
-        return found
+        arguments = np.empty((len(products), len(STEP_ARGUMENTS)), np.int64)
+        arguments[:, 0], arguments[:, 1] = counts, rows + firsts * self._numbers.itemsize
+        arguments[:, 2] = tables + products * self._tables.strides[0]
+        arguments[:, 3] = MOST_ROWS * np.maximum(1, counts // (4 * MOST_ROWS * torch.get_num_threads()))
+        arguments[:, 4:] = scratch, self.thread_scratch
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +211,15 @@ class Deltas:
 
     def add(self, rows: Tensor, result: Tensor) -> Tensor:
         """The result [rows, out], which is used up, of `rows` [rows, in], with what adapters add to it."""
-        own, inputs, target = self.rows, rows.float(), result.float().contiguous()
+        adapted, inputs, target = self.rows, rows.float(), result.float().contiguous()
         missing = low_rank.padded_inputs(inputs.shape[-1]) - inputs.shape[-1]
         inputs = torch.nn.functional.pad(inputs, (0, missing)) if missing else inputs.contiguous()
-        assert len(inputs) == len(target) == len(own)
+        assert len(inputs) == len(target) == len(adapted)
         operation = _operations().operation
         operation.bind(inputs.data_ptr(), inputs.shape[1], target.data_ptr(), target.shape[1])
-        scratch = thread_memory(own.thread_scratch * torch.get_num_threads())
-        operation.set_step(own.step_numbers(np.array([self.product]), 0, len(inputs), scratch)[0])
-        work = len(inputs) * own.most_rank * (inputs.shape[-1] + target.shape[-1])
+        scratch = thread_memory(adapted.thread_scratch * torch.get_num_threads())
+        operation.set_step(adapted.step_numbers(np.array([self.product]), 0, len(inputs), scratch)[0])
+        work = len(inputs) * adapted.most_rank * (inputs.shape[-1] + target.shape[-1])
         operation.run(alone=work < ALONE_OPERATIONS)
         return target if result.dtype == torch.float32 else target.to(result.dtype)
 
@@ -228,12 +228,12 @@ class Deltas:
         return self.rows.changed()
 
     def of(self, rows: Tensor) -> Deltas:
-        """The same for some of the rows."""
+        """These for some of the rows."""
         return Deltas(self.rows.of(rows), self.product)
 
 
 class LayerDeltas(NamedTuple):
-    """What adapters add to each product of a layer; None: nothing, to no row."""
+    """What adapters add to each product of a layer; None: no row changes."""
 
     project: Deltas | None = None
     output: Deltas | None = None

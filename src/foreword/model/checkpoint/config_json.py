@@ -1,7 +1,7 @@
 """config.json of the written families, completed as transformers completes it: defaults, old names, kinds of layers.
 
-What it does not know, or what may be an error, is left to transformers, which completes it or says what is wrong: then
-`UnreadableError` says why.
+A config that is unknown here, or that may be wrong, raises `UnreadableError`: then transformers completes it, or says
+what is wrong.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ _NEVER_NULL = (
 _THETA = {"smollm3": 2e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 """Bases of angles that differ from 10,000."""
 MOST_EXPERTS = 4096
-"""Of a layer: a file may not ask for more names than this."""
+"""Most experts of a layer: a file may not ask for more names than this."""
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -256,11 +256,11 @@ def _check(name: str, value: Any, default: Any) -> None:
     """Raise UnreadableError for a value of another kind than the default's."""
     if name == "eos_token_id":
         ids = value if isinstance(value, list) else [value]
-        if any(type(one) is not int for one in ids) and value is not None:
+        if any(type(token_id) is not int for token_id in ids) and value is not None:
             raise UnreadableError(f"config field {name}={value!r}")
         return
-    wanted = type(default)
-    fits = type(value) in ((int, float) if wanted is float else (wanted,))
+    kind = type(default)
+    fits = type(value) in ((int, float) if kind is float else (kind,))
     if value is None:
         fits = default is None or name in _MAY_BE_NULL
     elif default is None:
@@ -269,73 +269,73 @@ def _check(name: str, value: Any, default: Any) -> None:
         raise UnreadableError(f"config field {name}={value!r}")
 
 
-def _dtype(said: Any) -> str | None:
-    if said not in (None, "float32", "bfloat16", "float16"):
-        raise UnreadableError(f"dtype={said!r}")
-    return None if said is None else str(said)
+def _dtype(name: Any) -> str | None:
+    if name not in (None, "float32", "bfloat16", "float16"):
+        raise UnreadableError(f"dtype={name!r}")
+    return None if name is None else str(name)
 
 
 def _set_rope(family: str, values: dict[str, Any]) -> None:
-    """Give rotary settings the form of today: `rope_parameters`, complete."""
-    scaling, said = values.pop("rope_scaling", None), values.get("rope_parameters")
-    if family == "gpt_oss" and said is None and scaling is None:
+    """Give rotary settings today's form: `rope_parameters`, complete."""
+    scaling, rope = values.pop("rope_scaling", None), values.get("rope_parameters")
+    if family == "gpt_oss" and rope is None and scaling is None:
         raise UnreadableError("rotary parameters that are left out")
     theta = values.pop("rope_theta", _THETA.get(family, 10_000.0))
     if family == "gemma3_text":
         plain = {"rope_type": "default"}
-        said = {"sliding_attention": plain, "full_attention": plain, **(said or {})}
-        full = {**(said["full_attention"] or plain), **(scaling or {})}
-        sliding = dict(said["sliding_attention"] or plain)
+        rope = {"sliding_attention": plain, "full_attention": plain, **(rope or {})}
+        full = {**(rope["full_attention"] or plain), **(scaling or {})}
+        sliding = dict(rope["sliding_attention"] or plain)
         full.setdefault("rope_theta", theta)
         sliding.setdefault("rope_theta", values.pop("rope_local_base_freq", 10_000.0))
-        said = {**said, "full_attention": full, "sliding_attention": sliding}
+        rope = {**rope, "full_attention": full, "sliding_attention": sliding}
         parts = [full, sliding]
     else:
-        said = dict(scaling or said or {})
-        said.setdefault("rope_theta", theta)
-        parts = [said]
+        rope = dict(scaling or rope or {})
+        rope.setdefault("rope_theta", theta)
+        parts = [rope]
         share = values.get("partial_rotary_factor", 1.0 if family == "phi3" else None)
         if family != "phi3":
             values.pop("partial_rotary_factor", None)
         if share is not None:
-            said.setdefault("partial_rotary_factor", share)
-    for one in parts:
-        _complete_rope(family, one, values)
-    values["rope_parameters"] = said
+            rope.setdefault("partial_rotary_factor", share)
+    for part in parts:
+        _complete_rope(family, part, values)
+    values["rope_parameters"] = rope
 
 
-def _complete_rope(family: str, said: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _complete_rope(family: str, rope: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Complete one kind of rotary embeddings, and refuse what transformers may refuse."""
-    said.setdefault("rope_type", said.get("type", "default"))
-    kind = said["rope_type"]
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"]
     if kind in _WITH_ORIGINAL:
         if family == "phi3":
-            said["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+            rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
         if family != "gemma3_text":
-            said.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+            rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     if family == "phi3" and kind in ("su", "yarn"):
-        kind = said["rope_type"] = "longrope"
+        kind = rope["rope_type"] = "longrope"
     if kind not in ("default", *_ROPE_NEEDS) or (family == "phi3" and kind not in ("default", "longrope")):
         raise UnreadableError(f"rope_type={kind!r}")
-    numbers = [said["rope_theta"], said.get("partial_rotary_factor", 1.0)]
+    numbers = [rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)]
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     half = int(head_dim * numbers[1]) // 2
     if int(head_dim * numbers[1]) % 2:
         raise UnreadableError(f"{int(head_dim * numbers[1])} elements of a head that turn")
     for name in _ROPE_NEEDS.get(kind, ()):
-        given = said.get(name)
+        value = rope.get(name)
         if name.endswith("_factor") and kind == "longrope":
-            if not isinstance(given, list) or len(given) != half:
+            if not isinstance(value, list) or len(value) != half:
                 raise UnreadableError(f"rotary parameter {name} of another length than {half}")
-            numbers += given
+            numbers += value
         else:
-            numbers.append(given)
-    if any(type(one) not in (int, float) for one in numbers):
-        raise UnreadableError(f"rotary parameters {said!r:.80}")
+            numbers.append(value)
+    if any(type(number) not in (int, float) for number in numbers):
+        raise UnreadableError(f"rotary parameters {rope!r:.80}")
 
 
 def _set_layers(family: str, values: dict[str, Any]) -> None:
-    """Say of each layer what it sees, where older files have a rule for it."""
+    """Set the attention type of each layer, for which older files have a rule."""
     count = values["num_hidden_layers"]
     if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
         values["sliding_window"] = None
@@ -358,6 +358,6 @@ def _set_layers(family: str, values: dict[str, Any]) -> None:
             has_window = [uses and not turned for turned in values["no_rope_layers"][:count]]
         else:
             return
-        values["layer_types"] = ["sliding_attention" if one else "full_attention" for one in has_window]
+        values["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in has_window]
     if len(values["layer_types"]) != count:
         raise UnreadableError(f"{len(values['layer_types'])} layer_types for {count} layers")

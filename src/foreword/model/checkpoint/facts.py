@@ -1,4 +1,4 @@
-"""Facts of a checkpoint, whoever reads it: its type, its device, its longest sequence, its end tokens."""
+"""Facts of a checkpoint, for all readers: its type, its device, its longest sequence, its end tokens."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ SIDE_FILES: Mapping[str, str] = {
 """File in which some tools describe the weights, instead of config.json -> the format, if the file does not name it."""
 
 
-def choose_dtype(options: ModelConfig, said: object, device: torch.device) -> torch.dtype:
+def choose_dtype(options: ModelConfig, stored: object, device: torch.device) -> torch.dtype:
     """The requested type, else the one that the config says, else float32. A CPU computes float16 as float32, which
     loses no bit.
     """
     if options.dtype != "auto":
-        asked: torch.dtype = getattr(torch, options.dtype)
-        return asked
-    name = str(said).removeprefix("torch.")
-    found: torch.dtype = getattr(torch, name if name in get_args(Dtype) and name != "auto" else "float32")
-    return torch.float32 if found == torch.float16 and device.type == "cpu" else found
+        requested: torch.dtype = getattr(torch, options.dtype)
+        return requested
+    name = str(stored).removeprefix("torch.")
+    dtype: torch.dtype = getattr(torch, name if name in get_args(Dtype) and name != "auto" else "float32")
+    return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
 def find_device(name: str) -> torch.device:
@@ -75,6 +75,6 @@ def max_positions(text: Any) -> int:
     return longest
 
 
-def token_ids(found: Any) -> frozenset[int]:
+def token_ids(value: Any) -> frozenset[int]:
     """One token, several or none, as configs name end tokens."""
-    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+    return frozenset(value if isinstance(value, list) else [] if value is None else [value])

@@ -27,14 +27,14 @@ def recommended_sampling(options: ModelConfig) -> SamplingParams:
     if path is None:
         return SamplingParams()
     try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise TypeError(f"it holds a {type(found).__name__}, not an object")
-        given = {name: value for name in NAMES if (value := found.get(name)) is not None}
-        for name, value in given.items():
+        fields = json.loads(path.read_text())
+        if not isinstance(fields, dict):
+            raise TypeError(f"it holds a {type(fields).__name__}, not an object")
+        values = {name: value for name in NAMES if (value := fields.get(name)) is not None}
+        for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
                 raise TypeError(f"{name}={value!r} is not a number of the right kind")
-        return SamplingParams(**given)
+        return SamplingParams(**values)
     except (OSError, ValueError, TypeError, InvalidRequestError) as error:
         raise ConfigError(
             f"generation_config={options.generation_config!r}: {path} cannot be used: {error}; "
@@ -49,15 +49,15 @@ def differences(params: SamplingParams) -> dict[str, float]:
 
 
 def _find(options: ModelConfig) -> Path | None:
-    wanted = options.generation_config
-    if wanted in ("none", "vllm"):  # vLLM's name for its own plain sampling
+    source = options.generation_config
+    if source in ("none", "vllm"):  # vLLM's name for its own plain sampling
         return None
-    if wanted != "auto":
-        path = Path(wanted).expanduser()
+    if source != "auto":
+        path = Path(source).expanduser()
         path = path / FILE_NAME if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
-                f"generation_config={wanted!r}: there is no file {path}; name a file, a folder with {FILE_NAME}, "
+                f"generation_config={source!r}: there is no file {path}; name a file, a folder with {FILE_NAME}, "
                 "'auto' or 'none'"
             )
         return path

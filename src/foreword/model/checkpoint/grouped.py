@@ -2,11 +2,10 @@
 
 `small_floats.py` has those of floats.
 
-Knows the files' tensors and their order (compressed_tensors 0.17, AutoGPTQ and AutoAWQ as vLLM reads them); knows no
-architecture. A weight is scale * (code - zero), and stays in its codes where products take them. Scales keep their 16
-bits, and a group of 64 or more inputs becomes groups of 32 with the same scale. Inputs in another order than
-their groups (g_idx of `desc_act` and `actorder`) are put into that of groups. Activations are not rounded, whatever the
-file says of them.
+Tensors and their order are those of compressed_tensors 0.17, and of AutoGPTQ and AutoAWQ as vLLM reads them. A weight
+is scale * (code - zero), and stays in its codes where products take them. Scales keep their 16 bits, and a group of 64
+or more inputs becomes groups of 32 with the same scale. Inputs whose order is not that of their groups (g_idx of
+`desc_act` and `actorder`) are put into the order of groups. Activations are not rounded, whatever the file says.
 
     compressed-tensors  weight_packed [out, in / n], weight_scale [out, groups], zeros packed along out; or weight int8
     GPTQ                qweight [in / n, out], scales [groups, out], qzeros [groups, out / n], one less than zeros
@@ -27,14 +26,14 @@ import numpy.typing as npt
 import torch
 
 from foreword.kernels.products.coded import FORMATS, STEP, Bytes, Codes
-from foreword.model.checkpoint.small_floats import float8_places, mxfp4_places
+from foreword.model.checkpoint.small_floats import Config, float8_places, mxfp4_places
 from foreword.model.checkpoint.tensors import PLAIN_TYPES, Place, StoredPlace, UnreadableError
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 _PARTS = frozenset(
     "qweight qzeros scales g_idx weight weight_packed weight_scale weight_shape weight_zero_point weight_g_idx".split()
 )
-"""How names of a weight's parts end."""
+"""Ends of the names of a weight's parts."""
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 _AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """The place in an int32 of each of its codes."""
@@ -43,7 +42,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlace:
-    """Where the parts of a weight lie."""
+    """The place of the parts of a weight."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, StoredPlace]
@@ -80,55 +79,51 @@ class GroupedPlace:
         bits = 4 if int(codes.max(initial=0)) < 16 else 8
         if (zeros == (1 << bits - 1)).all():
             name = {(4, True): "Q4_0", (8, True): "Q8_0", (4, False): "int4", (8, False): "int8"}[bits, is_half]
-            own, own_zeros = codes - np.uint8(128 if bits == 8 else 0), None
+            codes, of_steps = codes - np.uint8(128 if bits == 8 else 0), None
         else:
             groups = codes.reshape(*zeros.shape, per_group)
             apart = groups.min(-1).astype(np.int64) - zeros, groups.max(-1).astype(np.int64) - zeros
             if zeros.min() < 0 or zeros.max() > 255 or apart[0].min() < -128 or apart[1].max() > 127:
                 return None
             name = f"uint{bits} {'half' if is_half else 'bfloat16'}"
-            own, own_zeros = codes, np.repeat(zeros.astype(np.uint8), per_group // STEP, 1)
+            of_steps = np.repeat(zeros.astype(np.uint8), per_group // STEP, 1)
         bits_of = scales.contiguous().view(torch.int16).numpy().view(np.uint16)
         heads = np.repeat(bits_of, per_group // STEP, 1)[:, :, None]
 
         def some(first: int, end: int) -> Codes:
-            return Codes(own[first:end], heads[first:end], None, None if own_zeros is None else own_zeros[first:end])
+            return Codes(codes[first:end], heads[first:end], None, None if of_steps is None else of_steps[first:end])
 
         return CodedRows(FORMATS[name], (codes.shape[0], codes.shape[1]), some)
 
 
-def grouped_places(
-    places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool
-) -> dict[str, Place]:
+def grouped_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
     """The weights of a checkpoint by their names, from the places of its tensors and its `quantization_config`.
 
-    `said["quant_method"]` is one of METHODS. Raises UnreadableError for what is not read here.
+    `config["quant_method"]` is one of METHODS. Raises UnreadableError for what is not read here.
     """
     empty = [name for name, place in places.items() if 0 in place.shape]
     if empty:
         raise UnreadableError(f"{empty[0]} of shape {places[empty[0]].shape}")
-    found = _read_as(said)(places, said, keeps_codes=keeps_codes)
-    for name, place in found.items():
+    weights = _read_as(config)(places, config, keeps_codes=keeps_codes)
+    for name, place in weights.items():
         if isinstance(place, StoredPlace) and place.dtype not in PLAIN_TYPES:
             raise UnreadableError(f"{name} in {place.dtype}, without what a weight in it needs")
-    return found
+    return weights
 
 
-def _read_as(said: Mapping[str, Any]) -> Callable[..., dict[str, Place]]:
-    method = said.get("quant_method")
+def _read_as(config: Config) -> Callable[..., dict[str, Place]]:
+    method = config.get("quant_method")
     if method == "mxfp4":
         return mxfp4_places
     if method != "fp8":
-        _check(said)
-    return float8_places if method == "fp8" or said.get("format") == "float-quantized" else _integer_places
+        _check(config)
+    return float8_places if method == "fp8" or config.get("format") == "float-quantized" else _integer_places
 
 
-def _integer_places(
-    places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool
-) -> dict[str, Place]:
-    is_compressed = said["quant_method"] == "compressed-tensors"
+def _integer_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
+    is_compressed = config["quant_method"] == "compressed-tensors"
     read, ends = (_compressed, ".weight_scale") if is_compressed else (_gptq_or_awq, ".qweight")
-    found: dict[str, Place] = dict(places)
+    weights: dict[str, Place] = dict(places)
     parts_of: dict[str, dict[str, StoredPlace]] = {
         name.removesuffix(ends): {} for name in places if name.endswith(ends)
     }
@@ -136,41 +131,41 @@ def _integer_places(
         stem, _, part = name.rpartition(".")
         if stem in parts_of and part in _PARTS:
             parts_of[stem][part] = place
-            del found[name]
+            del weights[name]
     for stem, parts in parts_of.items():
-        shape, codes_of = read(stem, parts, said)
-        found[f"{stem}.weight"] = GroupedPlace(shape, parts, codes_of, keeps_codes)
-    return found
+        shape, codes_of = read(stem, parts, config)
+        weights[f"{stem}.weight"] = GroupedPlace(shape, parts, codes_of, keeps_codes)
+    return weights
 
 
-def _check(said: Mapping[str, Any]) -> None:
-    """Raise UnreadableError for a description that says something else than what is read here."""
-    method = said["quant_method"]
+def _check(config: Config) -> None:
+    """Raise UnreadableError for a description of weights that are not read here."""
+    method = config["quant_method"]
     if method == "compressed-tensors":
-        groups, kind = said.get("config_groups"), "float" if said.get("format") == "float-quantized" else "int"
-        known = isinstance(groups, Mapping) and all(
-            isinstance(own, Mapping)
-            and isinstance(own.get("weights"), Mapping)
-            and own["weights"].get("type") == kind
-            and (kind == "int" or own["weights"].get("num_bits") == 8)
-            for own in groups.values()
+        groups, kind = config.get("config_groups"), "float" if config.get("format") == "float-quantized" else "int"
+        is_known = isinstance(groups, Mapping) and all(
+            isinstance(group, Mapping)
+            and isinstance(group.get("weights"), Mapping)
+            and group["weights"].get("type") == kind
+            and (kind == "int" or group["weights"].get("num_bits") == 8)
+            for group in groups.values()
         )
-        if said.get("format") not in ("pack-quantized", "int-quantized", "float-quantized") or not known:
-            raise UnreadableError(f"compressed-tensors of format={said.get('format')!r}")
+        if config.get("format") not in ("pack-quantized", "int-quantized", "float-quantized") or not is_known:
+            raise UnreadableError(f"compressed-tensors of format={config.get('format')!r}")
         for name in ("sparsity_config", "transform_config", *(("kv_cache_scheme",) if kind == "int" else ())):
-            if said.get(name) not in (None, {}) and not _is_dense(said[name]):
+            if config.get(name) not in (None, {}) and not _is_dense(config[name]):
                 raise UnreadableError(f"compressed-tensors with {name}")
         return
-    if said.get("bits", said.get("w_bit")) not in (4, 8):
-        raise UnreadableError(f"{method} of {said.get('bits', said.get('w_bit'))!r} bits")
-    if method == "gptq" and said.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
-        raise UnreadableError(f"gptq with checkpoint_format={said['checkpoint_format']!r}")
-    if method == "awq" and str(said.get("version", "gemm")).lower() != "gemm":
-        raise UnreadableError(f"awq with version={said['version']!r}")
+    if config.get("bits", config.get("w_bit")) not in (4, 8):
+        raise UnreadableError(f"{method} of {config.get('bits', config.get('w_bit'))!r} bits")
+    if method == "gptq" and config.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        raise UnreadableError(f"gptq with checkpoint_format={config['checkpoint_format']!r}")
+    if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
+        raise UnreadableError(f"awq with version={config['version']!r}")
 
 
-def _is_dense(said: Any) -> bool:
-    return isinstance(said, Mapping) and said.get("format") == "dense"
+def _is_dense(config: Any) -> bool:
+    return isinstance(config, Mapping) and config.get("format") == "dense"
 
 
 # ------------------------------------------------------------------------------------------------- formats
@@ -180,8 +175,8 @@ def _unpacked(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = N
     """Codes [rows, n * columns] of int32 [rows, columns]."""
     places = range(32 // bits) if order is None else order
     shifts = np.array(places, np.uint32) * np.uint32(bits)
-    own = packed.numpy().view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
-    return own.astype(np.uint8).reshape(len(packed), -1)
+    codes = packed.numpy().view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
+    return codes.astype(np.uint8).reshape(len(packed), -1)
 
 
 def _need(stem: str, parts: Mapping[str, StoredPlace], *names: str) -> list[tuple[int, ...]]:
@@ -190,8 +185,8 @@ def _need(stem: str, parts: Mapping[str, StoredPlace], *names: str) -> list[tupl
         if name not in parts or len(parts[name].shape) != 2:
             raise UnreadableError(f"no tensor {stem}.{name} of two dimensions")
         dtype = parts[name].dtype
-        wanted = torch.int8 if name == "weight" else torch.int32
-        if not dtype.is_floating_point if "scale" in name else dtype != wanted:
+        expected = torch.int8 if name == "weight" else torch.int32
+        if not dtype.is_floating_point if "scale" in name else dtype != expected:
             raise UnreadableError(f"{stem}.{name} in {dtype}")
     return [parts[name].shape for name in names]
 
@@ -203,26 +198,26 @@ def _fit(stem: str, inputs: int, groups: int) -> None:
 
 def _order(tensors: Tensors, inputs: int, groups: int) -> npt.NDArray[np.int64] | None:
     """The inputs in the order of their groups, if they lie in another one. Raises UnreadableError."""
-    said = tensors.get("g_idx", tensors.get("weight_g_idx"))
-    if said is None or ("weight_g_idx" in tensors and bool((said == -1).all())):  # as compressed-tensors begins
+    stored = tensors.get("g_idx", tensors.get("weight_g_idx"))
+    if stored is None or ("weight_g_idx" in tensors and bool((stored == -1).all())):  # as compressed-tensors begins
         return None
-    index, in_order = said.numpy().astype(np.int64), np.repeat(np.arange(groups), inputs // groups)
+    index, in_order = stored.numpy().astype(np.int64), np.repeat(np.arange(groups), inputs // groups)
     order = np.argsort(index, kind="stable")
     if index.shape != in_order.shape or not np.array_equal(index[order], in_order):
         raise UnreadableError(f"g_idx that does not put {inputs} inputs into {groups} groups of one size")
     return None if np.array_equal(index, in_order) else order
 
 
-def _gptq_or_awq(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
+def _gptq_or_awq(stem: str, parts: Mapping[str, StoredPlace], config: Config) -> Any:
     """GPTQ packs codes along inputs, AWQ along outputs."""
-    bits, is_gptq = int(said.get("bits", said.get("w_bit"))), said["quant_method"] == "gptq"
+    bits, is_gptq = int(config.get("bits", config.get("w_bit"))), config["quant_method"] == "gptq"
     packed, zeros, scales = _need(stem, parts, "qweight", "qzeros", "scales")
     in_word = 32 // bits
     inputs, outputs = (packed[0] * in_word, packed[1]) if is_gptq else (packed[0], packed[1] * in_word)
     _fit(stem, inputs, scales[0])
     if zeros != (scales[0], outputs // in_word) or scales[1] != outputs:
         raise UnreadableError(f"scales {scales} and zeros {zeros} that do not fit {stem} of {(outputs, inputs)}")
-    is_second = said.get("checkpoint_format", "gptq") == "gptq_v2"
+    is_second = config.get("checkpoint_format", "gptq") == "gptq_v2"
     return (outputs, inputs), partial(_read_gptq, bits, is_second) if is_gptq else partial(_read_awq, bits)
 
 
@@ -239,13 +234,13 @@ def _read_awq(bits: int, tensors: Tensors) -> Any:
     return codes, zeros, tensors["scales"].T.contiguous()
 
 
-def _compressed(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, Any]) -> Any:
+def _compressed(stem: str, parts: Mapping[str, StoredPlace], config: Config) -> Any:
     if "weight" in parts:
         [shape], [scales] = _need(stem, parts, "weight"), _need(stem, parts, "weight_scale")
         bits = 8
     else:
         packed, scales = _need(stem, parts, "weight_packed", "weight_scale")
-        bits = _bits_of(stem, said)
+        bits = _bits_of(stem, config)
         shape = packed[0], packed[1] * 32 // bits
     _fit(stem, shape[1], scales[1])
     if scales[0] != shape[0]:
@@ -253,10 +248,10 @@ def _compressed(stem: str, parts: Mapping[str, StoredPlace], said: Mapping[str, 
     return shape, partial(_read_compressed, stem, bits)
 
 
-def _bits_of(stem: str, said: Mapping[str, Any]) -> int:
+def _bits_of(stem: str, config: Config) -> int:
     """The bits of packed codes, which all groups of layers must share."""
-    found = {own["weights"].get("num_bits") for own in said["config_groups"].values()}
-    bits = found.pop() if len(found) == 1 else None
+    sizes = {group["weights"].get("num_bits") for group in config["config_groups"].values()}
+    bits = sizes.pop() if len(sizes) == 1 else None
     if bits not in (4, 8):
         raise UnreadableError(f"{stem} of {bits} bits")
     return int(bits)
@@ -269,9 +264,9 @@ def _read_compressed(stem: str, bits: int, tensors: Tensors) -> Any:
         codes = tensors["weight"].numpy().view(np.uint8) ^ np.uint8(128)
     else:
         codes = _unpacked(tensors["weight_packed"], bits)
-    said = tensors.get("weight_shape")
-    if said is not None and said.tolist() != list(codes.shape):
-        raise UnreadableError(f"{stem} of shape {said.tolist()}, whose codes are {list(codes.shape)}")
+    shape = tensors.get("weight_shape")
+    if shape is not None and shape.tolist() != list(codes.shape):
+        raise UnreadableError(f"{stem} of shape {shape.tolist()}, whose codes are {list(codes.shape)}")
     zeros = np.full(scales.shape, middle, np.int64)
     if packed_zeros is not None and packed_zeros.dtype == torch.int32:
         zeros = _unpacked(packed_zeros.T.contiguous(), bits).T.astype(np.int64)

@@ -1,6 +1,6 @@
 """Models of Hugging Face's hub: folders of safetensors as `USER/REPOSITORY`, GGUF files as `USER/REPOSITORY:Q4_K_M`.
 
-Knows names and files; huggingface_hub fetches and keeps them. What was fetched once is found without a network, too.
+huggingface_hub fetches and keeps files. What was fetched once is found without a network, too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
 _PART = re.compile(r"(.*)-(\d{5})-of-\d{5}\.gguf")
 _SIDE_FILES = ("mmproj", "mtp-")
-"""What names of files have that are no models of their own."""
+"""Parts of the names of files that are no models of their own."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 """Files that a checkpoint may have beside its weights."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 INDEX = "model.safetensors.index.json"
 PATIENCE_S = 15.0
-"""A hub that says nothing for so long is taken for unreachable."""
+"""Seconds after which a silent hub counts as unreachable."""
 USUAL = "Q4_K_M"
 """The type that a name without one means, if the repository has it."""
 
@@ -40,7 +40,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def find_folder(name: str, revision: str | None) -> Path | None:
-    """Fetch the checkpoint of a name, if it is read here, and say where it lies.
+    """Fetch the checkpoint of a name, if it is read here, and return its folder.
 
     None for everything else, without its weights: transformers knows more forms, and says what is wrong. Without a
     hub that answers, what was fetched before is found. Raises ModelLoadError.
@@ -50,33 +50,33 @@ def find_folder(name: str, revision: str | None) -> Path | None:
         return None
     from huggingface_hub import HfApi, constants
 
-    kept = next((folder for folder in _snapshots(name, revision) if _is_whole(folder)), None)
-    if kept is not None and (constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision or "")):
-        return kept
+    cached = next((folder for folder in _snapshots(name, revision) if _is_whole(folder)), None)
+    if cached is not None and (constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision or "")):
+        return cached
     try:
         siblings = HfApi().model_info(name, revision=revision, timeout=PATIENCE_S).siblings or []
     except Exception:  # errors of the hub, of the network, and of names
-        return kept
+        return cached
     try:
-        return _fetch(name, revision, {one.rfilename for one in siblings})
+        return _fetch(name, revision, {sibling.rfilename for sibling in siblings})
     except Exception as error:
-        if kept is None:
+        if cached is None:
             raise ModelLoadError(f"model {name!r} cannot be fetched: {first_line(error)}; try again") from error
         logger.warning(
             "model %r cannot be fetched (%s); the version that was fetched before is used", name, first_line(error)
         )
-        return kept
+        return cached
 
 
 def file_of(options: ModelConfig, name: str) -> Path | None:
-    """A file of a checkpoint, fetched from the hub if need be; None if there is none, or none that can be reached."""
+    """A file of a checkpoint, fetched from the hub if need be; None if it is not there, or cannot be reached."""
     folder = Path(options.model).expanduser()
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     from transformers.utils.hub import cached_file
 
     try:
-        found = cached_file(
+        path = cached_file(
             options.model,
             name,
             revision=options.revision or "main",
@@ -86,7 +86,7 @@ def file_of(options: ModelConfig, name: str) -> Path | None:
         )
     except OSError:
         return None  # reading the model says what is wrong with its name
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 def _fetch(name: str, revision: str | None, files: set[str]) -> Path | None:
@@ -137,15 +137,15 @@ def find_hub(name: str, revision: str | None) -> Path | None:
     """
     if not is_hub_name(name):
         return None
-    repository, _, said = name.partition(":")
-    kind = said or None
+    repository, _, suffix = name.partition(":")
+    kind = suffix or None
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         siblings = HfApi().model_info(repository, revision=revision, timeout=PATIENCE_S).siblings or []
     except Exception as unreachable:  # errors of the hub, of the network, and of names
         return _kept(name, repository, kind, revision, unreachable)
-    files = choose((one.rfilename for one in siblings), name, kind)
+    files = choose((sibling.rfilename for sibling in siblings), name, kind)
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=files))
     except Exception as error:
@@ -167,15 +167,15 @@ def _kept(name: str, repository: str, kind: str | None, revision: str | None, re
 
 
 def _snapshots(repository: str, revision: str | None) -> list[Path]:
-    """Where a version of a repository lies, as far as it was fetched."""
+    """The folders of a version of a repository, which may lack files that were not fetched."""
     from huggingface_hub import scan_cache_dir
 
-    kept = []
+    versions = []
     with contextlib.suppress(Exception):  # there is no cache yet
-        repositories = [one for one in scan_cache_dir().repos if one.repo_id == repository]
-        kept = [own for one in repositories for own in one.revisions]
-    wanted = revision or "main"
-    return [own.snapshot_path for own in kept if wanted in own.refs or own.commit_hash == wanted]
+        repositories = [cached for cached in scan_cache_dir().repos if cached.repo_id == repository]
+        versions = [version for cached in repositories for version in cached.revisions]
+    ref = revision or "main"
+    return [version.snapshot_path for version in versions if ref in version.refs or version.commit_hash == ref]
 
 
 def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:
@@ -185,15 +185,15 @@ def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:
         if name.endswith(".gguf") and not any(part in name.rpartition("/")[2] for part in _SIDE_FILES):
             part = _PART.fullmatch(name)
             models.setdefault(part[1] if part else name.removesuffix(".gguf"), []).append(name)
-    wanted = kind or USUAL
-    ending = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?:$|[-._/])", re.IGNORECASE)
-    found = [stem for stem in models if ending.search(stem)]
-    if kind is None and not found and len(models) == 1:
-        found = list(models)
-    if len(found) == 1:
-        return models[found[0]]
+    type_name = kind or USUAL
+    ending = re.compile(rf"(?:^|[-._/]){re.escape(type_name)}(?:$|[-._/])", re.IGNORECASE)
+    stems = [stem for stem in models if ending.search(stem)]
+    if kind is None and not stems and len(models) == 1:
+        stems = list(models)
+    if len(stems) == 1:
+        return models[stems[0]]
     listed = ", ".join(stem.rpartition("/")[2] for stem in models) or "no GGUF files"
-    several = f"several files of type {wanted}" if found else f"no file of type {wanted}"
+    several = f"several files of type {type_name}" if stems else f"no file of type {type_name}"
     repository = model.partition(":")[0]
     raise ModelLoadError(
         f"model {model!r}: the repository has {several}; it has {listed}: name one, as {repository}:{USUAL}"

@@ -13,19 +13,19 @@ from foreword.model.checkpoint.tensors import Place, StackedPlace, StoredPlace, 
 
 _HEADS = "lm_head.weight", "language_model.lm_head.weight"
 _STACKED = "gate_up_proj", "down_proj"
-"""Of all experts of a layer, each in one tensor."""
+"""Weights of which one tensor holds those of all experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Where the halves of a family's models lie. The language half is a decoder by itself."""
+    """The places of both halves of a family's models. The language half is a decoder by itself."""
 
     language: str
     """The written family of the language half, if the file says none of them."""
     text: tuple[str, ...]
-    """How names of its weights begin; "model." takes the place."""
+    """Beginnings of the names of its weights; "model." replaces them."""
     vision: Mapping[str, str]
-    """How names of other weights begin -> their part."""
+    """Beginnings of the names of other weights -> their part."""
     is_qwen: bool = False
     is_tied: bool = False
     """Whether the embedding is the head too, if the file does not say."""
@@ -89,7 +89,7 @@ _OF_VISION = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class VisionFiles:
-    """What a folder has besides the language half."""
+    """The files of a folder besides the language half."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -108,33 +108,33 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         text = raw
     if not isinstance(text, Mapping) or "rms_norm_eps" not in {**family.defaults, **text}:
         raise UnreadableError("a text_config that is left out, or has no rms_norm_eps")
-    own = {**family.defaults, **{name: value for name, value in text.items() if name not in _OF_OTHERS}}
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or own.get("dtype") or own.get("torch_dtype")
-    own.pop("torch_dtype", None)
+    text = {**family.defaults, **{name: value for name, value in text.items() if name not in _OF_OTHERS}}
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    text.pop("torch_dtype", None)
     kind = {"model_type": family.language}
     if family.is_qwen:
-        own = {name: value for name, value in own.items() if name not in _OF_VISION}
-        own |= {**kind, **_three_positions(own)}
-        own["rope_parameters"]["mrope_interleaved"] = family.language != "qwen2"  # whatever the file says
+        text = {name: value for name, value in text.items() if name not in _OF_VISION}
+        text |= {**kind, **_three_positions(text)}
+        text["rope_parameters"]["mrope_interleaved"] = family.language != "qwen2"  # whatever the file says
     if family.language == "qwen3_moe":
-        own["norm_topk_prob"] = True  # likewise
-    tied = raw.get("tie_word_embeddings", family.is_tied) or (family.is_qwen and own.get("tie_word_embeddings", False))
-    return {**kind, **own, "dtype": dtype, "tie_word_embeddings": tied}
+        text["norm_topk_prob"] = True  # likewise
+    tied = raw.get("tie_word_embeddings", family.is_tied) or (family.is_qwen and text.get("tie_word_embeddings", False))
+    return {**kind, **text, "dtype": dtype, "tie_word_embeddings": tied}
 
 
 def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings for positions of three numbers, in one form. Raises UnreadableError."""
-    said = {**(text.pop("rope_scaling", None) or text.get("rope_parameters") or {})}
-    said.setdefault("rope_theta", text.pop("rope_theta", None))
-    if said["rope_theta"] is None or not said.get("mrope_section"):
+    rope = {**(text.pop("rope_scaling", None) or text.get("rope_parameters") or {})}
+    rope.setdefault("rope_theta", text.pop("rope_theta", None))
+    if rope["rope_theta"] is None or not rope.get("mrope_section"):
         raise UnreadableError("rotary parameters without rope_theta or mrope_section")
-    kind = said.pop("type", None)
-    said.setdefault("rope_type", kind or "default")
-    return {"rope_parameters": {**said, "rope_type": "default" if said["rope_type"] == "mrope" else said["rope_type"]}}
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    return {"rope_parameters": {**rope, "rope_type": "default" if rope["rope_type"] == "mrope" else rope["rope_type"]}}
 
 
 def refuse_other_form(folder: Path, reason: Exception) -> None:
-    """Raise UnsupportedModelError for such a model that is not read here: nothing else runs its two halves."""
+    """Raise UnsupportedModelError for a model with pictures that is not read here: nothing else runs its two halves."""
     try:
         kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
     except (OSError, ValueError, AttributeError):
@@ -157,11 +157,11 @@ def parted(
     is_turned = _are_turned(places, hidden)
     for name, place in places.items():
         part = next((begin for begin in family.vision if name.startswith(begin)), None)
-        own = next((begin for begin in family.text if name.startswith(begin)), None)
+        prefix = next((begin for begin in family.text if name.startswith(begin)), None)
         if part is not None:
             vision[family.vision[part] + name.removeprefix(part)] = place
-        elif own is not None:
-            text |= _apart("model." + name.removeprefix(own), place, is_turned)
+        elif prefix is not None:
+            text |= _apart("model." + name.removeprefix(prefix), place, is_turned)
         elif name in _HEADS:
             text[_HEADS[0]] = place
         else:
@@ -196,10 +196,10 @@ def _apart(name: str, place: StoredPlace, is_turned: bool) -> dict[str, Place]:
     if last not in _STACKED or len(place.shape) != 3:
         return {name: place}
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-    own = place.shape[2 if is_turned else 1] // len(parts)
+    num_outputs = place.shape[2 if is_turned else 1] // len(parts)
     return {
         f"{layer}.experts.{expert}.{part}.weight": StackedPlace(
-            place, expert, range(own * at, own * (at + 1)), is_turned
+            place, expert, range(num_outputs * at, num_outputs * (at + 1)), is_turned
         )
         for expert in range(place.shape[0])
         for at, part in enumerate(parts)

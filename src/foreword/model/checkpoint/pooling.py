@@ -1,7 +1,7 @@
 """Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files say.
 
-Knows `modules.json` and the files that it names; knows no model. Only the last token's vector is exact here: it has one
-value whether the text before it was computed or found in the cache.
+Only the last token's vector is exact here: it has one value whether the text before it was computed or found in the
+cache.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Of a text's hidden states, the last token's is its embedding."""
+    """The pooling of a model: the hidden state of a text's last token is its embedding."""
 
     normalises: bool = True
     """Whether embeddings have length 1."""
     refusal: str | None = None
-    """Why this model gives no embeddings; None: it does."""
+    """The reason why this model gives no embeddings; None: it gives some."""
 
     @classmethod
     def of(cls, options: ModelConfig) -> Pooling:
-        """As the model's files say; without any, the last token, normalised."""
+        """The pooling that the model's files describe; without files, the last token, normalised."""
         folder = Path(options.model).expanduser()
         file = folder / "modules.json"
         if not folder.exists():
@@ -39,7 +39,8 @@ class Pooling:
         if not file.is_file():
             return cls()
         try:
-            modules = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in json.loads(file.read_bytes())}
+            listed = json.loads(file.read_bytes())
+            modules = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in listed}
             other = next((name for name in modules if name not in ("Transformer", "Pooling", "Normalize")), None)
             if other is not None:
                 return cls(refusal=f"modules.json names the module {other}, which foreword does not compute")
@@ -74,8 +75,8 @@ class Pooling:
 
 def _modes(config: Mapping[str, object]) -> Sequence[str]:
     """The ways of pooling that a config names, in its older and its newer form."""
-    said = config.get("pooling_mode")
-    if said is not None:
-        return [str(one) for one in (said if isinstance(said, list) else [said])]
+    modes = config.get("pooling_mode")
+    if modes is not None:
+        return [str(mode) for mode in (modes if isinstance(modes, list) else [modes])]
     prefix = "pooling_mode_"
     return [name.removeprefix(prefix) for name, is_on in config.items() if name.startswith(prefix) and is_on is True]

@@ -63,27 +63,27 @@ def expand_quantized(config: PretrainedConfig, options: ModelConfig) -> bool:
 
     Raises UnsupportedModelError for formats that transformers cannot turn into plain numbers.
     """
-    found = _description(config)
-    if found is None:
+    description = _description(config)
+    if description is None:
         for method in _methods_of_side_files(options):
             raise _refusal(options.model, method)
         return False
-    method = _method(found)
+    method = _method(description)
     if method not in LOADABLE:
-        raise _refusal(options.model, " ".join(filter(None, (method, _details(found)))))
-    found["dequantize"] = True
-    config.quantization_config = found
+        raise _refusal(options.model, " ".join(filter(None, (method, _details(description)))))
+    description["dequantize"] = True
+    config.quantization_config = description
     logger.info("%s weights are turned into plain numbers as they are loaded", LOADABLE[method])
     return True
 
 
 def give_one_type(module: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert parameters to `dtype`: transformers leaves those that were not quantized as they are in the file."""
-    kept = set(module._keep_in_fp32_modules_strict or ())
+    in_float32 = set(module._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
-        kept |= set(module._keep_in_fp32_modules or ())
+        in_float32 |= set(module._keep_in_fp32_modules or ())
     for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
+        if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in in_float32):
             parameter.data = parameter.data.to(dtype)
 
 
@@ -95,22 +95,22 @@ def _description(config: PretrainedConfig) -> dict[str, Any] | None:
     """The description in config.json, at its top or for the language model in it; None if weights are plain numbers."""
     for place in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
-            found = getattr(place, name, None)
-            if found is not None:
-                return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+            description = getattr(place, name, None)
+            if description is not None:
+                return dict(description) if isinstance(description, Mapping) else dict(description.to_dict())
     return None
 
 
-def _method(found: Mapping[str, Any]) -> str:
-    if found.get("load_in_4bit") or found.get("load_in_8bit"):
+def _method(description: Mapping[str, Any]) -> str:
+    if description.get("load_in_4bit") or description.get("load_in_8bit"):
         return "bitsandbytes"
-    return str(found.get("quant_method") or "a format without a name")
+    return str(description.get("quant_method") or "a format without a name")
 
 
-def _details(found: Mapping[str, Any]) -> str:
+def _details(description: Mapping[str, Any]) -> str:
     """The format's variant, if the description names it: 'NVFP4', '4 bits'."""
-    bits = found.get("bits") or found.get("w_bit")
-    return str(found.get("quant_algo") or found.get("format") or (f"{bits} bits" if bits else ""))
+    bits = description.get("bits") or description.get("w_bit")
+    return str(description.get("quant_algo") or description.get("format") or (f"{bits} bits" if bits else ""))
 
 
 def _methods_of_side_files(options: ModelConfig) -> Iterator[str]:
@@ -271,7 +271,7 @@ def _refuse_overflow(module: PreTrainedModel, options: ModelConfig) -> None:
 
 def _eos_token_ids(module: PreTrainedModel, text: PretrainedConfig) -> frozenset[int]:
     generation: Any = getattr(module, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = getattr(text, "eos_token_id", None)
-    return token_ids(found)
+    token = getattr(generation, "eos_token_id", None)
+    if token is None:
+        token = getattr(text, "eos_token_id", None)
+    return token_ids(token)

@@ -24,16 +24,18 @@ from foreword.kernels.products.coded import E4M3_NAN, E4M3_SCALE, FORMATS, STEP,
 from foreword.model.checkpoint.tensors import Place, StoredPlace, UnreadableError
 from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
+Config = Mapping[str, Any]
+"""`quantization_config` of a config.json."""
 BAND = 1 << 20
 """Weights that are expanded at once."""
 NO_NUMBER = 255
-"""An exponent of MXFP4 that says so."""
+"""The exponent of MXFP4 that stands for no number."""
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Place:
-    """Where a weight of e4m3 and its scales lie."""
+    """The place of a weight of e4m3 and of its scales."""
 
     weight: StoredPlace
     scales: StoredPlace
@@ -55,20 +57,20 @@ class Float8Place:
             starts = torch.arange(0, inputs, STEP) // columns
 
             def codes(first: int, end: int) -> Codes:
-                own = (scales[torch.arange(first, end) // rows] * E4M3_SCALE)[:, starts]
-                heads = own.numpy().view(np.uint32)[:, :, None]
+                by_step = (scales[torch.arange(first, end) // rows] * E4M3_SCALE)[:, starts]
+                heads = by_step.numpy().view(np.uint32)[:, :, None]
                 return Codes(self._bits(first, end), heads)
 
             coded = CodedRows(FORMATS["E4M3"], (outputs, inputs), codes)
             if CodedProduct.can_take(coded):
                 return coded
-        found, band = torch.empty(outputs, inputs, dtype=dtype), max(1, BAND // max(1, inputs))
+        values, band = torch.empty(outputs, inputs, dtype=dtype), max(1, BAND // max(1, inputs))
         of_columns = torch.arange(inputs) // columns
         for first in range(0, outputs, band):
             end = min(first + band, outputs)
             numbers = torch.from_numpy(self._bits(first, end)).view(torch.float8_e4m3fn).float()
-            found[first:end] = numbers * scales[torch.arange(first, end) // rows][:, of_columns]
-        return found
+            values[first:end] = numbers * scales[torch.arange(first, end) // rows][:, of_columns]
+        return values
 
     def _bits(self, first: int, end: int) -> Bytes:
         """Codes of some rows. Raises OSError, UnreadableError."""
@@ -80,7 +82,7 @@ class Float8Place:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Place:
-    """Where some rows of an expert's weight lie."""
+    """The place of some rows of an expert's weight."""
 
     blocks: StoredPlace
     """[experts * rows, in / 32, 16]"""
@@ -88,7 +90,7 @@ class Mxfp4Place:
     """[experts * rows, in / 32]"""
     first: int
     step: int
-    """From one of its rows to the next."""
+    """Rows of the file from one of its rows to the next."""
     count: int
     keeps_codes: bool
 
@@ -114,7 +116,7 @@ class Mxfp4Place:
 
 @dataclass(frozen=True, slots=True)
 class BiasPlace:
-    """Where some numbers of an expert's bias lie."""
+    """The place of some numbers of an expert's bias."""
 
     biases: StoredPlace
     """[experts, numbers]"""
@@ -128,15 +130,15 @@ class BiasPlace:
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """The numbers in memory of their own. Raises OSError."""
-        own = self.biases.rows(self.expert, (1, self.biases.shape[1]))
-        return own[0, self.first :: self.step].to(dtype).contiguous()
+        biases = self.biases.rows(self.expert, (1, self.biases.shape[1]))
+        return biases[0, self.first :: self.step].to(dtype).contiguous()
 
 
-def float8_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool) -> dict[str, Place]:
+def float8_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
     """The weights of an FP8 checkpoint by their names. Raises UnreadableError for what is not read here."""
-    is_compressed = said.get("quant_method") == "compressed-tensors"
+    is_compressed = config.get("quant_method") == "compressed-tensors"
     end = ".weight_scale" if is_compressed else ".weight_scale_inv"
-    found: dict[str, Place] = {}
+    weights: dict[str, Place] = {}
     for name, place in places.items():
         if name.endswith((".input_scale", ".k_scale", ".v_scale")):
             continue  # neither activations nor KV are rounded
@@ -145,26 +147,26 @@ def float8_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *,
             if weight is None or weight.dtype != torch.float8_e4m3fn:
                 raise UnreadableError(f"a scale {name}")
         elif place.dtype != torch.float8_e4m3fn:
-            found[name] = place
+            weights[name] = place
         else:
             stem = name.removesuffix(".weight")
             scales = places.get(stem + end)
             if len(place.shape) != 2 or scales is None or not scales.dtype.is_floating_point:
                 raise UnreadableError(f"{name} of e4m3 without {stem}{end}")
-            found[name] = Float8Place(place, scales, _block(name, place.shape, scales.shape, said), keeps_codes)
-    return found
+            weights[name] = Float8Place(place, scales, _block(name, place.shape, scales.shape, config), keeps_codes)
+    return weights
 
 
-def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], said: Mapping[str, Any]) -> tuple[int, int]:
+def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], config: Config) -> tuple[int, int]:
     """Rows and columns that share a scale."""
-    size = said.get("weight_block_size")
-    if said.get("quant_method") == "compressed-tensors":
-        sizes = [own["weights"].get("block_structure") for own in said["config_groups"].values()]
+    size = config.get("weight_block_size")
+    if config.get("quant_method") == "compressed-tensors":
+        sizes = [group["weights"].get("block_structure") for group in config["config_groups"].values()]
         size = sizes[0] if len(sizes) == 1 else None
         if isinstance(size, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", size):
             size = [int(part) for part in size.split("x")]
     choices = [(shape[0], shape[1]), (1, shape[1])]
-    if isinstance(size, list | tuple) and len(size) == 2 and all(type(one) is int and one > 0 for one in size):
+    if isinstance(size, list | tuple) and len(size) == 2 and all(type(side) is int and side > 0 for side in size):
         choices.append((size[0], size[1]))
     for rows, columns in choices:
         grid = -(-shape[0] // rows), -(-shape[1] // columns)
@@ -173,14 +175,14 @@ def _block(name: str, shape: tuple[int, ...], scales: tuple[int, ...], said: Map
     raise UnreadableError(f"scales {scales} that do not fit {name} of {shape}")
 
 
-def mxfp4_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, keeps_codes: bool) -> dict[str, Place]:
+def mxfp4_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
     """The weights of an MXFP4 checkpoint by their names: experts one by one. Raises UnreadableError."""
-    found: dict[str, Place] = {}
+    weights: dict[str, Place] = {}
     stacks: dict[tuple[str, str], dict[str, StoredPlace]] = {}
     for name, place in places.items():
         match = _STACKED.fullmatch(name)
         if match is None:
-            found[name] = place
+            weights[name] = place
         else:
             stacks.setdefault((match[1], match[2]), {})[match[3]] = place
     for (stem, kind), parts in stacks.items():
@@ -200,8 +202,8 @@ def mxfp4_places(places: Mapping[str, StoredPlace], said: Mapping[str, Any], *, 
         for expert in range(count):
             for number, name in enumerate(names):
                 first, step = expert * rows + number, len(names)
-                own = f"{stem}.{expert}.{name}"
-                found[f"{own}.weight"] = Mxfp4Place(*flat, first, step, rows // step, keeps_codes)
+                prefix = f"{stem}.{expert}.{name}"
+                weights[f"{prefix}.weight"] = Mxfp4Place(*flat, first, step, rows // step, keeps_codes)
                 if bias is not None:
-                    found[f"{own}.bias"] = BiasPlace(bias, expert, number, step)
-    return found
+                    weights[f"{prefix}.bias"] = BiasPlace(bias, expert, number, step)
+    return weights

@@ -1,7 +1,7 @@
 """Models of written families, read from their folders: config.json, and weights that are read when they are taken.
 
-Knows files and facts; transformers is not imported. What is out of the ordinary raises UnreadableError: then
-transformers reads the model, or says what is wrong with it.
+transformers is not imported. Anything unusual raises UnreadableError: then transformers reads the model, or says what
+is wrong with it.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def read_stored(options: ModelConfig) -> StoredModel:
             places = {f"model.{name}": place for name, place in plain.items()}
             values = {**values, "tie_word_embeddings": True}
     weights = StoredTensors(str(folder), _of_layers(places, values), dtype, in_integers=in_integers)
-    most = max_positions(SimpleNamespace(**values))
-    return StoredModel(values, weights, dtype, device, most, _ends(folder, values), vision)
+    longest = max_positions(SimpleNamespace(**values))
+    return StoredModel(values, weights, dtype, device, longest, _ends(folder, values), vision)
 
 
 def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mapping[str, Place]:
@@ -104,28 +104,28 @@ def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mappin
         return places
     numbers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in places}
     count = values["num_hidden_layers"]
-    return {name: own for name, own in places.items() if (at := numbers[name]) is None or int(at[1]) < count}
+    return {name: place for name, place in places.items() if (at := numbers[name]) is None or int(at[1]) < count}
 
 
 def quantized_as(folder: Path) -> str | None:
     """The quant_method of a folder that is read here alone, if its family and form are known; None for others."""
     try:
-        found = read_raw(folder)["quantization_config"]["quant_method"]
+        method = read_raw(folder)["quantization_config"]["quant_method"]
     except (UnreadableError, TypeError, LookupError):
         return None
-    return found if found in METHODS and found not in LOADABLE else None
+    return method if method in METHODS and method not in LOADABLE else None
 
 
-def _grouped(folder: Path, said: Any, keeps_codes: bool) -> dict[str, Place]:
+def _grouped(folder: Path, config: Any, keeps_codes: bool) -> dict[str, Place]:
     """The weights of a quantized folder. Raises UnsupportedModelError, or UnreadableError if transformers may do."""
     try:
-        return grouped_places(safetensors_places(folder, quantized=True), said, keeps_codes=keeps_codes)
+        return grouped_places(safetensors_places(folder, quantized=True), config, keeps_codes=keeps_codes)
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if said["quant_method"] in LOADABLE:
-            raise UnreadableError(f"weights in {LOADABLE[said['quant_method']]} ({error})") from error
+        if config["quant_method"] in LOADABLE:
+            raise UnreadableError(f"weights in {LOADABLE[config['quant_method']]} ({error})") from error
         raise UnsupportedModelError(
-            f"the weights of model {str(folder)!r} are quantized as {said['quant_method']!r}, which foreword does not "
-            f"read in this form: {error}; choose another checkpoint of the model"
+            f"the weights of model {str(folder)!r} are quantized as {config['quant_method']!r}, which foreword does "
+            f"not read in this form: {error}; choose another checkpoint of the model"
         ) from error
 
 
@@ -138,7 +138,7 @@ def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
     sizes = widths if len(names.project) > 1 else (sum(widths),)
     products |= {name: (size, hidden) for name, size in zip(names.project, sizes, strict=True)}
     products |= _of_network(names.network, hidden, spec.intermediate_size)
-    own: dict[str, tuple[int, ...]] = {} if names.sinks is None else {names.sinks: (spec.num_heads,)}
+    of_layer: dict[str, tuple[int, ...]] = {} if names.sinks is None else {names.sinks: (spec.num_heads,)}
     experts = spec.experts
     if experts is not None:
         products[experts.router] = experts.count, hidden
@@ -147,27 +147,27 @@ def check_shapes(spec: DecoderSpec, weights: StoredTensors) -> None:
         if experts.shared is not None and experts.shared_width is not None:
             products |= _of_network(experts.shared, hidden, experts.shared_width)
         products |= {} if experts.shared_gate is None else {experts.shared_gate: (1, hidden)}
-        own |= {} if experts.correction is None else {experts.correction: (experts.count,)}
+        of_layer |= {} if experts.correction is None else {experts.correction: (experts.count,)}
         if experts.stack is not None:
             shape = experts.count, hidden, experts.width
-            own |= {
+            of_layer |= {
                 f"{experts.stack}.gate_up_proj": (*shape[:2], 2 * shape[2]),
                 f"{experts.stack}.gate_up_proj_bias": (shape[0], 2 * shape[2]),
                 f"{experts.stack}.down_proj": (shape[0], shape[2], shape[1]),
                 f"{experts.stack}.down_proj_bias": shape[:2],
             }
-    own |= {f"{name}.weight": shape for name, shape in products.items()}
-    own |= {f"{name}.bias": shape[:1] for name, shape in products.items()}
+    of_layer |= {f"{name}.weight": shape for name, shape in products.items()}
+    of_layer |= {f"{name}.bias": shape[:1] for name, shape in products.items()}
     norms = {**dict.fromkeys(names.norms, hidden), **({} if latent is None else latent.norms)}
     of_heads = (head, head) if spec.head_norm == "each head" else widths[:2]
     norms |= {name: size for name, size in zip((names.query_norm, names.key_norm), of_heads, strict=True) if name}
-    own |= {f"{name}.weight": (size,) for name, size in norms.items()}
+    of_layer |= {f"{name}.weight": (size,) for name, size in norms.items()}
     table = (spec.vocab_size, hidden)
     shapes: dict[str, tuple[int, ...]] = {
         "model.norm.weight": (hidden,), "model.embed_tokens.weight": table, "lm_head.weight": table
     }  # fmt: skip
     for layer in range(len(spec.layers)):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     for name in weights:
         if weights.shape(name) != shapes[name]:
             raise UnreadableError(f"{name} of shape {weights.shape(name)}, where {shapes[name]} is expected")
@@ -183,7 +183,7 @@ def _ends(folder: Path, values: Mapping[str, Any]) -> frozenset[int]:
     """The tokens that end answers: those of generation_config.json, else of config.json."""
     path = folder / "generation_config.json"
     try:
-        found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
-        return token_ids(values["eos_token_id"] if found is None else found)
+        token = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
+        return token_ids(values["eos_token_id"] if token is None else token)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UnreadableError(f"a generation_config.json that cannot be read ({error})") from error

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 5.0
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 IN_FLOAT32 = ".e_score_correction_bias"
-"""How names of tensors end that stay in float32, as in transformers: 16 bits would change which experts are chosen."""
+"""End of the names of tensors that stay in float32, as in transformers: 16 bits would change the choice of experts."""
 PLAIN_TYPES = frozenset(_TYPES.values())
 _KEPT = {torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 """Types of numbers that products read as they are, and multiply by rows of float32."""
@@ -97,7 +97,7 @@ class UnreadableError(Exception):
 
 
 class Place(Protocol):
-    """Where one tensor lies."""
+    """The place of one tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
-    """Where a tensor lies in a safetensors file."""
+    """The place of a tensor in a safetensors file."""
 
     path: Path
     start: int
@@ -149,7 +149,7 @@ class StoredPlace:
 
 @dataclass(frozen=True, slots=True)
 class StackedPlace:
-    """Where the weight of one expert lies in a tensor of all experts: some of its outputs."""
+    """The place of some outputs of one expert's weight in a tensor of all experts."""
 
     stack: StoredPlace
     """[experts, out, in], or [experts, in, out] if `is_turned`."""
@@ -164,13 +164,13 @@ class StackedPlace:
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """The weight in memory of its own. Raises OSError."""
-        [own] = self.stack.rows(self.expert, (1, *self.stack.shape[1:]))
-        part: Tensor = (own.T if self.is_turned else own)[self.outputs.start : self.outputs.stop]
+        [matrix] = self.stack.rows(self.expert, (1, *self.stack.shape[1:]))
+        part: Tensor = (matrix.T if self.is_turned else matrix)[self.outputs.start : self.outputs.stop]
         return part.to(dtype).contiguous()
 
 
 class StoredTensors(MutableMapping[str, Weight]):
-    """A model's tensors by their names. What is looked up is remembered; what is popped is the caller's alone."""
+    """A model's tensors by their names. A tensor that is looked up stays in memory; one that is popped does not."""
 
     def __init__(
         self, model: str, places: Mapping[str, Place], dtype: torch.dtype, *, in_integers: bool = False
@@ -243,8 +243,8 @@ def check_complete(folder: Path) -> None:
             with safe_open(path, framework="np") as file:  # checks the header and the size
                 names |= set(file.keys())
         index = folder / "model.safetensors.index.json"
-        said = () if (folder / "model.safetensors").is_file() else json.loads(index.read_bytes())["weight_map"]
-        lacking = sorted(set(said) - names)
+        listed = () if (folder / "model.safetensors").is_file() else json.loads(index.read_bytes())["weight_map"]
+        lacking = sorted(set(listed) - names)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         raise ModelLoadError(
             f"the weights in {str(folder)!r} are not complete ({error}); download them again"
@@ -269,16 +269,16 @@ def _places(path: Path, types: Mapping[str, torch.dtype]) -> dict[str, StoredPla
         length = int.from_bytes(raw.read(8), "little")
         header: dict[str, Any] = json.loads(raw.read(length))
         num_bytes = os.fstat(raw.fileno()).st_size
-    found = {}
-    for name, said in header.items():
+    places = {}
+    for name, entry in header.items():
         if name == "__metadata__" or name.endswith("rotary_emb.inv_freq"):  # computed from the config
             continue
-        if said["dtype"] not in types:
-            raise ValueError(f"{name} is of type {said['dtype']}")
-        start, shape = 8 + length + said["data_offsets"][0], tuple(said["shape"])
+        if entry["dtype"] not in types:
+            raise ValueError(f"{name} is of type {entry['dtype']}")
+        start, shape = 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
         is_weight = name.endswith(".weight") and len(shape) == 2
-        place = StoredPlace(path, start, types[said["dtype"]], shape, is_weight, name.endswith(IN_FLOAT32))
+        place = StoredPlace(path, start, types[entry["dtype"]], shape, is_weight, name.endswith(IN_FLOAT32))
         if place.start + math.prod(place.shape) * place.dtype.itemsize > num_bytes:
             raise ValueError(f"{path.name} is truncated")
-        found[name] = place
-    return found
+        places[name] = place
+    return places

@@ -35,25 +35,25 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Where transformers looks for weights, in this order; an index names the files."""
+"""Files in which transformers looks for weights, in this order; an index names the files."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 """An adapter beside the weights, which transformers adds to them."""
 
 
 class Stamp(NamedTuple):
-    """What changes when somebody writes to a file or puts another one in its place."""
+    """The facts that change when somebody writes to a file or replaces it."""
 
     num_bytes: int
     mtime_ns: int
     ctime_ns: int
-    """When the content or anything about the file changed: nobody can set it back, as they can the other time."""
+    """The last change of the content, or of anything about the file; unlike `mtime_ns`, no program can set it back."""
     inode: int
     device: int
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
 
 
 class RememberedDigests:
@@ -75,17 +75,16 @@ class RememberedDigests:
                 return digest if len(digest) == hashlib.sha256().digest_size else None
         return None
 
-    def keep(self, found: Mapping[Path, tuple[Stamp, bytes]]) -> None:
+    def keep(self, digests: Mapping[Path, tuple[Stamp, bytes]]) -> None:
         """Remember digests of files beside those that are remembered already."""
         settled = time.time_ns() - self._settled_ns
         new = {
             str(path): [*stamp, digest.hex()]
-            for path, (stamp, digest) in found.items()
+            for path, (stamp, digest) in digests.items()
             if stamp.num_bytes >= self._least_bytes and max(stamp.mtime_ns, stamp.ctime_ns) < settled
         }
-        if not new:
-            return
-        self._file.keep(new)
+        if new:
+            self._file.keep(new)
 
 
 class WeightsDigest:
@@ -95,7 +94,7 @@ class WeightsDigest:
         self._options = options
         self._remembered = remembered or RememberedDigests()
         self._stamps: dict[Path, Stamp] = {}
-        self._known: dict[Path, bytes] = {}
+        self._old_digests: dict[Path, bytes] = {}
         self._pieces: dict[Path, list[Future[bytes]]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -120,8 +119,8 @@ class WeightsDigest:
             if not self._stamps:
                 self._start(weight_files(_hub_folder(self._options)))
             digests = {
-                path: self._known[path]
-                if path in self._known
+                path: self._old_digests[path]
+                if path in self._old_digests
                 else _sha256(piece.result() for piece in self._pieces[path])
                 for path in self._stamps
             }
@@ -141,9 +140,9 @@ class WeightsDigest:
         """Look digests up, and begin to compute those that are not remembered."""
         self._stamps = {path: Stamp.of(path) for path in paths}
         for path, stamp in self._stamps.items():
-            known = self._remembered.find(path, stamp)
-            if known is not None:
-                self._known[path] = known
+            digest = self._remembered.find(path, stamp)
+            if digest is not None:
+                self._old_digests[path] = digest
                 continue
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "foreword-digest")
@@ -157,41 +156,41 @@ def weight_files(folder: Path) -> list[Path]:
 
     With an adapter in the folder, those of the model that it belongs to count too. Raises OSError.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     explicit = _json(folder / "config.json").get("transformers_weights")
     for name in [explicit] if isinstance(explicit, str) else WEIGHT_FILES:
         path = folder / name
         if path.is_file() and name.endswith(".json"):
-            found = [folder / part for part in sorted(set(_json(path).get("weight_map", {}).values()))]
+            files = [folder / part for part in sorted(set(_json(path).get("weight_map", {}).values()))]
         elif path.is_file():
-            found = [path]
-        if found:
+            files = [path]
+        if files:
             break
-    found = found or sorted(folder.glob("model-*-of-*.gguf"))
+    files = files or sorted(folder.glob("model-*-of-*.gguf"))
     adapter = _json(folder / "adapter_config.json")
     if adapter:
         base = Path(str(adapter.get("base_model_name_or_path")))
         below = weight_files(base) if base.is_dir() and base.resolve() != folder.resolve() else []
-        own = [path for path in (folder / name for name in ADAPTER_FILES) if path.is_file()]
-        found = [*found, *below, *own] if found or below else []
-    return [Path(os.path.realpath(path)) for path in found]
+        adapter_files = [path for path in (folder / name for name in ADAPTER_FILES) if path.is_file()]
+        files = [*files, *below, *adapter_files] if files or below else []
+    return [Path(os.path.realpath(path)) for path in files]
 
 
 def _hub_folder(options: ModelConfig) -> Path:
-    """Where the hub's client has stored a model that is loaded, or the model's own folder."""
+    """The folder of a loaded model: its own, or that of the hub's client."""
     if os.path.isdir(options.model):
         return Path(options.model)
     from transformers.utils.hub import cached_file
 
-    found = cached_file(options.model, "config.json", revision=options.revision or "main", local_files_only=True)
-    return Path(str(found)).parent
+    config = cached_file(options.model, "config.json", revision=options.revision or "main", local_files_only=True)
+    return Path(str(config)).parent
 
 
 def _json(path: Path) -> dict[str, Any]:
     """A file's object; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
+        fields = json.loads(path.read_bytes())
+        return fields if isinstance(fields, dict) else {}
     return {}
 
 

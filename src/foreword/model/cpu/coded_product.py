@@ -36,7 +36,7 @@ _WEIGHTS = HugePages()
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A weight as its file has it."""
+    """A weight in the codes of its file."""
 
     kind: CodeFormat
     shape: tuple[int, int]
@@ -57,9 +57,9 @@ class CodedRows:
             return False
         step = max(1, FILLED // self.shape[1])
         for first in range(0, len(self), step):
-            own, others = (weight.codes(first, min(first + step, len(self))) for weight in (self, other))
+            codes, others = (weight.codes(first, min(first + step, len(self))) for weight in (self, other))
             for name in ("codes", "heads", "integers", "zeros"):
-                if not np.array_equal(getattr(own, name), getattr(others, name)):
+                if not np.array_equal(getattr(codes, name), getattr(others, name)):
                     return False
         return True
 
@@ -132,8 +132,8 @@ class CodedProduct:
             a["row_bytes"], a["thread_scratch"] = row_scratch, integer_worker.THREAD_SCRATCH
         else:
             a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
-        own = IntegerOperation if weight.in_integers else CodedOperation
-        self.operation = functools.partial(own, a, (memory, self._bias), row_scratch)  # no circle with self
+        operation_type = IntegerOperation if weight.in_integers else CodedOperation
+        self.operation = functools.partial(operation_type, a, (memory, self._bias), row_scratch)  # no circle with self
         """Makes the product as a new operation; there may be many."""
         self._of_thread = OfThread(self.operation)
 
@@ -158,11 +158,11 @@ class CodedProduct:
 
     def rows(self, outputs: npt.NDArray[np.int64]) -> Tensor:
         """The weights [len(outputs), in_features] of some outputs, in float32."""
-        found = np.empty((len(outputs), self.in_features), np.float32)
+        weights = np.empty((len(outputs), self.in_features), np.float32)
         step = max(1, FILLED // self.in_features // PANEL)  # a row is taken out of its whole panel
         for first in range(0, len(outputs), step):
-            found[first : first + step] = self._panels.rows(outputs[first : first + step])
-        return torch.from_numpy(found)
+            weights[first : first + step] = self._panels.rows(outputs[first : first + step])
+        return torch.from_numpy(weights)
 
     def panel(self, panel: int, number: int, width: int) -> CodedOperation:
         """The product of one panel, the `number`-th in a result of `width` columns, as a new operation."""
@@ -171,8 +171,8 @@ class CodedProduct:
         constants["bias"] = self._bias[panel * PANEL :].data_ptr()
         constants["num_panels"], constants["width"] = 1, PANEL
         constants["target"], constants["target_bytes"] = 4 * PANEL * number, 4 * width
-        own = IntegerOperation if self._in_integers else CodedOperation
-        return own(
+        operation_type = IntegerOperation if self._in_integers else CodedOperation
+        return operation_type(
             constants, (self._panels.memory, self._bias), int(constants["row_bytes"]) if self._in_integers else 0
         )
 
@@ -182,7 +182,7 @@ class CodedProduct:
         return int(self._constants["thread_scratch"])
 
     @property
-    def own(self) -> CodedOperation:
+    def of_thread(self) -> CodedOperation:
         """The whole product, as this thread's operation."""
         return self._of_thread.operation
 
@@ -191,7 +191,7 @@ class CodedLinear:
     """Coded weights with the same inputs, whose outputs follow each other."""
 
     dtype = torch.float32
-    """In which rows are multiplied."""
+    """The type in which rows are multiplied."""
 
     def __init__(self, weights: Sequence[CodedRows], bias: Tensor | None) -> None:
         """`weights`: the columns of all follow the same order of inputs."""
@@ -210,7 +210,7 @@ class CodedLinear:
         self.row_scratch = self._in_features // STEP * integer_worker.STEP_BYTES if in_integers else 0
         """Bytes of scratch memory before that of threads, for each row: it is quantised once for all products."""
         self._products = [
-            CodedProduct(*one, self.width, self.row_scratch) for one in zip(joined, biases, columns, strict=False)
+            CodedProduct(*part, self.width, self.row_scratch) for part in zip(joined, biases, columns, strict=False)
         ]
         quantise = functools.partial(QuantiseOperation, self._in_features)
         self._quantise = OfThread(quantise) if in_integers else None
@@ -261,32 +261,32 @@ class CodedLinear:
         return self._multiply(rows, width, parts)[..., columns]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._multiply(rows, self.width, [product.own for product in self._products])
+        return self._multiply(rows, self.width, [product.of_thread for product in self._products])
 
     def _multiply(self, rows: Tensor, width: int, parts: Sequence[CodedOperation]) -> Tensor:
         if rows.shape[-1] != self._in_features:
             raise RuntimeError(f"rows of {rows.shape[-1]}, but the weight is for {self._in_features}")
-        own = rows.float().reshape(-1, rows.shape[-1]).contiguous()
+        inputs = rows.float().reshape(-1, rows.shape[-1]).contiguous()
         if self._order is not None:
-            own = own.index_select(1, self._order)
-        output = own.new_empty(len(own), width)
-        scratch = thread_memory(len(own) * self.row_scratch + self.thread_scratch * torch.get_num_threads())
+            inputs = inputs.index_select(1, self._order)
+        output = inputs.new_empty(len(inputs), width)
+        scratch = thread_memory(len(inputs) * self.row_scratch + self.thread_scratch * torch.get_num_threads())
         if self._quantise is not None:
-            self._quantise.operation.bind(own.data_ptr(), len(own), 0, scratch)
-            self._quantise.operation.run(alone=own.numel() <= ALONE_ELEMENTS)
+            self._quantise.operation.bind(inputs.data_ptr(), len(inputs), 0, scratch)
+            self._quantise.operation.run(alone=inputs.numel() <= ALONE_ELEMENTS)
         for part in parts:
-            part.bind(own.data_ptr(), len(own), output.data_ptr(), scratch)
-            part.run(alone=len(own) * self._in_features * int(part.arguments["width"]) < ALONE_OPERATIONS)
+            part.bind(inputs.data_ptr(), len(inputs), output.data_ptr(), scratch)
+            part.run(alone=len(inputs) * self._in_features * int(part.arguments["width"]) < ALONE_OPERATIONS)
         return output.view(*rows.shape[:-1], -1).to(rows.dtype)
 
 
 class CodedOperation(Operation):
     """A product of the rows that `bind` set last."""
 
-    def __init__(self, constants: Record, kept: object, row_scratch: int, worker: Worker | None = None) -> None:
-        """`constants`: arguments that `bind` does not set; `kept`: the memory that they are addresses of."""
+    def __init__(self, constants: Record, memory: object, row_scratch: int, worker: Worker | None = None) -> None:
+        """`constants`: arguments that `bind` does not set; `memory`: what they are addresses of."""
         super().__init__(worker or coded_worker.compile_worker())
-        self._kept, self._first_byte, self._row_scratch = kept, int(constants["target"]), row_scratch
+        self._memory, self._first_byte, self._row_scratch = memory, int(constants["target"]), row_scratch
         for name in CODED.names or ():
             if name != "counters":
                 self.arguments[name] = constants[name]
@@ -302,8 +302,8 @@ class CodedOperation(Operation):
 class IntegerOperation(CodedOperation):
     """A product in integers of the rows that a `QuantiseOperation` has left in scratch memory."""
 
-    def __init__(self, constants: Record, kept: object, row_scratch: int) -> None:
-        super().__init__(constants, kept, row_scratch, integer_worker.compile_worker())
+    def __init__(self, constants: Record, memory: object, row_scratch: int) -> None:
+        super().__init__(constants, memory, row_scratch, integer_worker.compile_worker())
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
         super().bind(scratch, num_rows, target, scratch)

@@ -42,12 +42,12 @@ def _num_weights(folder: Path) -> int:
 
     Unreadable files count as 0; the loader reports them.
     """
-    found = 0
+    num_weights = 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         for path in folder.glob("model*.safetensors"):
             with path.open("rb") as file:
                 header = json.loads(file.read(min(_MOST_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
             for name, tensor in header.items():
                 if tensor.get("dtype") == "BF16" and len(tensor["shape"]) == 2 and ".experts." not in name:
-                    found += max(0, int(tensor["shape"][0]) * int(tensor["shape"][1]))
-    return found
+                    num_weights += max(0, int(tensor["shape"][0]) * int(tensor["shape"][1]))
+    return num_weights

@@ -58,7 +58,7 @@ class RowProduct(Protocol):
     """A product of rows and weights that a program can run."""
 
     dtype: torch.dtype
-    """Of the rows and of the result."""
+    """The type of the rows and of the result."""
     row_scratch: int
     """Bytes of scratch memory for each row, before that of threads."""
 
@@ -78,7 +78,7 @@ class RowProduct(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a layer consists of."""
+    """The parts of a layer."""
 
     before_attention: Norm
     after_attention: Norm | None
@@ -90,9 +90,9 @@ class LayerParts:
     gate_up: RowProduct
     down: RowProduct
     gate: Gate | None
-    """How gate and up become one; None if `gate_up` does it by itself."""
+    """The function that joins gate and up; None if `gate_up` does it by itself."""
     residual_scale: float
-    """Of what attention and the network add to rows."""
+    """The factor of attention's and the network's results before they are added to rows."""
     heads: RotaryKernel
     rotary: int
     """The number of the layer's rotary embedding."""
@@ -238,12 +238,12 @@ class LayerOperations:
             yield self.attention.items, argument, number
             yield self.attention.merges, argument, number
 
-    def bind_rows(self, places: Places, rows: int, *, is_normed: bool, wanted: tuple[int, int] | None = None) -> None:
+    def bind_rows(self, places: Places, rows: int, *, is_normed: bool, span: tuple[int, int] | None = None) -> None:
         """Set the address of the layer's rows; `is_normed`: their norm is in its place already.
 
-        `wanted`: the first of the rows that are computed after attention, and their number; None: all.
+        `span`: the first of the rows that are computed after attention, and their number; None: all.
         """
-        if self._bound == (places, rows, is_normed, wanted):
+        if self._bound == (places, rows, is_normed, span):
             return
         self._bound = None
         num_rows, wide, normed, scratch = places.num_rows, places.wide, places.normed, places.scratch
@@ -254,7 +254,7 @@ class LayerOperations:
         self.attention.bind_rows(query, self._mixed)
         self._norm.bind(rows, 0, 0, normed, 0 if is_normed else num_rows)
         _bind(self._project, normed, num_rows, wide, scratch)
-        first, count = (0, num_rows) if wanted is None else wanted
+        first, count = (0, num_rows) if span is None else span
         skipped = first * self._widths[1] * self._item_bytes
         _bind(self._output, self._mixed + first * self._mixed_bytes, count, places.added, scratch)
         if self._after_attention is not None:
@@ -276,7 +276,7 @@ class LayerOperations:
             self._changes[1].bind(self._mixed + first * self._mixed_bytes, mixed, places.added, width)
             self._changes[2].bind(normed, width, wide, gate_up)
             self._changes[3].bind(gated, inner, places.added, width)
-        self._bound = places, rows, is_normed, wanted
+        self._bound = places, rows, is_normed, span
 
 
 def _if_any(operation: Operation | None) -> list[Operation]:
@@ -296,7 +296,7 @@ class LayerChain:
         for layer in layers:
             self._space.widen(*layer.sizes())
         self._space.widen(0, 0, [head])
-        for layer, following in zip(layers, (*(own.first_norm for own in layers[1:]), norm), strict=True):
+        for layer, following in zip(layers, (*(later.first_norm for later in layers[1:]), norm), strict=True):
             layer.end_with(following)
         self._head, self._head_operations = head, head.operations()
         self._adapter_wires: Wires | None = None
@@ -312,12 +312,12 @@ class LayerChain:
         """For layers of one group, shape and rotary embedding: the group, the bytes of a token in all of them, and one
         of them."""
         self._wires = Wires([])
-        self._kept: object = None
+        self._turns: object = None
         """Tensors that the step's numbers are addresses of, if the caller may not keep them."""
 
     def _make_program(self) -> None:
         self._is_made = False  # an interrupt must not leave a program whose operations count elsewhere
-        self._of_layers = [one for layer in self.layers for own in layer.operations.values() for one in own]
+        self._of_layers = [part for layer in self.layers for parts in layer.operations.values() for part in parts]
         self.program = Program([*self._of_layers, *self._head_operations])
         self._is_made = True
 
@@ -339,7 +339,7 @@ class LayerChain:
         if last - first + 1 != len(keep):
             self.run_layers(x, turns, step)
             return self._head(self._space.normed_rows(width)[keep])
-        places = self._bind(x, turns, step, wanted=(first, last - first + 1))
+        places = self._bind(x, turns, step, span=(first, last - first + 1))
         logits = rows.new_empty(len(keep), self._head.width)
         start = places.normed + first * width * rows.element_size()
         _bind(self._head_operations, start, len(keep), logits.data_ptr(), places.scratch)
@@ -352,7 +352,7 @@ class LayerChain:
             return False
         keep, x = step.keep[: step.num_kept], rows.contiguous()
         first, last = int(keep[0]), int(keep[-1])
-        self._bind(x, turns, step, wanted=(first, last - first + 1))
+        self._bind(x, turns, step, span=(first, last - first + 1))
         self.program.run(len(self._of_layers))
         return True
 
@@ -368,7 +368,7 @@ class LayerChain:
             self._storage = lambda: None  # an interrupt must not leave layers bound to unknown blocks
             kernels = [step.group(layer.layer).kernel for layer in self.layers]
             blocks = [storage.blocks[layer.layer] for layer in self.layers]
-            self._is_for_storage = all(RotaryKernel.can_write(own, self._space.dtype) for own in blocks)
+            self._is_for_storage = all(RotaryKernel.can_write(of_layer, self._space.dtype) for of_layer in blocks)
             self._is_for_storage &= all(type(kernel) is CpuAttention for kernel in kernels)
             if self._is_for_storage:
                 for layer, kernel in zip(self.layers, kernels, strict=True):
@@ -378,8 +378,8 @@ class LayerChain:
         takes_adapters = step.adapted is None or self._space.dtype == torch.float32
         return self._is_for_storage and rows.dtype == self._space.dtype and takes_adapters
 
-    def _bind(self, x: Tensor, turns: Sequence[Turns], step: Step, *, wanted: tuple[int, int] | None = None) -> Places:
-        """Bind all layers. The last one leaves its `wanted` rows where the others do."""
+    def _bind(self, x: Tensor, turns: Sequence[Turns], step: Step, *, span: tuple[int, int] | None = None) -> Places:
+        """Bind all layers. The last one leaves the rows of `span` where the others do."""
         if step.adapted is not None:
             self._take_adapters(step.adapted)
         if not self._is_made:
@@ -391,10 +391,10 @@ class LayerChain:
                 places,
                 x.data_ptr() if layer is first else places.rows,
                 is_normed=layer is not first,
-                wanted=wanted if layer is last else None,
+                span=span if layer is last else None,
             )
         if step.adapted is not None or self._is_adapted:
-            self._bind_adapters(step.adapted, len(x), wanted, places.scratch)
+            self._bind_adapters(step.adapted, len(x), span, places.scratch)
         self._bind_step([(cosines.contiguous(), sines.contiguous()) for cosines, sines in turns], step)
         return places
 
@@ -408,16 +408,16 @@ class LayerChain:
             self._adapter_wires = Wires([(change, argument, number) for number, (change, argument) in places])
 
     def _bind_adapters(
-        self, adapted: AdaptedRows | None, num_rows: int, wanted: tuple[int, int] | None, scratch: int
+        self, adapted: AdaptedRows | None, num_rows: int, span: tuple[int, int] | None, scratch: int
     ) -> None:
-        """Set the rows that adapters change; None: none. After attention the last layer has its `wanted` rows."""
+        """Set the rows that adapters change; None: none. After attention the last layer has those of `span`."""
         assert self._adapter_wires is not None
         products = np.arange(PRODUCTS * len(self.layers))
         numbers = np.zeros((len(products), len(adapters.STEP_ARGUMENTS)), np.int64)
         if adapted is not None:
             firsts, counts = np.zeros_like(products), np.full_like(products, num_rows)
-            if wanted is not None:
-                firsts[1 - PRODUCTS :], counts[1 - PRODUCTS :] = wanted
+            if span is not None:
+                firsts[1 - PRODUCTS :], counts[1 - PRODUCTS :] = span
             changed = adapted.is_changed[products]
             numbers[changed] = adapted.step_numbers(products, firsts, counts, scratch)[changed]
         self._is_adapted = True  # until all operations are known to have none
@@ -430,11 +430,12 @@ class LayerChain:
         for layer in self.layers:
             kind = storage.group_of[layer.layer], layer.attention.shape, layer.rotary
             kinds.setdefault(kind, []).append(layer)
-        alike = list(kinds.values())
-        self._kinds = [
-            (storage.group_of[own[0].layer], sum(one.attention.token_bytes for one in own), own[0]) for own in alike
-        ]
-        self._wires = Wires([w for kind, own in enumerate(alike) for one in own for w in one.wires(kind * _NUMBERS)])
+        self._kinds, wires = [], list[tuple[Operation, str, int]]()
+        for layers in kinds.values():
+            wires += [wire for layer in layers for wire in layer.wires(len(self._kinds) * _NUMBERS)]
+            token_bytes = sum(layer.attention.token_bytes for layer in layers)
+            self._kinds.append((storage.group_of[layers[0].layer], token_bytes, layers[0]))
+        self._wires = Wires(wires)
 
     def _bind_step(self, turns: Sequence[Turns], step: Step) -> None:
         """Set the arguments that change in every step.
@@ -442,13 +443,13 @@ class LayerChain:
         Rows of padding attend to nothing: they get stale memory, which no other row sees.
         """
         numbers = np.empty((len(self._kinds), _NUMBERS), np.int64)
-        for own, (group, token_bytes, layer) in zip(numbers, self._kinds, strict=True):
+        for row, (group, token_bytes, layer) in zip(numbers, self._kinds, strict=True):
             planned = step.groups[group]
-            own[: len(rotary.STEP_ARGUMENTS)] = rotary.step_numbers(turns[layer.rotary], planned.slots)
+            row[: len(rotary.STEP_ARGUMENTS)] = rotary.step_numbers(turns[layer.rotary], planned.slots)
             kernel = cast(CpuAttention, planned.kernel)
-            own[len(rotary.STEP_ARGUMENTS) :] = kernel.step_numbers(layer.attention.shape, token_bytes, planned.plan)
+            row[len(rotary.STEP_ARGUMENTS) :] = kernel.step_numbers(layer.attention.shape, token_bytes, planned.plan)
         self._wires.carry(numbers)
-        self._kept = turns
+        self._turns = turns
 
 
 def _in_lines(num_bytes: int) -> int:

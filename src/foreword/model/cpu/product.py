@@ -92,8 +92,8 @@ class CompactProduct:
     @staticmethod
     def can_take(weight: Tensor) -> bool:
         """Whether this processor has instructions for such products, and the weight suits them."""
-        wanted = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % STEP == 0
-        return wanted and can_multiply()
+        suits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % STEP == 0
+        return suits and can_multiply()
 
     def _columns(self) -> Tensor:
         """The place of each output's column in the panels."""
@@ -141,9 +141,9 @@ class CompactProduct:
         panels, place = np.unique(outputs // PRODUCT_PANEL, return_inverse=True)
         if 2 * len(panels) > self._num_panels:
             return self(rows)[..., torch.from_numpy(outputs)]
-        found = [self._run(self._panel(int(panel)), rows, PRODUCT_PANEL) for panel in panels]
+        parts = [self._run(self._panel(int(panel)), rows, PRODUCT_PANEL) for panel in panels]
         columns = torch.from_numpy(place * PRODUCT_PANEL + outputs % PRODUCT_PANEL)
-        return torch.cat(found, -1)[..., columns]
+        return torch.cat(parts, -1)[..., columns]
 
     def _panel(self, panel: int) -> ProductOperation:
         """The product of one panel, as a new operation."""
@@ -169,15 +169,15 @@ class CompactProduct:
     def of_heads(self, rows: Tensor, target: Tensor) -> None:
         """Rows [rows, heads, in_features] to `target` [rows, heads, out_features / heads]; both may have gaps."""
         rows = rows if rows.stride(2) == 1 else rows.contiguous()
-        own = self._of_thread.operation
+        operation = self._of_thread.operation
         scratch = thread_memory(self.thread_scratch * torch.get_num_threads())
-        a = own.arguments
+        a = operation.arguments
         a["row_bytes"], a["head_bytes"] = 2 * rows.stride(0), 2 * rows.stride(1)
         a["width"], a["head_gap"] = target.stride(0), target.stride(1) - target.shape[2]
-        own.bind(rows.data_ptr(), len(rows), target.data_ptr(), scratch)
-        own.run(alone=len(rows) * self.in_features * self.out_features < ALONE_OPERATIONS)
+        operation.bind(rows.data_ptr(), len(rows), target.data_ptr(), scratch)
+        operation.run(alone=len(rows) * self.in_features * self.out_features < ALONE_OPERATIONS)
 
-    def _run(self, own: ProductOperation, rows: Tensor, width: int) -> Tensor:
+    def _run(self, operation: ProductOperation, rows: Tensor, width: int) -> Tensor:
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"rows are {rows.dtype} of {rows.shape[-1]}, but the weight is torch.bfloat16 for {self.in_features}"
@@ -187,18 +187,18 @@ class CompactProduct:
         num_rows = rows.numel() // self.in_features
         if num_rows:
             scratch = thread_memory(self.thread_scratch * torch.get_num_threads())
-            own.bind(rows.data_ptr(), num_rows, output.data_ptr(), scratch)
-            own.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
+            operation.bind(rows.data_ptr(), num_rows, output.data_ptr(), scratch)
+            operation.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
         return output
 
 
 class ProductOperation(Operation):
     """A product of the rows that `bind` set last."""
 
-    def __init__(self, worker: ProductWorker, constants: Record, kept: object) -> None:
-        """`constants`: arguments that `bind` does not set; `kept`: the memory that they are addresses of."""
+    def __init__(self, worker: ProductWorker, constants: Record, memory: object) -> None:
+        """`constants`: arguments that `bind` does not set; `memory`: what they are addresses of."""
         super().__init__(worker.compile())
-        self._kept, self._set_units = kept, worker.set_units
+        self._memory, self._set_units = memory, worker.set_units
         for name in PRODUCT.names or ():
             if name != "counters":
                 self.arguments[name] = constants[name]

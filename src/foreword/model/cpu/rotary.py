@@ -58,7 +58,7 @@ STEP_ARGUMENTS = "cosine", "sine", "slots", "num_slots"
 
 @dataclass(frozen=True, slots=True)
 class HeadShapes:
-    """How one row of projections is laid out: all queries, then all keys, then all values."""
+    """The layout of one row of projections: all queries, then all keys, then all values."""
 
     query_heads: int
     kv_heads: int
@@ -197,12 +197,12 @@ class RotaryKernel:
         """
         turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
         output = projected.new_empty(len(projected), self.shapes.query_heads, self.shapes.key_dim)
-        own = self._of_thread.operation
-        own.bind_blocks(blocks, projected.dtype)
-        own.bind_rows(projected.data_ptr(), len(projected), output.data_ptr())
+        operation = self._of_thread.operation
+        operation.bind_blocks(blocks, projected.dtype)
+        operation.bind_rows(projected.data_ptr(), len(projected), output.data_ptr())
         for argument, number in zip(STEP_ARGUMENTS, step_numbers(turns, slots), strict=True):
-            own.arguments[argument] = number
-        own.run(alone=projected.numel() <= ALONE_ELEMENTS)
+            operation.arguments[argument] = number
+        operation.run(alone=projected.numel() <= ALONE_ELEMENTS)
         return output
 
 

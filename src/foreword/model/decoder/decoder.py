@@ -73,7 +73,7 @@ class Decoder:
         assert isinstance(norm, Tensor)
         self.dtype, self.device = norm.dtype, norm.device
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
-        self.rotaries = [Rotary(own, self.device) for own in spec.rotaries]
+        self.rotaries = [Rotary(rotary, self.device) for rotary in spec.rotaries]
         self.layers = [
             DecoderLayer(number, spec, weights, kernels, self.rotaries, norm) for number in range(len(spec.layers))
         ]
@@ -83,7 +83,7 @@ class Decoder:
         self._embedding = Embedding(embedding, self._head if spec.tied else None, self.dtype)
         self.chain = self._make_chain()
         """The program of all layers, if there is one."""
-        self._kept: Tensor | None = None
+        self._last_normed: Tensor | None = None
         self._keep = torch.empty(0, dtype=torch.int64)
 
     def embed(self, step: Step) -> Tensor:
@@ -96,7 +96,7 @@ class Decoder:
         """Write the step's keys and values; return logits [num_kept, vocab or columns] of the rows `keep`."""
         rows = self.embed(step)
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
-        self._keep, self._kept = step.keep[: step.num_kept], None
+        self._keep, self._last_normed = step.keep[: step.num_kept], None
         if self.chain is not None and (step.given is None or not step.given.added):
             if step.columns is not None and step.num_kept:
                 if self.chain.run_layers(rows, turns, step):
@@ -117,7 +117,7 @@ class Decoder:
         keep = step.keep  # padded as all rows are
         deltas = NO_DELTAS if step.adapted is None else step.adapted.of(keep).layer(last.number)
         _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept, deltas)
-        self._kept = normed
+        self._last_normed = normed
         return self._logits(normed, step.columns)[: step.num_kept]  # all rows: see `passes.py`
 
     def _logits(self, normed: Tensor, columns: Tensor | None) -> Tensor:
@@ -130,8 +130,8 @@ class Decoder:
 
     def hidden_rows(self) -> Tensor:
         """The normed rows that gave the logits of the last call, [num_kept, width]."""
-        if self._kept is not None:
-            return self._kept[: len(self._keep)]
+        if self._last_normed is not None:
+            return self._last_normed[: len(self._keep)]
         assert self.chain is not None
         return self.chain.normed_rows(self._keep, self.spec.hidden_size)
 
@@ -153,18 +153,18 @@ class Decoder:
 
     def _make_chain(self) -> LayerChain | None:
         """Join the layers into one program; None if one of them has none, or computes something else."""
-        own, head, norm = [layer.parts() for layer in self.layers], self._head.in_program, self._norm.norm
-        parts = [one for one in own if one is not None]
-        if len(parts) < len(own) or norm is None or head is None or head.dtype != self.dtype:
+        all_parts, head, norm = [layer.parts() for layer in self.layers], self._head.in_program, self._norm.norm
+        parts = [part for part in all_parts if part is not None]
+        if len(parts) < len(all_parts) or norm is None or head is None or head.dtype != self.dtype:
             return None
         operations = [
-            LayerOperations(layer.number, one, layer.attention) for layer, one in zip(self.layers, parts, strict=True)
+            LayerOperations(layer.number, part, layer.attention) for layer, part in zip(self.layers, parts, strict=True)
         ]
         return LayerChain(operations, norm, head)
 
     @property
     def layouts(self) -> dict[int, LayerLayout]:
-        """What each layer remembers."""
+        """The KV that each layer stores."""
         spec = self.spec
         value_dim = spec.head_dim if spec.latent is None else spec.latent.size
         return {
@@ -174,7 +174,7 @@ class Decoder:
 
     @property
     def options(self) -> list[AttentionOptions]:
-        """What each layer asks attention for."""
+        """Each layer's options of attention."""
         return [layer.attention for layer in self.layers]
 
     @property
@@ -182,7 +182,7 @@ class Decoder:
         """The last dimensions of the activations that pass through elementwise functions."""
         spec = self.spec
         widths = {spec.hidden_size, spec.intermediate_size, *spec.widths, spec.head_dim}
-        widths |= {own.turned for own in spec.rotaries}
+        widths |= {rotary.turned for rotary in spec.rotaries}
         if spec.experts is not None and spec.experts.shared_width is not None:
             widths.add(spec.experts.shared_width)
         if spec.experts is not None and spec.experts.weights == "sigmoid":
@@ -196,10 +196,10 @@ class Decoder:
 
     def parts(self) -> Counter[str]:
         """The number of products in each format of weights, and of layers that run as one program."""
-        found = Counter(part.format for layer in self.layers for part in layer.products)
-        found[self._head.format] += 1
-        found["in one program"] = 0 if self.chain is None else len(self.layers)
-        return found
+        counts = Counter(part.format for layer in self.layers for part in layer.products)
+        counts[self._head.format] += 1
+        counts["in one program"] = 0 if self.chain is None else len(self.layers)
+        return counts
 
 
 class DecoderLayer:
@@ -216,7 +216,7 @@ class DecoderLayer:
     ) -> None:
         """`like`: a tensor of the type and on the device of all others."""
         self.number, self._spec = number, spec
-        self._own, names = spec.layers[number], spec.names
+        self._layer, names = spec.layers[number], spec.names
         place = f"model.layers.{number}."
 
         def norm(name: str | None) -> RowNorm | None:
@@ -226,24 +226,25 @@ class DecoderLayer:
             return RowNorm(plain(f"{name}.weight"), replace(spec.norm, epsilon=epsilon), kernels)
 
         def plain(name: str) -> Tensor:
-            taken = weights.pop(f"{place}{name}")
-            assert isinstance(taken, Tensor), "only products have codes"
-            return taken
+            tensor = weights.pop(f"{place}{name}")
+            assert isinstance(tensor, Tensor), "only products have codes"
+            return tensor
 
         def take(*products: str) -> tuple[list[Weight], Tensor | None]:
-            taken = [weights.pop(f"{place}{name}.weight") for name in products]
+            tensors = [weights.pop(f"{place}{name}.weight") for name in products]
             has_bias = [f"{place}{name}.bias" in weights for name in products]
             if not any(has_bias):
-                return taken, None
-            own = zip(products, taken, has_bias, strict=True)
-            return taken, torch.cat([plain(f"{name}.bias") if has else like.new_zeros(len(w)) for name, w, has in own])
+                return tensors, None
+            parts = zip(products, tensors, has_bias, strict=True)
+            biases = [plain(f"{name}.bias") if has else like.new_zeros(len(w)) for name, w, has in parts]
+            return tensors, torch.cat(biases)
 
         self.before_attention, self._after_attention = norm(names.before_attention), norm(names.after_attention)
         self._before_network, self._after_network = norm(names.before_network), norm(names.after_network)
         self._head_norms = norm(names.query_norm), norm(names.key_norm)
         self._project, self._output = Linear(*take(*names.project)), Linear(*take(names.output))
         self._network: Network | Experts
-        if self._own.has_experts:
+        if self._layer.has_experts:
             unstack(spec, weights, place)
             self._network = Experts(spec, take, kernels, plain, like.dtype)
         else:
@@ -253,8 +254,8 @@ class DecoderLayer:
             up = plain_weights([weights.pop(f"{place}{spec.latent.up}.weight")])[0].to(like.dtype)
             self._latent = LatentHeads(spec, up, take, own_norm)
         sinks = None if names.sinks is None else plain(names.sinks)
-        self.attention = AttentionOptions(spec.score_scale, self._own.window, spec.score_cap, sinks)
-        self._rotary = None if self._own.rotary is None else rotaries[self._own.rotary]
+        self.attention = AttentionOptions(spec.score_scale, self._layer.window, spec.score_cap, sinks)
+        self._rotary = None if self._layer.rotary is None else rotaries[self._layer.rotary]
         self._heads = self._rotary_kernel(like.dtype) if like.device.type == "cpu" else None
 
     @property
@@ -277,7 +278,7 @@ class DecoderLayer:
             query_norm, key_norm = self._head_norms
             projected = torch.cat((_normed(query, query_norm), _normed(key, key_norm), value), -1)
         if self._heads is not None and self._heads.can_write(blocks, projected.dtype):
-            return self._heads(projected, turns[self._own.rotary or 0], group.slots, blocks)
+            return self._heads(projected, turns[self._layer.rotary or 0], group.slots, blocks)
         queries, keys, values = self._split(projected, turns)
         count = len(group.slots)
         step.storage.write(self.number, group.slots, keys[:count], values[:count])
@@ -287,8 +288,8 @@ class DecoderLayer:
         """Queries, keys and values [rows, heads, head_dim], normalised and turned; vectors twice if KV is latent."""
         if self._latent is not None:
             assert self._rotary is not None
-            assert self._own.rotary is not None
-            turn = functools.partial(self._rotary.turn, turns=turns[self._own.rotary])
+            assert self._layer.rotary is not None
+            turn = functools.partial(self._rotary.turn, turns=turns[self._layer.rotary])
             queries, vectors = self._latent.split(projected, turn)
             return queries, vectors, vectors
         parts = torch.split(projected, list(self._spec.widths), -1)
@@ -296,9 +297,9 @@ class DecoderLayer:
         if self._spec.head_norm == "each head":
             query, key = _normed(query, self._head_norms[0]), _normed(key, self._head_norms[1])
         if self._rotary is not None:
-            assert self._own.rotary is not None
-            own = turns[self._own.rotary]
-            query, key = self._rotary.turn(query, own), self._rotary.turn(key, own)
+            assert self._layer.rotary is not None
+            angles = turns[self._layer.rotary]
+            query, key = self._rotary.turn(query, angles), self._rotary.turn(key, angles)
         return query.contiguous(), key, value
 
     def add(
@@ -343,7 +344,7 @@ class DecoderLayer:
         return RotaryKernel(shapes, query, key)
 
     def parts(self) -> LayerParts | None:
-        """What a program needs of this layer; None if a part is no operation, or if it computes another formula."""
+        """This layer for a program; None if a part is no operation, or if the layer computes another formula."""
         spec, heads, network = self._spec, self._heads, self._network
         has_own_norms = spec.head_norm == "all heads" and any(self._head_norms)
         if heads is None or has_own_norms or spec.parallel or isinstance(network, Experts):
@@ -351,12 +352,12 @@ class DecoderLayer:
         norms = self.before_attention, self._after_attention, self._before_network, self._after_network
         if norms[0] is None or norms[2] is None or any(norm is not None and norm.norm is None for norm in norms):
             return None
-        own = [norm and norm.norm for norm in norms]
+        compiled = [norm and norm.norm for norm in norms]
         products = [part.in_program for part in (self._project, self._output, *network.products)]
         if any(product is None or product.dtype != norms[0].weight.dtype for product in products):
             return None
-        last = network.gate, spec.residual_scale, heads, self._own.rotary or 0
-        return LayerParts(*own, *products, *last)  # type: ignore[arg-type, call-arg]
+        last = network.gate, spec.residual_scale, heads, self._layer.rotary or 0
+        return LayerParts(*compiled, *products, *last)  # type: ignore[arg-type, call-arg]
 
 
 def _normed(rows: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -364,10 +365,10 @@ def _normed(rows: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
 
 
 def _add_given(given: GivenRows, layer: int, rows: Tensor, normed: Tensor, norm: RowNorm | None) -> None:
-    """Add to a layer's rows, in place, what pictures give them; other rows keep their bits."""
-    own = rows[given.places] + given.added[layer]
-    rows[given.places] = own
-    normed[given.places] = _normed(own, norm)
+    """Add the pictures' part to a layer's rows, in place; other rows keep their bits."""
+    values = rows[given.places] + given.added[layer]
+    rows[given.places] = values
+    normed[given.places] = _normed(values, norm)
 
 
 def _sum(x: Tensor, y: Tensor, norm: RowNorm | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -397,11 +398,11 @@ class LatentHeads:
     def __init__(self, spec: DecoderSpec, up: Tensor, take: Take, norm: Callable[[str, float], RowFunction]) -> None:
         """`up`: the weight `LatentSpec.up`; `norm`: makes a norm of its name and epsilon."""
         assert spec.latent is not None
-        own = self._own = spec.latent
-        self._norm, self._query_norm, self._query_up = norm(own.norm, own.epsilon), None, None
-        if own.query_rank is not None:
-            self._query_norm, self._query_up = norm(own.query_norm, own.epsilon), Linear(*take(own.query_up))
-        keys, values = torch.split(up.view(spec.num_heads, -1, own.size), [own.plain, own.value], 1)
+        latent = self._spec = spec.latent
+        self._norm, self._query_norm, self._query_up = norm(latent.norm, latent.epsilon), None, None
+        if latent.query_rank is not None:
+            self._query_norm, self._query_up = norm(latent.query_norm, latent.epsilon), Linear(*take(latent.query_up))
+        keys, values = torch.split(up.view(spec.num_heads, -1, latent.size), [latent.plain, latent.value], 1)
         self._to_vectors, self._to_values = HeadLinear(keys.transpose(1, 2)), HeadLinear(values)
 
     @property
@@ -411,22 +412,22 @@ class LatentHeads:
 
     def split(self, projected: Tensor, turn: RowFunction) -> tuple[Tensor, Tensor]:
         """Queries [rows, heads, width] and vectors [rows, 1, width] of projections; `turn`: turns heads."""
-        own = self._own
-        sizes = [projected.shape[1] - own.width, own.size, own.turned]
+        spec = self._spec
+        sizes = [projected.shape[1] - spec.width, spec.size, spec.turned]
         queries, latent, key_end = torch.split(projected, sizes, 1)
         if self._query_up is not None:
             assert self._query_norm is not None
             queries = self._query_up(self._query_norm(queries.contiguous()))
-        heads = torch.unflatten(queries, 1, (-1, own.plain + own.turned))
-        plain, query_ends = torch.split(heads, [own.plain, own.turned], -1)
+        heads = torch.unflatten(queries, 1, (-1, spec.plain + spec.turned))
+        plain, query_ends = torch.split(heads, [spec.plain, spec.turned], -1)
         ends = turn(torch.cat((query_ends, key_end[:, None]), 1))
-        found = projected.new_empty(*plain.shape[:2], own.width)
-        self._to_vectors(plain, found[..., : own.size])
-        found[..., own.size :] = ends[:, :-1]
-        return found, torch.cat((self._norm(latent.contiguous())[:, None], ends[:, -1:]), -1)
+        output = projected.new_empty(*plain.shape[:2], spec.width)
+        self._to_vectors(plain, output[..., : spec.size])
+        output[..., spec.size :] = ends[:, :-1]
+        return output, torch.cat((self._norm(latent.contiguous())[:, None], ends[:, -1:]), -1)
 
     def values(self, mixed: Tensor) -> Tensor:
         """Mixtures of vectors [rows, heads, size] to mixtures of values [rows, heads, value]."""
-        found = mixed.new_empty(*mixed.shape[:2], self._own.value)
-        self._to_values(mixed, found)
-        return found
+        output = mixed.new_empty(*mixed.shape[:2], self._spec.value)
+        self._to_values(mixed, output)
+        return output

@@ -68,9 +68,9 @@ class Fields:
 
     def expect(self, name: str, *values: object) -> None:
         """Raise UnwrittenError if a field is there and has none of these values."""
-        found = self(name, values[0])
-        if found not in values:
-            raise UnwrittenError(f"{name}={found!r}")
+        value = self(name, values[0])
+        if value not in values:
+            raise UnwrittenError(f"{name}={value!r}")
 
     def unread(self) -> list[str]:
         """Fields that say something, and that nobody has read."""
@@ -105,20 +105,20 @@ def find_spec(values: Mapping[str, Any], weights: Collection[str]) -> DecoderSpe
 
 def _places(spec: DecoderSpec) -> set[str]:
     """Names of the weights that a model must have."""
-    found = set() if spec.tied else {"lm_head.weight"}
+    names = set() if spec.tied else {"lm_head.weight"}
     for number, layer in enumerate(spec.layers):
-        own = {f"{name}.weight" for name in (*_products(spec, layer), *spec.names.norms)}
-        own |= set() if spec.names.sinks is None else {spec.names.sinks}
+        of_layer = {f"{name}.weight" for name in (*_products(spec, layer), *spec.names.norms)}
+        of_layer |= set() if spec.names.sinks is None else {spec.names.sinks}
         if spec.latent is not None:
-            own |= {f"{name}.weight" for name in (spec.latent.up, *spec.latent.norms)}
+            of_layer |= {f"{name}.weight" for name in (spec.latent.up, *spec.latent.norms)}
         if layer.has_experts and spec.experts is not None and spec.experts.correction is not None:
-            own.add(spec.experts.correction)
+            of_layer.add(spec.experts.correction)
         if layer.has_experts and spec.experts is not None and spec.experts.stack is not None:
-            own |= {
+            of_layer |= {
                 f"{spec.experts.stack}.{name}{end}" for name in ("gate_up_proj", "down_proj") for end in ("", "_bias")
             }
-        found |= {f"model.layers.{number}.{name}" for name in own}
-    return found | {"model.embed_tokens.weight", "model.norm.weight"}
+        names |= {f"model.layers.{number}.{name}" for name in of_layer}
+    return names | {"model.embed_tokens.weight", "model.norm.weight"}
 
 
 def _optional_places(spec: DecoderSpec) -> set[str]:
@@ -146,7 +146,7 @@ def _products(spec: DecoderSpec, layer: LayerSpec) -> Iterator[str]:
 
 
 def _plain(c: Fields, **facts: Any) -> DecoderSpec:
-    """A decoder as llama is one, with other `facts`."""
+    """The spec of llama, with other `facts`."""
     hidden, heads = c("hidden_size"), c("num_attention_heads")
     head_dim = c("head_dim", hidden // heads)
     c.expect("hidden_act", "silu", "gelu_pytorch_tanh")
@@ -176,29 +176,29 @@ def _plain(c: Fields, **facts: Any) -> DecoderSpec:
 
 
 def _rotary(
-    c: Fields, said: Mapping[str, Any], *, partial: bool = False, head_dim: int | None = None, **facts: Any
+    c: Fields, rope: Mapping[str, Any], *, partial: bool = False, head_dim: int | None = None, **facts: Any
 ) -> RotarySpec:
     """Rotary embeddings as a config describes them. `partial`: whether the family turns a part of each head."""
-    kind = said.get("rope_type", "default")
-    known = _ROPE_KEYS.get(kind)
-    if known is None:
+    kind = rope.get("rope_type", "default")
+    parameters = _ROPE_KEYS.get(kind)
+    if parameters is None:
         raise UnwrittenError(f"rope_type={kind!r}")
-    own = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
-    unknown = sorted(set(said) - set(known) - own)
+    common = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    unknown = sorted(set(rope) - set(parameters) - common)
     if unknown:
-        raise UnwrittenError(f"rotary parameter {unknown[0]}={said[unknown[0]]!r}")
-    share = said.get("partial_rotary_factor", c("partial_rotary_factor", 1.0))
+        raise UnwrittenError(f"rotary parameter {unknown[0]}={rope[unknown[0]]!r}")
+    share = rope.get("partial_rotary_factor", c("partial_rotary_factor", 1.0))
     if share != 1.0 and not partial:
         raise UnwrittenError(f"partial_rotary_factor={share!r}")
     head_dim = head_dim or c("head_dim", c("hidden_size") // c("num_attention_heads"))
     longest = c("max_position_embeddings")
-    if said.get("mrope_section") is not None:
-        facts["axes"] = _axes(said["mrope_section"], int(head_dim * share) // 2, said.get("mrope_interleaved", False))
-    return RotarySpec(said["rope_theta"], int(head_dim * share), kind, said, longest, **facts)
+    if rope.get("mrope_section") is not None:
+        facts["axes"] = _axes(rope["mrope_section"], int(head_dim * share) // 2, rope.get("mrope_interleaved", False))
+    return RotarySpec(rope["rope_theta"], int(head_dim * share), kind, rope, longest, **facts)
 
 
 def _axes(sections: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[int, ...]:
-    """By time, row or column, which pairs turn: in sections (arXiv 2409.12191) or in turn (Qwen3-VL)."""
+    """The axis (time, row or column) of each pair: in sections (arXiv 2409.12191), or alternating (Qwen3-VL)."""
     if len(sections) != 3 or sum(sections) != num_pairs or min(sections) < 0:
         raise UnwrittenError(f"mrope_section={sections!r} for {num_pairs} pairs")
     if interleaved:
@@ -220,7 +220,7 @@ def _layers(c: Fields, *, turns: Callable[[int, str], int | None] = lambda layer
 
 
 def _head_norms(names: WeightNames) -> WeightNames:
-    """The same names, and norms of queries and keys."""
+    """These names, with norms of queries and keys."""
     return replace(names, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 
 
@@ -260,7 +260,7 @@ def smollm3(c: Fields) -> DecoderSpec:
     turned = c("no_rope_layers")
     has_windows = c("use_sliding_window", False)
     layers = _layers(c, turns=lambda layer, kind: 0 if turned[layer] else None)
-    return _plain(c, layers=layers if has_windows else tuple(LayerSpec(None, own.rotary) for own in layers))
+    return _plain(c, layers=layers if has_windows else tuple(LayerSpec(None, layer.rotary) for layer in layers))
 
 
 def granite(c: Fields) -> DecoderSpec:
@@ -293,14 +293,14 @@ def gemma3(c: Fields) -> DecoderSpec:
     """arXiv 2503.19786: as gemma2 with norms of heads instead of capped scores; windows turn by angles of their own."""
     c.expect("use_bidirectional_attention", False)
     kinds = "full_attention", "sliding_attention"
-    said = c("rope_parameters")
-    if any(kind not in said for kind in kinds):
-        raise UnwrittenError(f"rope_parameters={said!r}")
+    rope = c("rope_parameters")
+    if any(kind not in rope for kind in kinds):
+        raise UnwrittenError(f"rope_parameters={rope!r}")
     c.expect("attn_logit_softcapping", None)
     return _plain(
         c,
         layers=_layers(c, turns=lambda layer, kind: kinds.index(kind)),
-        rotaries=tuple(_rotary(c, said[kind]) for kind in kinds),
+        rotaries=tuple(_rotary(c, rope[kind]) for kind in kinds),
         names=_head_norms(_FOUR_NORMS),
         norm=NormSpec(c("rms_norm_eps"), "one more"),
         embedding_scale=c("hidden_size") ** 0.5,
@@ -385,12 +385,12 @@ def _qwen_experts(c: Fields, layers: tuple[LayerSpec, ...], **facts: Any) -> dic
         normalised=c("norm_topk_prob", False),
         **facts,
     )
-    own = tuple(replace(layer, has_experts=has) for layer, has in zip(layers, chosen, strict=True))
-    return {"layers": own, "experts": experts}
+    layers = tuple(replace(layer, has_experts=has) for layer, has in zip(layers, chosen, strict=True))
+    return {"layers": layers, "experts": experts}
 
 
 def qwen2_moe(c: Fields) -> DecoderSpec:
-    """arXiv 2407.10671: experts, and one network that all tokens pass, behind a gate."""
+    """arXiv 2407.10671: experts, and one network with a gate that all tokens pass."""
     c("use_sliding_window")
     parts = ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (f"mlp.shared_expert.{part}" for part in parts)
@@ -429,15 +429,15 @@ def gpt_oss(c: Fields) -> DecoderSpec:
 
 def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -> DecoderSpec:
     """A decoder with latent KV (arXiv 2405.04434). `value`: elements of a head's value."""
-    plain, turned, rank, said = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("q_lora_rank"), c("rope_parameters")
+    plain, turned, rank, rope = c("qk_nope_head_dim"), c("qk_rope_head_dim"), c("q_lora_rank"), c("rope_parameters")
     c.expect("num_key_value_heads", c("num_attention_heads"))
     c.expect("qk_head_dim", plain + turned)
     c.expect("head_dim", turned)
     latent = LatentSpec(c("kv_lora_rank"), turned, plain, value, rank)
     first = "self_attn.q_proj" if rank is None else "self_attn.q_a_proj"
     stretched = 1.0  # arXiv 2309.00071: longer contexts want sharper scores
-    if said.get("rope_type", "default") != "default" and said.get("mscale_all_dim"):
-        stretched = 1.0 + 0.1 * said["mscale_all_dim"] * math.log(max(said["factor"], 1.0))
+    if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim"):
+        stretched = 1.0 + 0.1 * rope["mscale_all_dim"] * math.log(max(rope["factor"], 1.0))
     return _plain(
         c,
         latent=latent,
@@ -445,7 +445,7 @@ def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -
         head_dim=latent.width,
         score_scale=(plain + turned) ** -0.5 * stretched**2,
         names=WeightNames(project=(first, "self_attn.kv_a_proj_with_mqa")),
-        rotaries=(_rotary(c, said, head_dim=turned, **rotary),),
+        rotaries=(_rotary(c, rope, head_dim=turned, **rotary),),
         **facts,
     )
 
@@ -469,7 +469,7 @@ def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[st
         routes_in_float32=True,
         **facts,
     )
-    return {"layers": tuple(LayerSpec(has_experts=not one) for one in dense), "experts": experts}
+    return {"layers": tuple(LayerSpec(has_experts=not is_dense) for is_dense in dense), "experts": experts}
 
 
 def deepseek_v2(c: Fields) -> DecoderSpec:

@@ -1,10 +1,9 @@
 """Linear layers that own their weights, in the format that this processor multiplies fastest.
 
-Knows tensors, and four formats: 12 bits a weight (`cpu/product.py`), the codes of a file (`cpu/coded_product.py`),
-oneDNN's packed order, and plain tensors; knows no model. Every product of few rows reorders a plain weight again, or
-reads it in strides. It reads a packed one as a stream: decoding becomes up to twice as fast. With packed weights, a
-row's bits do not depend on the number of rows, not even on whether the row is alone
-(docs/decisions/0009-packed-weights.md has the measurements).
+Formats are 12 bits a weight (`cpu/product.py`), the codes of a file (`cpu/coded_product.py`), oneDNN's packed order,
+and plain tensors. Every product of few rows reorders a plain weight again, or reads it in strides. It reads a packed
+one as a stream: decoding becomes up to twice as fast. With packed weights, a row's bits do not depend on the number of
+rows, not even on whether the row is alone (docs/decisions/0009-packed-weights.md has the measurements).
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _product_of(weights: Sequence[Weight], bias: Tensor | None) -> Product:
 
 
 def plain_weights(weights: Sequence[Weight]) -> list[Tensor]:
-    """The same as tensors of one type."""
+    """The weights as tensors of one type."""
     dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]
     dtype = dtypes[0] if dtypes else torch.float32
     return [weight if isinstance(weight, Tensor) else weight.plain(dtype) for weight in weights]
@@ -151,7 +150,7 @@ class HeadLinear:
         if CompactProduct.can_take(weights[0]) and size % PRODUCT_PANEL == 0:
             self._together = CompactProduct([weights.flatten(0, 1)], None, num_heads=num_heads)
         else:
-            self._apart = [Linear([own.contiguous()], None) for own in weights]
+            self._apart = [Linear([weight.contiguous()], None) for weight in weights]
 
     @property
     def format(self) -> str:
@@ -161,8 +160,8 @@ class HeadLinear:
         """Write the result to `target` [rows, heads, out_features], which may have gaps between heads and rows."""
         if self._together is not None:
             self._together.of_heads(rows, target)
-        for head, own in enumerate(self._apart):
-            target[:, head] = own(rows[:, head].contiguous())
+        for head, product in enumerate(self._apart):
+            target[:, head] = product(rows[:, head].contiguous())
 
 
 class GatedLinear:
@@ -194,7 +193,7 @@ class GatedLinear:
 
     @property
     def gate(self) -> Gate | None:
-        """What follows the product as one operation; None if there is no such operation, or the product does it."""
+        """The operation after the product; None if there is none, or if the product does it."""
         return None if self.product is None else self._gate
 
     @property
@@ -218,8 +217,8 @@ class GatedLinear:
         result = self.compact(rows)
         if deltas is not None:
             changed = deltas.changed()
-            own = rows[changed]
-            result[changed] = self._gated(deltas.of(changed).add(own, self.compact.before_gate(own)))
+            inputs = rows[changed]
+            result[changed] = self._gated(deltas.of(changed).add(inputs, self.compact.before_gate(inputs)))
         return result
 
     def _gated(self, both: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """A layer's feed-forward network: one for all rows, or experts of which a router chooses some for each row.
 
-Knows products and the facts of `spec.py`; knows no layer. An expert multiplies the rows that chose it, however many
-there are, by products in which a row's bits depend on that row alone. A row's experts are added up in the order in
-which it chose them.
+An expert multiplies the rows that chose it, however many there are, by products in which a row's bits depend on that
+row alone. A row's experts are added up in the order in which it chose them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Network:
 
     @property
     def gate(self) -> Gate | None:
-        """What follows the product with gate and up, if that is one operation."""
+        """The operation after the product with gate and up, if there is one."""
         return self._gate.gate
 
     @property
@@ -52,17 +51,17 @@ class Experts:
     ) -> None:
         """`plain`: takes a tensor that is no product's; `dtype`: of rows."""
         assert spec.experts is not None
-        self._spec, own = spec.experts, spec.experts
-        router, bias = take(own.router)
-        if own.routes_in_float32:
+        self._spec, experts = spec.experts, spec.experts
+        router, bias = take(experts.router)
+        if experts.routes_in_float32:
             router = [weight.float() for weight in plain_weights(router)]
         self._router = Linear(router, bias)
-        self._correction = None if own.correction is None else plain(own.correction)
-        self._experts = [Network(own.network(number), spec, take, kernels) for number in range(own.count)]
-        self._shared = None if own.shared is None else Network(own.shared, spec, take, kernels)
-        self._shared_gate = None if own.shared_gate is None else Linear(*take(own.shared_gate))
+        self._correction = None if experts.correction is None else plain(experts.correction)
+        self._experts = [Network(experts.network(number), spec, take, kernels) for number in range(experts.count)]
+        self._shared = None if experts.shared is None else Network(experts.shared, spec, take, kernels)
+        self._shared_gate = None if experts.shared_gate is None else Linear(*take(experts.shared_gate))
         is_packed = all(part.format != "plain" for part in self.products)
-        self._padded = RowPadding.for_model([own.width], dtype, torch.get_num_threads(), packed=is_packed)
+        self._padded = RowPadding.for_model([experts.width], dtype, torch.get_num_threads(), packed=is_packed)
 
     @property
     def products(self) -> tuple[Linear | GatedLinear, ...]:
@@ -80,9 +79,9 @@ class Experts:
         results = rows.new_zeros(len(pairs), rows.shape[1])
         for expert in torch.unique(pairs).tolist():
             places = torch.nonzero(pairs == expert).flatten()
-            own = rows[places // choices]
-            padding = (0, 0, 0, self._padded(len(own)) - len(own))
-            results[places] = self._experts[expert](torch.nn.functional.pad(own, padding), len(own))[: len(own)]
+            part = rows[places // choices]
+            padding = (0, 0, 0, self._padded(len(part)) - len(part))
+            results[places] = self._experts[expert](torch.nn.functional.pad(part, padding), len(part))[: len(part)]
         weighted = results.view(count, choices, -1) * weights[:count, :, None].to(rows.dtype)
         mixed = torch.zeros_like(rows)
         mixed[:count] = _sum_in_order(weighted.float()).to(rows.dtype)
@@ -96,24 +95,24 @@ class Experts:
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of each row's experts and their numbers, both [rows, chosen], the best first."""
-        own = self._spec
-        scores = self._router(rows.float() if own.routes_in_float32 else rows).float()
-        if own.weights == "softmax of chosen":
-            best = scores.topk(own.chosen)
+        spec = self._spec
+        scores = self._router(rows.float() if spec.routes_in_float32 else rows).float()
+        if spec.weights == "softmax of chosen":
+            best = scores.topk(spec.chosen)
             return best.values.softmax(-1), best.indices
-        weights = scores.sigmoid() if own.weights == "sigmoid" else scores.softmax(-1)
+        weights = scores.sigmoid() if spec.weights == "sigmoid" else scores.softmax(-1)
         ranks = weights if self._correction is None else weights + self._correction
-        chosen = (ranks if own.groups == 1 else self._of_best_groups(ranks)).topk(own.chosen).indices
-        found = weights.gather(1, chosen)
-        if own.normalised:
-            found = found / (_sum_in_order(found)[:, None] + 1e-20)
-        return found if own.scale == 1.0 else found * own.scale, chosen
+        chosen = (ranks if spec.groups == 1 else self._of_best_groups(ranks)).topk(spec.chosen).indices
+        weights = weights.gather(1, chosen)
+        if spec.normalised:
+            weights = weights / (_sum_in_order(weights)[:, None] + 1e-20)
+        return weights if spec.scale == 1.0 else weights * spec.scale, chosen
 
     def _of_best_groups(self, ranks: Tensor) -> Tensor:
         """Ranks [rows, experts], with the least number for experts of groups that may not be chosen."""
-        own, groups = self._spec, ranks.view(len(ranks), self._spec.groups, -1)
-        of_groups = _sum_in_order(groups.topk(own.group_best).values.transpose(1, 2))
-        chosen = of_groups.topk(own.chosen_groups).indices
+        spec, groups = self._spec, ranks.view(len(ranks), self._spec.groups, -1)
+        of_groups = _sum_in_order(groups.topk(spec.group_best).values.transpose(1, 2))
+        chosen = of_groups.topk(spec.chosen_groups).indices
         hidden = torch.ones_like(of_groups, dtype=torch.bool).scatter(1, chosen, value=False)
         return groups.masked_fill(hidden[..., None], -torch.inf).flatten(1)
 
@@ -128,15 +127,15 @@ def _sum_in_order(parts: Tensor) -> Tensor:
 
 def unstack(spec: DecoderSpec, weights: MutableMapping[str, Weight], place: str) -> None:
     """Name the experts of a layer one by one, if they are in one tensor."""
-    own = spec.experts
-    if own is None or own.stack is None:
+    facts = spec.experts
+    if facts is None or facts.stack is None:
         return
     for suffix, end in (("", "weight"), ("_bias", "bias")):
-        gate_up, down = (weights.pop(f"{place}{own.stack}.{name}{suffix}") for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (weights.pop(f"{place}{facts.stack}.{name}{suffix}") for name in ("gate_up_proj", "down_proj"))
         assert isinstance(gate_up, Tensor)
         assert isinstance(down, Tensor)
-        for number in range(own.count):
-            names = own.network(number)
+        for number in range(facts.count):
+            names = facts.network(number)
             parts = gate_up[number][..., ::2], gate_up[number][..., 1::2], down[number]
             for name, part in zip(names.products, parts, strict=True):
                 weights[f"{place}{name}.{end}"] = part.T.contiguous() if end == "weight" else part.contiguous()
@@ -146,17 +145,17 @@ def experts_apart(weights: Mapping[str, Tensor], family: str) -> dict[str, Tenso
     """Weights of transformers' modules by their names in files: transformers joins the experts of a layer."""
     if family == "gpt_oss":
         return dict(weights)  # joined in the file, too
-    mixtral, found = family == "mixtral", dict[str, Tensor]()
+    mixtral, stored = family == "mixtral", dict[str, Tensor]()
     network, parts = (
         ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
     )
     for name, tensor in weights.items():
         layer, _, last = name.partition(".mlp.experts.")
         if last not in ("gate_up_proj", "down_proj"):
-            found[name.replace(".mlp.", f".{network}.")] = tensor
+            stored[name.replace(".mlp.", f".{network}.")] = tensor
             continue
-        own = parts[:2] if last == "gate_up_proj" else parts[2:]
+        names = parts[:2] if last == "gate_up_proj" else parts[2:]
         for number, expert in enumerate(tensor):
-            for part, weight in zip(own, expert.chunk(len(own)), strict=True):
-                found[f"{layer}.{network}.experts.{number}.{part}.weight"] = weight
-    return found
+            for part, weight in zip(names, expert.chunk(len(names)), strict=True):
+                stored[f"{layer}.{network}.experts.{number}.{part}.weight"] = weight
+    return stored

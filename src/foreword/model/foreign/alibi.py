@@ -41,18 +41,18 @@ def use_slopes(model: PreTrainedModel) -> None:
     if not isinstance(num_heads, int):
         return
     call = _Call(model)
-    known: dict[Any, BiasFormula | None] = {}
+    formulas: dict[Any, BiasFormula | None] = {}
     for module in list(model.modules()):
         candidates = BiasFormula.candidates(module, num_heads)
         if not candidates:
             continue
         make = type(module), settings(module), candidates
-        if make not in known:
-            known[make] = next((formula for formula in candidates if formula.is_computed_by(module)), None)
-        formula = known[make]
+        if make not in formulas:
+            formulas[make] = next((formula for formula in candidates if formula.is_computed_by(module)), None)
+        formula = formulas[make]
         if formula is not None:
             module.forward = BiasedForward(module, formula, call)
-    if any(known.values()):
+    if any(formulas.values()):
         model.register_forward_pre_hook(call.note, with_kwargs=True)
         model.set_attn_implementation = call.use  # transformers' method finds no interface in the model's source
         call.use(BIASED_NAME)
@@ -139,13 +139,13 @@ class BiasFormula:
         rows, residual = (inputs.rows(1, NUM_ROWS, linear.in_features).to(device) for _ in range(2))
         slopes = inputs.rows(self.num_heads, 1, 1).abs().to(device)
         bias = slopes * torch.arange(1 - NUM_ROWS, 1, device=device)
-        given = {"hidden_states": rows * size, self.bias: bias, "attention_mask": None}
+        arguments = {"hidden_states": rows * size, self.bias: bias, "attention_mask": None}
         if "residual" in inspect.signature(module.forward).parameters:
-            given["residual"] = residual
+            arguments["residual"] = residual
         query, key, value = self.split(module, rows * size)
         mixed = (query @ key.mT * self.scale + bias).softmax(-1) @ value
-        expected = self.join(module, mixed.transpose(1, 2), given.get("residual"))
-        return relative_error(module.forward(**given)[0], expected)
+        expected = self.join(module, mixed.transpose(1, 2), arguments.get("residual"))
+        return relative_error(module.forward(**arguments)[0], expected)
 
 
 class BiasedForward:
@@ -161,22 +161,22 @@ class BiasedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take the module's arguments; return its output and None in place of attention weights."""
-        given = self._signature.bind(*args, **kwargs).arguments
+        arguments = self._signature.bind(*args, **kwargs).arguments
         module, formula = self._module, self._formula
         if self._slopes is None:
-            self._slopes = _slopes(given[formula.bias])
-        query, key, value = formula.split(module, given["hidden_states"])
+            self._slopes = _slopes(arguments[formula.bias])
+        query, key, value = formula.split(module, arguments["hidden_states"])
         mixed, _ = self._call.attend(
             module,
             query,
             key,
             value,
-            given.get("attention_mask"),
+            arguments.get("attention_mask"),
             scaling=formula.scale,
             alibi_slopes=self._slopes,
             forward_context=self._call.context,
         )
-        return formula.join(module, mixed, given.get("residual")), None
+        return formula.join(module, mixed, arguments.get("residual")), None
 
 
 def _slopes(bias: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ attn_implementation="foreword": no mask function has that name, so models build 
 what it sees. `probe.py` checks at load that models hide nothing else.
 
 experts_implementation="foreword": a token's result does not depend on other tokens. The library's own implementations
-multiply as many rows as an expert happens to get, and on a CPU float32 products of few rows round differently. Here an
+multiply the rows that an expert happens to get, and on a CPU float32 products of few rows round differently. Here an
 expert's rows are padded to a fixed multiple, and a token's experts are added up in the order of its own routing.
 """
 
@@ -43,7 +43,7 @@ def attention_options(
     alibi_slopes: Tensor | None = None,
     **_: Any,
 ) -> AttentionOptions:
-    """What a layer asks attention for by its arguments, in the kernels' terms; query [1, heads, tokens, dim]."""
+    """The options that a layer passes to attention, in the kernels' terms; query [1, heads, tokens, dim]."""
     return AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
@@ -62,7 +62,7 @@ def foreword_attention(
     attention_mask: Tensor | None,
     *,
     forward_context: Step,
-    **asked: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Write this step's KV into its slots, then attend over everything in the block tables.
 
@@ -74,7 +74,7 @@ def foreword_attention(
     slots = step.slots
     num_tokens = len(slots)
     storage.write(layer, slots, key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens])
-    options = attention_options(query, storage.layout.attention[layer].local_chunk, **asked)
+    options = attention_options(query, storage.layout.attention[layer].local_chunk, **arguments)
     output = step.kernel.attend(query[0].transpose(0, 1), storage.blocks[layer], step.plan, options)
     return output[None], None
 

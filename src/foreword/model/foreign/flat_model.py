@@ -51,10 +51,10 @@ class FlatModel:
     @property
     def code(self) -> dict[str, str]:
         """The class of the model, and a digest of the modelling code that came with its checkpoint."""
-        own = type(self.module)
-        if not own.__module__.startswith("transformers_modules."):
-            return {"class": f"{own.__module__}.{own.__qualname__}"}
-        return {"class": own.__qualname__, "source": digest_sources(Path(inspect.getfile(own)).parent)}
+        model_class = type(self.module)
+        if not model_class.__module__.startswith("transformers_modules."):
+            return {"class": f"{model_class.__module__}.{model_class.__qualname__}"}
+        return {"class": model_class.__qualname__, "source": digest_sources(Path(inspect.getfile(model_class)).parent)}
 
     @property
     def reads_experts(self) -> bool:
@@ -72,11 +72,11 @@ class FlatModel:
 
     def widths(self) -> set[int]:
         """Widths of the rows that products take and return."""
-        own = {  # recurrent layers run in cells of fixed lengths
+        recurrent = {  # recurrent layers run in cells of fixed lengths
             m for layer in self.module.modules() if isinstance(layer.forward, RecurrentForward) for m in layer.modules()
         }
         kinds = (nn.Linear, PackedLinear, ProductPart)
-        layers = [m for m in self.module.modules() if isinstance(m, kinds) and m not in own]
+        layers = [m for m in self.module.modules() if isinstance(m, kinds) and m not in recurrent]
         linear = {n for layer in layers for n in (layer.in_features, layer.out_features)}
         return linear | {n for p in self.module.parameters() if p.dim() == 3 for n in p.shape[1:]}  # experts
 

@@ -94,9 +94,9 @@ def fuse(module: nn.Module) -> None:
     kernels = RowKernels()
     fusion = _Fusion(kernels)
     for path, child in list(module.named_modules()):
-        found = fusion.replacement(child) if path else None
-        if found is not None:
-            module.set_submodule(path, found)
+        replacement = fusion.replacement(child) if path else None
+        if replacement is not None:
+            module.set_submodule(path, replacement)
     for parent in list(module.modules()):
         if not isinstance(parent, FusedGate):
             _merge_siblings(parent)
@@ -228,12 +228,12 @@ class _Fusion:
 
 
 def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
-    """How the module rounds and scales; None if it is no root-mean-square norm.
+    """The form of a root-mean-square norm: how it rounds and scales; None if the module is no such norm.
 
     The trial makes its weight random, because with a weight of ones all formulas agree.
     """
     inputs = RandomInputs()
-    x, kept = inputs.rows(NUM_ROWS, len(weight), dtype=weight.dtype), weight.clone()
+    x, original = inputs.rows(NUM_ROWS, len(weight), dtype=weight.dtype), weight.clone()
     with torch.no_grad():
         weight.copy_(inputs.rows(len(weight)))
         try:
@@ -246,7 +246,7 @@ def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
                 ADD_ONE: ((1.0 + weight.float()) * norm).to(x.dtype),
             }
         finally:
-            weight.copy_(kept)
+            weight.copy_(original)
     return next((form for form, expected in formulas.items() if same_bits(output, expected)), None)
 
 
@@ -267,9 +267,9 @@ def _merge_siblings(parent: nn.Module) -> None:
     Only running the model would show which layers these are, so the names of usual projections decide. A wrong guess
     costs time only: a layer that gets another tensor than its siblings computes the product again.
     """
-    named = [(name, getattr(parent, name, None)) for name in PROJECTIONS]
-    linears = [child for _, child in named if type(child) is nn.Linear and not _has_hooks(child)]
-    if len(linears) < len(named):
+    children = [getattr(parent, name, None) for name in PROJECTIONS]
+    linears = [child for child in children if type(child) is nn.Linear and not _has_hooks(child)]
+    if len(linears) < len(children):
         return
     first = linears[0].weight
     alike = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}

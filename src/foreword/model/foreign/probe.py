@@ -75,21 +75,21 @@ def _problems(config: PretrainedConfig, probe: LayoutProbe, states: Mapping[int,
     problems = []
     types = list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
     for layer, layer_type in enumerate(types):
-        seen, state = probe.layers.get(layer), states.get(layer)
+        layout, state = probe.layers.get(layer), states.get(layer)
         kind = f"layer {layer}" + (f" ({layer_type})" if layer_type else "")
         if layer_type in ("moe", "mlp"):
             continue
-        if seen is None and state is None:
+        if layout is None and state is None:
             problems.append(
                 f"{kind} keeps something other than keys and values, or a state in transformers' cache (it never "
                 "asked for attention)"
             )
         elif layer_type in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and state is None:
             problems.append(f"{kind} keeps no state in transformers' cache")
-        elif seen is not None and layer_type == "chunked_attention" and seen.local_chunk is None:
+        elif layout is not None and layer_type == "chunked_attention" and layout.local_chunk is None:
             problems.append(f"{kind} does not mask its chunks")
-        elif seen is not None and seen.local_chunk is not None and layer_type != "chunked_attention":
-            problems.append(f"{kind} masks chunks of {seen.local_chunk}, but its type does not say so")
+        elif layout is not None and layout.local_chunk is not None and layer_type != "chunked_attention":
+            problems.append(f"{kind} masks chunks of {layout.local_chunk}, but its type does not say so")
     return problems
 
 
@@ -147,9 +147,9 @@ def _probing_mask(
 ) -> Tensor:
     """Stand in for the functions by which transformers builds masks."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
-    seen = _what_is_seen(local_size, mask_function)
-    if seen is not None:
-        setattr(mask, _SEEN, seen)
+    bounds = _what_is_seen(local_size, mask_function)
+    if bounds is not None:
+        setattr(mask, _SEEN, bounds)
     return mask
 
 

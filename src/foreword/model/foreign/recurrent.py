@@ -64,8 +64,8 @@ class OneLayerCache(Cache):  # type: ignore[misc]
         self.layers = {layer: state}
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        known = self.layers[self._layer].has_previous_state
-        return all(known.values()) if state_idx is None else known[state_idx]
+        has_state = self.layers[self._layer].has_previous_state
+        return all(has_state.values()) if state_idx is None else has_state[state_idx]
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         return 0
@@ -163,15 +163,15 @@ class StateProbe:
         """Note the module that wrote a layer's state: the first that returns after it was written."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         if layer < len(self.cache.layers) and layer not in self.modules:
-            kept = self.cache.layers[layer]
-            if isinstance(kept, LinearAttentionCacheLayerMixin) and any(kept.has_previous_state.values()):
+            state = self.cache.layers[layer]
+            if isinstance(state, LinearAttentionCacheLayerMixin) and any(state.has_previous_state.values()):
                 self.modules[layer] = module
                 self.calls[layer] = inspect.signature(module.forward).bind(*args, **kwargs)
 
     def problems(self) -> list[str]:
         """List the modules that do not continue from a state as they would within a whole sequence.
 
-        Some modules of transformers use their state for single tokens only, and begin anew with several.
+        Some modules of transformers use their state for single tokens only, and start again from nothing with several.
         """
         problems = []
         checked: set[type[nn.Module]] = set()
@@ -189,17 +189,17 @@ class StateProbe:
 
     def layouts(self) -> dict[int, StateLayout]:
         """The state of each recurrent layer."""
-        found = {}
+        layouts = {}
         for layer in self.modules:
-            kept = self.cache.layers[layer]
-            tensors = [("conv", n, t) for n, t in kept.conv_states.items() if t is not None]
-            tensors += [("recurrent", n, t) for n, t in kept.recurrent_states.items() if t is not None]
-            found[layer] = StateLayout(
+            state = self.cache.layers[layer]
+            tensors = [("conv", n, t) for n, t in state.conv_states.items() if t is not None]
+            tensors += [("recurrent", n, t) for n, t in state.recurrent_states.items() if t is not None]
+            layouts[layer] = StateLayout(
                 tuple((kind, number) for kind, number, _ in tensors),
                 tuple(tuple(tensor.shape[1:]) for *_, tensor in tensors),
                 tuple(tensor.dtype for *_, tensor in tensors),
             )
-        return found
+        return layouts
 
 
 def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArguments) -> float:
@@ -207,8 +207,8 @@ def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArgume
     exact = copy.deepcopy(module).float()
     name = next(n for n in CACHE_ARGUMENTS if n in call.arguments)
     source = next(iter(call.signature.parameters))
-    given: Tensor = call.arguments[source]
-    hidden = RandomInputs().rows(1, 9, given.shape[-1]).to(given.device)
+    rows: Tensor = call.arguments[source]
+    hidden = RandomInputs().rows(1, 9, rows.shape[-1]).to(rows.device)
 
     def run(pieces: list[int]) -> Tensor:
         state = LinearAttentionLayer(number_of_states=8)

@@ -37,18 +37,18 @@ class RandomInputs:
         return torch.randint(limit, shape, generator=self._generator)
 
 
-def same_bits(found: object, expected: object) -> bool:
+def same_bits(actual: object, expected: object) -> bool:
     """Whether two tensors, or two tuples of tensors, are equal in type, shape and every bit."""
-    if isinstance(found, tuple) and isinstance(expected, tuple):
-        return len(found) == len(expected) and all(map(same_bits, found, expected))
-    if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
+    if isinstance(actual, tuple) and isinstance(expected, tuple):
+        return len(actual) == len(expected) and all(map(same_bits, actual, expected))
+    if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):
         return False
-    return found.dtype == expected.dtype and torch.equal(found, expected)
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference of two tensors, as a share of the largest expected value."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
 
 
 def settings(module: nn.Module) -> tuple[tuple[str, object], ...]:

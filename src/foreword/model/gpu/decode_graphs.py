@@ -87,14 +87,14 @@ class DecodeGraphs:
     def capture(self, sizes: Sequence[int]) -> None:
         """Record steps of these sizes, padded as the runner pads. Raises RuntimeError if the device cannot."""
         target = self._device.torch_device
-        wanted = sorted({self._runner.pad_rows(size) for size in sizes}, reverse=True)
-        largest = self._plans(self._padding(), wanted[0])
+        row_counts = sorted({self._runner.pad_rows(size) for size in sizes}, reverse=True)
+        largest = self._plans(self._padding(), row_counts[0])
         # Not in inference mode: its tensors cannot be changed outside it.
-        self._rows = torch.zeros((3 + self._num_groups) * wanted[0], dtype=torch.int32, device=target)
+        self._rows = torch.zeros((3 + self._num_groups) * row_counts[0], dtype=torch.int32, device=target)
         self._metadata = [torch.zeros(plan.most, dtype=torch.int32, device=target) for plan in largest]
-        self._keep = torch.arange(wanted[0], device=target)
-        self._logits = torch.empty(wanted[0], self._model.vocab_size, dtype=self._model.dtype, device=target)
-        for size in wanted:  # the largest first, so that the others reuse its memory
+        self._keep = torch.arange(row_counts[0], device=target)
+        self._logits = torch.empty(row_counts[0], self._model.vocab_size, dtype=self._model.dtype, device=target)
+        for size in row_counts:  # the largest first, so that the others reuse its memory
             with torch.inference_mode():
                 self._graphs[size] = self._capture_size(size)
         self.sizes = sorted(self._graphs)
@@ -115,8 +115,8 @@ class DecodeGraphs:
     def replay(self, step: DecodeStep) -> Tensor:
         """Compute a step and return its logits [num_rows, vocab], valid until the next step."""
         self._rows[: step.rows.numel()].copy_(step.rows.view(-1))
-        for static, own in zip(self._metadata, step.metadata, strict=True):
-            static[: len(own)].copy_(own)
+        for static, metadata in zip(self._metadata, step.metadata, strict=True):
+            static[: len(metadata)].copy_(metadata)
         self._graphs[step.size].replay()
         self.num_replays += 1
         return self._logits[: step.num_rows]
@@ -163,10 +163,8 @@ class DecodeGraphs:
 
     def _plans(self, batch: Batch, size: int) -> list[HostPlan]:
         """Plan each group in the shape of a graph."""
-        scrap, kernels = (
-            self._storage.scrap_block,
-            cast(list[DeviceAttention], self._kernels),
-        )  # others are not recorded
+        scrap = self._storage.scrap_block
+        kernels = cast(list[DeviceAttention], self._kernels)  # others are not recorded
         return [
             kernel.lay_out_decoding(
                 batch.of_group(group_id, scrap), scrap, block_size, num_rows=size, max_tokens=self._max_tokens

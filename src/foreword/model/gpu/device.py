@@ -49,7 +49,7 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where its tensors live."""
+        """The device of its tensors."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Host memory [num_bytes] uint8 that the device can copy from and to while the host goes on."""

@@ -35,7 +35,7 @@ from foreword.model.gpu.decode_graphs import DECODE_SIZES, MOST_ROWS_EACH, Decod
 from foreword.model.gpu.device import Device, Event
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ForwardPass, GroupPlan, ModelRunner
-from foreword.model.sampling.readout import Readout, Rows, Taken, logit_rows
+from foreword.model.sampling.readout import Readout, Rows, StepOutput, logit_rows
 from foreword.model.storage import KVStorage
 
 ALIGNMENT = 16
@@ -69,7 +69,7 @@ class StepBuffer:
         self.num_uploads = 0
         """The number of copies from host to device so far."""
         self._parts: list[_Part] = []
-        """More than one only in a step that needs more than any step before."""
+        """One part, except in a step that needs more memory than any step before."""
         self._used: list[int] = []
         self._grow(num_bytes)
 
@@ -148,9 +148,9 @@ class RunnerLimits:
 class PendingResult:
     """A step that is queued on the device."""
 
-    def __init__(self, event: Event, host: Tensor, taken: Taken) -> None:
+    def __init__(self, event: Event, host: Tensor, output: StepOutput) -> None:
         self._event, self._host = event, host
-        self.taken = taken
+        self.output = output
         self.is_read = False
 
     def is_ready(self) -> bool:
@@ -161,7 +161,7 @@ class PendingResult:
         """Wait for the device and read the step; to be called once."""
         self.is_read = True
         self._event.synchronize()
-        return self.taken.read(self._host.view(torch.int32).numpy())
+        return self.output.read(self._host.view(torch.int32).numpy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +246,12 @@ class DeviceRunner(ModelRunner):
             expected = self._plan_expected(batch, work)
             self.buffer.upload()
             for tokens in expected:
-                drawn = self._launched[-1].taken.drawn
+                drawn = self._launched[-1].output.drawn
                 assert drawn is not None
                 tokens.fill(drawn.token_ids)
             self._storage.copy_blocks(copies)
-            taken = readout.take(self._logits(work))
-            self._launched.append(self._fetch(taken))
+            output = readout.take(self._logits(work))
+            self._launched.append(self._fetch(output))
         return self._launched[-1]
 
     def forward(self, batch: Batch, logit_rows: Rows, columns: Rows | None = None) -> Tensor:
@@ -292,21 +292,21 @@ class DeviceRunner(ModelRunner):
         if not len(batch.expected):
             return []
         passes: Sequence[DecodeStep | ForwardPass] = work if isinstance(work, list) else [work]
-        most = self._pass_rows or batch.num_tokens
+        pass_rows = self._pass_rows or batch.num_tokens
         numbers, sources = batch.expected.T
         pairs = np.empty((2, len(numbers)), np.int64)
-        pairs[0], pairs[1] = numbers, self._launched[-1].taken.entries.searchsorted(sources)
-        cuts = numbers.searchsorted([number * most for number in range(len(passes) + 1)]).tolist()
+        pairs[0], pairs[1] = numbers, self._launched[-1].output.entries.searchsorted(sources)
+        cuts = numbers.searchsorted([number * pass_rows for number in range(len(passes) + 1)]).tolist()
         expected = []
-        for number, (one, first, last) in enumerate(zip(passes, cuts[:-1], cuts[1:], strict=True)):
+        for number, (step, first, last) in enumerate(zip(passes, cuts[:-1], cuts[1:], strict=True)):
             if first < last:
-                own = pairs[:, first:last]
-                own[0] -= number * most
-                is_run = (own[:, 1:] - own[:, :-1] == 1).all()  # while no request joins or leaves
-                place, sample = own[:, 0].tolist()
+                moves = pairs[:, first:last]
+                moves[0] -= number * pass_rows
+                is_run = (moves[:, 1:] - moves[:, :-1] == 1).all()  # while no request joins or leaves
+                place, sample = moves[:, 0].tolist()
                 count = last - first
                 runs = slice(place, place + count), slice(sample, sample + count)
-                expected.append(ExpectedTokens(one.rows, runs if is_run else self._put(own)))
+                expected.append(ExpectedTokens(step.rows, runs if is_run else self._put(moves)))
         return expected
 
     def _logits(self, work: DecodeStep | list[ForwardPass]) -> Tensor:
@@ -316,12 +316,12 @@ class DeviceRunner(ModelRunner):
             return self.graphs.replay(work)
         return self._run(work)
 
-    def _fetch(self, taken: Taken) -> PendingResult:
+    def _fetch(self, output: StepOutput) -> PendingResult:
         """Queue the copy of a step's results to the host."""
-        packed = taken.packed().view(torch.uint8)
+        packed = output.packed().view(torch.uint8)
         if len(packed) > len(self._results):
             self._results = self._accelerator.host_buffer(2 * len(packed))
         host = self._results[: len(packed)]
         if len(packed):
             self._accelerator.copy(host, packed)
-        return PendingResult(self._accelerator.mark(), host, taken)
+        return PendingResult(self._accelerator.mark(), host, output)

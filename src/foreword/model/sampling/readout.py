@@ -1,4 +1,4 @@
-"""What leaves a step: sampled tokens, and the log probabilities that requests ask for.
+"""The results that leave a step: sampled tokens, and the log probabilities that requests ask for.
 
 The host plans a readout before the model runs, the device takes it from the logits, and the host reads it when the
 device is done.
@@ -56,12 +56,12 @@ def _labels_alone(entries: Entries) -> Rows | None:
     samples = entries.samples
     if not entries.facts["has_labels"][samples].all() or not samples.any():
         return None
-    found = {entries.requests[number].params.label_token_ids for number in samples.nonzero()[0].tolist()}
-    return np.unique(np.concatenate([np.array(labels, np.int64) for labels in found]))
+    label_sets = {entries.requests[number].params.label_token_ids for number in samples.nonzero()[0].tolist()}
+    return np.unique(np.concatenate([np.array(labels, np.int64) for labels in label_sets]))
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepOutput:
     """Results of a step on the device."""
 
     num_results: int
@@ -72,7 +72,7 @@ class Taken:
     """Pairs of an entry and the reports on its prompt tokens."""
 
     def packed(self) -> Tensor:
-        """All of it as one [n] int32 tensor; n may be 0."""
+        """All results as one [n] int32 tensor; n may be 0."""
         parts = [report.packed() for _, report in self.prompts]
         parts += [] if self.drawn is None else [self.drawn.packed()]
         if len(parts) == 1:
@@ -108,7 +108,7 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """Plans what leaves a step."""
+    """Plans the results that leave a step."""
 
     num_results: int
     entries: Rows
@@ -119,35 +119,35 @@ class Readout:
     prompts: list[PromptRows]
 
     @classmethod
-    def make(cls, batch: Batch, asked: LogitRows, vocab: int, put: Put) -> Readout:
-        """Plan for the logits [rows, vocab] that `asked` names."""
+    def make(cls, batch: Batch, needed: LogitRows, vocab: int, put: Put) -> Readout:
+        """Plan for the logits [rows, vocab] that `needed` names."""
         samples, counts = batch.entries.samples, batch.entries.num_drafts() + 1
         entries = samples.repeat(counts).nonzero()[0] if batch.entries.drafts else samples.nonzero()[0]
-        lasts = _last_rows(asked.ends[samples], counts[samples]) if len(entries) < len(asked.rows) else None
+        lasts = _last_rows(needed.ends[samples], counts[samples]) if len(entries) < len(needed.rows) else None
         reporting = (batch.entries.facts["reports_prompt_from"] != NO_REPORT).nonzero()[0].tolist()
-        firsts = np.append(0, asked.ends)
+        firsts = np.append(0, needed.ends)
         prompts = (_prompt_rows(batch, number, int(firsts[number]), put) for number in reporting)
         return cls(
             int(counts.sum()),
             entries,
             None if lasts is None else put(lasts),
-            SamplingPlan.make(Sampled.of(batch.entries), vocab, put, asked.columns) if len(entries) else None,
+            SamplingPlan.make(Sampled.of(batch.entries), vocab, put, needed.columns) if len(entries) else None,
             [prompt for prompt in prompts if prompt is not None],
         )
 
-    def take(self, logits: Tensor) -> Taken:
+    def take(self, logits: Tensor) -> StepOutput:
         """Sample from `logits`; this may change them in place."""
         if self.prompts or (self.sampling is not None and self.sampling.needs_float32):
             logits = logits.float()
         prompts = []
         for entry, rows, token_ids, count, certifies in self.prompts:
-            own = logits[rows]
-            report = LogprobRows.of(own.log_softmax(-1), token_ids, count)
-            prompts.append((entry, replace(report, digests=digests(own)) if certifies else report))
+            part = logits[rows]
+            report = LogprobRows.of(part.log_softmax(-1), token_ids, count)
+            prompts.append((entry, replace(report, digests=digests(part)) if certifies else report))
         drawn = None
         if self.sampling is not None:
             drawn = self.sampling.draw(logits if self.rows is None else logits[self.rows])
-        return Taken(self.num_results, self.entries, drawn, prompts)
+        return StepOutput(self.num_results, self.entries, drawn, prompts)
 
 
 def _last_rows(ends: Rows, counts: Rows) -> Rows:

@@ -42,7 +42,7 @@ class LogprobRows:
 
     token_ids: Tensor
     """[rows]: the chosen tokens."""
-    own: Tensor
+    chosen: Tensor
     """[rows] float32: their log probabilities."""
     ranks: Tensor
     """[rows]: 1 is the likeliest token."""
@@ -56,36 +56,36 @@ class LogprobRows:
     """[rows]: of the logits; None: nobody asked."""
 
     @classmethod
-    def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int, wanted: Tensor | None = None) -> LogprobRows:
-        """Report on `token_ids` [rows], and in each row on `wanted` [tokens], given `logprobs` [rows, vocab]."""
-        own = logprobs.gather(1, token_ids[:, None])
+    def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int, more_ids: Tensor | None = None) -> LogprobRows:
+        """Report on `token_ids` [rows], and in each row on `more_ids` [tokens], given `logprobs` [rows, vocab]."""
+        chosen = logprobs.gather(1, token_ids[:, None])
         values, others = logprobs.topk(min(num_likeliest, logprobs.shape[1]))
-        found = values.shape[1]
-        if wanted is not None:
-            more = logprobs[:, wanted]
-            others = torch.cat((others, wanted.expand(len(more), -1)), 1)
+        num_top = values.shape[1]
+        if more_ids is not None:
+            more = logprobs[:, more_ids]
+            others = torch.cat((others, more_ids.expand(len(more), -1)), 1)
             values = torch.cat((values, more), 1)
-        return cls(token_ids, own[:, 0], _ranks(logprobs, own), others, values, found)
+        return cls(token_ids, chosen[:, 0], _ranks(logprobs, chosen), others, values, num_top)
 
     @property
     def num_ints(self) -> int:
         """Length of `packed`."""
-        return 3 * len(self.own) + 2 * self.values.numel()
+        return 3 * len(self.chosen) + 2 * self.values.numel()
 
     def packed(self) -> Tensor:
         """Everything as one [n] int32 tensor; floats keep their bits."""
-        parts = (self.token_ids, self.own, self.ranks, self.others, self.values)
+        parts = (self.token_ids, self.chosen, self.ranks, self.others, self.values)
         return torch.cat([as_int32(part).flatten() for part in parts])
 
     def read(self, packed: Int32s) -> list[TokenLogprobs]:
         """Unpack `packed` on the host: one report per row."""
         rows, count = self.values.shape
-        token_ids, own, ranks, others, values = np.split(packed, np.cumsum([rows, rows, rows, rows * count]))
+        token_ids, chosen, ranks, others, values = np.split(packed, np.cumsum([rows, rows, rows, rows * count]))
         places = [*range(1, self.num_likeliest + 1), *[0] * (count - self.num_likeliest)]  # a rank reads a whole row
         reports: list[TokenLogprobs] = []
         columns = zip(
             token_ids.tolist(),
-            own.view(np.float32).tolist(),
+            chosen.view(np.float32).tolist(),
             ranks.tolist(),
             others.reshape(rows, count).tolist(),
             values.view(np.float32).reshape(rows, count).tolist(),
@@ -101,11 +101,11 @@ class LogprobRows:
         return reports
 
 
-def _ranks(logprobs: Tensor, own: Tensor) -> Tensor:
-    """One more than the number of values in each row above its `own` [rows, 1]; [rows] int32."""
+def _ranks(logprobs: Tensor, chosen: Tensor) -> Tensor:
+    """One more than the number of values in each row above its `chosen` [rows, 1]; [rows] int32."""
     if logprobs.device.type != "cpu":
-        return (logprobs > own).sum(1, dtype=torch.int32) + 1
-    pairs = zip(logprobs.numpy(), own.numpy(), strict=True)  # row by row: six times as fast as torch
+        return (logprobs > chosen).sum(1, dtype=torch.int32) + 1
+    pairs = zip(logprobs.numpy(), chosen.numpy(), strict=True)  # row by row: six times as fast as torch
     return torch.tensor([1 + np.count_nonzero(row > least) for row, least in pairs], dtype=torch.int32)
 
 
@@ -114,8 +114,8 @@ def digests(logits: Tensor, token_ids: Sequence[int] = ()) -> list[bytes]:
 
     All are little-endian. Rows on another device are waited for.
     """
-    which = np.array(token_ids, "<i8").tobytes()
-    return [hashlib.sha256(which + row.tobytes()).digest() for row in logits.float().cpu().numpy().astype("<f4")]
+    prefix = np.array(token_ids, "<i8").tobytes()
+    return [hashlib.sha256(prefix + row.tobytes()).digest() for row in logits.float().cpu().numpy().astype("<f4")]
 
 
 def as_int32(tensor: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class Drawn:
     """Pairs of row numbers and their reports."""
 
     def packed(self) -> Tensor:
-        """All of it as one [n] int32 tensor."""
+        """Tokens and reports as one [n] int32 tensor."""
         token_ids = as_int32(self.token_ids)
         return torch.cat([token_ids, *(report.packed() for _, report in self.reports)]) if self.reports else token_ids
 
@@ -199,33 +199,33 @@ class Reported(NamedTuple):
     rows: Tensor
     """The same numbers, on the device."""
     num_likeliest: int
-    wanted: Tensor | None
-    """Tokens that are reported besides; None: none. With `places`, the only ones that may come."""
+    more_ids: Tensor | None
+    """More tokens to report; None: none. With `places`, the only ones that may come."""
     places: Tensor | None
-    """The columns of `wanted` in the logits, for rows that have labels."""
+    """The columns of `more_ids` in the logits, for rows that have labels."""
     certifies: bool
     """Whether the logits' digests are reported."""
 
     def read(self, logits: Tensor) -> tuple[Tensor, list[bytes] | None]:
         """The log probabilities of its rows, [rows, tokens or labels], and perhaps the logits' digests."""
-        own = logits[self.rows]
+        logits = logits[self.rows]
         if self.places is None:
-            return own.log_softmax(-1), digests(own) if self.certifies else None
-        assert self.wanted is not None
-        own = own[:, self.places]
-        return own.log_softmax(-1), digests(own, self.wanted.tolist()) if self.certifies else None
+            return logits.log_softmax(-1), digests(logits) if self.certifies else None
+        assert self.more_ids is not None
+        logits = logits[:, self.places]
+        return logits.log_softmax(-1), digests(logits, self.more_ids.tolist()) if self.certifies else None
 
-    def report(self, logprobs: Tensor, found: list[bytes] | None, token_ids: Tensor) -> LogprobRows:
-        """What is reported. In rows that have labels, writes the likeliest one into `token_ids` [all rows]."""
+    def report(self, logprobs: Tensor, logit_digests: list[bytes] | None, token_ids: Tensor) -> LogprobRows:
+        """The report. In rows that have labels, writes the likeliest one into `token_ids` [all rows]."""
         if self.places is None:
-            own = LogprobRows.of(logprobs, token_ids[self.rows], self.num_likeliest, self.wanted)
-            return replace(own, digests=found)
-        assert self.wanted is not None
+            report = LogprobRows.of(logprobs, token_ids[self.rows], self.num_likeliest, self.more_ids)
+            return replace(report, digests=logit_digests)
+        assert self.more_ids is not None
         best = logprobs.argmax(-1)
         values, ranks = logprobs.gather(1, best[:, None])[:, 0], torch.ones_like(best, dtype=torch.int32)
-        token_ids[self.rows] = self.wanted[best]
-        others = self.wanted.expand(len(best), -1)
-        return LogprobRows(self.wanted[best], values, ranks, others, logprobs, 0, found)
+        token_ids[self.rows] = self.more_ids[best]
+        others = self.more_ids.expand(len(best), -1)
+        return LogprobRows(self.more_ids[best], values, ranks, others, logprobs, 0, logit_digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +252,23 @@ class SamplingPlan:
     """Whether all rows have labels: nothing else is drawn, and logits may have the labels' columns alone."""
 
     @classmethod
-    def make(cls, asked: Sampled, vocab: int, put: Put, columns: Int64Array | None = None) -> SamplingPlan:
-        """Plan a step in which row r of the logits [rows, vocab] belongs to `asked.requests[r]`.
+    def make(cls, sampled: Sampled, vocab: int, put: Put, columns: Int64Array | None = None) -> SamplingPlan:
+        """Plan a step in which row r of the logits [rows, vocab] belongs to `sampled.requests[r]`.
 
         `columns`: the tokens that the logits are of, ascending, if they are not of all; then all rows have labels.
         """
 
-        def entries(found: Iterable[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]) -> Changes | None:
-            each = list(found)
+        def entries(changes: Iterable[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]) -> Changes | None:
+            each = list(changes)
             if not each:
                 return None
             places = np.concatenate([row * vocab + ids for row, ids, _ in each])
             return put(places), put(np.concatenate([values for *_, values in each]))
 
-        changing = asked.facts["changes_logits"].nonzero()[0].tolist()
-        answered = asked.answered() if changing else []
+        changing = sampled.facts["changes_logits"].nonzero()[0].tolist()
+        answered = sampled.answered() if changing else []
         numbered = [(row, *answered[row]) for row in changing]
-        counts = asked.num_generated
+        counts = sampled.num_generated
         allowed = ((row, request.allowed_tokens(int(counts[row]), vocab)) for row, request, _ in numbered)
         masks = {row: mask for row, mask in allowed if mask is not None}
         forbidden = [
@@ -291,10 +291,10 @@ class SamplingPlan:
             biases=entries((row, *_biases(request)) for row, request, _ in numbered if request.params.logit_bias),
             constrained=_constraints(masks, put),
             forbidden=put(np.concatenate(forbidden)) if forbidden else None,
-            random=Draws.make(asked.facts, asked.num_generated, vocab, put),
-            greedy=_greedy_rows(asked, put),
-            reported=_reported(asked, put, columns),
-            has_labels_alone=bool(asked.facts["has_labels"].all()),
+            random=Draws.make(sampled.facts, sampled.num_generated, vocab, put),
+            greedy=_greedy_rows(sampled, put),
+            reported=_reported(sampled, put, columns),
+            has_labels_alone=bool(sampled.facts["has_labels"].all()),
         )
 
     @property
@@ -305,7 +305,7 @@ class SamplingPlan:
 
     def draw(self, logits: Tensor) -> Drawn:
         """Sample `logits` [rows, vocab]. If the plan needs it, they are contiguous float32 and change in place."""
-        read = [asked.read(logits) for asked in self.reported]
+        read = [group.read(logits) for group in self.reported]
         self._adjust(logits)
         if self.has_labels_alone:
             token_ids = logits.new_empty(len(logits), dtype=torch.int64)
@@ -317,7 +317,7 @@ class SamplingPlan:
             if self.greedy is not None:
                 token_ids.index_copy_(0, self.greedy, _largest(logits[self.greedy]))
         reports = [
-            (asked.numbers, asked.report(*own, token_ids)) for asked, own in zip(self.reported, read, strict=True)
+            (group.numbers, group.report(*parts, token_ids)) for group, parts in zip(self.reported, read, strict=True)
         ]
         return Drawn(token_ids, reports)
 
@@ -373,45 +373,45 @@ def _constraints(masks: Mapping[int, npt.NDArray[np.bool_]], put: Put) -> tuple[
     return put(np.array(list(masks), np.int64)), put(packed)
 
 
-def _greedy_rows(asked: Sampled, put: Put) -> Tensor | None:
-    is_greedy = asked.facts["temperature"] <= 0
+def _greedy_rows(sampled: Sampled, put: Put) -> Tensor | None:
+    is_greedy = sampled.facts["temperature"] <= 0
     return None if is_greedy.all() or not is_greedy.any() else put(is_greedy.nonzero()[0])
 
 
-def _reported(asked: Sampled, put: Put, columns: Int64Array | None) -> list[Reported]:
+def _reported(sampled: Sampled, put: Put, columns: Int64Array | None) -> list[Reported]:
     rows_of: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], list[int]] = {}
-    for row in asked.facts["reports"].nonzero()[0].tolist():
-        params = asked.requests[row].params
+    for row in sampled.facts["reports"].nonzero()[0].tolist():
+        params = sampled.requests[row].params
         kind = params.logprobs or 0, params.logprob_token_ids, params.label_token_ids, params.certify
         rows_of.setdefault(kind, []).append(row)
-    found = []
+    groups = []
     for (count, ids, labels, certifies), rows in rows_of.items():
-        wanted = np.array(labels or ids, np.int64)
+        more_ids = np.array(labels or ids, np.int64)
         places = None
         if labels:
-            places = put(wanted if columns is None else columns.searchsorted(wanted))
-        found.append(
-            Reported(rows, put(np.array(rows)), count, put(wanted) if len(wanted) else None, places, certifies)
+            places = put(more_ids if columns is None else columns.searchsorted(more_ids))
+        groups.append(
+            Reported(rows, put(np.array(rows)), count, put(more_ids) if len(more_ids) else None, places, certifies)
         )
-    return found
+    return groups
 
 
 def _largest(logits: Tensor) -> Tensor:
     """The index of each row's largest logit, the first of equals; [rows] int64."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    found = _largest_bits(logits.view(torch.int16).numpy()) if logits.dtype == torch.bfloat16 else None
-    if found is None:
-        found = logits.float().numpy().argmax(-1)  # ten times as fast as torch's argmax
-    return torch.from_numpy(found)
+    tokens = _largest_bits(logits.view(torch.int16).numpy()) if logits.dtype == torch.bfloat16 else None
+    if tokens is None:
+        tokens = logits.float().numpy().argmax(-1)  # ten times as fast as torch's argmax
+    return torch.from_numpy(tokens)
 
 
 def _largest_bits(bits: npt.NDArray[np.int16]) -> Int64Array | None:
-    """As `_largest`, for bfloat16 compared by their bits: positive numbers have the order of their bits.
+    """`_largest` for bfloat16 compared by their bits: positive numbers have the order of their bits.
 
     None unless each row's largest is positive and no logit is NaN. Takes half the time of a conversion to float32.
     """
-    found = bits.argmax(-1)
-    largest = bits[np.arange(len(bits)), found]
+    tokens = bits.argmax(-1)
+    largest = bits[np.arange(len(bits)), tokens]
     all_numbers = largest.max() <= INFINITY and bits.view(np.uint16).max() <= MINUS_INFINITY
-    return found if largest.min() > 0 and all_numbers else None
+    return tokens if largest.min() > 0 and all_numbers else None

@@ -35,7 +35,7 @@ class Vision(Protocol):
     token_id: int
     """The token that rows of pictures replace."""
     digest: str
-    """Of all besides pixels and weights on which a picture's rows depend."""
+    """A digest of everything besides pixels and weights on which a picture's rows depend."""
     num_added: int = 0
     """The number of layers after which more is added to its rows."""
     sees_ahead: bool = False
@@ -54,13 +54,13 @@ class Vision(Protocol):
         return 0
 
     def shape(self, height: int, width: int) -> Any:
-        """How a picture of this size is cut."""
+        """The tiles into which a picture of this size is cut."""
 
     def num_rows(self, shape: Any) -> int:
         """The number of rows of a picture that is cut so."""
 
     def text(self, shape: Any) -> str:
-        """What stands in a prompt for a picture that is cut so."""
+        """The text that stands in a prompt for a picture that is cut so."""
 
     def grid(self, shape: Any) -> tuple[int, int] | None:
         """Rows and columns in which its tokens turn; None: they turn as text does."""
@@ -68,11 +68,11 @@ class Vision(Protocol):
 
     def without_weights(self) -> Self:
         """A copy that cuts and names pictures, and encodes none: it can be pickled."""
-        found = copy.copy(self)
+        clone = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, torch.nn.Module):
-                setattr(found, name, None)
-        return found
+                setattr(clone, name, None)
+        return clone
 
     def tile_rows(self, shape: Any) -> int:
         """The number of rows that are encoded at a time, apart from all others."""
@@ -83,8 +83,8 @@ class Vision(Protocol):
 
 
 @dataclass(slots=True)
-class _Kept:
-    """What is kept of one picture."""
+class _EncodedTiles:
+    """The encoded tiles of one picture."""
 
     rows: Tensor
     """[rows, width]; those of tiles that are not encoded are meaningless."""
@@ -100,10 +100,10 @@ class RowsOfPictures(NamedTuple):
 
 
 class Below(Protocol):
-    """Where rows go that memory may lose, and that outlive the process."""
+    """The tiers below memory, which keep rows longer than the process runs."""
 
     def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> Sequence[bool]:
-        """Fill the payloads that are known there; says which those are.
+        """Fill the payloads of names that tiers have; returns for each whether it was filled.
 
         `compute_s`: seconds to make all of them, None if that is not known; it takes less time.
         """
@@ -112,7 +112,7 @@ class Below(Protocol):
         """Begin to store payloads, which change no more."""
 
 
-class Wanted(NamedTuple):
+class PictureRows(NamedTuple):
     """Some rows of a picture that a step needs."""
 
     picture: Picture
@@ -135,7 +135,7 @@ class EncodedPictures:
         self.vision, self.max_bytes, self._form = vision, max_bytes, form
         self.below: Below | None = None
         """None: there is nothing below."""
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._pictures: OrderedDict[Key, _EncodedTiles] = OrderedDict()
         self.num_bytes = self.num_encoded = self.num_rows = self.num_found_rows = self.num_loaded_rows = 0
         """Memory of kept rows; how often a picture was begun to be encoded; the rows that were encoded, those that a
         step found, and those that were loaded."""
@@ -143,7 +143,7 @@ class EncodedPictures:
         """Time that encoding took."""
 
     def without_weights(self) -> EncodedPictures:
-        """The same of another process, which encodes nothing."""
+        """A copy for another process, which encodes nothing."""
         return EncodedPictures(self.vision.without_weights(), self._form, 0)
 
     def counts(self) -> Counter[str]:
@@ -155,84 +155,84 @@ class EncodedPictures:
 
         From the first that is not kept to the last one, with kept ones between them, because they are encoded together.
         """
-        kept, size = self._kept.get((salt, picture.digest)), self.vision.tile_rows(picture.shape)
+        picture_tiles, size = self._pictures.get((salt, picture.digest)), self.vision.tile_rows(picture.shape)
         tiles = range(rows.start // size, -(-rows.stop // size))
-        lacking = [one for one in tiles if kept is None or one not in kept.tiles]
+        lacking = [tile for tile in tiles if picture_tiles is None or tile not in picture_tiles.tiles]
         encoded = range(lacking[0], lacking[-1] + 1) if lacking else ()
-        return [range(size * one, size * (one + 1)) for one in encoded]
+        return [range(size * tile, size * (tile + 1)) for tile in encoded]
 
-    def of_step(self, wanted: Sequence[Wanted]) -> list[Tensor]:
+    def of_step(self, needed: Sequence[PictureRows]) -> list[Tensor]:
         """The rows of pictures that one step needs, [rows, width] each. Tiles that are nowhere yet are encoded."""
-        self.num_found_rows += sum(len(one.rows) for one in wanted if not self.missing(*one))
+        self.num_found_rows += sum(len(part.rows) for part in needed if not self.missing(*part))
         if self.below is not None:
-            self._load(self.below, wanted)
-        found = []
-        for one in wanted:
-            missing = self.missing(*one)
+            self._load(self.below, needed)
+        rows = []
+        for part in needed:
+            missing = self.missing(*part)
             if missing:
-                self._encode(one.picture, one.key, missing)
-            self._kept.move_to_end(one.key)
-            found.append(self._kept[one.key].rows[one.rows.start : one.rows.stop])
+                self._encode(part.picture, part.key, missing)
+            self._pictures.move_to_end(part.key)
+            rows.append(self._pictures[part.key].rows[part.rows.start : part.rows.stop])
         if self.num_bytes > self.max_bytes:
-            self._make_room({one.key for one in wanted})
-        return found
+            self._make_room({part.key for part in needed})
+        return rows
 
     def _make_room(self, in_use: set[Key]) -> None:
         """Drop rows until memory is kept to: first those of requests that skip the cache, which no other one finds."""
-        for key in sorted(self._kept, key=lambda key: key in in_use or not isinstance(key[0], Alone))[:-1]:
+        for key in sorted(self._pictures, key=lambda key: key in in_use or not isinstance(key[0], Alone))[:-1]:
             if self.num_bytes <= self.max_bytes:
                 break
-            self.num_bytes -= self._kept.pop(key).rows.nbytes
+            self.num_bytes -= self._pictures.pop(key).rows.nbytes
 
-    def _load(self, below: Below, wanted: Sequence[Wanted]) -> None:
+    def _load(self, below: Below, needed: Sequence[PictureRows]) -> None:
         """Keep those tiles of a step that are below."""
         tiles = {
-            _name(one.key, tile): (one, tile, torch.empty((len(tile), self._form.width), dtype=self._form.dtype))
-            for one in wanted
-            if not isinstance(one.salt, Alone)
-            for tile in self.missing(*one)
+            _name(part.key, tile): (part, tile, torch.empty((len(tile), self._form.width), dtype=self._form.dtype))
+            for part in needed
+            if not isinstance(part.salt, Alone)
+            for tile in self.missing(*part)
         }
         if not tiles:
             return
-        rows = [own for *_, own in tiles.values()]
+        rows = [memory for *_, memory in tiles.values()]
         compute_s = self.seconds / self.num_rows * sum(map(len, rows)) if self.num_rows else None
-        found = below.load(list(tiles), [payload for own in rows for payload in _payloads(own, 1)], compute_s)
-        for (one, tile, own), is_there in zip(tiles.values(), found, strict=True):
+        loaded = below.load(list(tiles), [payload for memory in rows for payload in _payloads(memory, 1)], compute_s)
+        for (part, tile, memory), is_there in zip(tiles.values(), loaded, strict=True):
             if is_there:
-                self._keep(one.picture, one.key, tile.start, own)
+                self._keep(part.picture, part.key, tile.start, memory)
                 self.num_loaded_rows += len(tile)
 
     def _encode(self, picture: Picture, key: Key, missing: list[range]) -> None:
         """Encode tiles that stand side by side; those among them that are kept keep their bits."""
         started, size = time.monotonic(), self.vision.tile_rows(picture.shape)
         first, end = missing[0].start, missing[-1].stop
-        made = self.vision.encode(picture.pixels(), slice(first // size, end // size))
-        assert len(made) == end - first, "the image processor cuts pictures otherwise"
-        assert (made.shape[1], made.dtype) == self._form, "the encoder makes other rows"
-        self.num_encoded += key not in self._kept
-        self._keep(picture, key, first, made)
+        rows = self.vision.encode(picture.pixels(), slice(first // size, end // size))
+        assert len(rows) == end - first, "the image processor cuts pictures otherwise"
+        assert (rows.shape[1], rows.dtype) == self._form, "the encoder makes other rows"
+        self.num_encoded += key not in self._pictures
+        self._keep(picture, key, first, rows)
         self.seconds += time.monotonic() - started
-        self.num_rows += len(made)
+        self.num_rows += len(rows)
         if self.below is not None and not isinstance(key[0], Alone):
-            self.below.store([_name(key, tile) for tile in missing], _payloads(made, len(missing)))
+            self.below.store([_name(key, tile) for tile in missing], _payloads(rows, len(missing)))
 
     def _keep(self, picture: Picture, key: Key, first: int, rows: Tensor) -> None:
         """Keep rows of whole tiles, from a picture's row `first` on."""
-        if key not in self._kept:
+        if key not in self._pictures:
             whole = rows.new_empty(self.vision.num_rows(picture.shape), self._form.width)
-            self._kept[key] = _Kept(whole, set())
+            self._pictures[key] = _EncodedTiles(whole, set())
             self.num_bytes += whole.nbytes
-        kept, size = self._kept[key], self.vision.tile_rows(picture.shape)
-        kept.rows[first : first + len(rows)] = rows
-        kept.tiles.update(range(first // size, (first + len(rows)) // size))
+        encoded, size = self._pictures[key], self.vision.tile_rows(picture.shape)
+        encoded.rows[first : first + len(rows)] = rows
+        encoded.tiles.update(range(first // size, (first + len(rows)) // size))
 
 
 def _name(key: Key, tile: range) -> str:
-    """What names a tile below: whose it is, what it shows, and which of the picture's rows it has."""
+    """The name of a tile in tiers: the salt of its owner, its picture's digest, and the picture's rows that it has."""
     return json.dumps(["picture", *key, tile.start, tile.stop])
 
 
 def _payloads(rows: Tensor, count: int) -> list[memoryview]:
     """The memory of `count` equal pieces of some rows."""
-    own = rows.contiguous().view(torch.uint8).numpy().reshape(count, -1)
-    return [memoryview(piece) for piece in own]  # type: ignore[arg-type]
+    pieces = rows.contiguous().view(torch.uint8).numpy().reshape(count, -1)
+    return [memoryview(piece) for piece in pieces]  # type: ignore[arg-type]

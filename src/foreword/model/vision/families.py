@@ -31,7 +31,7 @@ from foreword.model.vision.encoded import Vision
 logger = logging.getLogger(__name__)
 
 MOST_TILES = 64
-"""Of a picture of InternVL."""
+"""Tiles of a picture of InternVL."""
 _QWEN_ENCODERS = {
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
@@ -126,16 +126,16 @@ class _Half(Vision):
         self.token_id = config.image_token_id
 
     def _prepare(self, pictures: list[Any], **options: Any) -> Any:
-        """What the image processor makes of pictures [height, width, 3]."""
+        """The result of the image processor for pictures [height, width, 3]."""
         return self._processor(pictures, return_tensors="pt", input_data_format="channels_last", **options)
 
-    def _check_rows(self, side: tuple[int, int], spec: DecoderSpec, said: tuple[str, int] | None = None) -> None:
-        """Raise ValueError unless rows of a picture are as wide as the language half's, and as many as a field says."""
+    def _check_rows(self, side: tuple[int, int], spec: DecoderSpec, expected: tuple[str, int] | None = None) -> None:
+        """Raise ValueError unless a picture's rows have the language half's width, and the number that a field says."""
         rows = self.encode(np.zeros((*side, 3), np.uint8))
         if rows.shape[-1] != (1 + self.num_added) * spec.hidden_size:
             raise ValueError(f"pictures become rows of {rows.shape[-1]} numbers, and hidden_size is {spec.hidden_size}")
-        if said is not None and len(rows) != said[1]:
-            raise ValueError(f"a picture becomes {len(rows)} rows, and {said[0]}={said[1]}")
+        if expected is not None and len(rows) != expected[1]:
+            raise ValueError(f"a picture becomes {len(rows)} rows, and {expected[0]}={expected[1]}")
 
 
 class Idefics3Vision(_Half):
@@ -159,13 +159,13 @@ class Idefics3Vision(_Half):
         self._name(config, dtype)
 
     def shape(self, height: int, width: int) -> Tiles:
-        own, image = self._sizes, without_pixels(height, width)
-        if not own.do_image_splitting:
+        processor, image = self._sizes, without_pixels(height, width)
+        if not processor.do_image_splitting:
             return 0, 0
-        if own.do_resize:
-            image = own.resize(image, own.size)
-        image = own.resize_for_vision_encoder(image, own.max_image_size["longest_edge"])
-        _, rows, columns = own.split_images(image, own.max_image_size)
+        if processor.do_resize:
+            image = processor.resize(image, processor.size)
+        image = processor.resize_for_vision_encoder(image, processor.max_image_size["longest_edge"])
+        _, rows, columns = processor.split_images(image, processor.max_image_size)
         return rows, columns
 
     def num_rows(self, shape: Tiles) -> int:
@@ -182,15 +182,15 @@ class Idefics3Vision(_Half):
 
     def _tiles(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
         """The tiles of a picture, and the whole: [tiles, 3, side, side]."""
-        found: Tensor = self._prepare([[pixels]])["pixel_values"][0]
-        return found
+        tiles: Tensor = self._prepare([[pixels]])["pixel_values"][0]
+        return tiles
 
     def tile_rows(self, shape: Tiles) -> int:
         return self._tile_rows
 
     def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
-        own = self._tiles(pixels)[tiles].to(self._connector.modality_projection.proj.weight.dtype)
-        rows = [self._connector(self._tower(pixel_values=tile[None]).last_hidden_state)[0] for tile in own]
+        chosen = self._tiles(pixels)[tiles].to(self._connector.modality_projection.proj.weight.dtype)
+        rows = [self._connector(self._tower(pixel_values=tile[None]).last_hidden_state)[0] for tile in chosen]
         return torch.cat(rows)
 
 
@@ -228,17 +228,17 @@ class Gemma3Vision(_Half):
     def __init__(self, files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec) -> None:
         with loading(files):
             self._processor, config, self._tower, self._projector = _gemma3_parts(files, dtype)
-            own, size, count = config.vision_config, self._processor.size, config.mm_tokens_per_image
+            tower, size, count = config.vision_config, self._processor.size, config.mm_tokens_per_image
             if self._processor.do_pan_and_scan:
                 raise ValueError(
                     "preprocessor_config.json has do_pan_and_scan=True, and only whole pictures are served"
                 )
-            if not self._processor.do_resize or (size.height, size.width) != (own.image_size, own.image_size):
-                raise ValueError(f"preprocessor_config.json gives pictures another size than {own.image_size} pixels")
-            if count < 1 or (own.image_size // own.patch_size) % round(count**0.5):
+            if not self._processor.do_resize or (size.height, size.width) != (tower.image_size, tower.image_size):
+                raise ValueError(f"preprocessor_config.json gives pictures another size than {tower.image_size} pixels")
+            if count < 1 or (tower.image_size // tower.patch_size) % round(count**0.5):
                 raise ValueError(f"mm_tokens_per_image={count} does not divide a side of patches")
             self._num_rows: int = count
-            self._check_rows((own.image_size, own.image_size), spec, ("mm_tokens_per_image", count))
+            self._check_rows((tower.image_size, tower.image_size), spec, ("mm_tokens_per_image", count))
         self._sign_id: int = config.boi_token_id
         self._name(config, dtype)
 
@@ -355,9 +355,11 @@ class InternVLVision(_Half):
             check_last_layer(config)
             if config.vision_feature_select_strategy != "default":
                 raise ValueError(f"vision_feature_select_strategy={config.vision_feature_select_strategy!r} is unknown")
-            size, own = self._processor.size, tuple(config.vision_config.image_size)
-            if not self._processor.do_resize or (size.height, size.width) != own:
-                raise ValueError(f"preprocessor_config.json gives tiles another size than {own[0]} x {own[1]} pixels")
+            size, sides = self._processor.size, tuple(config.vision_config.image_size)
+            if not self._processor.do_resize or (size.height, size.width) != sides:
+                raise ValueError(
+                    f"preprocessor_config.json gives tiles another size than {sides[0]} x {sides[1]} pixels"
+                )
             if not 1 <= self._processor.min_patches <= self._processor.max_patches <= MOST_TILES:
                 raise ValueError(
                     f"preprocessor_config.json cuts pictures into {self._processor.min_patches} to "
@@ -365,15 +367,16 @@ class InternVLVision(_Half):
                 )
             self._scale: float = config.downsample_ratio
             self._tile_rows: int = config.image_seq_length
-            self._check_rows(own, spec, ("image_seq_length", self._tile_rows))
+            self._check_rows(sides, spec, ("image_seq_length", self._tile_rows))
         self._name(config, dtype)
 
     def shape(self, height: int, width: int) -> Tiles:
-        own, module = self._processor, sys.modules[type(self._processor).__module__]
-        if own.max_patches <= 1:
+        processor, module = self._processor, sys.modules[type(self._processor).__module__]
+        if processor.max_patches <= 1:
             return 1, 1
-        size = own.size.height, own.size.width
-        columns, rows = module.get_optimal_tiled_canvas((height, width), size, own.min_patches, own.max_patches)
+        size = processor.size.height, processor.size.width
+        limits = processor.min_patches, processor.max_patches
+        columns, rows = module.get_optimal_tiled_canvas((height, width), size, *limits)
         return rows, columns
 
     def num_rows(self, shape: Tiles) -> int:
@@ -387,8 +390,8 @@ class InternVLVision(_Half):
         return self._tile_rows
 
     def encode(self, pixels: npt.NDArray[np.uint8], tiles: slice = slice(None)) -> Tensor:
-        own = self._prepare([pixels], crop_to_patches=True)["pixel_values"][tiles].to(self._tower.dtype)
-        return torch.cat([self._of_tile(tile[None]) for tile in own])
+        chosen = self._prepare([pixels], crop_to_patches=True)["pixel_values"][tiles].to(self._tower.dtype)
+        return torch.cat([self._of_tile(tile[None]) for tile in chosen])
 
     def _of_tile(self, tile: Tensor) -> Tensor:
         """The rows of one tile [1, 3, height, width]."""
@@ -420,21 +423,21 @@ class QwenVision(_Half):
     def __init__(self, files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, max_tokens: int) -> None:
         with loading(files):
             self._processor, config, self._tower = _qwen_parts(files, dtype)
-            own = config.vision_config
-            self._side: int = own.patch_size * own.spatial_merge_size
-            said = self._processor.patch_size, self._processor.merge_size, self._processor.temporal_patch_size
-            if said != (own.patch_size, own.spatial_merge_size, own.temporal_patch_size):
-                raise ValueError(f"preprocessor_config.json cuts pictures by {said}, which config.json denies")
+            vision = config.vision_config
+            self._side: int = vision.patch_size * vision.spatial_merge_size
+            cuts = self._processor.patch_size, self._processor.merge_size, self._processor.temporal_patch_size
+            if cuts != (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size):
+                raise ValueError(f"preprocessor_config.json cuts pictures by {cuts}, which config.json denies")
             if not self._processor.do_resize:
                 raise ValueError("preprocessor_config.json has do_resize=False, and only resized pictures are served")
-            size, most = dict(self._processor.size), max_tokens * self._side**2
-            if most < size["shortest_edge"]:
+            size, max_pixels = dict(self._processor.size), max_tokens * self._side**2
+            if max_pixels < size["shortest_edge"]:
                 least = -(-size["shortest_edge"] // self._side**2)
                 raise ConfigError(f"max_picture_tokens={max_tokens} is less than the model's least, {least}; raise it")
             self._processor.size = type(self._processor.size)(
-                shortest_edge=size["shortest_edge"], longest_edge=min(size["longest_edge"], most)
+                shortest_edge=size["shortest_edge"], longest_edge=min(size["longest_edge"], max_pixels)
             )
-            self.num_added = len(getattr(own, "deepstack_visual_indexes", ()))
+            self.num_added = len(getattr(vision, "deepstack_visual_indexes", ()))
             if self.num_added >= len(spec.layers):
                 raise ValueError(
                     f"deepstack_visual_indexes has {self.num_added} entries, and the language half {len(spec.layers)} "

@@ -159,6 +159,19 @@ def test_split_models_are_whole_or_refused(tmp_path: Path) -> None:
         open_gguf(split_of(tmp_path, [(0, 3), (1, 3)]))
 
 
+@pytest.mark.parametrize("value", [struct.pack("<IIQ2I", 9, 4, 2, 1, 2), struct.pack("<I", 8) + text("two")])
+@pytest.mark.parametrize("key", ["split.count", "split.no", "split.tensors.count"])
+def test_a_count_of_a_split_model_is_a_number(tmp_path: Path, key: str, value: bytes) -> None:
+    """An array, which is neither equal to a number nor different from it, or a text."""
+    for number in (0, 1):
+        counts = {"split.count": 2, "split.no": number, "split.tensors.count": 0}
+        keys = {name: struct.pack("<II", 4, count) for name, count in counts.items()} | {key: value}
+        content = header(0, 3) + b"".join(text(name) + packed for name, packed in keys.items())
+        (tmp_path / f"m-{number + 1:05}-of-00002.gguf").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=f"has {key}=.*not a count"):
+        open_gguf(tmp_path / "m-00001-of-00002.gguf")
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_values_are_those_of_gguf_py(kind: int) -> None:
     blocks, rng = BLOCKS[kind], np.random.default_rng(kind)

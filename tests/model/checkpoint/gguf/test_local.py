@@ -76,10 +76,13 @@ def test_a_pulled_model_is_listed_and_answers(
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
     pull(root, "registry.ollama.ai/library/tiny/latest", (home / "model.gguf").read_bytes())
     pull(root, "registry.ollama.ai/library/wrong/latest", b"no model")
+    write_gguf(plain, home / "odd.gguf", change=lambda writer: writer.add_array("general.type", [1, 2]))
+    pull(root, "registry.ollama.ai/library/odd/latest", (home / "odd.gguf").read_bytes())
     assert main(["models", "--json"]) == 0
     listed = {one["name"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
     assert (listed["ollama:tiny:latest"]["type"], listed["ollama:tiny:latest"]["context"]) == ("Q8_0", 1024)
     assert "is no GGUF file" in listed["ollama:wrong:latest"]["why_not"]
+    assert "contradicts itself" in listed["ollama:odd:latest"]["why_not"]
     assert main(["models"]) == 0
     assert "1,024 tokens" in capsys.readouterr().out
     tokenizer = str(save_tokenizer(home / "tokenizer"))

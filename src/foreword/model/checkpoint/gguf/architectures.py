@@ -45,7 +45,7 @@ _FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 MOST_EXPERTS = 1024
-"""Of a layer: a file may not ask for more names than this."""
+"""Most experts of a layer: a file may not ask for more names than this."""
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -151,10 +151,10 @@ class Architecture:
 
 def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
     """Windows in all layers but each `pattern`-th."""
-    said = keys.count("attention.sliding_window_pattern", pattern)
-    if said != pattern:
+    step = keys.count("attention.sliding_window_pattern", pattern)
+    if step != pattern:
         raise UnsupportedModelError(
-            f"the GGUF file says attention.sliding_window_pattern={said!r}, and foreword reads {pattern} only; use the "
+            f"the GGUF file says attention.sliding_window_pattern={step!r}, and foreword reads {pattern} only; use the "
             "model's safetensors checkpoint"
         )
     return {"sliding_window": keys.count("attention.sliding_window")}
@@ -292,19 +292,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
-    """Raises UnsupportedModelError if nobody has written it down."""
+    """The architecture of a file, and its name. Raises UnsupportedModelError if nobody has written it down."""
     name = metadata.get("general.architecture")
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(f"the GGUF file is a {kind!r}, not a model; give the model's file")
     has_experts = bool(metadata.get(f"{name}.expert_count"))
-    found = ARCHITECTURES.get(f"{name} with experts" if has_experts and name == "llama" else str(name))
-    if found is None:
+    architecture = ARCHITECTURES.get(f"{name} with experts" if has_experts and name == "llama" else str(name))
+    if architecture is None:
         raise UnsupportedModelError(
             f"the GGUF file is of the architecture {name!r}; foreword reads {', '.join(ARCHITECTURES)}: use the "
             "model's safetensors checkpoint"
         )
-    return str(name), found
+    return str(name), architecture
 
 
 def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -336,13 +336,12 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
     }
     if not keys.has("attention.layer_norm_epsilon") or architecture.family != "cohere2":
         fields["rms_norm_eps"] = keys.real("attention.layer_norm_rms_epsilon")
-    own = architecture.config(keys)
-    fields |= own
+    fields |= architecture.config(keys)
     if architecture.family not in ("phi3", "olmo2", "cohere2", "granite") or keys.has("attention.key_length"):
         fields["head_dim"] = keys.count("attention.key_length", keys.count("rope.dimension_count", hidden // heads))
     if "rope_parameters" not in fields:
         fields["rope_parameters"] = _rope(keys, fields, tensors)
-    if architecture.family not in ("phi3",):
+    if architecture.family != "phi3":
         _expect_turned(keys, int(fields.get("head_dim", hidden // heads)))
     keys.refuse_unread()
     return fields
@@ -358,7 +357,7 @@ def _expect_turned(keys: Keys, head_dim: int) -> None:
 
 def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """`rope_parameters`. Factors of angles are tensors: one for any length (Llama 3), or two (Phi 3)."""
-    said: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
     kind = keys.word("rope.scaling.type", "none")
     factors = [_factors(tensors[name], fields) for name in _ROPE_TENSORS if name in tensors]
     if factors:
@@ -366,7 +365,7 @@ def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTenso
             keys.has(name)  # what the factors were made from
         original = fields.get("original_max_position_embeddings", fields["max_position_embeddings"])
         return {
-            **said,
+            **rope,
             "rope_type": "longrope",
             "short_factor": factors[-1],
             "long_factor": factors[0],
@@ -374,16 +373,16 @@ def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTenso
             "original_max_position_embeddings": original,
         }
     if kind == "linear":
-        return {**said, "rope_type": "linear", "factor": keys.real("rope.scaling.factor")}
+        return {**rope, "rope_type": "linear", "factor": keys.real("rope.scaling.factor")}
     if kind == "yarn":
         original = keys.count("rope.scaling.original_context_length", fields["max_position_embeddings"])
-        said |= {"rope_type": "yarn", "original_max_position_embeddings": original}
+        rope |= {"rope_type": "yarn", "original_max_position_embeddings": original}
         names = {"factor": "rope.scaling.factor"} | {n: f"rope.scaling.yarn_{n}" for n in ("beta_fast", "beta_slow")}
-        said |= {"truncate": False} if fields["model_type"] == "gpt_oss" else {}
-        return said | {name: keys.real(key) for name, key in names.items() if keys.has(key)}
+        rope |= {"truncate": False} if fields["model_type"] == "gpt_oss" else {}
+        return rope | {name: keys.real(key) for name, key in names.items() if keys.has(key)}
     if kind != "none":
         raise UnsupportedModelError(f"rope.scaling.type={kind!r}; foreword reads none, linear and yarn from GGUF files")
-    return said
+    return rope
 
 
 def _factors(tensor: GgufTensor, fields: Mapping[str, Any]) -> list[float]:
@@ -391,21 +390,21 @@ def _factors(tensor: GgufTensor, fields: Mapping[str, Any]) -> list[float]:
     head_dim = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     if len(tensor.shape) != 1 or tensor.shape[0] > head_dim // 2:
         raise UnsupportedModelError(f"tensor {tensor.name!r} of shape {tensor.shape} does not fit heads of {head_dim}")
-    found: list[float] = tensor.values().reshape(-1).tolist()
-    if not all(math.isfinite(one) and one > 0 for one in found):
+    factors: list[float] = tensor.values().reshape(-1).tolist()
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise UnsupportedModelError(f"tensor {tensor.name!r} has factors that are no positive numbers")
-    return found
+    return factors
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Where a weight comes from, and how."""
+    """The source of a weight, and what to undo."""
 
     tensor: GgufTensor
     order: Order | None = None
     """Row i is the tensor's row order[i]; None: as they lie."""
     minus: float = 0.0
-    """What was added to each value."""
+    """The number that was added to each value."""
     expert: int | None = None
     """The weight is this part of a tensor [experts, ...]; None: all of it."""
 
@@ -419,13 +418,13 @@ class Weight:
         start = 0 if self.expert is None else self.expert * math.prod(self.shape[:-1])
         if self.order is None or not in_order:
             return self.tensor.rows(start + first, start + end)
-        own = self.order[first:end]
-        lowest = int(own.min())
-        return self.tensor.rows(lowest, int(own.max()) + 1)[own - lowest]
+        indices = self.order[first:end]
+        lowest = int(indices.min())
+        return self.tensor.rows(lowest, int(indices.max()) + 1)[indices - lowest]
 
 
 def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> dict[str, Weight]:
-    """The weights of a model by their names. Raises UnsupportedModelError for a tensor that is none."""
+    """The weights of a model by their names. Raises UnsupportedModelError for an unknown tensor."""
     name, architecture = architecture_of(metadata)
     keys = Keys(metadata, name)
     heads = keys.count("attention.head_count")
@@ -437,22 +436,22 @@ def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> di
     num_turned = (
         {"attn_q": heads, "attn_k": keys.count("attention.head_count_kv", heads)} if architecture.turned_heads else {}
     )
-    found: dict[str, Weight] = {}
+    weights: dict[str, Weight] = {}
     for tensor in tensors:
         if tensor.name in _ROPE_TENSORS:
             continue
         matched = _LAYER.fullmatch(tensor.name)
-        own = matched[2] if matched else ""
-        if matched and "{}" in names.get(own, ""):
+        kind = matched[2] if matched else ""
+        if matched and "{}" in names.get(kind, ""):
             if not 1 < len(tensor.shape) <= 3 or tensor.shape[0] > MOST_EXPERTS:
                 raise UnsupportedModelError(f"tensor {tensor.name!r} of shape {tensor.shape} holds no experts")
             for number in range(tensor.shape[0]):
-                place = f"model.layers.{matched[1]}.{names[own].format(number)}.{matched[3]}"
-                found[place] = Weight(tensor, expert=number)
+                place = f"model.layers.{matched[1]}.{names[kind].format(number)}.{matched[3]}"
+                weights[place] = Weight(tensor, expert=number)
             continue
-        if matched and own in names:
-            end = "" if own == "attn_sinks" else f".{matched[3]}"
-            place = f"model.layers.{matched[1]}.{names[own]}{end}"
+        if matched and kind in names:
+            end = "" if kind == "attn_sinks" else f".{matched[3]}"
+            place = f"model.layers.{matched[1]}.{names[kind]}{end}"
         elif tensor.name in _OUTSIDE:
             place = _OUTSIDE[tensor.name]
         else:
@@ -460,10 +459,10 @@ def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> di
                 f"the GGUF file has a tensor {tensor.name!r}, which {name} has no place for; use the "
                 "model's safetensors checkpoint"
             )
-        order = _unturned(tensor.shape[0], num_turned[own]) if own in num_turned else None
+        order = _unturned(tensor.shape[0], num_turned[kind]) if kind in num_turned else None
         is_norm = tensor.name.endswith("norm.weight")
-        found[place] = Weight(tensor, order, 1.0 if is_norm and architecture.norms_plus_one else 0.0)
-    return found
+        weights[place] = Weight(tensor, order, 1.0 if is_norm and architecture.norms_plus_one else 0.0)
+    return weights
 
 
 def _unturned(num_rows: int, num_heads: int) -> Order:

@@ -51,7 +51,7 @@ def read_bytes(path: Path, start: int, into: Bytes) -> None:
 
 
 class UnsoundGgufError(ModelLoadError):
-    """A GGUF file is damaged, or is none."""
+    """A file is damaged, or is not a GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """As of a row-major array: the length of a row last."""
+    """The shape of a row-major array: the length of a row is last."""
     blocks: Blocks
     path: Path
     start: int
@@ -76,9 +76,9 @@ class GgufTensor:
 
     def rows(self, first: int, end: int) -> Bytes:
         """The bytes [rows, bytes of a row] of some rows, read from the file. Raises OSError."""
-        found = np.empty((end - first, self.row_bytes), np.uint8)
-        read_bytes(self.path, self.start + first * self.row_bytes, found.reshape(-1))
-        return found
+        data = np.empty((end - first, self.row_bytes), np.uint8)
+        read_bytes(self.path, self.start + first * self.row_bytes, data.reshape(-1))
+        return data
 
     def values(self, first: int = 0, end: int | None = None) -> Floats:
         """The values [rows, length of a row] of some rows in float32. Raises OSError."""
@@ -115,8 +115,8 @@ class _Cursor:
         return self.take(length, what).decode("utf-8", "replace")
 
     def _texts(self, count: int, what: str) -> list[str]:
-        """As `text` does `count` times: vocabularies have 300,000."""
-        found, data, length_at = [], self._data, struct.Struct("<Q").unpack_from
+        """The result of `count` calls of `text`, in less time: vocabularies have 300,000."""
+        texts, data, length_at = [], self._data, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if self.at + 8 > len(data):
                 raise self.fault(f"{what} reaches beyond the end")
@@ -124,9 +124,9 @@ class _Cursor:
             end = start + length_at(data, self.at)[0]
             if end > len(data):
                 raise self.fault(f"{what} reaches beyond the end")
-            found.append(data[start:end].decode("utf-8", "replace"))
+            texts.append(data[start:end].decode("utf-8", "replace"))
             self.at = end
-        return found
+        return texts
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         """A value of metadata. Numbers of an array are a numpy array, texts a list."""
@@ -159,22 +159,29 @@ def stamp_of(status: os.stat_result) -> list[int]:
 
 
 class GgufFile:
-    """One file, of which everything is known but the tensors' values."""
+    """One file: its metadata, and where its tensors lie."""
 
     def __init__(self, path: Path) -> None:
         """Read everything but the tensors' data. Raises UnsoundGgufError, or ModelLoadError for a type of blocks."""
         self.path = path
         try:
             with path.open("rb") as file:
-                said = os.fstat(file.fileno())
-                self.stamp = stamp_of(said)
-                if said.st_size < 24:
+                stat = os.fstat(file.fileno())
+                self.stamp = stamp_of(stat)
+                if stat.st_size < 24:
                     raise UnsoundGgufError(f"{path.name} is no GGUF file: it has less than 24 bytes")
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelLoadError(f"the model file {str(path)!r} cannot be read: {error.strerror}") from error
         with data:
             self._read(_Cursor(data, path))
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number of the metadata. Raises UnsoundGgufError for another value."""
+        value = self.metadata.get(key, default)
+        if type(value) is not int:
+            raise UnsoundGgufError(f"{self.path.name} has {key}={value!r:.60}, which is not a count; download it again")
+        return value
 
     def _read(self, cursor: _Cursor) -> None:
         path, num_bytes = self.path, len(cursor)
@@ -197,7 +204,7 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment % 8:
             raise cursor.fault(f"general.alignment is {alignment!r}, not a multiple of 8 up to 1,048,576")
         start = -(-cursor.at // alignment) * alignment
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         end = 0
         for name, shape, kind, offset in sorted(heads, key=lambda head: head[3]):
             cursor.at = start + offset
@@ -205,20 +212,20 @@ class GgufFile:
             if blocks is None:
                 raise ModelLoadError(
                     f"tensor {name!r} of {self.path.name} is of ggml's type {kind}, which foreword does not read; "
-                    f"it reads {', '.join(one.name for one in BLOCKS.values())}: choose a file of one of these"
+                    f"it reads {', '.join(form.name for form in BLOCKS.values())}: choose a file of one of these"
                 )
             if shape[-1] % blocks.num_values:
                 raise cursor.fault(f"tensor {name!r} has rows of {shape[-1]}, no multiple of {blocks.num_values}")
             num_bytes = math.prod(shape) // blocks.num_values * blocks.num_bytes
             if offset % alignment or offset < end:
                 raise cursor.fault(f"tensor {name!r} is not aligned, or lies upon another one")
-            if name in found:
+            if name in tensors:
                 raise cursor.fault(f"there are two tensors {name!r}")
             end = offset + num_bytes
             if start + end > len(cursor):
                 raise cursor.fault(f"tensor {name!r} of {num_bytes} bytes reaches beyond the end")
-            found[name] = GgufTensor(name, shape, blocks, self.path, start + offset)
-        return found
+            tensors[name] = GgufTensor(name, shape, blocks, self.path, start + offset)
+        return tensors
 
 
 def _keys(cursor: _Cursor, count: int) -> Iterator[tuple[str, Any]]:
@@ -246,11 +253,11 @@ def _head(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def open_gguf(path: Path) -> list[GgufFile]:
     """The file, or all files of a model that was split, in order. Raises UnsoundGgufError or ModelLoadError."""
     first = GgufFile(path)
-    count = first.metadata.get("split.count", 1)
+    count = first.count("split.count", 1)
     if count in (0, 1):
         return [first]
     matched = _SPLIT.fullmatch(path.name)
-    if not isinstance(count, int) or not 1 < count <= MOST_SPLITS or matched is None or int(matched[3]) != count:
+    if not 1 < count <= MOST_SPLITS or matched is None or int(matched[3]) != count:
         raise UnsoundGgufError(f"{path.name} is one of {count} files, and is not named NAME-00001-of-{count:05}.gguf")
     files = []
     for number in range(count):
@@ -260,11 +267,11 @@ def open_gguf(path: Path) -> list[GgufFile]:
                 f"{path.name} is one of {count} files, and {part.name} is not beside it; put all into one folder"
             )
         file = first if part == path else GgufFile(part)
-        if (file.metadata.get("split.no"), file.metadata.get("split.count")) != (number, count):
+        if (file.count("split.no", -1), file.count("split.count", -1)) != (number, count):
             raise UnsoundGgufError(f"{part.name} says that it is another one of the {count} files; download it again")
         files.append(file)
     names = [name for file in files for name in file.tensors]
-    if len(names) != len(set(names)) or len(names) != files[0].metadata.get("split.tensors.count", len(names)):
+    if len(names) != len(set(names)) or len(names) != files[0].count("split.tensors.count", len(names)):
         raise UnsoundGgufError(f"the {count} files of {matched[1]} do not fit together; download them again")
     return files
 
@@ -274,12 +281,12 @@ _SIGN = np.uint16(1 << 15)
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """One type."""
+    """A type of blocks, such as Q4_K."""
 
     num_values: int
-    """Of a block."""
+    """Values of a block."""
     num_bytes: int
-    """Of a block."""
+    """Bytes of a block."""
     kind: CodeFormat
     split: Callable[[Bytes], Codes]
     """Blocks [count, num_bytes] -> their codes, as of `count` outputs."""
@@ -290,11 +297,11 @@ class Blocks:
 
     def codes(self, rows: Bytes) -> Codes:
         """The codes of rows [rows, bytes of a row]."""
-        own = self.split(rows.reshape(-1, self.num_bytes))
+        flat = self.split(rows.reshape(-1, self.num_bytes))
         count = len(rows)
-        heads = None if own.heads is None else own.heads.reshape(count, -1, own.heads.shape[-1])
-        integers = None if own.integers is None else own.integers.reshape(count, -1, own.integers.shape[-1])
-        return Codes(own.codes.reshape(count, -1), heads, integers)
+        heads = None if flat.heads is None else flat.heads.reshape(count, -1, flat.heads.shape[-1])
+        integers = None if flat.integers is None else flat.integers.reshape(count, -1, flat.integers.shape[-1])
+        return Codes(flat.codes.reshape(count, -1), heads, integers)
 
     def expand(self, blocks: Bytes) -> Floats:
         """Blocks [count, num_bytes] -> values [count, num_values]."""
@@ -305,8 +312,8 @@ class Blocks:
 
 def _halves(blocks: Bytes, *places: int) -> npt.NDArray[np.uint16]:
     """The bits of the float16 at some bytes of each block, [count, 1, places]."""
-    found = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.uint16) for at in places]
-    return np.concatenate(found, axis=1)[:, None]
+    halves = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.uint16) for at in places]
+    return np.concatenate(halves, axis=1)[:, None]
 
 
 def _nibbles(packed: Bytes) -> Bytes:

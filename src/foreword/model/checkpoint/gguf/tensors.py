@@ -21,7 +21,7 @@ from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 
 @dataclass(frozen=True, slots=True)
 class GgufPlace:
-    """Where a weight lies in a GGUF file."""
+    """The place of a weight in a GGUF file."""
 
     weight: GgufWeight
     keeps_codes: bool

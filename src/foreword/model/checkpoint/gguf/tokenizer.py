@@ -1,8 +1,8 @@
 """tokenizer.json from a GGUF file's metadata, for the `tokenizers` library.
 
-Knows llama.cpp's names of tokenizers; knows no model. How a byte-level vocabulary splits texts stands in no file, only
-its name (`tokenizer.ggml.pre`): names that nobody here has compared with the original are refused, since a wrong split
-gives wrong answers in silence.
+A file does not say how its byte-level vocabulary splits texts: it names the way (`tokenizer.ggml.pre`, in llama.cpp's
+words). Names that nobody here has compared with the original are refused, since a wrong split gives wrong answers in
+silence.
 
     gpt2     byte-level BPE (arXiv 1508.07909): merges are in the file
     llama    SentencePiece's BPE: which pieces merge follows from the scores, and other bytes become pieces of their own
@@ -72,22 +72,22 @@ _SPLITS: Mapping[str, Sequence[Json]] = {
 }
 """`tokenizer.ggml.pre` -> how texts are split before merging."""
 _WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")
-"""Those that take a word that is a token as it is, without merging."""
+"""Names of tokenizers that take a word as it is, without merging, if it is a token."""
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Those whose prompts begin with a token, unless the file says otherwise."""
+"""Names of tokenizers whose prompts begin with a token, unless the file denies it."""
 _COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")
-"""Those that compose characters first (NFC)."""
+"""Names of tokenizers that compose characters first (NFC)."""
 
 
 class _Vocabulary:
-    """What the metadata says of tokens."""
+    """The tokens in a file's metadata."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self.kind, self.pre = str(self("model", "")), str(self("pre", "default"))
         self.tokens = self.texts("tokens")
         types = self.numbers("token_type")
-        self.types = [NORMAL] * len(self.tokens) if types is None else [int(one) for one in types]
+        self.types = [NORMAL] * len(self.tokens) if types is None else [int(kind) for kind in types]
         if not self.tokens or len(self.types) != len(self.tokens):
             raise UnsupportedModelError(
                 f"the GGUF file has {len(self.tokens)} tokens and {len(self.types)} of their types; name another "
@@ -104,13 +104,13 @@ class _Vocabulary:
 
     def texts(self, name: str) -> list[str]:
         """A list of texts; empty if there is none."""
-        found = self(name, [])
-        return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else []
+        values = self(name, [])
+        return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
 
     def numbers(self, name: str) -> NDArray[Any] | None:
         """An array of finite numbers."""
-        found = self(name, None)
-        return found if isinstance(found, np.ndarray) and bool(np.isfinite(found).all()) else None
+        values = self(name, None)
+        return values if isinstance(values, np.ndarray) and bool(np.isfinite(values).all()) else None
 
     def special(self, name: str) -> str | None:
         """The text of a token like "bos"."""
@@ -119,10 +119,10 @@ class _Vocabulary:
 
     def ids(self) -> dict[str, int]:
         """Each text's number, the first one if it stands twice."""
-        found: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for number, token in enumerate(self.tokens):
-            found.setdefault(token, number)
-        return found
+            ids.setdefault(token, number)
+        return ids
 
     def added(self) -> list[Json]:
         """Tokens that are found before anything is split."""
@@ -173,7 +173,7 @@ def tokenizer_files(metadata: Mapping[str, Any], *, check: bool = True) -> dict[
         ) from error
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     config: Json = {
-        f"{name}_token": words.special(own) for own, name in names.items() if words.special(own) is not None
+        f"{name}_token": words.special(key) for key, name in names.items() if words.special(key) is not None
     }
     config |= {"as_it_is": True, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     template = _templates(metadata)
@@ -185,39 +185,39 @@ def end_tokens(metadata: Mapping[str, Any], vocab_size: int, *, own_tokenizer: b
 
     `own_tokenizer`: whether the file's is used, so that tokens are known by their texts, too.
     """
-    said = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     if not own_tokenizer:
-        return sorted({number for number in said if type(number) is int and 0 <= number < vocab_size})
+        return sorted({number for number in ids if type(number) is int and 0 <= number < vocab_size})
     words = _Vocabulary(metadata)
-    known = [number for number, token in enumerate(words.tokens) if token in ENDS and words.types[number] == CONTROL]
-    return sorted({number for number in (*said, *known) if type(number) is int and 0 <= number < vocab_size})
+    by_text = [number for number, token in enumerate(words.tokens) if token in ENDS and words.types[number] == CONTROL]
+    return sorted({number for number in (*ids, *by_text) if type(number) is int and 0 <= number < vocab_size})
 
 
 def _templates(metadata: Mapping[str, Any]) -> Json:
     """`chat_template`: one, or several with names."""
     prefix = "tokenizer.chat_template"
-    found = {
+    templates = {
         name.removeprefix(prefix).removeprefix(".") or "default": text
         for name, text in metadata.items()
         if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text, str)
     }
-    if not found:
+    if not templates:
         return {}
-    if set(found) == {"default"}:
-        return {"chat_template": found["default"]}
-    return {"chat_template": [{"name": name, "template": text} for name, text in found.items()]}
+    if set(templates) == {"default"}:
+        return {"chat_template": templates["default"]}
+    return {"chat_template": [{"name": name, "template": text} for name, text in templates.items()]}
 
 
 def _around(words: _Vocabulary, names: Sequence[str]) -> Json | None:
-    """What puts the first and the last token around a text."""
+    """The post-processor that puts the first and the last token around a text."""
     if not names:
         return None
     special = {name: words.special(name) for name in names}
     token = {name: {"SpecialToken": {"id": text, "type_id": 0}} for name, text in special.items()}
 
     def sides(*texts: str) -> list[Json]:
-        found = [{"Sequence": {"id": text, "type_id": 0}} for text in texts]
-        return [*([token["bos"]] if "bos" in token else []), *found, *([token["eos"]] if "eos" in token else [])]
+        parts = [{"Sequence": {"id": text, "type_id": 0}} for text in texts]
+        return [*([token["bos"]] if "bos" in token else []), *parts, *([token["eos"]] if "eos" in token else [])]
 
     ids = {
         text: {"id": text, "ids": [words(f"{name}_token_id", 0)], "tokens": [text]} for name, text in special.items()
@@ -254,7 +254,7 @@ def _bpe(ids: Mapping[str, int], merges: list[list[str]]) -> Json:
 
 
 def _pieces(words: _Vocabulary) -> Json:
-    """SentencePiece's: spaces are visible, of the pairs in a text that are pieces the one of the best score merges."""
+    """SentencePiece's parts: spaces are visible; of the pairs that make a piece, the one of the best score merges."""
     scores = words.numbers("scores")
     if scores is None or len(scores) != len(words.tokens):
         raise UnsupportedModelError("the GGUF file's tokenizer has no score for each token; name one with --tokenizer")

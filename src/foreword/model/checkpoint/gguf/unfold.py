@@ -54,9 +54,9 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
 
     None if it means none, or a folder that has other weights. Raises ModelLoadError or ConfigError.
     """
-    named = find_local(model)
-    if named is not None:
-        return named
+    local = find_local(model)
+    if local is not None:
+        return local
     path = Path(model).expanduser()
     if path.suffix.lower() == ".gguf" or _begins_as_one(path):
         if not path.is_file():
@@ -66,12 +66,12 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
         return find_hub(model, revision)
     if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin*")):
         return None
-    found = sorted(one for one in path.glob("*.gguf") if "-of-" not in one.stem or "-00001-of-" in one.stem)
-    found = [one for one in found if not one.name.startswith("mmproj")]
-    if len(found) > 1:
-        names = ", ".join(one.name for one in found)
+    files = sorted(file for file in path.glob("*.gguf") if "-of-" not in file.stem or "-00001-of-" in file.stem)
+    files = [file for file in files if not file.name.startswith("mmproj")]
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
         raise ConfigError(f"folder {model!r} has several GGUF files ({names}); give the path of one of them")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def _begins_as_one(path: Path) -> bool:
@@ -100,25 +100,25 @@ def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
     content = _content(files, with_tokenizer=with_tokenizer)
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = _written(content, files, folder.parent)
+        new = _written(content, files, folder.parent)
         try:
-            os.replace(made, folder)
+            os.replace(new, folder)
             return folder
         except OSError:  # another process was first
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
             if _is_ours(folder):
                 return folder
             raise
     except OSError as error:
         logger.info("what was made of %s cannot be kept: %s", path.name, error)
     try:
-        made = _written(content, files, None)
+        new = _written(content, files, None)
     except OSError as error:
         raise ModelLoadError(
             f"the tokenizer of {path.name} cannot be written ({error}); make room for temporary files"
         ) from error
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    atexit.register(shutil.rmtree, new, ignore_errors=True)
+    return new
 
 
 def _digest(stamps: Sequence[Sequence[object]], with_tokenizer: bool) -> str:
@@ -148,16 +148,16 @@ def _is_current(folder: Path) -> bool:
 
 def _written(content: Mapping[str, Any], files: Sequence[GgufFile], parent: Path | None) -> Path:
     """A new folder in `parent`, or where temporary ones lie. Raises OSError."""
-    made = Path(tempfile.mkdtemp(prefix="new-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="new-", dir=parent))
     try:
         for name, fields in content.items():
-            (made / name).write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+            (folder / name).write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
         for number, file in enumerate(files):
-            (made / f"model-{number + 1:05}-of-{len(files):05}.gguf").symlink_to(file.path)
+            (folder / f"model-{number + 1:05}-of-{len(files):05}.gguf").symlink_to(file.path)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-    return made
+    return folder
 
 
 def unfolded(options: ModelConfig) -> ModelConfig:
@@ -189,7 +189,7 @@ def unfolded(options: ModelConfig) -> ModelConfig:
 
 
 def model_name(path: Path) -> str:
-    """What people call the model of a file."""
+    """The usual name of the model in a file."""
     return _PART.sub("", path.stem)
 
 
@@ -202,27 +202,34 @@ def _content(files: Sequence[GgufFile], *, with_tokenizer: bool) -> dict[str, Ma
     """The files of the folder and what is in them. Raises UnsoundGgufError or UnsupportedModelError."""
     metadata = files[0].metadata
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    found: dict[str, Mapping[str, Any]] = {}
-    try:
+    content: dict[str, Mapping[str, Any]] = {}
+    with _contradictions(files[0].path):
         weights_of(metadata, tensors.values())  # refuses a tensor that nobody knows before minutes of loading
         fields = config_fields(metadata, tensors)
         if with_tokenizer:
-            found |= tokenizer_files(metadata)
+            content |= tokenizer_files(metadata)
         fields["eos_token_id"] = end_tokens(metadata, fields["vocab_size"], own_tokenizer=with_tokenizer) or None
+    return {**content, "config.json": fields}
+
+
+@contextlib.contextmanager
+def _contradictions(path: Path) -> Iterator[None]:
+    """Turn errors of metadata that do not fit together into UnsoundGgufError."""
+    try:
+        yield
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, OSError) as error:
         raise UnsoundGgufError(
-            f"the metadata of {files[0].path.name} contradicts itself ({error}); convert the model again"
+            f"the metadata of {path.name} contradicts itself ({error}); convert the model again"
         ) from error
-    return {**found, "config.json": fields}
 
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is there, and no other user could have written it."""
     try:
-        found = folder.lstat()
+        stat = folder.lstat()
     except OSError:
         return False
-    return folder.is_dir() and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder.is_dir() and stat.st_uid == os.getuid() and not stat.st_mode & 0o022
 
 
 _OLLAMA_HOST, _OLLAMA_NAMESPACE = "registry.ollama.ai", "library"
@@ -245,10 +252,10 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """All models that are found, by name."""
-    found = list(_ollama(ollama_folder()))
+    models = list(_ollama(ollama_folder()))
     for root in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
-        found += _lm_studio(Path(root).expanduser())
-    return sorted([*found, *_packages()], key=lambda one: one.name)
+        models += _lm_studio(Path(root).expanduser())
+    return sorted([*models, *_packages()], key=lambda model: model.name)
 
 
 def find_local(name: str) -> Path | None:
@@ -256,17 +263,17 @@ def find_local(name: str) -> Path | None:
 
     Raises ModelLoadError if there is no such model here.
     """
-    store, _, rest = name.partition(":")
+    store, _, local_name = name.partition(":")
     if store not in ("ollama", "lmstudio", "package") or Path(name).exists():
         return None
-    wanted = f"{name}:latest" if store == "ollama" and ":" not in rest.rpartition("/")[2] else name
-    known = [one for one in local_models() if one.name.startswith(f"{store}:")]
-    for one in known:
-        if one.name == wanted:
-            if one.why_not is not None:
-                raise ModelLoadError(f"model {name!r} cannot be served: {one.why_not}")
-            return one.path
-    names = ", ".join(one.name for one in known) or f"no {store} models"
+    full_name = f"{name}:latest" if store == "ollama" and ":" not in local_name.rpartition("/")[2] else name
+    models = [model for model in local_models() if model.name.startswith(f"{store}:")]
+    for model in models:
+        if model.name == full_name:
+            if model.why_not is not None:
+                raise ModelLoadError(f"model {name!r} cannot be served: {model.why_not}")
+            return model.path
+    names = ", ".join(model.name for model in models) or f"no {store} models"
     raise ModelLoadError(f"model {name!r} is not on this machine, which has {names}; `foreword models` lists them")
 
 
@@ -289,8 +296,8 @@ def _blobs(manifest: Path) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if manifest.stat().st_size <= _MOST_MANIFEST_BYTES:
             layers = json.loads(manifest.read_bytes())["layers"]
-            found = {str(layer["mediaType"]).rpartition(".")[2]: _DIGEST.fullmatch(layer["digest"]) for layer in layers}
-            return {kind: digest[1] for kind, digest in found.items() if digest is not None}
+            blobs = {str(layer["mediaType"]).rpartition(".")[2]: _DIGEST.fullmatch(layer["digest"]) for layer in layers}
+            return {kind: digest[1] for kind, digest in blobs.items() if digest is not None}
     return {}
 
 
@@ -304,28 +311,29 @@ def _packages() -> Iterator[LocalModel]:
     for package in distributions():
         files = [file for file in package.files or () if file.name.endswith(".gguf")]
         for file in files:
-            own = f"/{file.name}" if len(files) > 1 else ""
-            yield LocalModel(f"package:{package.name}{own}", Path(str(package.locate_file(file))))
+            suffix = f"/{file.name}" if len(files) > 1 else ""
+            yield LocalModel(f"package:{package.name}{suffix}", Path(str(package.locate_file(file))))
 
 
 def describe(model: LocalModel) -> dict[str, Any]:
     """Name, path, bytes, type of most weights, context in tokens, and why it does not run (None if it does)."""
-    found: dict[str, Any] = {"name": model.name, "path": str(model.path), "bytes": None, "type": None, "context": None}
+    facts: dict[str, Any] = {"name": model.name, "path": str(model.path), "bytes": None, "type": None, "context": None}
     try:
         files = open_gguf(model.path)
         metadata = files[0].metadata
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-        found["bytes"] = sum(file.path.stat().st_size for file in files)
+        facts["bytes"] = sum(file.path.stat().st_size for file in files)
         sizes: Counter[str] = Counter()
         for tensor in tensors.values():
             sizes[tensor.blocks.name] += tensor.num_rows * tensor.row_bytes
-        found["type"] = sizes.most_common(1)[0][0] if sizes else None
-        weights_of(metadata, tensors.values())
-        found["context"] = config_fields(metadata, tensors)["max_position_embeddings"]
-        tokenizer_files(metadata, check=False)
+        facts["type"] = sizes.most_common(1)[0][0] if sizes else None
+        with _contradictions(model.path):
+            weights_of(metadata, tensors.values())
+            facts["context"] = config_fields(metadata, tensors)["max_position_embeddings"]
+            tokenizer_files(metadata, check=False)
     except ForewordError as error:
-        return {**found, "why_not": str(error)}
-    return {**found, "why_not": model.why_not}
+        return {**facts, "why_not": str(error)}
+    return {**facts, "why_not": model.why_not}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -335,18 +343,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is found: the names to give to `serve` and `generate`."""
-    models = [describe(one) for one in local_models()]
+    models = [describe(model) for model in local_models()]
     if args.json:
-        for one in models:
-            print(json.dumps(one))
+        for model in models:
+            print(json.dumps(model))
         return 0
     if not models:
         print("no GGUF files of Ollama, LM Studio or Python packages are here; `foreword serve` takes a path, too")
-    width = max((len(one["name"]) for one in models), default=0)
-    for one in models:
-        context = f"{one['context']:,} tokens" if one["context"] else "?"
-        why = "runs" if one["why_not"] is None else f"does not run: {one['why_not']}"
-        print(f"{one['name']:{width}}  {_size(one['bytes']):>8}  {one['type'] or '?':7}  {context:>15}  {why}")
+    width = max((len(model["name"]) for model in models), default=0)
+    for model in models:
+        context = f"{model['context']:,} tokens" if model["context"] else "?"
+        why = "runs" if model["why_not"] is None else f"does not run: {model['why_not']}"
+        print(f"{model['name']:{width}}  {_size(model['bytes']):>8}  {model['type'] or '?':7}  {context:>15}  {why}")
     return 0
 
 
