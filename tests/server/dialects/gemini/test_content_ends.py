@@ -89,7 +89,7 @@ def test_an_end_moves_when_it_is_told_to_and_not_by_use(server, ask):
 
 
 _NO_CHANGES = [
-    ("", {}, "give ttl or expireTime"),
+    ("", {}, "give one of them"),
     ("", {"ttl": "9s", "displayName": "x"}, "displayName cannot change"),
     ("", {"ttl": "9s", "contents": []}, "contents cannot change"),
     ("", {"ttl": "5m"}, "is not a time to live"),
