@@ -67,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_key_argument(parser: argparse.ArgumentParser) -> None:
     """The flag for encrypted caches."""
-    parser.add_argument(
-        "--key-file", type=Path, metavar="FILE", help="the secret of an encrypted cache, to decrypt its blocks"
-    )
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the secret of an encrypted cache")
 
 
 def run(args: argparse.Namespace) -> int:
