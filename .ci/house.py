@@ -1,9 +1,12 @@
-"""What the house weighs: lines by room, arrows between rooms, circles of imports. A report, not a gate.
+"""What the house weighs: lines by room, arrows, circles of imports, private names in tests. A report, not a gate.
 
-    python .ci/house.py [FOLDER] [--json]       FOLDER: src/foreword
+    python .ci/house.py [FOLDER] [--tests FOLDER] [--json]       src/foreword, tests
 
 A room is a folder or a module at the top. An arrow is a room that imports another one, wherever the import stands;
 imports for types alone count apart. A circle is a group of modules, or of rooms, that import each other.
+
+A test may read private names of the room that its folder is named after. What it needs of other rooms, it takes from
+tests/doors.py, so that a change inside a room breaks no test outside it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONG_FILE, LONG_FUNCTION = 700, 60
+NAMES_OF_TUPLES = {"_", "_asdict", "_fields", "_make", "_replace"}
+"""They are public."""
 
 Graph = dict[str, set[str]]
 
@@ -91,8 +96,8 @@ def reachable(graph: Graph, start: str) -> set[str]:
     return seen
 
 
-def measure(folder: Path) -> dict[str, object]:
-    """All figures of a package."""
+def measure(folder: Path, tests: Path) -> dict[str, object]:
+    """All figures of a package and of its tests."""
     files = modules(folder)
     lines = {name: len(file.read_text(encoding="utf-8").splitlines()) for name, file in files.items()}
     runs, types = graphs(files, folder.name)
@@ -109,9 +114,51 @@ def measure(folder: Path) -> dict[str, object]:
         "circles_of_rooms": circles(by_room(runs)),
         "circles_of_modules": circles(runs),
         "circles_with_types": circles({name: runs[name] | types[name] for name in runs}),
+        **private_names(files, tests),
         f"files_beyond_{LONG_FILE}_lines": [name for name, count in lines.items() if count > LONG_FILE],
         f"functions_beyond_{LONG_FUNCTION}_lines": [name for file in files.items() for name in long_functions(*file)],
     }
+
+
+def private_names(files: dict[str, Path], tests: Path) -> dict[str, object]:
+    """How often tests use a private name of the package, and where they use one of another room than their own."""
+    rooms: dict[str, set[str]] = {}
+    for module, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    rooms.setdefault(name, set()).add(room_of(module))
+                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                    rooms.setdefault(name, set()).add(room_of(module))
+    own, doors, others = 0, 0, []
+    for file in sorted(tests.rglob("*.py")):
+        place = file.relative_to(tests)
+        for name in used_names(ast.parse(file.read_text(encoding="utf-8"))):
+            if not name.startswith("_") or name.startswith("__") or name not in rooms.keys() - NAMES_OF_TUPLES:
+                continue
+            if place.name == "doors.py":
+                doors += 1
+            elif place.parts[0] in rooms[name]:
+                own += 1
+            else:
+                others.append(f"{place.as_posix()}: {name}")
+    return {"private_names_in_doors": doors, "private_names_in_own_rooms": own, "private_names_elsewhere": others}
+
+
+def used_names(tree: ast.AST) -> Iterator[str]:
+    """The names that a test reads of objects, imports or replaces."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
+                pass  # the test's own
+            case ast.Attribute(attr=name) | ast.alias(name=name):
+                yield name
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[*given]):
+                yield from (
+                    each.value.rpartition(".")[2]
+                    for each in given[:2]
+                    if isinstance(each, ast.Constant) and isinstance(each.value, str)
+                )
 
 
 def long_functions(module: str, file: Path) -> list[str]:
@@ -127,10 +174,12 @@ def long_functions(module: str, file: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent.parent / "src" / "foreword")
+    root = Path(__file__).parent.parent
+    parser.add_argument("folder", type=Path, nargs="?", default=root / "src" / "foreword")
+    parser.add_argument("--tests", type=Path, default=root / "tests", help="default: tests")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     args = parser.parse_args()
-    report = measure(args.folder)
+    report = measure(args.folder, args.tests)
     if args.json:
         print(json.dumps(report, indent=1))
         return

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from doors import coordinator_of, index_of, pending_copies, pool_of, recorded_keys
 from foreword.cache import (
     NO_EXTRA_KEYS,
     NULL_BLOCK,
@@ -218,7 +219,7 @@ class World:
         if self._ledger is not None:
             self._mirror.apply(self._events.take())
             for group_id, group in enumerate(self._ledger.groups):
-                findable = set(group._keys[group.findable_block_ids()].tolist())
+                findable = set(recorded_keys(group))
                 assert self._mirror.held_keys(group_id) == findable, "the events do not rebuild the index"
         stats = manager.stats
         self.happened.evictions += stats.evictions
@@ -277,7 +278,7 @@ class World:
         """Close a session: blocks that it left alone go first after those that hold nothing."""
         manager, session = self.manager, SESSIONS[which % len(SESSIONS)]
         before, pinned = self.snapshot(), [] if self._pins is None else self._pins.pinned_block_ids().tolist()
-        num_early = manager._pool.num_empty + manager._pool.num_given_up
+        num_early = pool_of(manager).num_empty + pool_of(manager).num_given_up
         given_up = manager.close_session(session)
         if not given_up:
             assert self.snapshot() == before, "closing a session that has nothing changed something"
@@ -315,7 +316,7 @@ class World:
 
     def _longest(self, sequence: TokenSequence, marks: list[int]) -> int:
         """The longest hit by trying every length, given what the indexed blocks hold."""
-        coordinator, holds = self.manager._coordinator, set()
+        coordinator, holds = coordinator_of(self.manager), set()
         for block_id in coordinator.index.block_ids().tolist():
             group = coordinator.index.group_of(block_id)
             size = self.groups[group].block_size
@@ -460,7 +461,7 @@ class World:
         size, table = self.groups[group].block_size, self._table(request, group)
         most = min(end, num_findable(self.groups, request.sequence))
         filled = table[request.num_computed // size : most // size].tolist()
-        keys = map(self.manager._coordinator.index.key_of, filled)
+        keys = map(index_of(self.manager).key_of, filled)
         assert None not in keys, "a block that is filled cannot be found"
 
     def _copy(self) -> None:
@@ -551,11 +552,11 @@ class World:
         stats = manager.stats
         return [
             manager.free_block_ids().tolist(),
-            manager._pool.ref_counts().tolist(),
+            pool_of(manager).ref_counts().tolist(),
             [self._tables(request) for request in self.running],
             manager.held_request_ids(),
             manager.get_num_cached_blocks(),
-            manager._copies.copy(),
+            pending_copies(manager),
             [getattr(stats, name) for name in stats.__slots__],
             self._pins.pinned_block_ids().tolist() if self._pins else None,
         ]

@@ -68,7 +68,7 @@ class HashRunner:
         self.on_execute: Callable[[Batch], None] = lambda _: None
         """Called before a batch is computed; may raise, as a model may."""
         self._scrap_slot = num_blocks * block_size
-        self._slots: npt.NDArray[np.uint64] = np.zeros(self._scrap_slot + 1, np.uint64)
+        self.slots: npt.NDArray[np.uint64] = np.zeros(self._scrap_slot + 1, np.uint64)
         self._samples: Int64Array = np.empty(0, np.int64)
         """Of the last batch."""
 
@@ -86,8 +86,8 @@ class HashRunner:
         self.batches.append(batch)
         self._copy_blocks(batch)
         for move in batch.moves:
-            values = self._slots[move.sources].tolist()
-            self._slots[move.targets] = [_moved(value, move.shift) for value in values]
+            values = self.slots[move.sources].tolist()
+            self.slots[move.targets] = [_moved(value, move.shift) for value in values]
         token_ids = batch.token_ids.copy()
         for number, source in batch.expected.tolist():
             assert token_ids[number] == 0, "an expected token cannot be known"
@@ -100,7 +100,7 @@ class HashRunner:
         return BatchResult(self._samples)
 
     def _copy_blocks(self, batch: Batch) -> None:
-        blocks = self._slots[: self._scrap_slot].reshape(-1, self.block_size)
+        blocks = self.slots[: self._scrap_slot].reshape(-1, self.block_size)
         sources, targets = batch.copies.T
         blocks[targets] = blocks[sources]
 
@@ -120,7 +120,7 @@ class HashRunner:
         for position, turned, token_id in computed:
             value = _kv(token_id, turned, context, salt)
             slot = self._slot(table, position) if position >= batch.write_from[row] else self._scrap_slot
-            self._slots[slot] = value
+            self.slots[slot] = value
             context = (context + value * _WEIGHT_LIST[position]) & _MASK
         if draw is None:
             return [-1]
@@ -138,7 +138,7 @@ class HashRunner:
         """Everything that is stored for the first `num_tokens` positions, read through the block table."""
         positions = np.arange(num_tokens)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        return int((self._slots[slots] * _WEIGHTS[:num_tokens]).sum(dtype=np.uint64))
+        return int((self.slots[slots] * _WEIGHTS[:num_tokens]).sum(dtype=np.uint64))
 
 
 def stored_values(token_ids: Sequence[int], salt: str | None = None) -> list[int]:

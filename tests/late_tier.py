@@ -20,7 +20,7 @@ class HashMemory:
     """The slots of a HashRunner as a pool's memory."""
 
     def __init__(self, runner: HashRunner) -> None:
-        self._slots = runner._slots[:-1].reshape(-1, runner.block_size)
+        self._slots = runner.slots[:-1].reshape(-1, runner.block_size)
 
     def payload_bytes(self, group_id: int) -> int:
         return self._slots.shape[1] * 8

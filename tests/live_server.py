@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -120,10 +120,14 @@ class ServerThread:
         self._loop = asyncio.get_running_loop()
         await self._server.serve()
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin a coroutine on the server's event loop."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def ask(self, function: Callable[[Engine], T]) -> T:
         """Run something on the engine's thread, between two steps."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self.service.thread.call(function), self._loop).result(60)
+        return self.start(self.service.thread.call(function)).result(60)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from foreword.cli import _parser
+from doors import command_line
 from foreword.config import Environment
 from foreword.errors import ConfigError
 from foreword.server.options import ServerConfig
@@ -56,7 +56,7 @@ def service(*files: str) -> dict[str, Any]:
 
 def understood(arguments: list[str]) -> dict[str, Any]:
     """The options that `foreword` takes from a command line, which is refused if one is unknown."""
-    args, unknown = _parser().parse_known_args(arguments)
+    args, unknown = command_line().parse_known_args(arguments)
     assert not unknown
     options: dict[str, Any] = args.flags.given(args)
     return options

@@ -108,9 +108,9 @@ def test_what_is_here_already_is_not_evicted_for_the_rest(tiny_models: TinyModel
         once = SamplingParams(max_tokens=1)
         llm.generate(SHORT, once)
         llm.generate({"prompt_token_ids": IDS[::-1][:240]}, once)
-        assert llm.engine.num_cached_tokens(llm._prompt(SHORT)) >= 32, "the blocks that would go first"
+        assert llm.engine.num_cached_tokens(llm.read_prompt(SHORT)) >= 32, "the blocks that would go first"
         assert llm.import_prefixes(path) == ImportReport(report.blocks, report.tokens)
-        assert llm.engine.num_cached_tokens(llm._prompt(PROMPT)) >= report.tokens
+        assert llm.engine.num_cached_tokens(llm.read_prompt(PROMPT)) >= report.tokens
         llm.engine.check_integrity()
 
 
@@ -226,7 +226,7 @@ def test_a_file_that_claims_what_its_blocks_cannot_hold_is_refused(
     rejected = llm.import_prefixes(path).rejected
     assert rejected is not None
     assert why in rejected
-    assert llm.engine.num_cached_tokens(llm._prompt(SHORT)) == 0
+    assert llm.engine.num_cached_tokens(llm.read_prompt(SHORT)) == 0
 
 
 def with_facts(content: bytes, facts: dict[str, int]) -> bytes:
@@ -273,7 +273,7 @@ def test_a_refusal_names_the_place(short_file: Path, tmp_path: Path, llm: LLM) -
         report = llm.import_prefixes(path)
         assert (report.blocks, report.tokens) == (0, 0)
         assert message in str(report.rejected)
-    assert llm.engine.num_cached_tokens(llm._prompt(SHORT)) == 0
+    assert llm.engine.num_cached_tokens(llm.read_prompt(SHORT)) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.6, 0.999])
@@ -389,7 +389,7 @@ def test_token_ids_that_are_not_those_of_the_blocks_are_refused(llm: LLM, tmp_pa
     rewrite_manifest(path, token_ids=[5] * 40)
     llm.reset_prefix_cache()
     assert "do not give the keys" in str(llm.import_prefixes(path).rejected)
-    assert llm.engine.num_cached_tokens(llm._prompt(SHORT)) == 0
+    assert llm.engine.num_cached_tokens(llm.read_prompt(SHORT)) == 0
 
 
 @pytest.mark.parametrize(

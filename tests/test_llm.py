@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import foreword
+from doors import runner_of
 from foreword import LLM, CompletionOutput, RequestOutput, SamplingParams
 from foreword.cache import AllBlocksCleared, BlockStored, NumberedEvent
 from foreword.engine import Prompt
@@ -512,11 +513,10 @@ def test_block_keys_depend_on_the_model_its_precision_and_the_deployment(chat_mo
     def key_of(folder: Path, **options: Any) -> str:
         with open_llm(folder, prefix_index="hash", **options) as llm:
             llm.generate(token_prompt(prompt_of(16)), greedy(1))
-            key: str = (
-                llm.engine._intake.sequence("r", Prompt(np.array(prompt_of(16), np.int32))).block_hashes()[0].hex()
-            )
-            assert llm.engine.num_cached_tokens(Prompt(np.array(prompt_of(16), np.int32))) == 15
-            return key
+            prompt = Prompt(np.array(prompt_of(16), np.int32))
+            sequence, _ = llm.engine.check("r", prompt, greedy(1))
+            assert llm.engine.num_cached_tokens(prompt) == 15
+            return sequence.block_hashes()[0].hex()
 
     moved = tmp_path / "elsewhere" / chat_model.name
     shutil.copytree(chat_model, moved)
@@ -683,7 +683,7 @@ def test_an_llm_is_a_context_manager(chat_model: Path) -> None:
 
 def test_an_interrupt_aborts_the_prompts_of_its_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a notebook: the next call starts clean, and is not handed KV that was never computed."""
-    runner: Any = llm.engine._runner
+    runner = runner_of(llm.engine)
     run = "launch" if hasattr(runner, "launch") else "execute"
     prompt = token_prompt(prompt_of(40))
 

@@ -433,6 +433,7 @@ def build_engine(
     prefix_index: Literal["radix", "hash"] = "hash",
     deduplicate: bool = False,
     with_ledger: bool = False,
+    allows_links: bool = False,
     runner_class: Callable[[LoadedModel, KVStorage], ModelRunner] | None = None,
     make_tiers: Callable[[KVCacheManager, KVStorage], TierDirector] | None = None,
     **scheduler_options: Any,
@@ -469,7 +470,13 @@ def build_engine(
     storage = KVStorage(layout, num_blocks, model.device)
     config = SchedulerConfig(**scheduler_options)
     held = max(n for n in range(1, model.max_positions + 1) if manager.can_ever_hold(n, config.max_num_batched_tokens))
-    limits = ModelLimits(model.vocab_size, held, frozenset(model.eos_token_ids), hidden_size=model.hidden_size)
+    limits = ModelLimits(
+        model.vocab_size,
+        held,
+        frozenset(model.eos_token_ids),
+        allows_links=allows_links,
+        hidden_size=model.hidden_size,
+    )
     steps = RunnerLimits(held, config.max_num_seqs)
     runner = runner_class(model, storage) if runner_class else make_runner(model, storage, steps)
     tiers = None if make_tiers is None else make_tiers(manager, storage)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cache_world import GROUPS, KINDS, World, drive
+from doors import coordinator_of, free_queue_of, index_of, pool_of, ref_counts_of
 from foreword.cache import NULL_BLOCK
 from lanes import SLOW
 
@@ -32,59 +33,55 @@ def variant(*kinds):
     return register
 
 
-def index_of(manager):
-    return manager._coordinator.index
-
-
 # --------------------------------------------------------------------------------------- pool and queue
 
 
 @variant(*KINDS)
 def a_block_is_freed_twice(manager):
-    free = manager._pool.free_blocks
+    free = pool_of(manager).free_blocks
 
     def free_blocks(block_ids):
         free(block_ids)
-        shared = block_ids[manager._pool._ref_counts[block_ids] > 0]
+        shared = block_ids[ref_counts_of(pool_of(manager))[block_ids] > 0]
         if len(shared):
             free(shared[:1])
         elif len(block_ids):
-            manager._pool._free.append(block_ids[:1])
+            free_queue_of(pool_of(manager)).append(block_ids[:1])
 
-    manager._pool.free_blocks = free_blocks
+    pool_of(manager).free_blocks = free_blocks
 
 
 @variant(*KINDS)
 def a_block_is_not_freed(manager):
-    free = manager._pool.free_blocks
-    manager._pool.free_blocks = lambda block_ids: free(block_ids[1:])
+    free = pool_of(manager).free_blocks
+    pool_of(manager).free_blocks = lambda block_ids: free(block_ids[1:])
 
 
 @variant(*PREFIX_KINDS, *SEVERAL)
 def the_count_of_a_shared_block_is_not_lowered(manager):
-    free = manager._pool.free_blocks
-    manager._pool.free_blocks = lambda block_ids: free(block_ids[manager._pool._ref_counts[block_ids] == 1])
+    free = pool_of(manager).free_blocks
+    pool_of(manager).free_blocks = lambda block_ids: free(block_ids[ref_counts_of(pool_of(manager))[block_ids] == 1])
 
 
 @variant(*PREFIX_KINDS, *SEVERAL)
 def a_hit_is_not_counted(manager):
-    pool = manager._pool
-    pool.touch = lambda block_ids: pool._free.remove(block_ids[pool._ref_counts[block_ids] == 0])
+    pool = pool_of(manager)
+    pool.touch = lambda block_ids: free_queue_of(pool).remove(block_ids[ref_counts_of(pool)[block_ids] == 0])
 
 
 @variant(*PREFIX_KINDS, *SEVERAL)
 def a_hit_leaves_its_blocks_in_the_queue(manager):
-    pool = manager._pool
+    pool = pool_of(manager)
 
     def touch(block_ids):
-        pool._ref_counts[block_ids] += 1
+        ref_counts_of(pool)[block_ids] += 1
 
     pool.touch = touch
 
 
 @variant(*KINDS)
 def a_taken_block_stays_in_the_queue(manager):
-    queue = manager._pool._free
+    queue = free_queue_of(pool_of(manager))
     take = queue.popleft
 
     def popleft(count):
@@ -97,11 +94,11 @@ def a_taken_block_stays_in_the_queue(manager):
 
 @variant(*KINDS)
 def a_taken_block_is_not_counted(manager):
-    pool, get = manager._pool, manager._pool.get_new_blocks
+    pool, get = pool_of(manager), pool_of(manager).get_new_blocks
 
     def get_new_blocks(count):
         block_ids = get(count)
-        pool._ref_counts[block_ids[:1]] = 0
+        ref_counts_of(pool)[block_ids[:1]] = 0
         return block_ids
 
     pool.get_new_blocks = get_new_blocks
@@ -109,7 +106,7 @@ def a_taken_block_is_not_counted(manager):
 
 @variant(*(kind for kind in KINDS if kind != "recurrent"))  # which takes one at a time
 def one_block_is_given_to_two(manager):
-    pool, get = manager._pool, manager._pool.get_new_blocks
+    pool, get = pool_of(manager), pool_of(manager).get_new_blocks
 
     def get_new_blocks(count):
         block_ids = get(count)
@@ -122,7 +119,7 @@ def one_block_is_given_to_two(manager):
 
 @variant(*KINDS)
 def the_queue_loses_its_last_block(manager):
-    queue = manager._pool._free
+    queue = free_queue_of(pool_of(manager))
     append = queue.append
     queue.append = lambda block_ids: append(block_ids[:-1])
 
@@ -132,13 +129,13 @@ def the_queue_loses_its_last_block(manager):
 
 @variant(*PREFIX_KINDS, *GROUP_KINDS)
 def the_index_keeps_a_block_that_is_given_away(manager):
-    manager._pool._on_reuse = lambda block_ids: None
+    pool_of(manager)._on_reuse = lambda block_ids: None
 
 
 @variant(*PREFIX_KINDS, *GROUP_KINDS)
 def the_index_keeps_some_of_the_blocks_that_are_given_away(manager):
-    forget = manager._pool._on_reuse
-    manager._pool._on_reuse = lambda block_ids: forget(block_ids[1:])
+    forget = pool_of(manager)._on_reuse
+    pool_of(manager)._on_reuse = lambda block_ids: forget(block_ids[1:])
 
 
 @variant(*PREFIX_KINDS)
@@ -164,7 +161,7 @@ def a_block_is_indexed_in_another_group(manager):
 
 @variant(*PREFIX_KINDS)
 def a_block_is_indexed_before_it_is_full(manager):
-    coordinator = manager._coordinator
+    coordinator = coordinator_of(manager)
     cache = coordinator.cache_blocks
 
     def cache_blocks(row, sequence, num_tokens):
@@ -246,13 +243,13 @@ def a_cut_keeps_the_tails_below(manager):
 
 @variant("radix")
 def a_tail_that_is_forgotten_stays_with_the_pool(manager):
-    pool, forget = manager._pool, manager._pool.note_forgotten
+    pool, forget = pool_of(manager), pool_of(manager).note_forgotten
     pool.note_forgotten = lambda block_ids: forget(block_ids[~pool.is_tail(block_ids)])
 
 
 @variant("radix")
 def a_block_is_a_tail_and_an_ordinary_free_block(manager):
-    pool, note = manager._pool, manager._pool.note_tail
+    pool, note = pool_of(manager), pool_of(manager).note_tail
 
     def note_and_queue(block_id):
         note(block_id)
@@ -286,7 +283,7 @@ def a_prefix_is_never_let_go(manager):
 
 @variant(*KINDS)
 def a_request_that_leaves_keeps_a_block(manager):
-    coordinator = manager._coordinator
+    coordinator = coordinator_of(manager)
     close = coordinator.close
 
     def close_all_but_the_last(row):
@@ -298,15 +295,15 @@ def a_request_that_leaves_keeps_a_block(manager):
 
 @variant(*PREFIX_KINDS, "off")
 def a_request_grows_by_a_block_too_few(manager):
-    (group,) = manager._coordinator.managers
+    (group,) = coordinator_of(manager).managers
     needed = group.num_new_blocks
     group.num_new_blocks = lambda row, start, end: max(0, needed(row, start, end) - 1)
-    manager._coordinator._only_appends = False
+    coordinator_of(manager)._only_appends = False
 
 
 @variant("window", "chunks", "full and window", "all types")
 def a_block_that_left_the_window_stays_in_the_table(manager):
-    for group in manager._coordinator.managers:
+    for group in coordinator_of(manager).managers:
         group.release = lambda row, start: None
         group.release_each = lambda rows, starts, each=group.release_each: (
             each(rows, starts)[0],
@@ -316,7 +313,7 @@ def a_block_that_left_the_window_stays_in_the_table(manager):
 
 @variant("window", "chunks", "full and window", "all types")
 def a_block_that_is_still_needed_leaves_the_table(manager):
-    coordinator = manager._coordinator
+    coordinator = coordinator_of(manager)
     grow = coordinator.grow
 
     def grow_and_lose(row, start, end):
@@ -333,7 +330,7 @@ def a_block_that_is_still_needed_leaves_the_table(manager):
 
 @variant(*KINDS)
 def a_row_is_given_to_two_requests(manager):
-    for tables in manager._coordinator.tables.groups:
+    for tables in coordinator_of(manager).tables.groups:
         open_row = tables.open_row
 
         def open_and_keep(tables=tables, open_row=open_row):
@@ -346,7 +343,7 @@ def a_row_is_given_to_two_requests(manager):
 
 @variant("sinks and window")
 def the_sinks_are_given_back(manager):
-    manager._pool.free_blocks(manager.sink_block_ids())
+    pool_of(manager).free_blocks(manager.sink_block_ids())
 
 
 # ------------------------------------------------------------------------------------------------- tests

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import foreword.cache as cache
+from doors import coordinator_of
 from foreword.cache import (
     NONE_HASH,
     BlockHashToBlockMap,
@@ -51,7 +52,7 @@ def test_a_requests_blocks_come_as_objects() -> None:
     assert (held[0] + held[1]).get_block_ids() == ([0, 1, 2, 3, 4, 5],)
     manager.free("a")
     assert [block.ref_cnt for block in held[0].blocks[0]] == [0, 0, 0]
-    assert isinstance(manager._coordinator.managers[0], SingleTypeKVCacheManager)
+    assert isinstance(coordinator_of(manager).managers[0], SingleTypeKVCacheManager)
 
 
 def test_blocks_of_a_chain_are_allocated_in_one_call_all_or_none() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cache_world import GROUPS
+from doors import given_up_in, index_of, num_given_up
 from foreword.cache import (
     EntryWish,
     ExtraKeys,
@@ -86,7 +87,7 @@ def test_a_hit_takes_back_what_was_given_up():
     chat.ask("bob", BOB)
     chat.manager.close_session("alice")
     chat.ask("carol", [*ALICE, 9])
-    assert chat.manager._pool.num_given_up == 0
+    assert num_given_up(chat.manager) == 0
     chat.ask(None, [4] * 2 * (NUM_BLOCKS - 4 + 1))
     assert num_cached(chat.manager, ALICE) == 4
     assert num_cached(chat.manager, BOB) < 4
@@ -114,14 +115,14 @@ def test_what_a_running_request_of_a_closed_session_holds_goes_when_it_ends():
     assert chat.manager.close_session("alice") == 0
     chat.manager.free(mine)
     chat.manager.check_integrity()
-    assert chat.manager._pool.num_given_up == 0, "another request holds it"
+    assert num_given_up(chat.manager) == 0, "another request holds it"
     chat.manager.free(other)
     chat.manager.check_integrity()
-    assert chat.manager._pool.num_given_up == 0, "two sessions used it"
+    assert num_given_up(chat.manager) == 0, "two sessions used it"
     alone, _ = chat.start("carol", [5] * 4)
     chat.manager.close_session("carol")
     chat.manager.free(alone)
-    assert chat.manager._pool.num_given_up == 2
+    assert num_given_up(chat.manager) == 2
 
 
 def test_pins_win_over_closing_and_closing_over_nothing_else():
@@ -132,7 +133,7 @@ def test_pins_win_over_closing_and_closing_over_nothing_else():
     assert manager.close_session("alice") == 2
     entry = manager.keep_prefix(TokenSequence("pin", [*ALICE, *BOB], block_size=SIZE), EntryWish(10.0, name="all"), 0.0)
     assert entry.num_kept_tokens == 8
-    assert manager._pool.num_given_up == 0, "a pin takes back what was given up"
+    assert num_given_up(manager) == 0, "a pin takes back what was given up"
     manager.check_integrity()
 
 
@@ -173,7 +174,7 @@ def test_a_running_request_of_a_forgotten_session_leaves_its_blocks_like_others(
         chat.ask(other, [5, other])
     chat.manager.free(running)
     chat.manager.check_integrity()
-    assert chat.manager._pool.num_given_up == 0
+    assert num_given_up(chat.manager) == 0
 
 
 def test_a_preempted_request_has_not_ended():
@@ -181,19 +182,19 @@ def test_a_preempted_request_has_not_ended():
     request, _ = chat.start("alice", [*ALICE, *BOB])
     assert chat.manager.close_session("alice") == 0
     chat.manager.free(request, ended=False)
-    assert chat.manager._pool.num_given_up == 0, "it looks them up again"
+    assert num_given_up(chat.manager) == 0, "it looks them up again"
     assert chat.manager.allocate_slots(request, 8, chat.manager.get_computed_blocks(request)) is not None
     chat.ask("alice", [7, 7])  # a new session of the same id
     chat.manager.check_integrity()
     chat.manager.free(request)
-    assert chat.manager._pool.num_given_up == 4
+    assert num_given_up(chat.manager) == 4
     assert chat.manager.close_session("alice") == 1
     waiting, _ = chat.start("carol", [6] * 4)
     chat.manager.close_session("carol")
     chat.manager.free(waiting, ended=False)
     chat.manager.end(waiting.request_id)  # aborted in the queue
     chat.manager.check_integrity()
-    assert chat.manager._pool.num_given_up == 7
+    assert num_given_up(chat.manager) == 7
 
 
 def test_what_several_requests_of_a_closed_session_hold_goes_when_the_last_one_ends():
@@ -202,9 +203,9 @@ def test_what_several_requests_of_a_closed_session_hold_goes_when_the_last_one_e
     second, _ = chat.start("alice", [*ALICE, *BOB])
     chat.manager.close_session("alice")
     chat.manager.free(first)
-    assert chat.manager._pool.num_given_up == 0
+    assert num_given_up(chat.manager) == 0
     chat.manager.free(second)
-    assert chat.manager._pool.num_given_up == 4
+    assert num_given_up(chat.manager) == 4
 
 
 def test_what_one_session_gave_up_belongs_to_the_next_that_uses_it():
@@ -227,11 +228,11 @@ def test_a_copy_to_a_lower_tier_does_not_take_back_what_was_given_up():
     manager.check_integrity()
     manager.release_blocks(alice)
     manager.check_integrity()
-    assert manager._pool.num_given_up == 2
+    assert num_given_up(manager) == 2
     manager.hold_blocks(alice)
     chat.ask("carol", [*ALICE, 9])  # a use, meanwhile
     manager.release_blocks(alice)
-    assert manager._pool.num_given_up == 0
+    assert num_given_up(manager) == 0
 
 
 def test_a_prefix_that_everybody_may_use_stays():
@@ -253,7 +254,7 @@ def test_a_budget_that_covers_nothing_takes_back_nothing():
     Chat(manager).ask("alice", ALICE)
     manager.close_session("alice")
     entry = manager.keep_prefix(TokenSequence("pin", ALICE, block_size=SIZE), EntryWish(10.0), 0.0)
-    assert (entry.num_kept_tokens, manager._pool.num_given_up) == (2, 1)
+    assert (entry.num_kept_tokens, num_given_up(manager)) == (2, 1)
     manager.check_integrity()
 
 
@@ -291,12 +292,12 @@ def test_closing_gives_up_exactly_the_blocks_that_no_other_session_used(groups):
     for _ in range(400):
         if rng.random() < 0.3:
             session = rng.choice("abc")
-            cached = set(manager._coordinator.index.block_ids().tolist())
-            early = set(manager._pool._given_up.free.in_order().tolist())
+            cached = set(index_of(manager).block_ids().tolist())
+            early = set(given_up_in(manager).tolist())
             expected = {block for block in cached - early if users.get(block) == {session}}
             chosen = manager.close_session(session)
             if chosen is not None:
-                after = set(manager._pool._given_up.free.in_order().tolist())
+                after = set(given_up_in(manager).tolist())
                 assert after - early == expected
                 num_closed += len(expected)
                 users = {block: used for block, used in users.items() if used != {session}}

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from doors import arguments_of, command_line
 from foreword import LLM, cli
 from foreword.config import EngineConfig, engine_options
 from foreword.config.flags import Flags
@@ -29,17 +30,17 @@ from foreword.server.options import ServerConfig
 
 def command(*names: str) -> argparse.ArgumentParser:
     """The parser of a command, with all its arguments."""
-    parser = cli._parser()
+    parser = command_line()
     with contextlib.suppress(SystemExit):
         parser.parse_known_args([*names, "--help"])
     for name in names:
-        [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        [commands] = [action for action in arguments_of(parser) if isinstance(action, argparse._SubParsersAction)]
         parser = commands.choices[name]
     return parser
 
 
 def given(*arguments: str) -> dict[str, Any]:
-    args, unknown = cli._parser().parse_known_args(["serve", *arguments])
+    args, unknown = command_line().parse_known_args(["serve", *arguments])
     assert not unknown
     flags: Flags = args.flags
     return flags.given(args)
@@ -51,7 +52,7 @@ def given(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["serve", "generate", "demo", "bench trace", "bench calibrate", "replay"])
 def test_every_flag_has_a_description_and_its_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = command(*name.split())
-    actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    actions = [action for action in arguments_of(parser) if action.help != argparse.SUPPRESS]
     assert [action.dest for action in actions if not action.help] == []
     with_default = [action for action in actions if action.dest.startswith("option:") or action.default]
     untold = {action.dest for action in with_default if "(default: " not in (action.help or "")}
@@ -88,7 +89,7 @@ def test_help_has_a_place_and_an_example_for_every_option(capsys: pytest.Capture
 
 def test_every_option_of_an_engine_is_a_flag_and_a_keyword() -> None:
     names = set(engine_options()) - {"model"}
-    flags = {action.dest for action in command("serve")._actions}
+    flags = {action.dest for action in arguments_of(command("serve"))}
     assert {f"option:{name}" for name in names} <= flags
     assert set(get_type_hints(EngineKeywords)) == names, "foreword.config.keywords lists what foreword.config has"
     assert set(inspect.signature(LLM).parameters) == {"model", *names}

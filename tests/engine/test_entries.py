@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foreword.cache import CacheEntry, EntryWish, ExtraKeys, TokenSequence, entry_name
+from foreword.cache import BlockState, CacheEntry, EntryWish, ExtraKeys, TokenSequence, entry_name
 from foreword.engine import BREAKPOINT, Keep, Mark, Prompt
 from foreword.request import SamplingParams
 from hash_runner import HashEngine
@@ -49,7 +49,7 @@ class World:
         return self.parts.manager.entries()
 
     def sequence(self, tokens: range, owner: str | None = None) -> TokenSequence:
-        return self.parts.engine._intake.sequence("", prompt_of(tokens, owner))
+        return self.parts.engine.check("", prompt_of(tokens, owner), ONE_TOKEN)[0]
 
 
 def test_a_marked_prefix_survives_a_flood_and_a_use_of_all_of_it_refreshes_it():
@@ -197,7 +197,7 @@ def test_random_entries_are_kept_as_long_as_a_plain_model_says(seed):
         assert {name: entry.until for name, entry in found.items()} == {n: e["until"] for n, e in plain.items()}
         assert all(entry.num_kept_tokens == plain[name]["end"] for name, entry in found.items())
         pinned = {(e["owner"], e["start"], block) for e in plain.values() for block in range(0, e["end"], 4)}
-        assert manager._pins.num_pinned == len(pinned)
+        assert (manager.block_states() == BlockState.PINNED).sum() == len(pinned)
         world.parts.engine.check_integrity()
 
 

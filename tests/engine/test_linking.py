@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doors import preempt, running_in, waiting_in
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KeyedSpan
 from foreword.engine import Keep, Prompt
 from foreword.engine.keeper import EntryFile
@@ -87,7 +88,7 @@ def test_a_moved_source_is_computed_in_the_turn_of_the_tenant_that_needs_it_firs
     add_linked(parts, "older", run_of(COMMON), [9], tenant="ada")
     parts.manager.reset_prefix_cache()
     add_linked(parts, "newer", OTHER, run_of(COMMON), [9], tenant="bob")
-    [source] = [request for request in parts.scheduler._waiting if request.request_id.startswith("source")]
+    [source] = [request for request in waiting_in(parts.engine) if request.request_id.startswith("source")]
     assert source.tenant == "bob"
     parts.step()
     assert source.tenant == "ada"
@@ -115,7 +116,7 @@ def test_a_source_that_is_preempted_waits_before_who_needs_it_by_then() -> None:
     for number in range(2):
         answer = SamplingParams(max_tokens=40, temperature=0.0)
         parts.add(f"middle {number}", [81 + number, 90], answer, priority=1)
-    parts.scheduler._preempt(next(iter(parts.scheduler._running)))
+    preempt(parts.engine, next(iter(running_in(parts.engine))))
     order: list[str] = []
     while parts.engine.has_unfinished_requests():
         order += parts.step()

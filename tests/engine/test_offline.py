@@ -111,7 +111,7 @@ def test_shuffled_questions_find_their_documents_and_answers_come_in_the_callers
     assert found >= in_waves
     llm.reset_prefix_cache()
     arrival = [
-        llm.engine.add_request(f"a{number}", llm._prompt(one), SamplingParams(**{**PLAIN, "seed": seed}))
+        llm.engine.add_request(f"a{number}", llm.read_prompt(one), SamplingParams(**{**PLAIN, "seed": seed}))
         for number, (one, seed) in enumerate(zip(prompts, seeds_from(before, len(prompts)), strict=True))
     ]
     while llm.engine.has_unfinished_requests():
@@ -128,7 +128,7 @@ def seeds_from(first: int, count: int) -> list[int]:
 
 
 def test_if_one_is_refused_nothing_goes_on(llm: LLM) -> None:
-    prompts = [llm._prompt({"prompt_token_ids": tokens}) for tokens in ([1, 2], [3] * 100_000)]
+    prompts = [llm.read_prompt({"prompt_token_ids": tokens}) for tokens in ([1, 2], [3] * 100_000)]
     with pytest.raises(Exception, match="100000"):
         run_all(llm.engine, prompts, [ONE, ONE], BLOCK, iter("ab").__next__)
     assert not llm.engine.has_unfinished_requests()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doors import outputs_of
 from foreword.batch import BatchResult
 from foreword.engine import Engine, ModelLimits, Prompt, TextTools
 from foreword.engine.drafts.drafting import Drafting
@@ -75,8 +76,9 @@ def prompt_of(token_ids: list[int]) -> Prompt:
 def test_the_next_batch_is_launched_before_the_last_ones_outputs_are_made() -> None:
     world, runner = late_engine()
     made: list[str] = runner.log
-    collect = world.engine._outputs.collect
-    world.engine._outputs.collect = lambda requests: made.append("outputs") or collect(requests)  # type: ignore[method-assign,func-returns-value]
+    outputs = outputs_of(world.engine)
+    collect = outputs.collect
+    outputs.collect = lambda requests: made.append("outputs") or collect(requests)  # type: ignore[func-returns-value]
     world.add("one", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, seed=1))
     lengths = []
     while world.engine.has_unfinished_requests():

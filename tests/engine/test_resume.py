@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doors import constrained
 from foreword import LLM, SamplingParams
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError
@@ -39,7 +40,7 @@ def llms() -> Iterator[tuple[LLM, LLM]]:
 
 def run(llm: LLM, name: str, params: SamplingParams, answered: Any = ()) -> RequestOutput:
     prompt = Prompt(np.array(llm.get_tokenizer().encode(TEXT), np.int32))
-    output = llm.engine.add_request(name, prompt, llm._constrained(params), answered)
+    output = llm.engine.add_request(name, prompt, constrained(llm, params), answered)
     while not output.finished:
         llm.engine.step()
     llm.engine.check_integrity()

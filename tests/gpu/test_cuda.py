@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from doors import runner_of
 from foreword import LLM, SamplingParams
 from foreword.model.gpu.device import CudaDevice
 from foreword.model.gpu.runner import DeviceRunner, RunnerLimits, StepBuffer
@@ -45,7 +46,7 @@ def test_cuda_graphs_change_no_bit(tiny_models: TinyModels, family: str, dtype: 
 
         engine = build_engine(model, runner_class=make)
         outputs = complete(engine, prompts, params)
-        runner = engine._runner
+        runner = runner_of(engine)
         assert isinstance(runner, DeviceRunner)
         replays = 0 if runner.graphs is None else runner.graphs.num_replays
         return [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs], replays

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from doors import runner_of, storage_of
 from foreword import LLM
 from foreword.batch import Batch
 from foreword.linking import Method, link_parts
@@ -33,7 +34,7 @@ def llm(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Iterator[LLM
 def kv_of(llm: LLM, prompt: dict[str, Any], link: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Keys and values of a prompt's tokens, computed in an empty cache: [tokens, all of a token's]."""
     llm.reset_prefix_cache()
-    runner: Any = llm.engine._runner
+    runner = runner_of(llm.engine)
     execute, batches = runner.execute, list[Batch]()
     with monkeypatch.context() as patched:
         patched.setattr(runner, "execute", lambda batch: (batches.append(batch), execute(batch))[1])
@@ -41,7 +42,7 @@ def kv_of(llm: LLM, prompt: dict[str, Any], link: str, monkeypatch: pytest.Monke
     indices = np.arange(len(output.prompt_token_ids))
     table = batches[-1].block_tables[-1]  # sources came in batches before; each computed range has a row
     slots = torch.from_numpy(table[indices // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + indices % BLOCK_SIZE)
-    storage = runner._storage
+    storage = storage_of(llm.engine)
     return torch.cat([own.flatten(1) for blocks in storage.blocks.values() for own in blocks.read(slots)], dim=1)
 
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from doors import deviations_of, keeping, kept_sources
 from foreword import LLM, SamplingParams
 from foreword.demo import recall
 from foreword.demo.run import embedded_model
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, PromptTooLongError
 from foreword.linking import FloatArray, IntArray, Method, link_parts, most_deviating
-from foreword.model.deviation import LinkDeviations
 from foreword.pml.composition import Composition, Part, Source, Span, concatenated
 from foreword.pml.documents import compose_documents
 from foreword.pml.library import SchemaPrompt
@@ -75,11 +75,6 @@ class Oracle:
 def open_llm(folder: str | Path, **options: Any) -> LLM:
     settings: dict[str, Any] = {"num_gpu_blocks_override": 90, "self_check": False, "allow_links": True, **options}
     return LLM(str(folder), dtype="float32", **settings)
-
-
-def deviations_of(llm: LLM) -> LinkDeviations:
-    assert llm._deviations is not None
-    return llm._deviations
 
 
 def computed(composed: Composition, links: Links) -> set[int]:
@@ -260,23 +255,21 @@ def halved_facts(llm: LLM, rng: random.Random) -> tuple[Composition, str]:
 @pytest.mark.usefixtures("on_cpu")
 def test_what_is_kept_of_sources_is_bounded_and_changes_nothing(tiny_models: TinyModels) -> None:
     with open_llm(tiny_models.folder("llama")) as llm:
-        fresh = deviations_of(llm)
         one_source = 40 * 2 * 2 * 16 * 4  # tokens, keys and values, heads, elements, bytes
-        small = LinkDeviations(
-            fresh._beginning, fresh._rotation, fresh._vocab_size, 1024, (), kept_bytes=3 * one_source
-        )
-        nothing = LinkDeviations(fresh._beginning, fresh._rotation, fresh._vocab_size, 1024, (), kept_bytes=0)
+        fresh = deviations_of(llm)
+        small, nothing = (keeping(fresh, num_bytes) for num_bytes in (3 * one_source, 0))
+        kept, kept_small, kept_nothing = map(kept_sources, (fresh, small, nothing))
         for seed in (1, 2, 1, 3, 1, 2):
             composed = composition(seed=seed)
             base = link_parts(composed, Method.parse("none"))
             found = [one.measure(composed.token_ids, base) for one in (fresh, small, nothing, small)]
             assert all(np.array_equal(found[0], own) for own in found[1:])
-            assert 0 < small._sources.num_bytes <= 3 * one_source
-            assert nothing._sources.num_bytes == 0 == len(nothing._sources)
-        assert len(fresh._sources) == 9
-        assert 0 < len(small._sources) <= 4
+            assert 0 < kept_small.num_bytes <= 3 * one_source
+            assert kept_nothing.num_bytes == 0 == len(kept_nothing)
+        assert len(kept) == 9
+        assert 0 < len(kept_small) <= 4
         fresh.measure(composed.token_ids, base, "red")
-        assert len(fresh._sources) == 12, "a tenant may learn from a time what another one links"
+        assert len(kept) == 12, "a tenant may learn from a time what another one links"
 
 
 class _CountedTokens(np.ndarray[Any, np.dtype[np.int32]]):

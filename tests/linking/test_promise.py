@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doors import linked_prompt
 from foreword import LLM, SamplingParams
 from foreword.cache import ExtraKeys
 from foreword.errors import ConfigError, InvalidRequestError, PromptTooLongError, RequestTooLargeError
@@ -264,7 +265,7 @@ def test_texts_of_documents_and_prompts_of_schemas(tiny_models: TinyModels) -> N
 def test_a_shared_beginning_does_not_share_sources(tiny_models: TinyModels) -> None:
     """`salt_offset` shares the first tokens of a prompt among tenants; a source is another sequence."""
     with open_llm(tiny_models, "llama") as llm:
-        plain = llm._prompt(documents(seed=13), "none")
+        plain = linked_prompt(llm, documents(seed=13), "none")
         computed = []
         for number, salt in enumerate(("red", "blue")):
             before = llm.engine.num_computed_tokens
@@ -294,7 +295,7 @@ def test_sources_that_nobody_needs_any_more_are_not_computed(tiny_models: TinyMo
     with open_llm(tiny_models, "llama", max_num_batched_tokens=8) as llm:
         engine = llm.engine
         for name in "ab":
-            engine.add_request(name, llm._prompt(documents(seed=15), "none"), GREEDY)
+            engine.add_request(name, linked_prompt(llm, documents(seed=15), "none"), GREEDY)
         for name, num_left in (("a", 3), ("b", 0)):
             engine.step()
             assert engine.scheduler.num_sources == 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from doors import deviations_of
 from foreword import LLM, SamplingParams
 from foreword.config import Dtype, ModelConfig
 from foreword.model import deviation
@@ -91,8 +92,7 @@ def test_it_is_computed_beside_steps(tiny_models: TinyModels) -> None:
     with LLM(str(tiny_models.folder("llama")), allow_links=True, num_gpu_blocks_override=90, self_check=False) as llm:
         prompts = [{"prompt_token_ids": TOKENS[start : start + 40].tolist()} for start in range(0, 200, 40)]
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        assert llm._deviations is not None
-        beginning = llm._deviations._beginning
+        beginning = deviations_of(llm)._beginning
         assert beginning is not None
         whole, found, done = beginning.compute(TOKENS, POSITIONS), [], threading.Event()
 

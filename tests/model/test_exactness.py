@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from doors import runner_of
 from foreword.batch import Batch
 from foreword.config import ModelConfig
 from foreword.engine import Engine
@@ -70,8 +71,7 @@ class Recorded:
     def __init__(self, model: LoadedModel, **options: Any) -> None:
         options = {"num_blocks": 256, "block_size": BLOCK_SIZE, **options}
         self.engine: Engine = build_engine(model, runner_class=RecordingRunner, **options)
-        assert isinstance(self.engine._runner, RecordingRunner)
-        self.logits = self.engine._runner.logits
+        self.logits = runner_of(self.engine).logits
 
     def run(self, name: str, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
         """Run one prompt alone; its answer."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from doors import coordinator_of, runner_of, settle
 from foreword.batch import Batch, BatchEntry, BatchResult
 from foreword.cache import (
     NULL_BLOCK,
@@ -279,7 +280,7 @@ def test_tables_and_hits_of_a_live_engine_are_what_the_oracle_says(
         max_num_seqs=4,
         coalesce_in_flight=False,
     )
-    runner = engine._runner
+    runner = runner_of(engine)
     assert isinstance(runner, OracleRunner)
     runner.scheduler = engine.scheduler
     outputs = []
@@ -309,8 +310,7 @@ def test_blocks_that_a_group_needs_end_a_hit_when_they_are_evicted_and_no_others
                 assert batch is not None
                 entries = batch.group_tables[group][0].tolist()
                 held.update({number: block for number, block in enumerate(entries) if block != NULL_BLOCK})
-                engine.scheduler.commit(batch.entries, engine._runner.execute(batch))
-                engine._outputs.collect(batch.entries.requests)
+                settle(engine, batch)
             if engine.manager.has_one_full_group:
                 return
             most = longest_hit(engine, 45, 45)
@@ -372,7 +372,7 @@ def test_no_state_of_an_answer_is_kept(model: LoadedModel) -> None:
     engine = build_engine(model, block_size=4, num_blocks=256, state_interval=512)
     [output] = complete(engine, [prompt], greedy(40), name="first")
     states = [g for g, spec in enumerate(engine.manager.groups) if isinstance(spec, MambaSpec)]
-    counts = engine.manager._coordinator.num_indexed_by_group()
+    counts = coordinator_of(engine.manager).num_indexed_by_group()
     assert [counts[group] for group in states] == [1] * len(states)  # after 8 tokens
     second = prompt + output.outputs[0].token_ids + [7, 8, 9]
     assert hit_of(engine, second, "second") == 8

@@ -34,7 +34,7 @@ def root_of(folder: Path, **options: Any) -> bytes:
 
 
 def sequence_of(llm: LLM) -> TokenSequence:
-    return llm.engine._intake.sequence("r", Prompt(np.array(PROMPT, np.int32)))
+    return llm.engine.check("r", Prompt(np.array(PROMPT, np.int32)), SamplingParams(max_tokens=1))[0]
 
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -12,8 +12,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 
-from foreword.cache import TokenSequence
-from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
+from doors import let_all_be_found, preempt, running_in
 from foreword.config import Dtype
 from foreword.engine import Engine, Prompt
 from foreword.model.loader import LoadedModel
@@ -44,7 +43,7 @@ def bits_alone(model: LoadedModel, prompt: list[int], params: SamplingParams) ->
 
 def preempt_last(engine: Engine) -> None:
     """As when blocks run short."""
-    engine.scheduler._preempt(engine.scheduler._running.last())
+    preempt(engine, running_in(engine).last())
 
 
 @pytest.fixture
@@ -209,10 +208,7 @@ def test_the_self_check_finds_nothing_in_recurrent_layers(tiny_models: TinyModel
 def test_the_self_check_notices_blocks_of_a_cell_that_was_not_computed_whole(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def everything(_: HybridKVCacheCoordinator, sequence: TokenSequence) -> int:
-        return len(sequence)
-
-    monkeypatch.setattr(HybridKVCacheCoordinator, "_num_findable", everything)
+    let_all_be_found(monkeypatch)
     reason = find_inexactness(tiny_models.loaded("qwen3_next", "float32"))
     assert reason == "logits depend on what other requests left in the cache"
 

@@ -21,7 +21,7 @@ def test_compiled_writes_and_copies_leave_the_bytes_of_plain_ones(tiny_models: T
     rng = np.random.default_rng(0)
     pools = [KVStorage(layout, 12, model.device, compiled=compiled) for compiled in (False, True)]
     for pool in pools:
-        for pages in pool._pages:
+        for pages in pool.pages():
             pages.zero_()
     for layer, shape in layout.attention.items():
         num_slots = 12 * pools[0].block_sizes[pools[0].group_of[layer]]
@@ -34,6 +34,6 @@ def test_compiled_writes_and_copies_leave_the_bytes_of_plain_ones(tiny_models: T
     for pool in pools:
         pool.copy_blocks(copies)
         pool.copy_blocks(copies[:0])
-    assert any(bool(pages.any()) for pages in pools[0]._pages)
-    for plain, compiled in zip(pools[0]._pages, pools[1]._pages, strict=True):
+    assert any(bool(pages.any()) for pages in pools[0].pages())
+    for plain, compiled in zip(pools[0].pages(), pools[1].pages(), strict=True):
         assert torch.equal(plain, compiled)

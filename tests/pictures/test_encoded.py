@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from doors import kept_digests
 from foreword.model.vision.encoded import EncodedPictures, PictureRows, RowsOfPictures, Vision
 from foreword.request import Alone
 
@@ -45,7 +46,7 @@ def test_rows_that_no_other_request_finds_go_first() -> None:
         wanted = [PictureRows(Shown(str(number)), range(ROWS), salt) for number, salt in shown]
         rows = kept.of_step(wanted)
         assert [own.unique().tolist() for own in rows] == [[number] for number, _ in shown]
-        return sorted(int(digest) for _, digest in kept._pictures)
+        return sorted(int(digest) for digest in kept_digests(kept))
 
     assert step((1, None), (2, "salt")) == [1, 2]
     for number, own in enumerate(alone, 3):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import Gemma3Config
 
+from doors import chat_prompt
 from foreword import LLM, SamplingParams
-from foreword.cache.account.ledger import EvictionCause
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.config_json import complete
 from foreword.model.checkpoint.picture_models import text_values
@@ -253,10 +253,11 @@ def test_a_hit_that_ends_inside_a_picture_whose_tokens_see_each_other_keeps_the_
         token = llm.get_tokenizer().convert_tokens_to_ids("<image_soft_token>")
         [cold] = llm.chat(asks(QUESTION, WIDE), LOGPROBS)
         first, *_, last = np.flatnonzero(np.array(cold.prompt_token_ids) == token).tolist()
-        prompt, coordinator = llm._chat_prompt(asks(QUESTION, WIDE), {}), llm.engine.manager._coordinator
+        sequence, _ = llm.engine.check("", chat_prompt(llm, asks(QUESTION, WIDE)), greedy(1))
+        manager = llm.engine.manager
         for end in range(first // 4 * 4 + 4, last, 4):
-            for block_ids in coordinator.cached_blocks(llm.engine._intake.sequence("", prompt)):
-                coordinator.forget(block_ids[end // 4 :], EvictionCause.REUSED)
+            for block_ids in manager.cached_blocks(sequence):
+                manager.evict_blocks(block_ids[end // 4 :])
             [warm] = llm.chat(asks(QUESTION, WIDE), LOGPROBS)
             assert (warm.num_cached_tokens, bits(warm)) == (end, bits(cold))
         llm.engine.check_integrity()
@@ -274,7 +275,7 @@ def test_random_schedules_give_the_tokens_of_a_cold_answer(tmp_path: Path, kind:
         conversations.append(asks("word " * int(rng.integers(1, 30)), *pictures))
     with LLM(str(folder), **OPTIONS, enable_prefix_caching=False) as llm:
         cold = [llm.chat(one, greedy(10))[0].outputs[0].token_ids for one in conversations]
-        prompts = [llm._chat_prompt(one, {}) for one in conversations]
+        prompts = [chat_prompt(llm, one) for one in conversations]
     size, longest = int(rng.choice([4, 8])), max(len(one.token_ids) for one in prompts)
     options: dict[str, Any] = {
         **OPTIONS,

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from doors import chat_prompt, waiting_in
 from foreword import LLM, SamplingParams
 from foreword.bench.trace import TraceBenchOptions, prompt_token_ids, read_trace, run_trace
 from foreword.cache import ExtraKeys, KeyedSpan, MissReason
@@ -155,7 +156,7 @@ def test_a_step_encodes_no_more_than_its_budget_and_others_go_on(
             encoded, engine = llm.encoded_pictures, llm.engine
             assert encoded is not None
             for number, conversation in enumerate(conversations):
-                engine.add_request(str(number), llm._chat_prompt(conversation, {}), greedy(8 if number else 60))
+                engine.add_request(str(number), chat_prompt(llm, conversation), greedy(8 if number else 60))
             rows, ends, texts = list[int](), {}, list[bool]()
             while engine.has_unfinished_requests():
                 before = encoded.num_rows
@@ -184,7 +185,7 @@ def test_what_the_budget_counts_is_what_is_encoded(folder: Path) -> None:
     with LLM(str(folder), **OPTIONS) as llm:
         encoded = llm.encoded_pictures
         assert encoded is not None
-        [placed] = llm._chat_prompt(asks(QUESTION, noise(96, 96)), {}).pictures
+        [placed] = chat_prompt(llm, asks(QUESTION, noise(96, 96))).pictures
         picture, size = placed.picture, encoded.vision.tile_rows(placed.picture.shape)
         encoded.of_step([PictureRows(picture, range(size, 2 * size))])  # a tile among those that are missing
         every = range(len(placed.places))
@@ -197,8 +198,8 @@ def test_what_the_budget_counts_is_what_is_encoded(folder: Path) -> None:
 def test_only_a_request_that_starts_takes_of_the_budget(folder: Path) -> None:
     with LLM(str(folder), **OPTIONS) as llm:
         for seed in (1, 2):
-            llm.engine.add_request(str(seed), llm._chat_prompt(asks(QUESTION, noise(70, 50, seed)), {}), greedy(1))
-        one, other = llm.engine.scheduler._waiting
+            llm.engine.add_request(str(seed), chat_prompt(llm, asks(QUESTION, noise(70, 50, seed))), greedy(1))
+        one, other = waiting_in(llm.engine)
         budget, length = EncoderBudget(llm.encoded_pictures, 1), len(one)
         first = one.pictures[0].offset
         budget.begin_step()
@@ -237,7 +238,7 @@ def test_what_was_encoded_outlives_the_process_for_its_salt_and_its_model(
     def encoded_after(**options: Any) -> tuple[Any, int, int]:
         with LLM(str(own), **{**OPTIONS, "dtype": dtype, "max_num_encoder_input_tokens": 8}, **options) as llm:
             assert llm.encoded_pictures is not None
-            prompt = llm._chat_prompt(question, {})
+            prompt = chat_prompt(llm, question)
             if salt:
                 prompt = replace(prompt, extra_keys=replace(prompt.extra_keys, salt=salt))
             llm.engine.add_request("1", prompt, LOGPROBS)
@@ -379,7 +380,7 @@ def test_a_miss_because_of_another_picture_says_so(llm: LLM) -> None:
 def _prompt(llm: LLM, image: Image.Image) -> Prompt:
     assert llm.pictures is not None
     messages = taken_apart(asks(QUESTION, image))
-    token_ids = llm._prompts.tokenizer_for("a test").render_chat(messages)
+    token_ids = llm.tokenizer.render_chat(messages)
     return llm.pictures.shown(Prompt(token_ids), llm.pictures.read(pictures_of(messages)))
 
 
@@ -420,7 +421,8 @@ def test_pictures_follow_messages_that_a_template_wants_in_another_order(llm: LL
         "{{ call.function.arguments|tojson }}{% endfor %}</s>{% endfor %}<s>assistant:"
     )
     prompts = [
-        llm._chat_prompt(
+        chat_prompt(
+            llm,
             [
                 {"role": "user", "content": "Look."},
                 {"role": "assistant", "content": "", "tool_calls": calls},
@@ -429,7 +431,7 @@ def test_pictures_follow_messages_that_a_template_wants_in_another_order(llm: LL
                     for name in order
                 ),
             ],
-            {"chat_template": template},
+            chat_template=template,
         )
         for order in ("ab", "ba")
     ]

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from doors import take_no_adapter
 from foreword.errors import ConfigError
 from foreword.llm import LLM
 from foreword.model.adapters import loaded
@@ -168,7 +169,7 @@ def test_clients_do_not_see_where_a_broken_adapter_lies(
     assert server.service.llm.adapters is not None
     save_adapter(folder, base, seed=6)
     with monkeypatch.context() as patch:
-        patch.setattr(server.service.llm.adapters, "_most_bytes", 0)
+        take_no_adapter(patch, server.service.llm.adapters)
         refused_with(429)  # as if requests held too many others
     (folder / "adapter_model.safetensors").write_bytes(b"{}")
     refused_with(503)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import signal
@@ -148,8 +147,7 @@ def test_work_of_one_crew_keeps_no_other_kind_waiting(served: ServerThread) -> N
     async def fill() -> None:
         await crew.run(lambda: go_on.wait(60))
 
-    assert served._loop is not None
-    asyncio.run_coroutine_threadsafe(fill(), served._loop)
+    served.start(fill())
     wait_until(lambda: crew.num_running == 1)
     try:
         long = {"prompt": "x " * 4000, "max_tokens": 1}

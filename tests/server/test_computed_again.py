@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from doors import runner_of
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from live_server import MODEL, ServerThread, client, embedded_llm, post, wait_until
@@ -94,7 +95,7 @@ def slow_prefill():
 
 def test_what_another_request_is_computing_at_that_moment_says_so(slow_prefill, monkeypatch):
     reached, go_on = threading.Event(), threading.Event()
-    runner = slow_prefill.engine._runner
+    runner = runner_of(slow_prefill.engine)
     execute = runner.execute
 
     def held(batch):

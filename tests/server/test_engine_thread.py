@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from doors import runner_of
 from foreword.engine import Engine, Prompt
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import Job
@@ -57,7 +58,7 @@ def assert_all_free(server: ServerThread) -> None:
 
 def break_runner(llm, monkeypatch, failing) -> None:
     """Have the runner fail on batches for which `failing(batch)` is true."""
-    runner = llm.engine._runner
+    runner = runner_of(llm.engine)
     execute = runner.execute
 
     def broken(batch):
@@ -155,13 +156,13 @@ def test_while_the_loop_is_busy_deltas_pile_up_and_nothing_is_lost_or_reordered(
     body = {"model": MODEL, "prompt": "The code of the falcon", "max_tokens": 60, "seed": 3, **ENDLESS}
     whole = post(server.url, "/v1/completions", body).json()["choices"][0]["text"]
 
-    def keep_busy() -> None:
+    async def keep_busy() -> None:
         """On the event loop, until the engine is far ahead of it."""
         [record] = server.service.records.running()
         wait_until(lambda: record.num_output_tokens >= 40)
 
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
-        server.service.thread._loop.call_soon_threadsafe(keep_busy)
+        server.start(keep_busy())
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
     texts = [json.loads(event)["choices"][0]["text"] for event in events]
     assert "".join(texts) == whole

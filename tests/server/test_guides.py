@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.cli import _parser
+from doors import command_line
 from foreword.demo.run import embedded_model
 from live_server import ServerProcess
 
@@ -60,7 +60,7 @@ def test_foreword_understands_every_command_of_the_pages() -> None:
     assert len(given) > 40
     for page, words in given:
         try:
-            _, unknown = _parser().parse_known_args(words)
+            _, unknown = command_line().parse_known_args(words)
         except SystemExit:
             pytest.fail(f"{page}: foreword {shlex.join(words)} is refused")
         assert not unknown, f"{page}: {shlex.join(words)}"

@@ -97,7 +97,7 @@ def test_a_request_that_waits_too_long_for_a_thread_is_ended(llm):
         async def occupy():
             await asyncio.gather(*(crew.run(lambda: may_go.wait(60)) for _ in range(2)))
 
-        busy = asyncio.run_coroutine_threadsafe(occupy(), server._loop)
+        busy = server.start(occupy())
         wait_until(lambda: crew.num_running == 2)
         for body in ({"stream": False}, {"stream": True}):
             answer = post(server.url, "/v1/completions", {"prompt": "word " * 2000, "max_tokens": 1, **body})

@@ -21,6 +21,7 @@ from foreword.cli import main
 from foreword.engine import Prompt
 from foreword.errors import ConfigError
 from foreword.linking import MeasuredLinks, Rightness
+from foreword.model.deviation import LinkDeviations
 from foreword.pml.edits import compose_edit
 from foreword.request import LinkReport
 from foreword.server.access.links import ServedLinks, to_its_end
@@ -325,14 +326,13 @@ def test_a_method_that_needs_a_pass_of_the_model_makes_none_before_it_may_pay(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, passes = {"session_id": "chosen", "link": "deviation-20"}, []
-    deviations = server.service.llm._deviations
-    measure = type(deviations).measure
+    measure = LinkDeviations.measure
 
     def counted(*given: Any) -> Any:
         passes.append(given)
         return measure(*given)
 
-    monkeypatch.setattr(type(deviations), "measure", counted)
+    monkeypatch.setattr(LinkDeviations, "measure", counted)
     chat(server, LONG, **own)
     server.ask(lambda engine: engine.reset_prefix_cache())
     told = chat(server, CUT, **own).json()["usage"]["foreword"]["not_linked"]

@@ -15,6 +15,7 @@ import openai
 import pytest
 from google import genai
 
+from doors import room_for_pictures
 from foreword.llm import LLM
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.body_limits import BodyLimits
@@ -244,8 +245,7 @@ def test_pictures_that_the_model_would_have_made_are_refused(server: ServerThrea
 
 def test_a_conversation_is_shortened_whose_pictures_are_too_many_tokens(server: ServerThread, llm: LLM) -> None:
     assert llm.pictures is not None
-    most, llm.pictures._max_tokens = llm.pictures._max_tokens, 100
-    try:
+    with room_for_pictures(llm.pictures, 100):
         turns = [{"role": "user", "content": content(file_of(noise(70, 50, seed)))} for seed in range(3)]
         for kind, status in (("disabled", 400), ("auto", 200)):
             items = [
@@ -260,8 +260,6 @@ def test_a_conversation_is_shortened_whose_pictures_are_too_many_tokens(server: 
             assert answer.status_code == status, answer.text
             if status == 400:
                 assert "the pictures take" in answer.json()["error"]["message"]
-    finally:
-        llm.pictures._max_tokens = most
 
 
 def test_a_conversation_is_shortened_that_has_too_many_pictures(server: ServerThread) -> None:

@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from doors import waiting_in
 from foreword.llm import LLM
 from foreword.request import NOTHING_ALLOWED, SamplingParams, StructuredOutputsParams
 from foreword.server.options import ServerConfig
@@ -276,7 +277,7 @@ def test_lower_priorities_go_first_where_the_scheduler_looks_at_them():
             return thread
 
         def waiting() -> list[int]:
-            return server.ask(lambda engine: [request.priority for request in engine.scheduler._waiting])
+            return server.ask(lambda engine: [request.priority for request in waiting_in(engine)])
 
         body = {"prompt": "x", "priority": -5, "max_tokens": 4000, "stream": True, **ENDLESS}
         threads = []

@@ -17,6 +17,7 @@ import openai
 import pytest
 from google import genai
 
+from doors import num_given_up, pool_of
 from foreword.cache import CacheEntry
 from foreword.engine import Prompt
 from foreword.request import Links
@@ -167,7 +168,7 @@ def test_a_closed_session_leaves_first_what_only_it_used(world):
     assert "closing" not in world.sessions()
     before = world.cached(shared + own)
     assert before > world.cached(shared) + 50, "what was given up is found until it is evicted"
-    size, num_empty = world.ask(lambda engine: (engine.manager.block_size, engine.manager._pool.num_empty))
+    size, num_empty = world.ask(lambda engine: (engine.manager.block_size, pool_of(engine.manager).num_empty))
     flood = [5 + number % 7 for number in range(size * (num_empty + 5) - 3)]
     for at in range(0, len(flood), 20 * size):
         world.complete([4, *flood[at : at + 20 * size - 3]], session_id=f"flood {at}")
@@ -389,7 +390,7 @@ def test_hints_of_responses_have_outcomes_too_and_budgets_clip_them(world):
 
 def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world, monkeypatch, caplog):
     world.complete(document("to demote"), session_id="demoted")
-    before = world.ask(lambda engine: engine.manager._pool.num_given_up)
+    before = world.ask(lambda engine: num_given_up(engine.manager))
     body = {"model": MODEL, "messages": [{"role": "user", "content": document("to demote")}], "max_tokens": 2}
     body |= {"session_id": "demoted", "kv_hints": envelope(action("demote")), "stream": True}
     with httpx.stream(
@@ -397,7 +398,7 @@ def test_a_demote_hint_closes_the_session_once_its_request_has_ended(world, monk
     ) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     assert json.loads(lines[-1][6:])["foreword"]["kv_hints"][0]["outcome"] == "deferred"
-    assert world.ask(lambda engine: engine.manager._pool.num_given_up) > before + 5
+    assert world.ask(lambda engine: num_given_up(engine.manager)) > before + 5
     assert world.call("DELETE", "/v1/cache/sessions/demoted").status_code == 404, "its totals are gone too"
 
     world.complete(document("to demote"), session_id="other")

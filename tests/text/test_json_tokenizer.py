@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from doors import backend_of
 from foreword.text import Tokenizer
 from foreword.text.json_tokenizer import JsonTokenizer, NotPlainError
 from real_models import real_model, real_tokenizer
@@ -160,7 +161,7 @@ def test_transformers_own_tokenizer_keeps_the_template_and_then_does_the_work(tm
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend", "eos_token": "</s>"}')
     tokenizer = Tokenizer.load(str(tmp_path))
     assert tokenizer is not None
-    assert isinstance(tokenizer._hf, JsonTokenizer)
+    assert isinstance(backend_of(tokenizer), JsonTokenizer)
     tokenizer.set_chat_template("{{ 1 }}")
     own = tokenizer.hf_tokenizer
     assert type(own).__name__ == "TokenizersBackend"

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from doors import backend_of, skipped_ids
 from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
 from foreword.text import TextStream, Tokenizer
 from foreword.text.rendering import MOST_MESSAGE_ENDS
@@ -395,7 +396,7 @@ def test_special_tokens_within_a_text_leave_no_trace(metaspace: Tokenizer) -> No
 @pytest.mark.parametrize("kind", ["metaspace", "byte_fallback", "word_piece"])
 def test_the_cost_of_a_token_does_not_grow_with_the_output(kind: str, request: pytest.FixtureRequest) -> None:
     loaded: Tokenizer = request.getfixturevalue(kind)
-    tokenizer, decode, lengths = Tokenizer(loaded._hf), loaded._decode, []
+    tokenizer, decode, lengths = Tokenizer(backend_of(loaded)), loaded._decode, []
 
     def counting(token_ids: list[int]) -> str:
         lengths.append(len(token_ids))
@@ -537,7 +538,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def random_streams(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Random tokens; two of three streams are mostly pieces of characters."""
     random = np.random.default_rng(4)
-    texts = [tokenizer._hf.convert_ids_to_tokens(i) or "" for i in range(tokenizer.vocab_size)]
+    texts = [backend_of(tokenizer).convert_ids_to_tokens(i) or "" for i in range(tokenizer.vocab_size)]
     bytes_alone = [i for i, text in enumerate(texts) if len(text) == 1 or text.startswith("<0x")]
     broken = [i for i in range(tokenizer.vocab_size) if REPLACEMENT in tokenizer.decode([i])] or bytes_alone
     streams = []
@@ -551,10 +552,12 @@ def random_streams(tokenizer: Tokenizer, count: int) -> list[list[int]]:
 
 def assert_streams_equal_wholes(tokenizer: Tokenizer, count: int) -> None:
     for number, token_ids in enumerate(random_streams(tokenizer, count)):
-        kept = tokenizer._skipped_ids if number % 2 else frozenset()
+        kept = skipped_ids(tokenizer) if number % 2 else frozenset()
         whole = tokenizer.decode(token_ids, kept)
         known = [i for i in token_ids if i < tokenizer.vocab_size]
-        assert whole == tokenizer._hf.decode(known, skip_special_tokens=not kept, clean_up_tokenization_spaces=False)
+        assert whole == backend_of(tokenizer).decode(
+            known, skip_special_tokens=not kept, clean_up_tokenization_spaces=False
+        )
         stream = tokenizer.stream(kept_ids=kept)
         pieces = [stream.push([token_id]).new_text for token_id in token_ids]
         assert "".join(pieces) + stream.finish() == whole, token_ids
@@ -638,6 +641,6 @@ def test_tokens_begin_where_the_text_before_them_ends(tokenizer: Tokenizer) -> N
 def test_the_bytes_of_tokens_make_the_text(tokenizer: Tokenizer) -> None:
     for text in [*CORPUS, "\U0001f9ff\U0001f9ff x \u1a3c the"]:
         token_ids = tokenizer.encode(text).tolist()
-        shown = [token_id for token_id in token_ids if token_id not in tokenizer._skipped_ids]
+        shown = [token_id for token_id in token_ids if token_id not in skipped_ids(tokenizer)]
         spelt = b"".join(tokenizer.token_bytes(token_id) or b"" for token_id in shown)
         assert spelt.decode().strip() == tokenizer.decode(token_ids).strip()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from doors import state_of
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import AesGcm, Cipher, block_name, read_secret
 from foreword.tiers.disk.disk_tier import DiskTier
@@ -94,12 +95,12 @@ def test_another_keys_ciphertext_in_a_blocks_place_is_refused(tmp_path, encrypti
     """An attacker gives block 0 the place of block 1, with a checksum that fits: only the cipher notices."""
     with opened(tmp_path / "cache", encrypting) as tier:
         store(tier, keys_of([0, 1]))
-        places = tier._state.index.locate(keys_of([1]), 0)
+        places = state_of(tier).index.locate(keys_of([1]), 0)
         begin = int(places["page"][0]) * PAGE
         content = segment_files(tmp_path / "cache")[0].read_bytes()[begin : begin + 2 * PAGE]
         checksum = block_checksum(NAMESPACE, 0, key_of(0), int(places["stored_bytes"][0]), memoryview(content))
         places["checksum"] = np.frombuffer(checksum, np.uint8)
-        monkeypatch.setattr(tier._state.index, "locate", lambda keys, now: places)
+        monkeypatch.setattr(state_of(tier).index, "locate", lambda keys, now: places)
         out = np.zeros(BLOCK_BYTES, np.uint8)
         ticket = tier.load(keys_of([0]), np.array([BLOCK_BYTES]), Buffers([out.data]), deadline_s=WAIT_S)
         assert ticket.wait(WAIT_S)

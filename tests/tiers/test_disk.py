@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from doors import state_of
 from foreword.errors import ConfigError
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.disk_tier import DiskTier
@@ -398,7 +399,7 @@ def test_a_close_without_time_cancels_what_is_queued(tmp_path):
     tickets = [tier.store(run_of(keys_of([n]))) for n in range(1, 9)]
     closing = threading.Thread(target=tier.close, args=(0.0,))
     closing.start()
-    until(tier._state.closing.is_set)
+    until(state_of(tier).closing.is_set)
     source.go_on.set()
     closing.join(WAIT_S)
     assert first.report.num_done == 1
@@ -478,7 +479,7 @@ def test_a_segment_that_grows_though_it_is_not_the_last_is_scanned_again(tmp_pat
     with DiskTier(tmp_path / "cache", options) as writer:
         assert writer.wait_scanned(WAIT_S)
         store(writer, keys_of(range(3)))
-        home = writer._state.directory.home
+        home = state_of(writer).directory.home
         [segment] = home.glob("*.fwseg")
         (home / "000099-00000001.fwseg").write_bytes(b"")
         (home / "000099-00000001.fwseg").chmod(0o600)

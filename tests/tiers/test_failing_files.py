@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from doors import state_of
 from foreword.errors import ConfigError
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.tier import Buffers
@@ -170,7 +171,7 @@ def test_a_segment_that_is_deleted_under_us_is_a_miss_and_forgotten_at_once(fill
         path.unlink()
     assert filled.lookup(ALL).all()
     assert load(filled, ALL).by_reason() == {"missing": 40}
-    assert len(filled._state.index) == 0
+    assert len(state_of(filled).index) == 0
     assert store(filled, ALL).by_reason() == {"done": 40}  # also where the open one was
     assert load(filled, ALL).num_done == 40
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from doors import scan, state_of
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.segments import PAGE, Damage, RunHeader, block_checksum, padded, scan_runs
 from foreword.tiers.tier import Buffers
@@ -84,9 +85,9 @@ def test_every_flip_in_a_file_that_is_in_use_is_caught_by_a_load(tmp_path):
                 # It was stored again at the end; go on with the damaged place by forgetting all and scanning again.
                 tier.forget(keys)
                 file.truncate(len(content))
-                segment = tier._state.index.own_segments()[0]
+                segment = state_of(tier).index.own_segments()[0]
                 segment.num_bytes = 0
-                tier._scanner._scan(segment)
+                scan(tier, segment)
                 assert tier.lookup(keys).all()
         assert tier.stats().not_loaded == {"corrupt": corrupt}
         assert corrupt > 150
@@ -131,7 +132,7 @@ def test_an_index_that_points_to_another_block_with_its_own_checksum_does_not_se
     """What 128 equal bits of two keys would do: place and checksum are those of another key."""
     with opened(tmp_path) as tier:
         store(tier, keys_of([0, 1]))
-        index = tier._state.index
+        index = state_of(tier).index
         right = index.locate(keys_of([1]), 0)
         monkeypatch.setattr(index, "locate", lambda keys, now: right)
         report = load_without_checks(tier, keys_of([0]))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from doors import state_of
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
 from tiers.block_world import BLOCK_BYTES, OPTIONS, WAIT_S, keys_of, opened, payloads_of, segment_files
@@ -130,7 +131,7 @@ class World:
                 self.restart()
             case "check":
                 self.drain()
-                self.tier._state.index.check_integrity()
+                state_of(self.tier).index.check_integrity()
         while len(self.jobs) > UNDER_WAY:
             self.finish(self.jobs.popleft())
 

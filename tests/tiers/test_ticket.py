@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from doors import is_ending
 from foreword.tiers.ticket import Outcome, Ticket
 
 
@@ -70,7 +71,7 @@ def test_cancelling_waits_for_the_move_under_way_and_allows_no_other():
     assert moving.wait(60)
     canceller = threading.Thread(target=ticket.cancel)
     canceller.start()
-    while not ticket._is_ending:
+    while not is_ending(ticket):
         time.sleep(0.001)
     assert not ticket.done  # the memory is being written
     go_on.set()
@@ -99,7 +100,7 @@ def test_what_must_happen_before_the_end_happens_before_anybody_sees_it():
 
     def before(outcomes: np.ndarray) -> None:
         seen.append(("before", outcomes.tolist()))
-        assert ticket._report is None
+        assert not ticket.done
 
     ticket = Ticket(1, before_done=before, on_done=lambda ended: seen.append(("after", ended.done)))
     ticket.finish(Outcome.CORRUPT)

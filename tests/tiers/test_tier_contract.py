@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from doors import is_ending
 from foreword.tiers.host.host_tier import HostTier
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers, Tier, joined_keys
@@ -288,7 +289,7 @@ def test_a_store_that_is_cancelled_leaves_its_source_alone(tier):
     assert source.reached.wait(WAIT_S)
     canceller = threading.Thread(target=ticket.cancel)
     canceller.start()
-    while not ticket._is_ending:
+    while not is_ending(ticket):
         time.sleep(0.001)
     source.go_on.set()
     canceller.join(WAIT_S)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from doors import state_of
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.ticket import Outcome
 from lanes import slow
@@ -141,7 +142,7 @@ def test_a_crash_in_the_middle_of_eviction_and_adoption_serves_no_wrong_block(tm
     for number in range(30):
         store(dying, keys_of(range(4 * number, 4 * number + 4)))
     dying.close(60)
-    until(lambda: not living._state.directory.other_homes())
+    until(lambda: not state_of(living).directory.other_homes())
     for number in range(30, 60):
         store(living, keys_of(range(4 * number, 4 * number + 4)))
     living.close(60)

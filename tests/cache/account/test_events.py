@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from doors import index_of
 from foreword.cache import (
     AllBlocksCleared,
     BlockRemoved,
@@ -23,7 +24,7 @@ from foreword.cache import (
     make_index,
 )
 from foreword.errors import EventsLostError
-from foreword.events.publisher import _apply, chains
+from foreword.events.publisher import Feed, chains
 
 BLOCK_SIZE = 4
 
@@ -81,10 +82,12 @@ def test_blocks_before_an_adapter_begins_are_the_models_own(begin, own):
     assert [key for event in stored for key in event.block_hashes] == seq.block_hashes()
     names = [event.lora_name for event in stored for _ in event.block_hashes]
     assert names == [None if own is None or number < own else "sql" for number in range(4)]
-    held = {}
+    feed = Feed(100, keeps_blocks=True)
     for event in stored:
-        _apply(held, event)
-    assert list(chains(held[0], 0)) == [
+        feed.note(event)
+    _, groups = feed.read()
+    feed.close()
+    assert list(chains(groups[0], 0)) == [
         replace(event, extra_keys=event.extra_keys or ((),) * len(event.block_hashes)) for event in stored
     ]
 
@@ -164,7 +167,7 @@ def test_replaying_all_events_rebuilds_the_index(index, seed):
 
 def findable(manager):
     """Keys of the index itself, computed from what it holds."""
-    index = manager._coordinator.index
+    index = index_of(manager)
     if isinstance(index, HashIndex):
         return set(map(index.key_of, index.block_ids().tolist()))
     keys = set()

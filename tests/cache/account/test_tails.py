@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from doors import index_of
 from foreword.cache import (
     BlockState,
     CacheLedger,
@@ -275,7 +276,7 @@ def test_tails_go_after_empty_blocks_and_before_every_full_one(policy):
     run(manager, "QRSTu", name="new")  # one and a tail
     assert manager.get_num_tails() == 2
     order = manager.free_block_ids().tolist()
-    tails = [order.index(block) for block in manager._coordinator.index.tail_block_ids().tolist()]
+    tails = [order.index(block) for block in index_of(manager).tail_block_ids().tolist()]
     assert sorted(tails) == [3, 4], "three empty blocks, two tails, three full blocks"
     run(manager, "0123456789ab", name="x")  # takes what is empty
     assert manager.get_num_tails() == 2

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from doors import free_queue_of
 from foreword.cache import (
     BlockPool,
     FreeKVCacheBlockQueue,
@@ -98,7 +99,7 @@ def test_the_integrity_check_catches_a_leaked_block():
 
 def test_the_integrity_check_catches_a_lost_queue_entry():
     pool = BlockPool(2, on_reuse=lambda _: None)
-    pool._free.remove(ids(1))
+    free_queue_of(pool).remove(ids(1))
     with pytest.raises(AssertionError, match="without holder"):
         pool.check_integrity(np.zeros(2, np.int32))
 

@@ -77,21 +77,22 @@ def test_tlru_gives_away_the_ends_of_all_prompts_before_any_head():
 
 
 def test_tinylfu_remembers_the_uses_of_a_key_that_was_evicted_until_they_are_old():
-    policy = make_policy("tinylfu", 2)
+    policy, key_of = make_policy("tinylfu", 2), {}
 
     def cache(*keys):
         for key in keys:
             block = policy.popleft(1)
+            key_of[int(block[0])] = key
             policy.note_cached(block, ids(0))
             policy.note_keys(block, [key])
             policy.append(block)
+        return set(key_of.values())
 
-    cache(b"famous", b"famous", b"famous", b"a", b"b", b"famous", b"c")
-    kept = {policy._key_of[block] for block in policy.in_order().tolist()}
+    kept = cache(b"famous", b"famous", b"famous", b"a", b"b", b"famous", b"c")
     assert kept == {b"famous", b"c"}, "it came back after an eviction, with its uses"
-    assert policy._uses[b"famous"] == 4
     cache(*(bytes([number]) for number in range(40)))
-    assert policy._uses[b"famous"] <= 1
+    kept = cache(b"new", b"new", b"new", b"famous", b"d")
+    assert kept == {b"new", b"d"}, "three new uses are more than the old ones"
     policy.check_integrity()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from doors import allowed_s, cost_of_steps, in_flight, rest_stores, tiers_of
 from foreword.cache import BlockIds, KVCacheManager, MissReason
 from foreword.engine import Engine, Prompt, TierDirector
 from foreword.engine.tiering import director
@@ -182,13 +183,12 @@ def test_a_load_may_take_as_long_as_computing_would(teaches: bool) -> None:
     fill(tier)
     world = world_on(tier)
     if teaches:
-        computes = world.engine._tiers._cost
+        computes = cost_of_steps(world.engine)
         computes.note_step(np.array([0]), np.array([100]), 1000.0)
     found = output(world, "second")
     world.step()
     [(_, ticket, _, _)] = tier.jobs
-    assert ticket._deadline is not None
-    allowed = ticket._deadline - ticket._started
+    allowed = allowed_s(ticket)
     assert 300 < allowed <= 400 if teaches else allowed == pytest.approx(5.0)
     tier.finish()
     world.drain()
@@ -358,7 +358,7 @@ def test_no_load_takes_a_block_that_a_planned_step_may_still_write() -> None:
     fill(tier)
     world = world_on(tier, num_blocks=24)
     runner = LateRunner(world.runner)
-    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits, tiers=world.engine._tiers)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits, tiers=tiers_of(world.engine))
     world = HashEngine(engine, world.runner)
     begun_in_flight: list[int] = []
     load = tier.load
@@ -405,22 +405,21 @@ def test_no_block_is_stored_before_the_step_that_fills_it_is_settled() -> None:
     tier.is_eager = True
     world = world_on(tier, num_blocks=40)
     runner = LateRunner(world.runner)
-    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits, tiers=world.engine._tiers)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits, tiers=tiers_of(world.engine))
     world = HashEngine(engine, world.runner)
-    stores = engine._tiers._stores
-    stores._rest_until = np.inf
+    rest_stores(engine, np.inf)
     output(world, "first", max_tokens=1)
     output(world, "goes on", [5] * 8, max_tokens=60)
     for _ in range(4):
         engine.step()
     world.manager.evict_blocks(range(40))
     for block_id in world.manager.free_block_ids().tolist():
-        world.runner._slots[4 * block_id : 4 * block_id + 4] = 7
+        world.runner.slots[4 * block_id : 4 * block_id + 4] = 7
     assert world.engine.num_cached_tokens(prompt_of(PROMPT)) == 0
     again = output(world, "again", max_tokens=30)
-    while not any(entry.request.request_id == "again" for batch, *_ in engine._in_flight for entry in batch.entries):
+    while not any(entry.request.request_id == "again" for batch in in_flight(engine) for entry in batch.entries):
         engine.step()
-    stores._rest_until = 0.0
+    rest_stores(engine, 0.0)
     while not again.finished:
         engine.step()
     later = world_on(tier)

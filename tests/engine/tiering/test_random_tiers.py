@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from doors import loading_in
 from foreword.cache import KVCacheManager
 from foreword.engine import TierDirector
 from hash_runner import HashRunner
@@ -42,7 +43,7 @@ class TieredDriver(Driver):
 
     def step(self) -> None:
         """Some requests that wait for a load leave: few loads last until the driver aborts at random."""
-        waiting = {request.request_id for request in self.parts.engine._tiers._loads._load_of}
+        waiting = {request.request_id for request in loading_in(self.parts.engine)}
         loading = [request_id for request_id in self.live if request_id in waiting]
         if loading and self.rng.random() < 0.1:
             self.parts.engine.abort_request(loading[0])

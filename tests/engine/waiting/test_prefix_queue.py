@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from doors import num_remembered, waiting_in
 from foreword.batch import Batch
 from foreword.cache import KVCacheManager
 from foreword.engine import Prompt, run_all
@@ -125,7 +126,7 @@ def test_without_a_bound_to_spend_the_order_is_that_of_arrival() -> None:
 
 def test_before_a_step_was_measured_nobody_overtakes() -> None:
     world = World.build(num_blocks=32, max_num_batched_tokens=20, max_overtake_s=FOREVER)
-    queue = world.parts.scheduler._waiting
+    queue = waiting_in(world.parts.engine)
     for number in range(4):
         world.add([*document(number % 2), 40, number])
     assert next(queue.candidates()).request_id == "0"
@@ -136,13 +137,15 @@ def test_before_a_step_was_measured_nobody_overtakes() -> None:
 def test_a_longer_match_goes_before_a_shorter_one_and_eviction_turns_that_round() -> None:
     world = World.build(num_blocks=64, max_overtake_s=FOREVER)
     world.run([(0.0, document(1)), (0.0, document(2, 6))])
-    queue = world.parts.scheduler._waiting
+    queue = waiting_in(world.parts.engine)
     world.add([9, 9])
     world.add([*document(1), 40])
     world.add([*document(2, 6), 40])
     assert next(queue.candidates()).request_id == "4"
     manager = world.parts.manager
-    probe = world.parts.engine._intake.sequence("probe", Prompt(np.array([*document(2, 6), 40], np.int32)))
+    probe, _ = world.parts.engine.check(
+        "probe", Prompt(np.array([*document(2, 6), 40], np.int32)), SamplingParams(max_tokens=1)
+    )
     manager.evict_blocks(manager.get_computed_blocks(probe).block_ids[1:].tolist())
     world.parts.engine.check_integrity()
     assert next(queue.candidates()).request_id == "3"
@@ -300,7 +303,7 @@ def test_a_step_looks_up_only_what_it_starts_however_many_wait(monkeypatch) -> N
         world.parts.step()
     assert len(world.started) > 150
     assert len(looked_up) <= len(world.started) + 100, "requests that did not start were looked up"
-    for request_id in [request.request_id for request in world.parts.scheduler._waiting]:
+    for request_id in [request.request_id for request in waiting_in(world.parts.engine)]:
         world.parts.engine.abort_request(request_id)
     world.parts.engine.check_integrity()
 
@@ -309,13 +312,9 @@ def test_the_queue_of_a_long_life_does_not_grow() -> None:
     world = World.build(num_blocks=12, max_overtake_s=20.0)
     first = [(0.0, [*document(number), 40]) for number in range(4)]
     world.run(first + [(2.0 * number, [*document(number % 4), 41, number % 50]) for number in range(600)])
-    queue = world.parts.scheduler._waiting
-    assert len(queue) == 0
-    assert not queue._lanes
-    queue._turns.check_integrity(())
-    assert not queue._prefixes._by_missing
-    assert not queue._prefixes._by_last
-    assert not queue._prefixes._families
+    queue = waiting_in(world.parts.engine)
+    queue.check_integrity()
+    assert num_remembered(queue) == 0
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "prefix"])

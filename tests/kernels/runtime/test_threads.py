@@ -121,10 +121,13 @@ def test_threads_that_the_system_does_not_give_are_not_waited_for(setting: str) 
 def test_a_thread_that_waits_long_sleeps() -> None:
     before, late, asleep = torch.get_num_threads(), itertools.count(), []
 
+    def num_sleepers() -> int:
+        return int(program._whole._counters[team.SLEEPERS // 8])
+
     def rest() -> int:
         if next(late) % 2:
             time.sleep(0.02)
-            asleep.append(program._whole._counters[team.SLEEPERS // 8])
+            asleep.append(num_sleepers())
         return 0
 
     c_rest = ctypes.CFUNCTYPE(ctypes.c_int)(rest)
@@ -144,4 +147,4 @@ def test_a_thread_that_waits_long_sleeps() -> None:
         torch.set_num_threads(before)
     assert len(asleep) == len(operations)
     assert max(asleep) == (1 if team.FUTEX else 0)
-    assert program._whole._counters[team.SLEEPERS // 8] == 0
+    assert num_sleepers() == 0

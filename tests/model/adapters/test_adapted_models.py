@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from doors import runner_of
 from foreword.config import ModelConfig, WeightArithmetic
 from foreword.engine import Engine, Prompt
 from foreword.errors import InvalidRequestError
@@ -37,8 +39,7 @@ class Adapted:
     def __init__(self, model: LoadedModel, **options: Any) -> None:
         options = {"num_blocks": 512, "block_size": BLOCK_SIZE, **options}
         self.engine: Engine = build_engine(model, runner_class=RecordingRunner, **options)
-        assert isinstance(self.engine._runner, RecordingRunner)
-        self.logits = self.engine._runner.logits
+        self.logits = runner_of(self.engine).logits
 
     def add(
         self, name: str, prompt: Sequence[int], adapter: AdapterWeights | None, num_tokens: int = 4, **params: Any
@@ -243,16 +244,18 @@ def test_a_mark_before_the_invocation_keeps_the_bases_blocks(
     begun = Prompt(tokens, adapter=expert).begun()
     assert begun.extra_keys.adapter_offset == 62
     run = Adapted(tiny_models.loaded("llama"))
-    intake = run.engine._intake
-    before = intake.sequence("x", Prompt(tokens[:40], extra_keys=begun.extra_keys, adapter=expert))
-    assert before.block_hashes() == intake.sequence("x", Prompt(tokens[:40])).block_hashes()
+    shorter = Prompt(tokens[:40])
+    keys = [
+        run.engine.check("x", one, greedy(1))[0].block_hashes()
+        for one in (shorter, replace(shorter, extra_keys=begun.extra_keys, adapter=expert))
+    ]
+    assert keys[0] == keys[1]
 
 
 def test_a_linked_prompt_takes_no_adapter(tiny_models: TinyModels, tmp_path: Path, prompt: list[int]) -> None:
-    run = Adapted(tiny_models.loaded("llama"))
+    run = Adapted(tiny_models.loaded("llama"), allows_links=True)
     weights = adapter_for("llama", tiny_models, tmp_path)
     links = Links("all", (), np.arange(len(prompt), dtype=np.int32))
-    run.engine._intake._limits = run.engine._intake._limits.__class__(320, 1000, allows_links=True)
     with pytest.raises(InvalidRequestError, match="takes no adapter"):
         run.engine.add_request("a", Prompt(np.array(prompt, np.int32), adapter=weights, links=links), greedy(2))
 

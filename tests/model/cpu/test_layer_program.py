@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from doors import has_run, storage_of
 from foreword.config import KernelName, ModelConfig
 from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.select import ReferenceAttention
@@ -104,7 +105,7 @@ def test_a_chain_of_all_layers_gives_the_bits_of_transformers_modules(
     chain = chain_of(model)
     assert len(chain.layers) == 3
     assert answers(model) == expected
-    assert chain._is_for_storage, "it has run"
+    assert has_run(chain), "it has run"
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -118,7 +119,7 @@ def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert answers(model) == expected
-    assert chain_of(model)._is_for_storage, "it has run"
+    assert has_run(chain_of(model)), "it has run"
 
 
 def test_layers_of_two_groups_are_one_chain(mixed: Path, load: Load) -> None:
@@ -144,11 +145,11 @@ def test_what_lay_in_its_memory_changes_nothing(tiny_models: TinyModels, load: L
     run = chain.program.run
 
     def run_poisoned(number: int | None = None) -> None:
-        layer = chain.layers[0]
-        assert layer._bound is not None
-        wide = layer._bound[0].wide - chain._space._memory.data_ptr()
-        size = model.dtype.itemsize * layer._bound[0].num_rows * chain._space._wide
-        chain._space._memory[wide : wide + size].fill_(0xFF)  # not numbers
+        bound, space = chain.layers[0]._bound, chain._space
+        assert bound is not None
+        memory, size = space._memory, model.dtype.itemsize * bound[0].num_rows * space._wide
+        wide = bound[0].wide - memory.data_ptr()
+        memory[wide : wide + size].fill_(0xFF)  # not numbers
         run(number)
 
     chain.program.run = run_poisoned  # type: ignore[method-assign]
@@ -169,7 +170,8 @@ def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
             raise KeyboardInterrupt
         bind(self, *places)
 
-    chain.layers[0]._bound = chain.layers[1]._bound = None
+    for layer in chain.layers[:2]:
+        layer._bound = None
     monkeypatch.setattr(kind, "bind", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answers(model, (5,))
@@ -226,8 +228,8 @@ def test_a_model_does_not_keep_the_blocks_of_an_engine_that_is_gone(tiny_models:
     model = load(tiny_models.folder("qwen3"))
     engine = build_engine(model)
     complete(engine, [random_tokens(np.random.default_rng(3), 20)], greedy(3))
-    storage = engine._runner._storage  # type: ignore[attr-defined]
-    gone = [weakref.ref(storage), *(weakref.ref(pages) for pages in storage._pages)]
+    storage = storage_of(engine)
+    gone = [weakref.ref(storage), *(weakref.ref(pages) for pages in storage.pages())]
     del engine, storage
     gc.collect()
     assert all(one() is None for one in gone)
@@ -239,9 +241,9 @@ def test_another_kernel_is_served_layer_by_layer_also_in_between(tiny_models: Ti
     expected = answers(model), in_parts(other)
     for _ in range(2):
         assert answers(model) == expected[0]
-        assert chain_of(model)._is_for_storage, "it has run"
+        assert has_run(chain_of(model)), "it has run"
         assert answers(other) == expected[1]
-        assert not chain_of(model)._is_for_storage, "it has not run"
+        assert not has_run(chain_of(model)), "it has not run"
 
 
 def test_hidden_states_are_those_of_the_layers(tiny_models: TinyModels, load: Load) -> None:
@@ -259,7 +261,7 @@ def test_hidden_states_are_those_of_the_layers(tiny_models: TinyModels, load: Lo
     model.decoder.chain = None
     in_layers = states()
     model.decoder.chain = chain
-    assert chain._is_for_storage, "it has run"
+    assert has_run(chain), "it has run"
     assert chained == in_layers
     assert chained[:3] == chained[3:]
     assert len(set(chained)) == 3

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from doors import correction_of, network_of, shared_gate_of, storage_of
 from foreword.config import Dtype, ModelConfig
 from foreword.model.decoder import families
 from foreword.model.decoder.families import FAMILIES
@@ -238,9 +239,9 @@ def flip(product: Linear) -> None:
     ("name", "spoil"),
     [
         ("gpt_oss", lambda layer: setattr(layer, "attention", replace(layer.attention, sinks=None))),
-        ("qwen2_moe", lambda layer: flip(layer._network._shared_gate)),
-        ("deepseek_v3", lambda layer: layer._network._correction.zero_()),
-        ("deepseek_v3", lambda layer: layer._network._correction.neg_()),
+        ("qwen2_moe", lambda layer: flip(shared_gate_of(layer))),
+        ("deepseek_v3", lambda layer: correction_of(layer).zero_()),
+        ("deepseek_v3", lambda layer: correction_of(layer).neg_()),
     ],
 )
 def test_what_no_fact_says_counts(tiny_models: TinyModels, name: str, spoil: Callable[[Any], None]) -> None:
@@ -256,7 +257,7 @@ def test_an_experts_rows_have_the_same_bits_however_many_they_are(
 ) -> None:
     """Alone, with rows that chose others, and with more of its own; rows of padding get nothing."""
     model = load_model(ModelConfig(str(tiny_models.folder(name)), dtype=dtype))
-    network, generator = model.decoder.layers[-1]._network, torch.Generator().manual_seed(0)
+    network, generator = network_of(model.decoder.layers[-1]), torch.Generator().manual_seed(0)
     padded = RowPadding.for_model(
         model.activation_widths(), model.dtype, torch.get_num_threads(), packed=model.is_packed
     )
@@ -361,7 +362,7 @@ def test_blocks_that_do_not_fill_their_pages_are_served_too(
     found: list[list[float]] = []
     for apart in (False, True):
         engine = build_engine(model, max_num_batched_tokens=8)
-        storage = engine._runner._storage  # type: ignore[attr-defined]
+        storage = storage_of(engine)
         if apart:
             for layer, blocks in list(storage.blocks.items()):
                 keys, values = (torch.stack((own, own), 1)[:, 0] for own in (blocks.keys, blocks.values))

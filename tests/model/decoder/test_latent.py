@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from doors import correction_of
 from foreword import LLM
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, UnsupportedModelError
@@ -203,7 +204,7 @@ def test_files_with_layers_that_guess_ahead_and_other_names_are_read(tiny_models
     model = load_model(ModelConfig(str(folder), dtype="float32"))
     assert model.code == {"family": "kimi_k2"}
     assert ShortPrompt(model).digest() == ShortPrompt(tiny_models.loaded("deepseek_v3")).digest()
-    own = load_model(ModelConfig(str(folder), dtype="bfloat16")).decoder.layers[1]._network._correction  # type: ignore[union-attr]
+    own = correction_of(load_model(ModelConfig(str(folder), dtype="bfloat16")).decoder.layers[1])
     assert torch.equal(own, weights["model.layers.1.mlp.gate.e_score_correction_bias"])
 
 

@@ -33,7 +33,7 @@ def test_a_real_model_answers_as_transformers_does(name: str, family: str) -> No
     folder: Path = real_model(name)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
     with LLM(str(folder), dtype="float32", max_model_len=2048, kv_cache_memory_bytes=512 << 20) as llm:
-        assert llm.engine._runner._model.code == {"family": family}  # type: ignore[attr-defined]
+        assert llm.cache_identity.facts["model"]["code"] == {"family": family}
         cold = llm.generate(TEXTS, params)
         warm = llm.generate(TEXTS, params)
     for first, second in zip(cold, warm, strict=True):

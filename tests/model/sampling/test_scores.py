@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from doors import runner_of, storage_of
 from foreword.batch import Batch
 from foreword.engine import Engine
 from foreword.errors import InvalidRequestError
@@ -170,8 +170,8 @@ def test_a_digest_is_that_of_the_logits_as_numbers(tiny_models: TinyModels) -> N
 
 def model_logits(engine: Engine, tokens: list[int]) -> npt.NDArray[np.float32]:
     """Logits [tokens, vocab] of a prompt, computed at once."""
-    runner: Any = engine._runner
-    blocks = np.arange(1, 2 + len(tokens) // runner._storage.block_sizes[0], dtype=np.int32)
+    runner = runner_of(engine)
+    blocks = np.arange(1, 2 + len(tokens) // storage_of(engine).block_sizes[0], dtype=np.int32)
     batch = Batch.bare(
         np.array(tokens, np.int32),
         np.arange(len(tokens), dtype=np.int32),

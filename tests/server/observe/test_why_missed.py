@@ -204,9 +204,7 @@ def test_what_was_evicted_or_forgotten_since_is_told_apart_from_a_changed_input(
 
 def test_another_reasoning_effort_is_named_where_the_template_writes_it():
     with embedded_llm() as llm:
-        llm.tokenizer._hf.chat_template = (
-            "{% if reasoning_effort %}Think {{ reasoning_effort }}.{% endif %}" + APPENDING
-        )
+        llm.tokenizer.set_chat_template("{% if reasoning_effort %}Think {{ reasoning_effort }}.{% endif %}" + APPENDING)
         with ServerThread(llm, ServerConfig()) as server:
             first = diagnosed(server.url, facts("effort"), None, reasoning={"effort": "low"})
             named = diagnosed(server.url, facts("effort"), first["id"], reasoning={"effort": "high"})
@@ -447,7 +445,7 @@ THINKING = (
 
 
 def with_template(llm, template: str):
-    llm.tokenizer._hf.chat_template = template
+    llm.tokenizer.set_chat_template(template)
     return check_template(llm.tokenizer)
 
 
@@ -475,7 +473,7 @@ def test_a_template_that_changes_earlier_turns_is_found_with_the_position():
         (growing,) = with_template(llm, CALLING.replace("{{ call", "{{ messages | length }}{{ call"))
         assert (growing.conversation, growing.turn) == ("calls of tools", 1)
         assert with_template(llm, CALLING) == []
-        llm.tokenizer._hf.chat_template = None
+        llm.tokenizer.hf_tokenizer.chat_template = None
         assert check_template(llm.tokenizer) == []
 
 
@@ -498,7 +496,7 @@ def test_the_check_of_real_templates_finds_what_real_turns_lose(name, expected):
 
 def test_a_server_warns_of_such_a_template_at_its_start(caplog):
     with embedded_llm() as llm:
-        llm.tokenizer._hf.chat_template = COUNTING
+        llm.tokenizer.set_chat_template(COUNTING)
         with ServerThread(llm, ServerConfig()) as server:
             assert "2 messages" in httpx.get(f"{server.url}/v1/cache").json()["template"][0]
     assert "the chat template spoils reuse" in caplog.text

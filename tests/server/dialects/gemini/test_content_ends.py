@@ -14,6 +14,7 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
+from doors import runner_of
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from live_server import MODEL, ServerThread, embedded_llm, wait_until
@@ -160,7 +161,7 @@ def test_what_ends_or_moves_while_a_request_is_on_its_way_is_not_kept_by_it(serv
 
 
 def test_a_client_that_leaves_while_its_content_is_computed_leaves_nothing(server, monkeypatch):
-    gate, runner = Event(), server.service.llm.engine._runner
+    gate, runner = Event(), runner_of(server.service.llm.engine)
     execute = runner.execute
 
     num_batches = itertools.count()

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from google.genai import errors, types
 
+from doors import runner_of
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from live_server import MODEL, ServerThread, embedded_llm, post, wait_until
@@ -274,7 +275,8 @@ def test_a_full_queue_says_when_to_come_back(llm):
 
 
 def test_a_stream_that_fails_ends_with_an_error_that_the_client_raises(llm, monkeypatch):
-    execute = llm.engine._runner.execute
+    runner = runner_of(llm.engine)
+    execute = runner.execute
 
     def broken(batch: Any) -> Any:
         if any(entry.request.num_output_tokens > 3 for entry in batch.entries):
@@ -285,12 +287,12 @@ def test_a_stream_that_fails_ends_with_an_error_that_the_client_raises(llm, monk
         raise SystemError("the engine is gone")
 
     with ServerThread(llm, ServerConfig()) as server, google(server.url) as ask:
-        monkeypatch.setattr(llm.engine._runner, "execute", broken)
+        monkeypatch.setattr(runner, "execute", broken)
         *_, last = generate(server.url, ENDLESS, STREAM).json()
         assert list(last) == ["error"]
         assert (last["error"]["code"], last["error"]["status"]) == (500, "INTERNAL")
         refusal(generate(server.url, ENDLESS), 500, "INTERNAL")
-        monkeypatch.setattr(llm.engine._runner, "execute", execute)
+        monkeypatch.setattr(runner, "execute", execute)
         stream = ask.models.generate_content_stream(model=MODEL, contents="x", config=LONG)
         next(stream)
         monkeypatch.setattr(llm.engine, "has_unfinished_requests", die)
