@@ -107,13 +107,14 @@ def test_media_whose_blocks_are_gone_are_forgotten_and_the_others_are_still_foun
 def test_numbers_for_media_do_not_run_out():
     """Near the end of int32 they are given anew, and mean what they meant before."""
     index = RadixIndex(1000, 4)
+    spans = index._spans
     index.insert(sequence("xxxxxxxA", **picture("a", 0, 7)), 0, np.array([0, 1], np.int32))
-    index._spans._next = -(2**31) + 20
+    spans._next = -(2**31) + 20
     index.insert(sequence("xxxxxxxB", **picture("b", 0, 7)), 0, np.array([2, 3], np.int32))
     index.insert(sequence("Axxxxxxx", **picture("c", 1, 7)), 0, np.array([4, 5], np.int32))
     index.insert(sequence("Bxxxxxxx", **picture("d", 1, 7)), 0, np.array([6, 7], np.int32))
     index.check_integrity()
-    assert index._spans._next > -100
+    assert spans._next > -100
     assert found(index, "xxxxxxxA", **picture("a", 0, 7)) == ([0, 1], None)
     assert found(index, "xxxxxxxB", **picture("b", 0, 7)) == ([2, 3], None)
     assert found(index, "Axxxxxxx", **picture("c", 1, 7)) == ([4, 5], None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,15 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from foreword.text.reply import Call, Reasoning, ReplyReader, Text
 from foreword.text.reply.call_bodies import JsonScanner
-from foreword.text.reply.format import _data
 from text.reply.replies import CLOCK, FORMATS, NAMES, SAMPLES, TOOLS, WEATHER, read, tagged
 
 WITH_CALLS = [name for name in NAMES if SAMPLES[name].num_calls]
+
+
+def template_of(name: str):
+    """The response template of a family, as its file has it."""
+    file = files("foreword.text.reply").joinpath("templates", f"{name}.json")
+    return json.loads(file.read_text(encoding="utf-8"))["response_template"]
 
 
 def squeezed(text: str) -> str:
@@ -43,7 +49,7 @@ def test_a_reply_is_split_into_reasoning_text_and_calls(name, step):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_are_those_that_transformers_reads(name):
     sample, parts = SAMPLES[name], read(name, SAMPLES[name].text)
-    theirs, own = load_response_template(_data(name)["response_template"]), FORMATS[name].template
+    theirs, own = load_response_template(template_of(name)), FORMATS[name].template
     assert own.start_anchor_re == theirs.start_anchor_re
     for field in own.fields.values():
         assert all(getattr(field, key) == getattr(theirs.fields[field.name], key) for key in field.__slots__), field
