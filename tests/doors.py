@@ -6,7 +6,7 @@ happen, it takes a door. So a change inside a room breaks a door here at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     import pytest
 
     from foreword.batch import Batch
+    from foreword.cache import BlockHash, EventLog, KVCacheEvent
+    from foreword.cluster.decision import Reservation
+    from foreword.cluster.routing import RoutingCore
     from foreword.engine import Engine, Prompt
+    from foreword.events.publisher import Publisher
+    from foreword.fleet.routed import RoutedEngines
     from foreword.llm import LLM
     from foreword.model.adapters.loaded import LoadedAdapters
     from foreword.model.deviation import LinkDeviations
@@ -242,6 +247,91 @@ def kept_digests(encoded: EncodedPictures) -> list[str]:
 def take_no_adapter(monkeypatch: pytest.MonkeyPatch, adapters: LoadedAdapters) -> None:
     """Leave no room for adapters, as if requests held too many others."""
     monkeypatch.setattr(adapters, "_most_bytes", 0)
+
+
+# ----------------------------------------------------------------------------------- events and fleets
+
+
+def listen(log: EventLog, listener: Callable[[KVCacheEvent], None]) -> None:
+    """Have a log call this with each event."""
+    log._listener = listener
+
+
+def counted_keys(account: Any) -> set[BlockHash]:
+    """The keys of the blocks that a group's account counts."""
+    return set(account._num_copies)
+
+
+def feed_of(publisher: Publisher) -> Any:
+    """The events between an engine's thread and its publisher's."""
+    return publisher._feed
+
+
+def num_events(publisher: Publisher) -> int:
+    """The number of events that an engine told its publisher, dropped ones too."""
+    return int(feed_of(publisher)._next_number)
+
+
+def leave_asleep(publisher: Publisher) -> None:
+    """Wake the publisher's thread no more before its next heartbeat."""
+    feed_of(publisher)._has_rung = True
+
+
+def num_peers(core: RoutingCore) -> int:
+    """The number of routers that a router has heard of."""
+    return len(core._peers)
+
+
+def open_reservations(core: RoutingCore) -> list[Reservation]:
+    """The reservations that a router knows, of all routers."""
+    return list(core._loads.open)
+
+
+def num_usable(core: RoutingCore) -> int:
+    """The number of replicas to which requests may be sent."""
+    return core._usable.bit_count()
+
+
+def expected_in(core: RoutingCore) -> list[Reservation]:
+    """The reservations whose blocks a router expects."""
+    return list(core._expected)
+
+
+def make_ready(door: RoutedEngines, name: str) -> None:
+    """Send requests to a replica again that the test has retired."""
+    door._ready(name)
+
+
+def begin_stillness(door: RoutedEngines, name: str) -> None:
+    """Say that a replica stands still."""
+    door.pulse.still[name] = "it is held"
+    door.pulse._on_still(name)
+
+
+def end_stillness(door: RoutedEngines, name: str) -> None:
+    """Say that a replica goes on that stood still."""
+    door.pulse.still.clear()
+    door.pulse._on_again(name)
+
+
+def missed_by(door: RoutedEngines) -> set[str]:
+    """The replicas that have missed a change."""
+    return set(door._calls._missed)
+
+
+def warmth_of(door: RoutedEngines) -> Any:
+    """What warms up new replicas."""
+    return door._warmth
+
+
+def thread_of(replica: Any) -> Any:
+    """The thread of a replica's engine."""
+    return replica._thread
+
+
+def fail_engine(thread: Any, reason: str) -> None:
+    """Let the thread of an engine find that the engine has failed."""
+    thread._commands.put(lambda: thread._fail(reason))
 
 
 # ------------------------------------------------------------------------------------------------- text

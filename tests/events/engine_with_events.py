@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 
+from doors import counted_keys, listen
 from foreword.cache import BlockHash, ExtraKeys
 from foreword.config import EventsConfig
 from foreword.engine import Prompt
@@ -25,7 +26,7 @@ class EngineWithEvents:
             num_blocks=num_blocks, vocab_size=2, prefix_index=index, deduplicate=seed % 2 == 1
         )
         self.ledger = self.built.manager.ledger
-        self.ledger.events._listener = self.publisher.note
+        listen(self.ledger.events, self.publisher.note)
         self._rng = random.Random(seed)
         self._num_requests = 0
 
@@ -56,7 +57,7 @@ class EngineWithEvents:
 
     def held(self) -> set[BlockHash]:
         """The keys that the ledger, which `check_integrity` compares with the index, holds now."""
-        return {key for group in self.ledger.groups for key in group._num_copies}
+        return {key for group in self.ledger.groups for key in counted_keys(group)}
 
     def __enter__(self) -> "EngineWithEvents":
         return self

@@ -11,6 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from doors import counted_keys
 from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
 from events.test_sockets import free_port
 from foreword import LLM, SamplingParams, cli
@@ -60,7 +61,7 @@ def test_an_llm_publishes_what_its_cache_holds(chat_model: Path, index: str) -> 
         llm.generate(prompts, SamplingParams(max_tokens=4))
         with follow(given) as subscriber:
             assert subscriber.poll_until(lambda one: one.is_exact)
-            held = set(llm.engine.manager.ledger.groups[0]._num_copies)
+            held = counted_keys(llm.engine.manager.ledger.groups[0])
             assert hashes(subscriber.mirror) == as_ints(held) != set()
             llm.reset_prefix_cache()
             assert subscriber.poll_until(lambda one: one.is_exact and not one.mirror.blocks)

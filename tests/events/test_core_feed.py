@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from doors import leave_asleep, num_events
 from events.engine_with_events import EVERYTHING, EngineWithEvents, reachable
 from events.proxy import Proxy
 from events.test_sockets import free_port
@@ -123,7 +124,7 @@ def test_what_a_publisher_drops_is_a_gap_and_a_snapshot_fills_it() -> None:
                 counts = core.mirror("r").follower.counts
                 before = counts["snapshots"]
                 for _ in range(10):
-                    engine.publisher._feed._has_rung = True  # nobody wakes the publisher until its next heartbeat
+                    leave_asleep(engine.publisher)  # nobody wakes the publisher until its next heartbeat
                     engine.work(10)
                 await until(lambda: is_equal(core, "r", engine))
                 assert counts["gaps"] > 0
@@ -142,7 +143,7 @@ def test_a_router_that_comes_late_or_stands_still_loses_nothing() -> None:
                 follow(feed, "r", engine)
                 await until(lambda: is_equal(core, "r", engine))
                 engine.work(200)  # in this thread, which is the loop's
-                assert engine.publisher._feed._next_number > 200
+                assert num_events(engine.publisher) > 200
                 await until(lambda: is_equal(core, "r", engine))
                 assert core.mirror("r").follower.counts["gaps"] == 0
 

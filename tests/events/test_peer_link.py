@@ -8,6 +8,7 @@ import msgpack
 import pytest
 import zmq.asyncio
 
+from doors import num_peers, open_reservations
 from foreword.cluster import EventBatch, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
 from foreword.events.peer_link import PeerLink
 
@@ -36,13 +37,13 @@ def test_a_flush_does_not_wait_for_the_next_look(monkeypatch: pytest.MonkeyPatch
         links = [PeerLink(core, "127.0.0.1", find) for core in cores]
         for link in links:
             link.start()
-        await until(lambda: all(len(core._peers) == 1 for core in cores))  # the whole state makes them known
+        await until(lambda: all(num_peers(core) == 1 for core in cores))  # the whole state makes them known
         monkeypatch.setattr("foreword.events.peer_link.FLUSH_S", 3600.0)
         await asyncio.sleep(0.1)
         for number in range(3):
             cores[0].choose(RoutingRequest(f"q{number}", [], 100), time.monotonic())
             links[0].flush()
-            await until(lambda number=number: len(cores[1]._loads.open) > number)
+            await until(lambda number=number: len(open_reservations(cores[1])) > number)
         for link in links:
             await link.close()
 

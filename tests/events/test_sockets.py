@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
+from doors import feed_of, leave_asleep, num_events
 from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
 from events.proxy import Proxy
 from foreword.config import EventsConfig
@@ -157,9 +158,8 @@ def test_an_overflowing_feed_burns_a_number_and_a_snapshot_repairs_the_mirror() 
         with follow(engine.publisher.addresses) as subscriber:
             engine.work(5)
             assert subscriber.poll_until(lambda one: one.follower.counts["batches"] > 0)
-            feed = engine.publisher._feed
             for _ in range(10):
-                feed._has_rung = True  # nobody wakes it until its next heartbeat
+                leave_asleep(engine.publisher)  # nobody wakes it until its next heartbeat
                 engine.work(10)
             assert becomes_equal(subscriber, engine)
             assert engine.publisher._next_seq > len(engine.publisher._kept), "no number was left out"
@@ -180,7 +180,7 @@ def test_a_consumer_that_reads_nothing_does_not_hold_up_the_engine(monkeypatch: 
         engine.work(200)
         with follow(engine.publisher.addresses) as subscriber:
             assert becomes_equal(subscriber, engine)
-        assert engine.publisher._feed._num_taken == engine.publisher._feed._next_number > 200
+        assert feed_of(engine.publisher)._num_taken == num_events(engine.publisher) > 200
         slow.close(linger=0)
 
 
@@ -189,10 +189,10 @@ def test_the_engines_thread_touches_no_socket() -> None:
     engine = EngineWithEvents(EVERYTHING, seed=5, max_waiting_blocks=50)
     engine.publisher.close()
     engine.work(60)
-    feed = engine.publisher._feed
-    assert len(feed._events) <= 50 < feed._next_number
+    feed = feed_of(engine.publisher)
+    assert len(feed._events) <= 50 < num_events(engine.publisher)
     number, groups = feed.read() or (0, {})
-    assert number == feed._next_number
+    assert number == num_events(engine.publisher)
     assert {key for held in groups.values() for key in held} == engine.held()
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from doors import open_reservations
 from foreword.cluster import RoutingCore, RoutingOptions
 from foreword.demo.run import embedded_model
 from foreword.fleet.front import EngineFacts, open_front
@@ -136,8 +137,7 @@ class Fleet:
         async def run() -> Any:
             return function()
 
-        assert self.server._loop is not None
-        return asyncio.run_coroutine_threadsafe(run(), self.server._loop).result(60)
+        return self.server.start(run()).result(60)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def assert_nothing_is_left(found: Fleet) -> None:
     """No request runs, none is reserved, and every pool is sound."""
     core = found.door.core
     wait_until(lambda: found.link.running == 0 and found.door.num_choices == 0)
-    assert not found.on_loop(lambda: list(core._loads.open)), "a reservation leaked"
+    assert not found.on_loop(lambda: open_reservations(core)), "a reservation leaked"
     found.on_loop(lambda: core.check_integrity([]))
     for llm in found.link.llms.values():
         wait_until(lambda llm=llm: not llm.engine.has_unfinished_requests())

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from doors import num_usable
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from foreword.demo.run import embedded_model
 from foreword.llm import LLM
@@ -141,7 +142,7 @@ def test_a_new_replica_is_warmed_under_the_adapter(folders: dict[str, Path], alo
                 complete(found, model, prompt)
         found.on_loop(lambda: found.door.join("b", facts))
         wait_until(lambda: found.on_loop(lambda: len(found.door.core.mirror("b").parents)) >= 14)
-        wait_until(lambda: found.on_loop(lambda: found.door.core._usable.bit_count()) == 2)
+        wait_until(lambda: found.on_loop(lambda: num_usable(found.door.core)) == 2)
         found.on_loop(lambda: found.door.leave("a"))
         for model, prompt in prompts.items():
             answer = complete(found, model, prompt)

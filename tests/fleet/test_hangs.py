@@ -11,6 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from doors import (
+    begin_stillness,
+    end_stillness,
+    fail_engine,
+    make_ready,
+    missed_by,
+    num_usable,
+    open_reservations,
+    thread_of,
+    warmth_of,
+)
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from fleet.test_routed import SAMPLINGS, complete, long_prompt, streamed
 from foreword.fleet.pulse import Pulse
@@ -33,11 +44,11 @@ def test_a_prefix_that_nobody_computes_is_handed_over_for_a_bounded_time(monkeyp
         facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))
         two.link.holds_warm_ups = True
         two.on_loop(lambda: two.door.join("b", facts))
-        wait_until(lambda: two.on_loop(lambda: two.door.core._usable.bit_count()) == 2)  # without its prefixes
+        wait_until(lambda: two.on_loop(lambda: num_usable(two.door.core)) == 2)  # without its prefixes
         before = two.link.requests["b"]
         two.on_loop(lambda: two.door.leave("a"))
         wait_until(lambda: two.link.requests["b"] > before)
-        wait_until(lambda: two.on_loop(lambda: not two.door.core._loads.open))
+        wait_until(lambda: two.on_loop(lambda: not open_reservations(two.door.core)))
 
 
 def test_a_replica_that_comes_again_while_it_warms_up_has_one_life_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -47,13 +58,13 @@ def test_a_replica_that_comes_again_while_it_warms_up_has_one_life_at_a_time(cap
         for question in range(3):
             complete(two.url, long_prompt(1, question))
         two.link.holds_warm_ups = True
-        warmth = two.door._warmth
+        warmth = warmth_of(two.door)
         for _ in range(2):
             two.on_loop(lambda: two.door.join("b", facts))
             two.on_loop(lambda: two.door.leave("b"))
             wait_until(lambda: two.on_loop(lambda: not warmth._warming and not warmth._tasks))
         two.on_loop(lambda: two.door.join("b", facts))
-        assert two.on_loop(lambda: two.door.core._usable.bit_count()) == 1, "its earlier lives made nothing ready"
+        assert two.on_loop(lambda: num_usable(two.door.core)) == 1, "its earlier lives made nothing ready"
         two.on_loop(lambda: two.door.leave("a"))
         wait_until(lambda: two.on_loop(lambda: two.door.core.is_any_usable))
     assert "exception" not in caplog.text
@@ -63,8 +74,8 @@ def test_replicas_whose_engine_has_failed_are_passed_over_and_no_request_is_blam
     """Serve takes a while to replace them; to each of them, requests look like its cause, which they cannot be."""
     with fleet(3) as found:
         for name in ("a", "b"):
-            thread = found.link.replicas[name]._thread
-            found.on_loop(lambda thread=thread: thread._commands.put(lambda: thread._fail("the device is on fire")))
+            thread = thread_of(found.link.replicas[name])
+            found.on_loop(lambda thread=thread: fail_engine(thread, "the device is on fire"))
             wait_until(lambda thread=thread: thread.failure is not None)
             assert "on fire" in str(found.link.replicas[name].complaint())
         assert found.link.replicas["c"].complaint() is None
@@ -73,7 +84,7 @@ def test_replicas_whose_engine_has_failed_are_passed_over_and_no_request_is_blam
         assert found.door.counts.deaths == 0
         cache = httpx.get(f"{found.url}/v1/cache", timeout=60)
         assert cache.json()["statistics"]["blocks"]["total"] == 256, "only the third one's count"
-        assert found.on_loop(lambda: list(found.door.core._loads.open)) == []
+        assert found.on_loop(lambda: open_reservations(found.door.core)) == []
 
 
 @pytest.mark.slow
@@ -98,7 +109,7 @@ def test_a_replica_makes_up_for_a_reset_that_it_missed(how: str, monkeypatch: py
         complete(two.url, long_prompt(1))
         assert_nothing_is_left(two)
         [name] = two.link.requests
-        own, pulse = two.link.llms[name], two.door.pulse
+        own = two.link.llms[name]
 
         def has_prefix() -> bool:
             return own.explain({"prompt_token_ids": long_prompt(1)}).num_hit_tokens > 0
@@ -107,20 +118,18 @@ def test_a_replica_makes_up_for_a_reset_that_it_missed(how: str, monkeypatch: py
         if how == "it does not answer":
             two.link.mute = {name}
         else:
-            two.on_loop(lambda: (pulse.still.update({name: "it is held"}), pulse._on_still(name)))
+            two.on_loop(lambda: begin_stillness(two.door, name))
         assert httpx.post(f"{two.url}/reset_prefix_cache", timeout=60).status_code == 200
         assert has_prefix()
         if how == "it is busy when it goes on":
             two.link.num_refusals = 2
         two.link.mute = set()
-        usable = two.on_loop(
-            lambda: (pulse.still.clear(), pulse._on_again(name), two.door.core._usable.bit_count())[-1]
-        )
+        usable = two.on_loop(lambda: (end_stillness(two.door, name), num_usable(two.door.core))[-1])
         if how != "it does not answer":
             assert usable == 1, "it has something to do first"
         wait_until(lambda: not has_prefix())
-        wait_until(lambda: two.on_loop(lambda: two.door.core._usable.bit_count()) == 2)
-        assert not two.door._calls._missed
+        wait_until(lambda: two.on_loop(lambda: num_usable(two.door.core)) == 2)
+        assert not missed_by(two.door)
         assert_nothing_is_left(two)
 
 
@@ -131,7 +140,7 @@ def test_an_engine_that_stands_still_is_complained_of_until_it_goes_on(
     replica = three.link.replicas["a"]
     three.on_loop(lambda: [three.door.core.retire(name) for name in "bc"])
     complete(three.url, long_prompt(50))  # an engine without a step may be compiling
-    three.on_loop(lambda: [three.door._ready(name) for name in "bc"])
+    three.on_loop(lambda: [make_ready(three.door, name) for name in "bc"])
     assert_nothing_is_left(three)
     monkeypatch.setattr("foreword.fleet.replica.LEAST_STILL_S", 0.5)  # the others have nothing to do
     monkeypatch.setattr("foreword.fleet.replica.STEPS_STILL", 0.0)
@@ -143,11 +152,9 @@ def test_an_engine_that_stands_still_is_complained_of_until_it_goes_on(
         reached.set()
         assert go_on.wait(60)
 
-    loop = three.server._loop
-    assert loop is not None
-    asyncio.run_coroutine_threadsafe(replica._thread.call(hold), loop)
+    three.server.start(thread_of(replica).call(hold))
     assert reached.wait(60)
-    waiting = asyncio.run_coroutine_threadsafe(replica._thread.call(lambda _: 5), loop)
+    waiting = three.server.start(thread_of(replica).call(lambda _: 5))
     wait_until(lambda: replica.complaint() is not None)
     assert "has made no step for" in str(replica.complaint())
     go_on.set()
@@ -167,7 +174,7 @@ def test_streams_of_a_replica_that_stands_still_go_on_elsewhere_and_it_is_taken_
         for name in "ab":  # an engine without a step may be compiling
             two.on_loop(lambda name=name: two.door.core.retire(name))
             expected = streamed(two.url, long_prompt(1), **sampling)
-            two.on_loop(lambda name=name: two.door._ready(name))
+            two.on_loop(lambda name=name: make_ready(two.door, name))
         if what == "process":
             two.link.stops_after = 5
             running = [pool.submit(streamed, two.url, long_prompt(1), **sampling) for _ in range(6)]
@@ -176,18 +183,17 @@ def test_streams_of_a_replica_that_stands_still_go_on_elsewhere_and_it_is_taken_
             go_on = two.link.stopped.clear
         else:
             still, holding = "a", threading.Event()
-            thread = two.link.replicas[still]._thread
+            thread = thread_of(two.link.replicas[still])
             # The other one keeps its patience: on a busy machine a step of its may take longer than this.
             monkeypatch.setattr(
                 two.link.replicas[still], "complaint", lambda: "no step" if thread.still_s() > 0.5 else None
             )
             held = thread.call(lambda _: holding.wait(60))
-            assert two.server._loop is not None
-            asyncio.run_coroutine_threadsafe(held, two.server._loop)
+            two.server.start(held)
             two.on_loop(lambda: two.door.core.retire("b"))  # so that all begin at the one that is held
             running = [pool.submit(streamed, two.url, long_prompt(1), **sampling) for _ in range(6)]
             wait_until(lambda: two.link.requests[still] >= 6)
-            two.on_loop(lambda: two.door._ready("b"))
+            two.on_loop(lambda: make_ready(two.door, "b"))
             go_on = holding.set
         assert all(one.result(60) == expected for one in running)
         [told] = [one for one in httpx.get(f"{two.url}/v1/cluster").json()["replicas"] if one["complaint"]]
@@ -197,7 +203,7 @@ def test_streams_of_a_replica_that_stands_still_go_on_elsewhere_and_it_is_taken_
         complete(two.url, long_prompt(2))
         assert two.link.requests[still] == before
         go_on()
-        wait_until(lambda: two.on_loop(lambda: two.door.core._usable.bit_count()) == 2)
+        wait_until(lambda: two.on_loop(lambda: num_usable(two.door.core)) == 2)
         assert two.door.counts.deaths == 0
         assert_nothing_is_left(two)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from doors import num_usable
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from foreword.cluster import RoutingRequest
 from foreword.server.options import ServerConfig
@@ -136,7 +137,7 @@ def test_a_new_replica_is_warmed_with_nothing_that_stands_after_a_gap() -> None:
         assert record.num_cached_tokens > gap > OPTIONS["block_size"]
         found.on_loop(lambda: found.door.join("b", facts))
         core = found.door.core
-        wait_until(lambda: found.on_loop(lambda: core._usable.bit_count()) == 2)
+        wait_until(lambda: found.on_loop(lambda: num_usable(core)) == 2)
         assert found.link.llms["b"].engine.num_computed_tokens == gap // OPTIONS["block_size"] * OPTIONS["block_size"]
         assert_nothing_is_left(found)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from doors import open_reservations
 from foreword.cluster import ReplicaSpec, RouterLoad, RoutingCore, RoutingOptions, RoutingRequest
 from foreword.events.peer_link import PeerLink, decode, encode
 
@@ -75,7 +76,7 @@ def test_three_fronts_know_each_other_and_forget_the_one_that_ends() -> None:
             for each in cores[1:]:  # all have been silent for long by then; those that live speak again
                 each.choose(request(f"next of {each.router}"), time.monotonic() + 2 * SILENCE_S)
             await until(lambda: all(num_open(each) == 4 for each in cores[1:]))
-            assert all("one" not in {r.router for r in each._loads.open} for each in cores[1:])
+            assert all("one" not in {r.router for r in open_reservations(each)} for each in cores[1:])
             for each in cores[1:]:
                 each.check_integrity([])
         finally:

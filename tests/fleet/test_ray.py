@@ -212,8 +212,7 @@ class TestOneFleet:
                 next(each for at, each in enumerate(answer.iter_lines()) if at >= num_lines)
 
         def look() -> Snapshot:
-            assert three._loop is not None
-            return asyncio.run_coroutine_threadsafe(three.service.thread.ask(SNAPSHOT), three._loop).result(300)
+            return three.start(three.service.thread.ask(SNAPSHOT)).result(300)
 
         before = look().num_computed_tokens
         with ThreadPoolExecutor(clients) as pool:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from doors import expected_in, num_usable, open_reservations, warmth_of
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from foreword.cache import BlockRemoved, BlockStored
 from foreword.cluster import RoutingRequest
@@ -216,7 +217,7 @@ def test_a_request_that_tries_again_after_all_were_accepted_waits_for_nobody() -
 
 def test_a_request_goes_to_the_replica_that_has_its_prefix(three: Fleet) -> None:
     complete(three.url, long_prompt(5))
-    wait_until(lambda: three.on_loop(lambda: not three.door.core._expected))
+    wait_until(lambda: three.on_loop(lambda: not expected_in(three.door.core)))
     before = three.link.requests.copy()
     for question in range(1, 6):
         answer = post(three.url, "/v1/completions", {"model": MODEL, "prompt": long_prompt(5, question)})
@@ -430,7 +431,7 @@ def test_a_request_that_comes_while_there_is_no_replica_waits_for_one() -> None:
         wait_until(lambda: two.on_loop(lambda: two.door.num_choices) == 1)
         two.on_loop(lambda: two.door.join("b", facts))
         assert answer.result(60)["usage"]["completion_tokens"] == 4
-        assert two.on_loop(lambda: list(two.door.core._loads.open)) == []
+        assert two.on_loop(lambda: open_reservations(two.door.core)) == []
 
 
 def test_an_answer_waits_for_a_replica_that_joins() -> None:
@@ -461,7 +462,7 @@ def test_a_new_replica_starts_warm_and_one_that_leaves_hands_its_prefixes_on() -
                 complete(found.url, long_prompt(topic, question))
         found.on_loop(lambda: found.door.join("c", facts))
         core = found.door.core
-        wait_until(lambda: found.on_loop(lambda: core._usable.bit_count()) == 3)
+        wait_until(lambda: found.on_loop(lambda: num_usable(core)) == 3)
         wait_until(lambda: found.on_loop(lambda: len(core.mirror("c").parents)) >= 30)  # three topics of 160 tokens
         for name in ("c", "b"):
             found.on_loop(lambda name=name: found.door.leave(name))
@@ -482,7 +483,7 @@ def test_a_replica_that_warms_up_takes_requests_when_no_other_can() -> None:
             complete(two.url, long_prompt(1, question))
         two.link.holds_warm_ups = True
         two.on_loop(lambda: two.door.join("b", facts))
-        assert two.on_loop(lambda: two.door.core._usable.bit_count()) == 1
+        assert two.on_loop(lambda: num_usable(two.door.core)) == 1
         two.on_loop(lambda: two.door.leave("a"))
         wait_until(lambda: two.on_loop(lambda: two.door.core.is_any_usable))
         assert complete(two.url, long_prompt(1))["usage"]["completion_tokens"]
@@ -500,7 +501,7 @@ def test_a_replica_whose_warm_up_ends_before_it_begins_takes_requests() -> None:
         two.link.holds_warm_ups = True
         two.on_loop(lambda: (two.door.join("b", facts), two.door.leave("a")))
         wait_until(lambda: two.on_loop(lambda: two.door.core.is_any_usable))
-        assert not two.door._warmth.is_warming("b")
+        assert not warmth_of(two.door).is_warming("b")
 
 
 def test_a_request_waits_for_its_front_s_turn_and_reserves_nothing_meanwhile(
@@ -516,7 +517,7 @@ def test_a_request_waits_for_its_front_s_turn_and_reserves_nothing_meanwhile(
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(complete, three.url, long_prompt(77))
         wait_until(lambda: asked)
-        assert not three.on_loop(lambda: list(core._loads.open))
+        assert not three.on_loop(lambda: open_reservations(core))
         assert answer.result()["choices"]
     assert len(asked) == 1
     assert_nothing_is_left(three)

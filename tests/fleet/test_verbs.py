@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
+from doors import begin_stillness, end_stillness, make_ready, missed_by, num_usable
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from fleet.test_routed import complete, long_prompt
 from foreword import LLM, SamplingParams, __version__
@@ -167,14 +168,14 @@ def test_answers_of_replicas_that_know_a_verb_are_merged(three: Fleet, monkeypat
 def test_a_change_that_a_replica_does_not_know_keeps_nobody_waiting(
     three: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older, pulse = ask_as_later(three, monkeypatch, verbs.RESET), three.door.pulse
+    older = ask_as_later(three, monkeypatch, verbs.RESET)
     for name in "abc":  # each computes the prompt
         three.on_loop(lambda name=name: [three.door.core.retire(other) for other in "abc" if other != name])
         complete(three.url, long_prompt(1))
-        three.on_loop(lambda name=name: [three.door._ready(other) for other in "abc" if other != name])
+        three.on_loop(lambda name=name: [make_ready(three.door, other) for other in "abc" if other != name])
     assert_nothing_is_left(three)
     older |= {"a", "b"}
-    three.on_loop(lambda: (pulse.still.update({"b": "it is held"}), pulse._on_still("b")))
+    three.on_loop(lambda: begin_stillness(three.door, "b"))
     answer = httpx.post(f"{three.url}/reset_prefix_cache", timeout=60)
     assert answer.status_code == 501, "a replica that goes on does not know it"
     assert "Other replicas have made the change" in answer.json()["error"]["message"]
@@ -182,7 +183,7 @@ def test_a_change_that_a_replica_does_not_know_keeps_nobody_waiting(
         name: one.explain({"prompt_token_ids": long_prompt(1)}).num_hit_tokens for name, one in three.link.llms.items()
     }
     assert hits["a"] == hits["b"] > hits["c"] == 0
-    assert set(three.door._calls._missed) == {"b"}, "the one that answered has missed nothing"
-    three.on_loop(lambda: (pulse.still.clear(), pulse._on_again("b")))
-    wait_until(lambda: three.on_loop(lambda: three.door.core._usable.bit_count()) == 3)
-    assert not three.door._calls._missed
+    assert missed_by(three.door) == {"b"}, "the one that answered has missed nothing"
+    three.on_loop(lambda: end_stillness(three.door, "b"))
+    wait_until(lambda: three.on_loop(lambda: num_usable(three.door.core)) == 3)
+    assert not missed_by(three.door)
