@@ -246,7 +246,7 @@ def kept_digests(encoded: EncodedPictures) -> list[str]:
 
 def take_no_adapter(monkeypatch: pytest.MonkeyPatch, adapters: LoadedAdapters) -> None:
     """Leave no room for adapters, as if requests held too many others."""
-    monkeypatch.setattr(adapters, "_most_bytes", 0)
+    monkeypatch.setattr(adapters, "_max_bytes", 0)
 
 
 # ----------------------------------------------------------------------------------- events and fleets
