@@ -10,7 +10,7 @@ that of the better of `first_token` and `bounded_hash`, where it is largest. Wit
 events, several routers, and the time of a decision.
 
 8 replicas with pools of 3,750 blocks (the engine's own, under LRU) compute one prompt after the other. Rivals' rules
-get exact, fresh knowledge (`foreword.replay.cluster`), so they do better here than their own systems would. Mooncake's
+get exact, fresh knowledge (`foreword.replay.rules`), so they do better here than their own systems would. Mooncake's
 recording has a time of arrival each 3 s only, where many requests meet at one moment: three routers decide them in
 turn (`routers3_ratio`), or blindly (`routers3_blind_ratio`). On arrivals that are spread evenly over these 3 s,
 `routers3_spread_ratio`.
@@ -36,7 +36,9 @@ import numpy as np
 from cluster_traffic import agents, few_shot, independent
 from foreword.cache import BlockStored
 from foreword.cluster import EventBatch, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
-from foreword.replay.cluster import COST, RULES, ClusterOptions, ClusterReport, ClusterSimulation
+from foreword.replay.rules import COST, RULES
+from foreword.replay.serving import ServingOptions, ServingReport, ServingSimulation
+from foreword.replay.timing import PromptRates
 from foreword.replay.trace import RecordedRequest, TraceReader
 
 TICK_MS = 3000
@@ -61,9 +63,9 @@ def spread(requests: list[RecordedRequest]) -> list[RecordedRequest]:
     return found
 
 
-def serve(requests: list[RecordedRequest], what: str, tokens_per_s: float, **changes: Any) -> ClusterReport:
-    options = ClusterOptions(num_blocks=3750, tokens_per_s=(tokens_per_s,), num_replicas=8, **changes)
-    report = ClusterSimulation(options).serve(requests)
+def serve(requests: list[RecordedRequest], what: str, tokens_per_s: float, **changes: Any) -> ServingReport:
+    options = ServingOptions(3750, PromptRates((tokens_per_s,)), num_replicas=8, **changes)
+    report = ServingSimulation(options).serve(requests)
     print(
         f"{what:34} hits {report.hit_ratio:.4f}  mean {report.mean_ttft_s:9.2f} s  p99 {report.ttft_s['p99']:9.2f} s  "
         f"work max/mean {report.work_max_over_mean:.2f}",

@@ -30,8 +30,9 @@ from typing import Any
 
 import numpy as np
 
+from foreword.replay.serving import ServingOptions, ServingSimulation
 from foreword.replay.simulator import OnePass
-from foreword.replay.timing import StepCost, TimingOptions, simulate_time
+from foreword.replay.timing import StepCost
 from foreword.replay.trace import RecordedRequest, TraceReader
 
 BLOCK_TOKENS = 512
@@ -156,14 +157,14 @@ def first_hour(file: Path) -> Iterator[RecordedRequest]:
 
 def measure_hour(file: Path) -> dict[str, Any]:
     """The first hour of a recording, on 8 replicas."""
-    options = TimingOptions(
+    options = ServingOptions(
         CAPACITY,
         StepCost.of_model(LLAMA_8B, flops_per_s=4e14, bytes_per_s=2.5e12),
         NUM_REPLICAS,
         eviction_policy="value",
     )
     began = time.process_time()
-    report = simulate_time(first_hour(file), options)
+    report = ServingSimulation(options).serve(first_hour(file))
     return {
         "seconds": round(time.process_time() - began, 2),
         "requests": report.requests,

@@ -36,8 +36,9 @@ from foreword.cache import CacheLedger, KVCacheManager, RadixIndex, TokenSequenc
 from foreword.config import SchedulerConfig
 from foreword.engine import SimulatedScheduler
 from foreword.replay.keys import as_content_ids, chain
+from foreword.replay.serving import ServingOptions, ServingReport, simulate_scheduling
 from foreword.replay.simulator import Optimum
-from foreword.replay.timing import StepCost, TimingOptions, TimingReport, simulate_scheduling
+from foreword.replay.timing import StepCost
 from foreword.replay.trace import RecordedRequest, TraceReader
 from foreword.request import Request, SamplingParams
 
@@ -153,17 +154,17 @@ def recorded(folder: Path, name: str, most: int) -> Workload:
 # ----------------------------------------------------------------------------------------------------- simulator
 
 
-def serve(requests: list[RecordedRequest], order: str, num_blocks: int, cost: StepCost) -> TimingReport:
+def serve(requests: list[RecordedRequest], order: str, num_blocks: int, cost: StepCost) -> ServingReport:
     """Serve requests in an order such as "prefix 2", with that bound in seconds."""
     name, _, bound = order.partition(" ")
     config = SchedulerConfig(max_overtake_s=float(bound or 0.0))
     if name == "vllm":
         name, config = "fcfs", replace(config, long_prefill_token_threshold=config.max_num_batched_tokens)
-    options = TimingOptions(num_blocks, cost, eviction_policy="value", scheduler=config)
+    options = ServingOptions(num_blocks, cost, eviction_policy="value", scheduler=config)
     return simulate_scheduling(requests, name, options)  # type: ignore[arg-type]
 
 
-def figures(report: TimingReport, best: float) -> dict[str, float]:
+def figures(report: ServingReport, best: float) -> dict[str, float]:
     return {
         "hit_ratio": round(report.hit_ratio, 4),
         "share": round(report.hit_ratio / best, 4) if best else 1.0,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.cache import BlockStored, ExtraKeys, TokenSequence
-from foreword.cluster import EventBatch, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
+from foreword.cluster import EventBatch, Reason, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
 from foreword.errors import ConfigError, NoReplicaError
 
 BLOCK = 4
@@ -203,8 +203,8 @@ def test_predicted_and_delivered_tokens_are_counted():
     decision = core.choose(prompt("q", "a", 3), 0.0)
     for _ in range(2):
         core.note_first_token(decision.reservation, 0.1, 4)
-    counts = core.counts
-    assert (counts.decisions, counts.prompt_tokens) == (1, 13)
+    counts = core.total_counts()
+    assert (counts.decisions, counts.delivered, counts.prompt_tokens) == (1, 1, 13)
     assert (counts.predicted_tokens, counts.delivered_tokens, counts.overcredited_tokens) == (8, 4, 4)
 
 
@@ -262,7 +262,7 @@ def test_without_knowledge_a_bounded_hash_ring_decides_by_the_stable_boundary_an
         assert decision.degraded
     assert all(len(replicas) == 1 for replicas in by_family.values())
     assert len(set().union(*by_family.values())) > 2, "not everything goes to one replica"
-    assert core.counts.degraded == 60
+    assert core.counts[Reason.HASHED].decisions == core.total_counts().decisions == 60
     flood = [core.choose(request(number, "flood"), 0.0).replica for number in range(100, 200)]
     assert max(map(flood.count, set(flood))) <= 26
     core.install_snapshot("r3", EventBatch(b"", -1), 0.0)

@@ -179,7 +179,7 @@ def test_an_equal_composition_needs_no_sources_and_is_no_predicted_hit():
     assert decision.hit_tokens == BLOCK * (HEAD + DOCUMENT), "what is linked is no hit"
     assert candidate(decision, "r1").source_tokens == decision.source_tokens == 2 * BLOCK * DOCUMENT
     core.note_first_token(decision.reservation, 1.0, decision.hit_tokens)
-    assert core.counts.overcredited_tokens == 0
+    assert core.total_counts().overcredited_tokens == 0
 
 
 def test_a_source_is_needed_until_its_last_run_is_cached():

@@ -19,6 +19,7 @@ from foreword.cache import AllBlocksCleared
 from foreword.errors import ConfigError
 from foreword.events.subscriber import Subscriber
 from live_server import FALCON, MODEL, ServerProcess
+from polling import poll_until
 
 ADDRESSES = ("kv_events", "kv_events_replay", "kv_events_snapshot")
 
@@ -60,11 +61,11 @@ def test_an_llm_publishes_what_its_cache_holds(chat_model: Path, index: str) -> 
     with LLM(str(chat_model), kv_cache_memory_bytes="2MB", **options, **given) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=4))
         with follow(given) as subscriber:
-            assert subscriber.poll_until(lambda one: one.is_exact)
+            assert poll_until(subscriber, lambda one: one.is_exact)
             held = counted_keys(llm.engine.manager.ledger.groups[0])
             assert hashes(subscriber.mirror) == as_ints(held) != set()
             llm.reset_prefix_cache()
-            assert subscriber.poll_until(lambda one: one.is_exact and not one.mirror.blocks)
+            assert poll_until(subscriber, lambda one: one.is_exact and not one.mirror.blocks)
         assert llm.take_cache_events()[-1].event == AllBlocksCleared()
 
 

@@ -116,7 +116,7 @@ def test_fronts_are_found_after_any_failure_to_ask_for_them(monkeypatch: pytest.
         link.start()
         try:
             await until(lambda: num_asked > 3)
-            await until(lambda: link._known == {link.address})  # nobody calls one that has ended for ever
+            await until(lambda: link._fronts == {link.address})  # nobody calls one that has ended for ever
         finally:
             await link.close()
 

@@ -21,6 +21,7 @@ from foreword.events.requests import IDLE_S, Requests, SeenRequest, Why
 from foreword.events.subscriber import Subscriber
 from foreword.events.wire import decode_batch
 from foreword.request import SamplingParams
+from polling import poll_until
 
 
 class Stream:
@@ -189,7 +190,7 @@ def test_the_requests_of_a_real_engine(index: str) -> None:
         told = engine.publisher.addresses
         with Subscriber(reachable(told["kv_events"]), snapshot=told["kv_events_snapshot"]) as subscriber:
             requests = subscriber.follower.witness = Requests(subscriber.mirror)
-            assert subscriber.poll_until(lambda one: one.is_exact)
+            assert poll_until(subscriber, lambda one: one.is_exact)
             truth = []
             for number in range(60):
                 own = [rng.randint(0, 1) for _ in range(rng.randrange(16))]
@@ -201,7 +202,7 @@ def test_the_requests_of_a_real_engine(index: str) -> None:
                     outputs += engine.built.engine.step()
                 if engine.held() - before:
                     truth.append((outputs[-1].num_cached_tokens // 4, len(tokens) // 4))
-                assert subscriber.poll_until(lambda one: hashes(one.mirror) == as_ints(engine.held()))
+                assert poll_until(subscriber, lambda one: hashes(one.mirror) == as_ints(engine.held()))
                 requests.pass_time(2 * IDLE_S)
             seen = requests.take(everything=True)
             assert [(one.num_found_blocks, one.num_prompt_blocks) for one in seen] == truth

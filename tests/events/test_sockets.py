@@ -14,6 +14,7 @@ from foreword.errors import ConfigError
 from foreword.events.publisher import Publisher, binds
 from foreword.events.subscriber import Subscriber
 from foreword.events.wire import decode_live
+from polling import poll_until
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -28,7 +29,7 @@ def becomes_equal(subscriber: Subscriber, engine: EngineWithEvents) -> bool:
     """Whether the mirror comes to hold exactly what the engine's pool holds."""
     whole = engine.publisher.config.kv_events_hashes == "bytes"
     held = engine.held() if whole else as_ints(engine.held())
-    return subscriber.poll_until(lambda one: one.is_exact and hashes(one.mirror) == held)
+    return poll_until(subscriber, lambda one: one.is_exact and hashes(one.mirror) == held)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -111,7 +112,7 @@ def test_a_publisher_that_restarts_at_the_same_addresses_is_noticed(with_ids: bo
         with EngineWithEvents(config, seed=2) as second:
             for _ in range(1 if with_ids else 200):  # without heartbeats, only news show that it is another one
                 second.work(2)
-                if subscriber.poll_until(lambda one: one.follower.counts["restarts"] > 0, 0.1):
+                if poll_until(subscriber, lambda one: one.follower.counts["restarts"] > 0, 0.1):
                     break
             assert becomes_equal(subscriber, second)
             assert second.held() != engine.held()
@@ -134,9 +135,9 @@ def test_a_publisher_listens_at_literal_and_loopback_addresses_and_says_where(
         ) as subscriber:
             engine.work()
             assert becomes_equal(subscriber, engine)
-            assert subscriber.poll_until(lambda one: not one.unanswered)
+            assert poll_until(subscriber, lambda one: not one.unanswered)
             engine.publisher.close()
-            assert subscriber.poll_until(lambda one: bool(one.unanswered)), "the publisher has gone"
+            assert poll_until(subscriber, lambda one: bool(one.unanswered)), "the publisher has gone"
     assert f"kv_events: listening at {engine.publisher.addresses['kv_events']}" in caplog.text
 
 
@@ -157,15 +158,15 @@ def test_an_overflowing_feed_burns_a_number_and_a_snapshot_repairs_the_mirror() 
     with EngineWithEvents(EVERYTHING, seed=3, max_waiting_blocks=8) as engine:
         with follow(engine.publisher.addresses) as subscriber:
             engine.work(5)
-            assert subscriber.poll_until(lambda one: one.follower.counts["batches"] > 0)
+            assert poll_until(subscriber, lambda one: one.follower.counts["batches"] > 0)
             for _ in range(10):
                 leave_asleep(engine.publisher)  # nobody wakes it until its next heartbeat
                 engine.work(10)
             assert becomes_equal(subscriber, engine)
-            assert engine.publisher._next_seq > len(engine.publisher._kept), "no number was left out"
+            assert engine.publisher._next_seq > len(engine.publisher._replays), "no number was left out"
             assert subscriber.follower.counts["snapshots"] >= 1
         with follow(engine.publisher.addresses, snapshot=None) as subscriber:
-            subscriber.poll_until(lambda one: one.follower.counts["incomplete_replays"] > 0)
+            poll_until(subscriber, lambda one: one.follower.counts["incomplete_replays"] > 0)
             assert not subscriber.is_exact
 
 

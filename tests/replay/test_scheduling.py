@@ -16,7 +16,8 @@ import pytest
 from foreword.cli import main
 from foreword.config import SchedulerConfig
 from foreword.replay.keys import as_content_ids, chain
-from foreword.replay.timing import StepCost, TimingOptions, at_load, simulate_scheduling, sorted_depth_first
+from foreword.replay.serving import ServingOptions, at_load, simulate_scheduling, sorted_depth_first
+from foreword.replay.timing import StepCost
 from foreword.replay.trace import RecordedRequest, TraceReader
 
 COST = StepCost(1e6, 1e9, 100.0, 0.0, 1e5, 10.0)
@@ -34,8 +35,8 @@ def questions(num_documents: int, each: int, spacing_ms: float) -> list[Recorded
     ]
 
 
-def options(num_blocks: int, **scheduler: Any) -> TimingOptions:
-    return TimingOptions(num_blocks, COST, scheduler=SchedulerConfig(max_num_seqs=2, **scheduler))
+def options(num_blocks: int, **scheduler: Any) -> ServingOptions:
+    return ServingOptions(num_blocks, COST, scheduler=SchedulerConfig(max_num_seqs=2, **scheduler))
 
 
 def most_hits(requests: Iterable[RecordedRequest], num_documents: int, each: int) -> float:
@@ -81,7 +82,7 @@ def test_on_recorded_traffic_the_slowest_first_tokens_come_within_the_bound(name
     reader = TraceReader(Path(folder) / f"mooncake_{name}_trace.jsonl", max_requests=300)
     cost = replace(COST, flops_per_s=4e14, bytes_per_s=2.5e12, flops_per_token=1.6e10, weight_bytes=1.6e10)
     served = {
-        one: simulate_scheduling(at_load(reader, 0.3), one, TimingOptions(2000, cost)) for one in ("fcfs", "prefix")
+        one: simulate_scheduling(at_load(reader, 0.3), one, ServingOptions(2000, cost)) for one in ("fcfs", "prefix")
     }
     bound_ms = 1000 * SchedulerConfig().max_overtake_s
     assert served["fcfs"].ttft_ms["p99"] > 1000

@@ -12,13 +12,18 @@ from foreword.config import SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt, SimulatedScheduler
 from foreword.errors import ConfigError
 from foreword.replay.keys import as_content_ids, chain
-from foreword.replay.timing import Replica, SimulatedRunner, StepCost, TimingOptions, make_request, simulate_time
+from foreword.replay.serving import ServingOptions, ServingSimulation
+from foreword.replay.timing import Replica, SimulatedRunner, StepCost, make_request
 from foreword.replay.trace import RecordedRequest
 from foreword.request import SamplingParams
 from replay.workloads import chat
 
 COST = StepCost(1e6, 1e9, 100.0, 0.1, 1e5, 10.0)
 SMALL = SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=24, max_num_seqs=6)
+
+
+def serve(trace, *options, **more):
+    return ServingSimulation(ServingOptions(*options, **more)).serve(trace)
 
 
 def recorded(prompts, spacing_s=0.02, block_tokens=4, seed=0):
@@ -92,7 +97,7 @@ def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, 
 @pytest.mark.parametrize(("num_blocks", "policy"), [(150, "value"), (2000, "lru")])
 def test_steps_in_which_nothing_is_decided_can_be_taken_at_once(num_blocks, policy, monkeypatch):
     trace = recorded(chat(np.random.default_rng(4), 100), spacing_s=0.05, block_tokens=16, seed=5)
-    options = TimingOptions(num_blocks, COST, num_replicas=2, eviction_policy=policy, scheduler=SMALL)
+    options = ServingOptions(num_blocks, COST, num_replicas=2, eviction_policy=policy, scheduler=SMALL)
     skipped = []
 
     def skip(scheduler, num_steps, skip=SimulatedScheduler.skip):
@@ -101,11 +106,11 @@ def test_steps_in_which_nothing_is_decided_can_be_taken_at_once(num_blocks, poli
         skipped.append(num_steps)
 
     monkeypatch.setattr(SimulatedScheduler, "skip", skip)
-    at_once = simulate_time(trace, options)
+    at_once = ServingSimulation(options).serve(trace)
     assert sum(skipped) > 150
     assert max(skipped) > 5
     monkeypatch.setattr(SimulatedScheduler, "num_steady_steps", lambda _: 0)
-    assert simulate_time(trace, options) == at_once
+    assert ServingSimulation(options).serve(trace) == at_once
 
 
 def test_a_block_without_a_key_is_like_no_other():
@@ -118,7 +123,7 @@ def test_a_block_without_a_key_is_like_no_other():
 
 def test_a_lone_request_takes_its_steps_and_no_more():
     (request,) = recorded([[1, 2, 3]])
-    report = simulate_time([request], TimingOptions(100, COST))
+    report = serve([request], 100, COST)
     length = request.num_prompt_tokens
     first = (100 * length + 0.1 * length * (length + 1) / 2) / 1e6
     assert report.ttft_ms["p50"] == pytest.approx(1000 * first, abs=0.01)
@@ -130,13 +135,13 @@ def test_a_lone_request_takes_its_steps_and_no_more():
 def test_steps_that_read_more_than_they_compute_are_bound_by_memory():
     slow = StepCost(1e15, 1e6, 1.0, 0.0, 1e6, 0.0)
     (request,) = recorded([[1]], seed=3)
-    report = simulate_time([request], TimingOptions(100, slow))
+    report = serve([request], 100, slow)
     assert report.seconds == pytest.approx(request.num_output_tokens)
 
 
 def test_a_cache_that_holds_more_answers_sooner():
     trace = recorded(chat(np.random.default_rng(2), 300))
-    small, large = (simulate_time(trace, TimingOptions(blocks, COST)) for blocks in (80, 3000))
+    small, large = (serve(trace, blocks, COST) for blocks in (80, 3000))
     assert large.hit_ratio > small.hit_ratio
     assert large.ttft_ms["p50"] < small.ttft_ms["p50"]
 
@@ -145,25 +150,25 @@ def test_a_cache_that_holds_more_answers_sooner():
 def test_replicas_share_the_load_and_routing_by_prefix_finds_more():
     trace = recorded(chat(np.random.default_rng(3), 400), spacing_s=0.005)
     found = {
-        routing: simulate_time(trace, TimingOptions(400, COST, num_replicas=4, routing=routing))
-        for routing in ("round_robin", "least_loaded", "prefix_aware")
+        routing: serve(trace, 400, COST, num_replicas=4, routing=routing)
+        for routing in ("round_robin", "least_loaded", "prefix_aware", "cost")
     }
-    alone = simulate_time(trace, TimingOptions(400, COST))
+    alone = serve(trace, 400, COST)
     assert all(report.ttft_ms["p90"] < alone.ttft_ms["p90"] for report in found.values())
-    assert found["prefix_aware"].hit_ratio > found["round_robin"].hit_ratio
+    assert min(found[rule].hit_ratio for rule in ("prefix_aware", "cost")) > found["round_robin"].hit_ratio
     assert {report.requests for report in found.values()} == {400}
 
 
 def test_what_cannot_be_timed_is_refused_or_counted():
     untimed = RecordedRequest(None, chain(as_content_ids([1])), 4, 1, 4)
     with pytest.raises(ConfigError, match="no arrival times"):
-        simulate_time([untimed], TimingOptions(10, COST))
-    report = simulate_time(recorded([range(50), [1]]), TimingOptions(10, COST))
+        serve([untimed], 10, COST)
+    report = serve(recorded([range(50), [1]]), 10, COST)
     assert (report.requests, report.requests_refused) == (1, 1)
     with pytest.raises(ConfigError, match="num_replicas=0"):
-        TimingOptions(10, COST, num_replicas=0)
+        ServingOptions(10, COST, num_replicas=0)
     with pytest.raises(ConfigError, match="routing='best'"):
-        TimingOptions(10, COST, routing="best")
+        ServingOptions(10, COST, routing="best")
 
 
 def test_the_command_serves_in_time_when_given_a_rate(tmp_path, capsys):

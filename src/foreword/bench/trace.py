@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 FIRST_OWN_ID = 2**256
-"""Recorded ids are smaller: they are numbers of 64 bits, or digests."""
+"""Recorded ids are smaller: they have 64 bits."""
 MOSTLY_FOUND = 0.5
 """A request counts as a hit in the report if at least this share of its prompt was found."""
 DEFINITIONS = (
@@ -85,13 +85,15 @@ def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list
 
 def _parse_line(line: str, number: int, where: str, max_output_tokens: int) -> TraceRequest:
     record = parse_mooncake_record(parse_json_line(line, where), where)
-    size = record.block_tokens
-    has_own_id = len(record.hash_ids) * size < record.input_length
+    ids, size = record.content_ids.tolist(), record.block_tokens
+    if len(ids) * size < record.num_prompt_tokens:
+        ids.append(FIRST_OWN_ID + number)
+    assert record.timestamp_ms is not None
     return TraceRequest(
         record.timestamp_ms,
-        (*record.hash_ids, FIRST_OWN_ID + number) if has_own_id else tuple(record.hash_ids),
-        _scaled(record.input_length, size),
-        max(1, min(_scaled(record.output_length, size), max_output_tokens)),
+        tuple(ids),
+        _scaled(record.num_prompt_tokens, size),
+        max(1, min(_scaled(record.num_output_tokens, size), max_output_tokens)),
     )
 
 

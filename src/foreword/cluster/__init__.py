@@ -9,9 +9,9 @@ from foreword.cluster.decision import (
     DecisionLog as DecisionLog,
     Explanation as Explanation,
     Fleet as Fleet,
-    LogCounts as LogCounts,
     Reason as Reason,
     Reservation as Reservation,
+    RoutingCounts as RoutingCounts,
     RoutingRequest as RoutingRequest,
     Standing as Standing,
 )
@@ -21,7 +21,6 @@ from foreword.cluster.mirror import ReplicaMirror as ReplicaMirror
 from foreword.cluster.options import (
     ReplicaLoad as ReplicaLoad,
     ReplicaSpec as ReplicaSpec,
-    RoutingCounts as RoutingCounts,
     RoutingOptions as RoutingOptions,
 )
 from foreword.cluster.peers import LoadUpdate as LoadUpdate, RouterLoad as RouterLoad

@@ -10,7 +10,7 @@ A decision has one of four reasons:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -68,8 +68,8 @@ class RoutingRequest:
         """What the hash ring places: the session, else the stable boundary, else the request itself."""
         if self.session is not None:
             return self.session
-        known = self.keys[: self.stable_blocks]
-        return known[-1] if known else self.request_id
+        stable = self.keys[: self.stable_blocks]
+        return stable[-1] if stable else self.request_id
 
 
 class Reservation(NamedTuple):
@@ -179,6 +179,18 @@ class Decision:
         return self.reservation.replica
 
     @property
+    def reason(self) -> Reason:
+        """What decided."""
+        if self.degraded:
+            return Reason.HASHED
+        sources, usable = self.fleet.sources, self.fleet.usable
+        has_source = sources is not None and bool((sources.missing_blocks[usable] < sources.num_blocks).any())
+        if not self.fleet.hit_blocks[usable].any() and not has_source:
+            return Reason.NO_HIT
+        computed = self.fleet.computed_tokens
+        return Reason.HIT if computed[self.slot] == computed[usable].min() else Reason.LOAD
+
+    @property
     def source_tokens(self) -> int:
         """The tokens of a linked prompt's sources that are not the prompt's own; 0 of other prompts."""
         sources = self.fleet.sources
@@ -205,12 +217,12 @@ class Decision:
             self.costs,
         )
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        found = [
+        candidates = [
             Candidate(slot == self.slot, name, self._standing(slot), *row)
             for slot, (name, row) in enumerate(zip(self.names, rows, strict=True))
             if name
         ]
-        return sorted(found, key=lambda each: (each.cost_s, not each.chosen, each.replica))
+        return sorted(candidates, key=lambda each: (each.cost_s, not each.chosen, each.replica))
 
     def _standing(self, slot: int) -> Standing:
         if slot in self.excluded:
@@ -251,7 +263,7 @@ class Explanation:
         """Explain a decision."""
         return cls(
             decision.reservation,
-            _reason(decision),
+            decision.reason,
             decision.fleet.request.num_tokens,
             decision.hit_tokens,
             decision.source_tokens,
@@ -317,29 +329,17 @@ class Explanation:
         return " ".join([*parts, f"attempt={attempt}", f"router={_quoted(router)}"])
 
 
-def _reason(decision: Decision) -> Reason:
-    fleet = decision.fleet
-    if decision.degraded:
-        return Reason.HASHED
-    sources, usable = fleet.sources, fleet.usable
-    has_source = sources is not None and bool((sources.missing_blocks[usable] < sources.num_blocks).any())
-    if not fleet.hit_blocks[usable].any() and not has_source:
-        return Reason.NO_HIT
-    computed = fleet.computed_tokens
-    return Reason.HIT if computed[decision.slot] == computed[usable].min() else Reason.LOAD
-
-
 def _quoted(name: str) -> str:
     return quote(name, safe="/:@#+", errors="surrogatepass")
 
 
 @dataclass(slots=True)
-class LogCounts:
-    """Sums over the decisions with one reason, since the start."""
+class RoutingCounts:
+    """Sums over a router's decisions since the start."""
 
     decisions: int = 0
     delivered: int = 0
-    """Of them, those whose first token has come; the sums below are theirs."""
+    """Decisions whose first token has come; the sums below are theirs."""
     prompt_tokens: int = 0
     predicted_tokens: int = 0
     delivered_tokens: int = 0
@@ -360,58 +360,32 @@ class DecisionLog:
         """Keeps the decisions of the newest `capacity` attempts. Raises ConfigError if that is below 1."""
         if capacity < 1:
             raise ConfigError(f"a log of {capacity} decisions keeps nothing; use at least 1")
-        self.capacity = capacity
-        self.counts: dict[Reason, LogCounts] = {reason: LogCounts() for reason in Reason}
-        self.num_late = 0
-        """First tokens of attempts that had left the log. They are in no sum here; `RoutingCounts` has them."""
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._numbers: dict[str, list[int]] = {}
-        """Numbers of each request's entries, the oldest first."""
-        self._next_number = 0
+        self._entries: deque[_Entry] = deque(maxlen=capacity)
+        """The oldest first."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Explanation]:
         """The explanations, the newest first."""
-        return map(_explanation, reversed(self._entries.values()))
+        return map(_explanation, reversed(self._entries))
 
     def add(self, decision: Decision) -> None:
         """Keep a decision; the oldest one goes if there are too many. Keys of blocks are not kept."""
-        self.counts[_reason(decision)].decisions += 1
         fleet, request = decision.fleet, decision.fleet.request.without_keys()
         sources = None if fleet.sources is None else fleet.sources.counts()
-        entry = _Entry(replace(decision, fleet=replace(fleet, request=request, sources=sources)))
-        self._entries[self._next_number] = entry
-        self._numbers.setdefault(request.request_id, []).append(self._next_number)
-        self._next_number += 1
-        if len(self._entries) > self.capacity:
-            number, oldest = self._entries.popitem(last=False)
-            request_id = oldest.decision.reservation.request_id
-            self._numbers[request_id].remove(number)
-            if not self._numbers[request_id]:
-                del self._numbers[request_id]
+        self._entries.append(_Entry(replace(decision, fleet=replace(fleet, request=request, sources=sources))))
 
     def note_delivered(self, reservation: Reservation, cached_tokens: int) -> None:
         """The first token of an attempt has come; the replica had `cached_tokens` of the prompt."""
-        for number in reversed(self._numbers.get(reservation.request_id, ())):
-            entry = self._entries[number]
+        for entry in reversed(self._entries):
             if entry.decision.reservation == reservation and entry.delivered_tokens is None:
-                break
-        else:
-            self.num_late += 1
-            return
-        entry.delivered_tokens = cached_tokens
-        predicted, counts = entry.decision.hit_tokens, self.counts[_reason(entry.decision)]
-        counts.delivered += 1
-        counts.prompt_tokens += entry.decision.fleet.request.num_tokens
-        counts.predicted_tokens += predicted
-        counts.delivered_tokens += cached_tokens
-        counts.overcredited_tokens += max(0, predicted - cached_tokens)
+                entry.delivered_tokens = cached_tokens
+                return
 
     def of_request(self, request_id: str) -> list[Explanation]:
         """The explanations of a request's attempts, the first one first; empty if none is kept."""
-        return [_explanation(self._entries[number]) for number in self._numbers.get(request_id, ())]
+        return [_explanation(entry) for entry in self._entries if entry.decision.reservation.request_id == request_id]
 
 
 def _explanation(entry: _Entry) -> Explanation:

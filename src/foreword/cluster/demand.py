@@ -73,14 +73,14 @@ class Demand:
         stretches.reverse()
         return stretches
 
-    def enter(self, keys: Sequence[Key], most_blocks: int) -> PromptNode:
-        """A request is under way until `leave` gets the returned node. Forgets old prompts beyond `most_blocks`."""
+    def enter(self, keys: Sequence[Key], max_blocks: int) -> PromptNode:
+        """A request is under way until `leave` gets the returned node. Forgets old prompts beyond `max_blocks`."""
         node, depth, at = self._find(keys)
         if at < len(node.keys):
             node = self._split(node, at)
-        rest = list(keys[depth:])
-        if rest:
-            node = self._add(node, rest)
+        new_keys = list(keys[depth:])
+        if new_keys:
+            node = self._add(node, new_keys)
         else:  # it may differ after its last whole block
             for each in node.path():
                 each.conversations += 1
@@ -88,7 +88,7 @@ class Demand:
             each.under_way += 1
         if node in self._leaves:
             self._leaves.move_to_end(node)
-        self._forget(most_blocks)
+        self._forget(max_blocks)
         return node
 
     def leave(self, node: PromptNode) -> None:
@@ -100,10 +100,10 @@ class Demand:
         """The last node that has blocks of the prompt, the prompt's known blocks, and those of the node among them."""
         node, depth = self._root, 0
         while depth < len(keys) and (child := node.children.get(keys[depth])) is not None:
-            own, end = child.keys, depth + len(child.keys)
-            if end > len(keys) or keys[end - 1] != own[-1]:
-                equal = _num_equal(keys, depth, own)
-                return child, depth + equal, equal
+            end = depth + len(child.keys)
+            if end > len(keys) or keys[end - 1] != child.keys[-1]:
+                num_equal = _num_equal(keys, depth, child.keys)
+                return child, depth + num_equal, num_equal
             node, depth = child, end
         return node, depth, len(node.keys)
 
@@ -115,24 +115,24 @@ class Demand:
         node.parent, node.keys = first, node.keys[at:]
         return first
 
-    def _add(self, node: PromptNode, rest: list[Key]) -> PromptNode:
+    def _add(self, node: PromptNode, keys: list[Key]) -> PromptNode:
         """Add blocks after a node's last one. Returns the node that has them."""
-        self.num_blocks += len(rest)
+        self.num_blocks += len(keys)
         is_leaf = node in self._leaves
         if is_leaf and node.conversations == 1 and not node.under_way:  # the next turn of a conversation
-            node.keys = node.keys + rest
+            node.keys = node.keys + keys
             return node
         if is_leaf:
             del self._leaves[node]
         else:
             for each in node.path():
                 each.conversations += 1
-        child = node.children[rest[0]] = PromptNode(node, rest)
+        child = node.children[keys[0]] = PromptNode(node, keys)
         self._leaves[child] = None
         return child
 
-    def _forget(self, most_blocks: int) -> None:
-        while self.num_blocks > most_blocks and len(self._leaves) > 1:
+    def _forget(self, max_blocks: int) -> None:
+        while self.num_blocks > max_blocks and len(self._leaves) > 1:
             leaf = next(iter(self._leaves))
             if leaf.under_way:
                 self._leaves.move_to_end(leaf)
@@ -196,7 +196,7 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
     return depths[0] - hits, np.array([share_at[depth] for depth in held])
 
 
-def _num_equal(keys: Sequence[Key], depth: int, own: Sequence[Key]) -> int:
-    """The number of keys from `depth` on that are a node's own; those after the first other one are others, too."""
-    most = min(len(own), len(keys) - depth)
-    return bisect_left(range(most), True, key=lambda at: keys[depth + at] != own[at])
+def _num_equal(keys: Sequence[Key], depth: int, node_keys: Sequence[Key]) -> int:
+    """The number of keys from `depth` on that a node has too. After the first key that differs, all differ."""
+    length = min(len(node_keys), len(keys) - depth)
+    return bisect_left(range(length), True, key=lambda at: keys[depth + at] != node_keys[at])

@@ -61,9 +61,9 @@ class HolderIndex:
         """Note that the slot's replica does not hold these blocks."""
         keep = ~(1 << slot)
         for key in keys:
-            left = self._holders.get(key, 0) & keep
-            if left:
-                self._holders[key] = left
+            holders = self._holders.get(key, 0) & keep
+            if holders:
+                self._holders[key] = holders
             else:
                 self._holders.pop(key, None)
 
@@ -82,9 +82,9 @@ class HolderIndex:
         depth_of: list[int] = []
         deeper = 0
         for depth, mask in self._levels(keys, among, closed):
-            found = slots_of(mask ^ deeper)
-            slots += found
-            depth_of += [depth] * len(found)
+            ending = slots_of(mask ^ deeper)
+            slots += ending
+            depth_of += [depth] * len(ending)
             deeper = mask
         depths[slots] = depth_of
         return depths

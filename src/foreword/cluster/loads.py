@@ -48,7 +48,8 @@ class Rates:
 
     def __init__(self) -> None:
         self.tokens_per_s: FloatArray = np.zeros(0)
-        self._own: FloatArray = np.zeros(0)
+        self._measured: FloatArray = np.zeros(0)
+        """Means of the replicas' own measurements."""
         self._trust: FloatArray = np.zeros(0)
         """The number of measurements that count."""
         self._is_pooled: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -56,12 +57,12 @@ class Rates:
     def grow(self) -> None:
         """Add a slot in no use."""
         self.tokens_per_s = np.append(self.tokens_per_s, 1.0)
-        self._own, self._trust = np.append(self._own, 0.0), np.append(self._trust, 0.0)
+        self._measured, self._trust = np.append(self._measured, 0.0), np.append(self._trust, 0.0)
         self._is_pooled = np.append(self._is_pooled, False)
 
     def join(self, slot: int, tokens_per_s: float, *, is_known: bool) -> None:
         """A replica takes a slot. `is_known`: whether its rate is declared; otherwise it is a guess."""
-        self.tokens_per_s[slot], self._own[slot], self._trust[slot] = tokens_per_s, 0.0, 0.0
+        self.tokens_per_s[slot], self._measured[slot], self._trust[slot] = tokens_per_s, 0.0, 0.0
         self._is_pooled[slot] = not is_known
         self._share()
 
@@ -71,14 +72,14 @@ class Rates:
 
     def note(self, slot: int, measured: float) -> None:
         """A replica computed this many tokens a second."""
-        known = self.tokens_per_s[slot]
-        measured = min(max(measured, known / MAX_RATE_STEP), known * MAX_RATE_STEP)
+        rate = self.tokens_per_s[slot]
+        measured = min(max(measured, rate / MAX_RATE_STEP), rate * MAX_RATE_STEP)
         if not self._is_pooled[slot]:
-            self.tokens_per_s[slot] += RATE_WEIGHT * (measured - known)
+            self.tokens_per_s[slot] += RATE_WEIGHT * (measured - rate)
             return
         self._trust *= FADING
         self._trust[slot] += 1.0
-        self._own[slot] += (measured - self._own[slot]) / self._trust[slot]
+        self._measured[slot] += (measured - self._measured[slot]) / self._trust[slot]
         self._share()
 
     def _share(self) -> None:
@@ -86,8 +87,8 @@ class Rates:
         total = self._trust.sum()
         if total <= 0.0:
             return
-        mean = (self._trust * self._own).sum() / total
-        rates = (self._trust * self._own + DOUBT * mean) / (self._trust + DOUBT)
+        mean = (self._trust * self._measured).sum() / total
+        rates = (self._trust * self._measured + DOUBT * mean) / (self._trust + DOUBT)
         rates[np.abs(rates - mean) < ALIKE * mean] = mean
         self.tokens_per_s[self._is_pooled] = rates[self._is_pooled]
 

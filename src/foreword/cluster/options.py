@@ -1,4 +1,4 @@
-"""How a router weighs its replicas, what a replica says of itself, and what the router counts.
+"""How a router weighs its replicas, and what a replica says of itself.
 
 Knows numbers and their ranges; decides nothing.
 """
@@ -11,6 +11,11 @@ from math import inf
 from foreword.errors import ConfigError
 
 TURN_S = 0.005
+FIRST_RATE = 1000.0
+"""Prefill tokens a second that a router assumes of an engine until it has measured."""
+DECODE_TOKENS = 32.0
+"""Prompt tokens that an answer under way weighs as much as: without a weight, a common prompt would gather all answers
+at the replica that has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,17 @@ class ReplicaSpec:
     """Whether the replica never holds a block without those before it, as foreword's radix index; decisions are faster
     if all replicas say so."""
 
+    @classmethod
+    def of_engine(cls, num_blocks: int, *, is_prefix_closed: bool) -> ReplicaSpec:
+        """What an engine says that knows nothing of its speed."""
+        return cls(
+            num_blocks,
+            FIRST_RATE,
+            is_rate_known=False,
+            decode_tokens=DECODE_TOKENS,
+            is_prefix_closed=is_prefix_closed,
+        )
+
     def __post_init__(self) -> None:
         delays = (self.decode_s, self.decode_tokens)
         if self.num_blocks < 1 or not 0 < self.tokens_per_s < inf or not all(0 <= each < inf for each in delays):
@@ -78,18 +94,3 @@ class ReplicaLoad:
     waiting_tokens: int
     """Prompt tokens to compute."""
     tokens_per_s: float
-
-
-@dataclass(slots=True)
-class RoutingCounts:
-    """Sums since the start."""
-
-    decisions: int = 0
-    degraded: int = 0
-    """Decisions of the hash ring, for want of any knowledge."""
-    prompt_tokens: int = 0
-    """Of the requests with a first token, like the next three."""
-    predicted_tokens: int = 0
-    delivered_tokens: int = 0
-    overcredited_tokens: int = 0
-    """Predicted tokens that the replica did not have."""

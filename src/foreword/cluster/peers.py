@@ -96,8 +96,8 @@ class Outbox:
 
     def take(self) -> list[LoadUpdate]:
         """The updates since the last call."""
-        taken, self._updates = self._updates, []
-        return taken
+        updates, self._updates = self._updates, []
+        return updates
 
     def whole(self, changes: Iterable[tuple[Change, Reservation, int, int]]) -> RouterLoad:
         """The state that these changes make, as of the newest update."""

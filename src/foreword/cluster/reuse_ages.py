@@ -39,8 +39,8 @@ class ReuseAges:
         if self._chances is None:
             self._chances = self._reused / (np.cumsum(self._ended[::-1])[::-1] + 1)
         doublings = np.log2(np.maximum(ages_s, 1)).astype(np.int64)
-        found: FloatArray = self._chances[np.minimum(doublings, NUM_DOUBLINGS - 1)]
-        return found
+        chances: FloatArray = self._chances[np.minimum(doublings, NUM_DOUBLINGS - 1)]
+        return chances
 
 
 def _doubling(age_s: float) -> int:

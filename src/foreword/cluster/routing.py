@@ -31,19 +31,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_ids import Int64Array
-from foreword.cluster.decision import Decision, DecisionLog, Fleet, Reservation, RoutingRequest
+from foreword.cluster.decision import Decision, DecisionLog, Fleet, Reason, Reservation, RoutingCounts, RoutingRequest
 from foreword.cluster.demand import Demand, PromptNode, lost_shares
 from foreword.cluster.follower import EventBatch, Follower
 from foreword.cluster.holders import HolderIndex, Key, SourceHits
 from foreword.cluster.loads import Loads, Work
 from foreword.cluster.mirror import ReplicaMirror
-from foreword.cluster.options import ReplicaLoad, ReplicaSpec, RoutingCounts, RoutingOptions
+from foreword.cluster.options import ReplicaLoad, ReplicaSpec, RoutingOptions
 from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad, time_to_turn
 from foreword.cluster.reuse_ages import FloatArray, ReuseAges
 from foreword.cluster.ring import HashRing
@@ -63,6 +63,7 @@ class _Expected:
     claim: int
     hit_tokens: int
     prompt: PromptNode
+    reason: Reason
 
 
 class RoutingCore:
@@ -79,15 +80,15 @@ class RoutingCore:
     ) -> None:
         self.options = options
         self.router = router
-        self.counts = RoutingCounts()
-        self._rule, self._log = rule or self._cost, log
+        self.counts = {reason: RoutingCounts() for reason in Reason}
+        self._rule, self.log = rule or self._cost, log
         self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
         self._demand = Demand()
         self._names: list[str] = []
         """The replica in each slot; empty for slots in no use."""
         self._mirrors: list[ReplicaMirror] = []
         self._slot_of: dict[str, int] = {}
-        self._known = 0
+        self._synced = 0
         """Bits of the slots whose mirrors are synced, and below of those that may be chosen."""
         self._usable = 0
         self._open_prefixes = 0
@@ -196,7 +197,7 @@ class RoutingCore:
         mirror, table = self._mirrors[slot], self._loads.table
         table.num_held[slot] = len(mirror.parents)
         table.oldest_use[slot] = mirror.oldest_use(now)
-        self._known = self._known | 1 << slot if mirror.is_synced else self._known & ~(1 << slot)
+        self._synced = self._synced | 1 << slot if mirror.is_synced else self._synced & ~(1 << slot)
         return mirror.is_synced
 
     # ------------------------------------------------------------------ decisions
@@ -231,7 +232,7 @@ class RoutingCore:
                 "excluded); wait until a replica joins"
             )
         fleet = self._fleet(request, now, excluded)
-        degraded = not usable & self._known
+        degraded = not usable & self._synced
         costs = np.where(fleet.usable, self._rule(fleet), np.inf)
         if degraded:
             slot = self._ring.find(request.affinity(), fleet.usable, fleet.num_open, self.options.load_slack)
@@ -251,13 +252,12 @@ class RoutingCore:
         if used:
             self._loads.table.oldest_use[slot] = mirror.oldest_use(now)
         prompt = self._demand.enter(request.keys, int(self._loads.table.num_blocks.sum()))
-        self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens, prompt)
-        self.counts.decisions += 1
-        self.counts.degraded += degraded
         names = tuple(self._names)
-        decision = Decision(reservation, slot, degraded, hit_tokens, fleet, costs, names, self._known, tuple(excluded))
-        if self._log is not None:
-            self._log.add(decision)
+        decision = Decision(reservation, slot, degraded, hit_tokens, fleet, costs, names, self._synced, tuple(excluded))
+        self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens, prompt, decision.reason)
+        self.counts[decision.reason].decisions += 1
+        if self.log is not None:
+            self.log.add(decision)
         return decision
 
     def _fleet(self, request: RoutingRequest, now: float, excluded: list[int]) -> Fleet:
@@ -265,7 +265,7 @@ class RoutingCore:
         usable = table.usable.copy()
         if excluded:
             usable[excluded] = False
-        among, is_closed, sources = self._known, not self._open_prefixes, None
+        among, is_closed, sources = self._synced, not self._open_prefixes, None
         hits = self._holders.depths(request.keys, among, len(table), is_closed)
         computed, new_blocks = request.num_tokens - hits * size, len(request.keys) - hits
         if request.runs:
@@ -334,15 +334,20 @@ class RoutingCore:
         del self._expected[reservation]
         self._demand.leave(expected.prompt)
         self._tell(Change.PREFILLED, reservation)
-        if self._log is not None:
-            self._log.note_delivered(reservation, cached_tokens)
-        counts = self.counts
+        if self.log is not None:
+            self.log.note_delivered(reservation, cached_tokens)
+        counts = self.counts[expected.reason]
+        counts.delivered += 1
         counts.prompt_tokens += work.prompt_tokens
         counts.predicted_tokens += expected.hit_tokens
         counts.delivered_tokens += cached_tokens
         counts.overcredited_tokens += max(0, expected.hit_tokens - cached_tokens)
         self._expectations.append((now + self.options.expectation_s, expected))
         self._expire(now)
+
+    def total_counts(self) -> RoutingCounts:
+        """The counts of all reasons."""
+        return RoutingCounts(*map(sum, zip(*map(astuple, self.counts.values()), strict=True)))
 
     def release(self, reservation: Reservation, now: float) -> bool:
         """The request has ended, was rejected or died with its replica. False, and no change, if it was released."""
@@ -441,7 +446,7 @@ class RoutingCore:
         for name, slot in self._slot_of.items():
             mirror = self._mirrors[slot]
             mirror.check_integrity(keys)
-            assert bool(self._known >> slot & 1) == mirror.is_synced, f"the knowledge of {name} is wrong"
+            assert bool(self._synced >> slot & 1) == mirror.is_synced, f"the knowledge of {name} is wrong"
         assert set(self._expected) <= set(self._loads.open), "a released request is expected to leave blocks"
 
 

@@ -55,10 +55,10 @@ class Mirror:
         """The number of blocks stored and removed, and of unknown removed ones."""
 
     def remove(self, event: BlockRemoved) -> bool:
-        """Remove blocks; those that it does not hold are counted, because a mirror may be incomplete."""
+        """Remove blocks. Counts those that it does not hold, because a mirror may be incomplete."""
         for key in event.block_hashes:
-            found = self._forget((event.medium, event.group_idx, key))
-            self.counts["removed" if found else "removed_unknown"] += 1
+            is_known = self._forget((event.medium, event.group_idx, key))
+            self.counts["removed" if is_known else "removed_unknown"] += 1
         return True
 
     def clear(self) -> None:
@@ -120,9 +120,9 @@ class Mirror:
                 path.append(at)
                 at = (*at[:2], self.blocks[at].parent)  # type: ignore[assignment]  # of the first block it is None
             length = lengths.get(at, 0)
-            for one in reversed(path):
-                length += self.blocks[one].block_size
-                lengths[one] = length
+            for name_on_path in reversed(path):
+                length += self.blocks[name_on_path].block_size
+                lengths[name_on_path] = length
         return lengths
 
 

@@ -46,7 +46,8 @@ class PeerLink:
         self.address: str = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
         self._in = self._context.socket(zmq.SUB)
         self._in.subscribe(b"")
-        self._known = {self.address}
+        self._fronts = {self.address}
+        """The addresses that it listens to, and its own."""
         self._is_due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.num_bad = 0
@@ -86,34 +87,34 @@ class PeerLink:
         while True:
             data = await self._in.recv()
             try:
-                found = decode(data)
+                message = decode(data)
             except ValueError as error:
                 self.num_bad += 1
                 logger.warning("a message of another front cannot be read: %s", error)
                 continue
-            if isinstance(found, RouterLoad):
-                self._core.install_load(found, time.monotonic())
+            if isinstance(message, RouterLoad):
+                self._core.install_load(message, time.monotonic())
             else:
-                self._core.merge(found, time.monotonic())
+                self._core.merge(message, time.monotonic())
 
     def _connect(self, fronts: set[str]) -> None:
         """Listen to these fronts alone."""
-        for address in fronts - self._known:
+        for address in fronts - self._fronts:
             logger.info("shares reservations with the front at %s", address)
             self._in.connect(address)
-            self._known.add(address)
-        for address in self._known - fronts:
+            self._fronts.add(address)
+        for address in self._fronts - fronts:
             logger.info("the front at %s has ended", address)
             self._in.disconnect(address)
-            self._known.discard(address)
+            self._fronts.discard(address)
 
     async def _meet(self) -> None:
         """Find fronts that are new, for as long as this one lives."""
         while True:
             try:
                 async with asyncio.timeout(MEET_S):
-                    found = set(await self._find_peers(self.address))
-                self._connect(found | {self.address})
+                    addresses = set(await self._find_peers(self.address))
+                self._connect(addresses | {self.address})
             except Exception as error:  # whoever keeps the list may be starting, or gone: ask again
                 logger.debug("other fronts cannot be found: %s: %s", type(error).__name__, error)
             await asyncio.sleep(WHOLE_S)
@@ -123,8 +124,8 @@ def encode(message: list[LoadUpdate] | RouterLoad) -> bytes:
     """The bytes of changes, or of all reservations of a router."""
     if isinstance(message, RouterLoad):
         head: list[Any] = [message.router, message.life, message.number]
-        return bytes(msgpack.packb([head, [_plain(one) for one in message.updates]]))
-    return bytes(msgpack.packb([None, [_plain(one) for one in message]]))
+        return bytes(msgpack.packb([head, [_plain(update) for update in message.updates]]))
+    return bytes(msgpack.packb([None, [_plain(update) for update in message]]))
 
 
 def decode(data: bytes) -> list[LoadUpdate] | RouterLoad:
@@ -146,12 +147,12 @@ def _update(
 ) -> LoadUpdate:
     whose, request_id, attempt, replica = reservation
     _check((router, life, whose, request_id, replica), (number, attempt, prompt_tokens, computed_tokens))
-    told = Reservation(whose, request_id, attempt, replica)
-    return LoadUpdate(router, life, number, Change(change), told, prompt_tokens, computed_tokens)
+    reserved = Reservation(whose, request_id, attempt, replica)
+    return LoadUpdate(router, life, number, Change(change), reserved, prompt_tokens, computed_tokens)
 
 
 def _check(texts: tuple[object, ...], numbers: tuple[object, ...]) -> None:
-    if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int) for one in numbers):
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(number, int) for number in numbers):
         raise ValueError(f"{texts} are not all texts, or {numbers} not all integers")
 
 

@@ -32,7 +32,6 @@ import zmq
 from foreword.cache import (
     AllBlocksCleared,
     BlockHash,
-    BlockRemoved,
     BlockStored,
     ChunkedLocalSpec,
     GroupSpec,
@@ -41,6 +40,7 @@ from foreword.cache import (
     SinkFullSpec,
     SlidingWindowSpec,
 )
+from foreword.cache.account.events import HeldBlocks, apply_event
 from foreword.config.engine import EventsConfig
 from foreword.errors import ConfigError
 from foreword.events.wire import (
@@ -73,20 +73,6 @@ SPARE_READS = 100
 """Attempts to copy what the cache holds while events come in."""
 
 
-class Held(NamedTuple):
-    """A findable block."""
-
-    parent: BlockHash | None
-    tokens: bytes
-    """As int32."""
-    lora_name: str | None
-    extra_keys: tuple[str, ...]
-    block_size: int
-
-
-HeldOfGroup = dict[BlockHash, Held]
-
-
 class Feed:
     """Events on their way to the publisher's thread, and the blocks that the cache holds after them.
 
@@ -103,7 +89,7 @@ class Feed:
         """Blocks that were put in and taken out; each is written by one thread."""
         self._num_taken = 0
         """Events that were taken, or are known to be dropped."""
-        self._groups: dict[int, HeldOfGroup] | None = {} if keeps_blocks else None
+        self._groups: dict[int, HeldBlocks] | None = {} if keeps_blocks else None
         self._version = 0
         """Odd while the engine's thread changes something."""
         self._has_rung = False
@@ -116,7 +102,7 @@ class Feed:
         """Take an event; the engine's thread calls this. It never waits."""
         self._version += 1
         if self._groups is not None:
-            _apply(self._groups, event)
+            apply_event(self._groups, event)
         size = 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
         if self._num_in - self._num_out + size <= self._max_blocks:
             self._events.append((self._next_number, event))
@@ -158,7 +144,7 @@ class Feed:
             self._num_taken = end
             yield None
 
-    def read(self) -> tuple[int, dict[int, HeldOfGroup]] | None:
+    def read(self) -> tuple[int, dict[int, HeldBlocks]] | None:
         """A copy of what the cache holds, by group, and the number of the first event after it.
 
         The engine's thread goes on meanwhile; a copy during which it changed something is thrown away. None if all
@@ -179,23 +165,7 @@ class Feed:
         self._rope.close()
 
 
-def _apply(groups: dict[int, HeldOfGroup], event: KVCacheEvent) -> None:
-    if isinstance(event, BlockStored):
-        held = groups.setdefault(event.group_idx, {})
-        tokens, parent = np.array(event.token_ids, np.int32).tobytes(), event.parent_block_hash
-        width = 4 * event.block_size
-        for at, key in enumerate(event.block_hashes):
-            extra = event.extra_keys[at] if event.extra_keys else ()
-            held[key] = Held(parent, tokens[at * width : (at + 1) * width], event.lora_name, extra, event.block_size)
-            parent = key
-    elif isinstance(event, BlockRemoved):
-        for key in event.block_hashes:
-            del groups[event.group_idx][key]
-    else:
-        groups.clear()
-
-
-def chains(held: HeldOfGroup, group: int) -> Iterator[BlockStored]:
+def chains(held: HeldBlocks, group: int) -> Iterator[BlockStored]:
     """Events that store these blocks, each after its parent: one for each run of blocks that has no other parent.
 
     All blocks of an event are under one adapter, or none.
@@ -211,11 +181,11 @@ def chains(held: HeldOfGroup, group: int) -> Iterator[BlockStored]:
         if not run:
             continue
         run.reverse()
-        for lora_name, keys in groupby(run, lambda one: held[one].lora_name):
-            names = tuple(keys)
-            blocks = [held[one] for one in names]
+        for lora_name, group_of_keys in groupby(run, lambda key: held[key].lora_name):
+            keys = tuple(group_of_keys)
+            blocks = [held[key] for key in keys]
             yield BlockStored(
-                names,
+                keys,
                 blocks[0].parent,
                 tuple(np.frombuffer(b"".join(block.tokens for block in blocks), np.int32).tolist()),
                 blocks[0].block_size,
@@ -272,8 +242,9 @@ class Publisher:
         self.note = self._feed.note
         """Give an event to the publisher; only the engine's thread may. It never waits."""
         self._next_seq = 0
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept_batches)
-        self._kept_bytes = 0
+        self._replays: deque[tuple[int, bytes]] = deque(maxlen=max_kept_batches)
+        """Numbers and payloads of the newest batches."""
+        self._replay_bytes = 0
         self._snapshot: _Snapshot | None = None
         self._is_closing = False
         ready: Future[dict[str, str]] = Future()
@@ -281,9 +252,10 @@ class Publisher:
         self._thread.start()
         self.addresses = ready.result()
         """The address of each option that has one."""
-        for name, one in self.addresses.items():
+        for name, address in self.addresses.items():
             listens = name != "kv_events" or binds(config.kv_events)
-            logger.info("%s: %s %s", name, "listening at" if listens else "calling a consumer that listens at", one)
+            how = "listening at" if listens else "calling a consumer that listens at"
+            logger.info("%s: %s %s", name, how, address)
 
     def describe(self, groups: Sequence[GroupSpec]) -> None:
         """Tell it the groups of the model's layers, before the first event."""
@@ -324,21 +296,21 @@ class Publisher:
             address = getattr(config, name)
             if address is None:
                 continue
-            one = self._sockets[name] = context.socket(kind)
-            one.ipv6 = "[" in address
-            one.sndhwm = 2 * (MAX_KEPT_BATCHES + 1) if kind == zmq.ROUTER else MAX_UNSENT
+            server = self._sockets[name] = context.socket(kind)
+            server.ipv6 = "[" in address
+            server.sndhwm = 2 * (MAX_KEPT_BATCHES + 1) if kind == zmq.ROUTER else MAX_UNSENT
             try:
                 if kind != zmq.PUB or binds(address):
-                    one.bind(address)
+                    server.bind(address)
                 else:
-                    one.connect(address)
+                    server.connect(address)
             except zmq.ZMQError as error:
                 raise ConfigError(
                     f"{name}={address!r} cannot be used: {error.strerror}; give a free port, or 0 for any"
                 ) from error
-            addresses[name] = str(one.getsockopt_string(zmq.LAST_ENDPOINT))
+            addresses[name] = str(server.getsockopt_string(zmq.LAST_ENDPOINT))
             if kind != zmq.PUB:
-                self._poller.register(one, zmq.POLLIN)
+                self._poller.register(server, zmq.POLLIN)
         self._last_sent = time.monotonic()
         ready.set_result(addresses)
 
@@ -369,17 +341,17 @@ class Publisher:
         payload = self._format.batch(events, time.time(), publisher_id)
         self._sockets["kv_events"].send_multipart((self._topic, encode_seq(self._next_seq), payload))
         if "kv_events_replay" in self._sockets:
-            if len(self._kept) == self._kept.maxlen:
+            if len(self._replays) == self._replays.maxlen:
                 self._forget_oldest()
-            self._kept.append((self._next_seq, payload))
-            self._kept_bytes += len(payload)
-            while self._kept_bytes > MAX_KEPT_BYTES:
+            self._replays.append((self._next_seq, payload))
+            self._replay_bytes += len(payload)
+            while self._replay_bytes > MAX_KEPT_BYTES:
                 self._forget_oldest()
         self._next_seq += 1
         self._last_sent = time.monotonic()
 
     def _forget_oldest(self) -> None:
-        self._kept_bytes -= len(self._kept.popleft()[1])
+        self._replay_bytes -= len(self._replays.popleft()[1])
 
     def _answer_replay(self, router: zmq.Socket[bytes]) -> None:
         peer, *frames = router.recv_multipart()
@@ -388,17 +360,17 @@ class Publisher:
         except WireError as error:
             logger.warning("a replay request was ignored: %s", error)
             return
-        for seq, payload in self._kept:
+        for seq, payload in self._replays:
             if seq >= start:
                 router.send_multipart([peer, *encode_replay(self._topic, seq, payload)])
         router.send_multipart([peer, b"", b"", REPLAY_END, b""])
 
     def _begin_snapshot(self, reply: zmq.Socket[bytes]) -> None:
-        found = self._feed.read() if reply.recv_multipart() == [SNAPSHOT_REQUEST] else None
-        if found is None:
+        copy = self._feed.read() if reply.recv_multipart() == [SNAPSHOT_REQUEST] else None
+        if copy is None:
             reply.send_multipart([encode_seq(UNAVAILABLE), self.publisher_id])
             return
-        end, groups = found
+        end, groups = copy
         self._publish_waiting(end)
         events = (event for group, held in groups.items() for event in chains(held, group))
         self._snapshot = _Snapshot([encode_seq(self._next_seq - 1), self.publisher_id], events)
@@ -439,14 +411,21 @@ def binds(address: str) -> bool:
         literal = ipaddress.ip_address(host)
     except ValueError:
         return False
-    return literal.is_loopback or _is_of_this_machine(str(literal))
+    return literal.is_loopback or is_here(str(literal))
 
 
-def _is_of_this_machine(host: str) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as one:
-        try:
-            one.bind((host, 0))
-        except OSError:
-            return False
-    return True
+def is_loopback(host: str | None) -> bool:
+    """Whether a host is this machine's own name or address for itself."""
+    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
+
+
+def is_here(host: str) -> bool:
+    """Whether a host is this machine: what is sent there has the same address as its sender. Sends nothing."""
+    with suppress(OSError):  # a name that cannot be resolved
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as trial:
+                trial.connect(address)
+                target = trial.getpeername()[0]  # of 0.0.0.0, the address that it stands for
+                if target == trial.getsockname()[0] or is_loopback(target):
+                    return True
+    return False

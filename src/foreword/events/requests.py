@@ -108,8 +108,8 @@ def why_missed(
     ours = block.token_ids or ()
     if near is None:
         return Why(MissReason.NEVER_SEEN, start, ours=ours[:NUM_SHOWN])
-    shown = slice(best, best + NUM_SHOWN)
-    return Why(MissReason.NEVER_SEEN, start + best, ours=ours[shown], theirs=near[shown])
+    excerpt = slice(best, best + NUM_SHOWN)
+    return Why(MissReason.NEVER_SEEN, start + best, ours=ours[excerpt], theirs=near[excerpt])
 
 
 def _differing(block: MirroredBlock, other: MirroredBlock) -> MissReason | None:
@@ -123,9 +123,10 @@ def _differing(block: MirroredBlock, other: MirroredBlock) -> MissReason | None:
     return MissReason.MEDIA_DIFFERS if is_media else MissReason.SALT_DIFFERS
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(one), len(other)))
+def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """The number of leading tokens that are equal."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (our, their) in pairs if our != their), min(len(ours), len(theirs)))
 
 
 @dataclass(slots=True)
@@ -210,7 +211,7 @@ class _Run:
     keys: list[Key] = field(default_factory=list)
     num_reported: int = 0
     """Those at the beginning of a sequence that the engine had, and reported again."""
-    known: set[Key] = field(default_factory=set)
+    held: set[Key] = field(default_factory=set)
     """Those that the engine had."""
     gone: dict[Key, float] = field(default_factory=dict)
     """The seconds since it evicted others of them."""
@@ -300,15 +301,15 @@ class Requests:
 
     def take(self, *, everything: bool = False) -> list[SeenRequest]:
         """The requests that have ended, in the order in which they began; with `everything`, the open ones too."""
-        taken = []
+        ended = []
         while self._begun:
             number, request = self._begun[0]
             is_full = self._num_waiting_blocks > MAX_WAITING_BLOCKS
             if number in self._open_numbers and not everything and not is_full:
                 break
             self._begun.popleft()
-            one = self._open.get(request.keys[-1])
-            if is_full and one is not None and one.number == number:
+            last = self._open.get(request.keys[-1])
+            if is_full and last is not None and last.number == number:
                 self._close(request.keys[-1])
             self._open_numbers.discard(number)
             self._num_waiting_blocks -= len(request.keys)
@@ -317,8 +318,8 @@ class Requests:
             counts.prompt_tokens += request.num_prompt_tokens
             counts.found_tokens += request.num_found_tokens
             counts.output_tokens += request.num_output_tokens
-            taken.append(request)
-        return taken
+            ended.append(request)
+        return ended
 
     # ------------------------------------------------------------------- blocks
 
@@ -336,10 +337,10 @@ class Requests:
         """Whether the event has blocks that hold whole prefixes, of the first such group and of its blocks' size."""
         if event.medium != DEVICE or event.group_kind not in WHOLE_KINDS:
             return False
-        one, is_run = (event.group_idx, event.block_size), len(event.block_hashes) > 1
-        if (is_run and not self._sizes.get(one)) or (one not in self._sizes and len(self._sizes) < MAX_SIZES):
-            self._sizes[one] = is_run
-            self._follow(*max(self._sizes, key=lambda one: (-one[0], self._sizes[one], one[1])))
+        size, is_run = (event.group_idx, event.block_size), len(event.block_hashes) > 1
+        if (is_run and not self._sizes.get(size)) or (size not in self._sizes and len(self._sizes) < MAX_SIZES):
+            self._sizes[size] = is_run
+            self._follow(*max(self._sizes, key=lambda size: (-size[0], self._sizes[size], size[1])))
         if event.group_idx != self._group:
             return False
         self.counts.other_sizes += event.block_size != self.block_tokens
@@ -372,7 +373,7 @@ class Requests:
             if is_beginning and run.num_reported == len(run.keys) and (*self.place, key) in blocks:
                 run.num_reported += 1
             if (*self.place, key) in blocks:
-                run.known.add(key)
+                run.held.add(key)
             run.keys.append(key)
             if key in self._ghosts:
                 run.gone[key] = self._time - self._ghosts.pop(key)
@@ -411,9 +412,9 @@ class Requests:
         run, self._run = self._run, None
         if run is None:
             return
-        num_known = sum(1 for _ in takewhile(run.known.__contains__, run.keys))
-        self.counts.lost_copies += len(run.known) > num_known  # known after an unknown one: that one had a copy
-        self._copied.update(run.known.intersection(run.keys[run.num_reported :]))
+        num_held = sum(1 for _ in takewhile(run.held.__contains__, run.keys))
+        self.counts.lost_copies += len(run.held) > num_held  # one after a block that was not held: it had a copy
+        self._copied.update(run.held.intersection(run.keys[run.num_reported :]))
         self._assign(run)
         self._reset[1].difference_update(run.keys)
 
@@ -421,50 +422,50 @@ class Requests:
         """Give the blocks of a run to the request that they go on from, or begin one."""
         while len(self._ghosts) > (self.num_blocks or 0):
             self._ghosts.popitem(last=False)
-        one = None if run.parent is None else self._open.get(run.parent)
+        parent = None if run.parent is None else self._open.get(run.parent)
         promised = self._open.get(run.keys[0])
         if promised is not None and promised.is_promised and promised.request.keys[-2:-1] == [run.parent]:
-            one, run.keys = promised, run.keys[1:]
-        if one is not None and self._goes_on(one, run):
-            self._extend(one, run)
+            parent, run.keys = promised, run.keys[1:]
+        if parent is not None and self._goes_on(parent, run):
+            self._extend(parent, run)
             return
-        if one is not None:
-            self._close(one.request.keys[-1])
+        if parent is not None:
+            self._close(parent.request.keys[-1])
         path = self._path(run.parent)
         if path is None:
             self.counts.unknown_beginnings += 1
         else:
             self._begin(path, run)
 
-    def _goes_on(self, one: _Open, run: _Run) -> bool:
+    def _goes_on(self, parent: _Open, run: _Run) -> bool:
         """Whether these blocks belong to the request that they follow: a block of its answer, or more of its prompt."""
-        if self._time - one.last_time > IDLE_S or run.session_id != one.request.session_id:
+        if self._time - parent.last_time > IDLE_S or run.session_id != parent.request.session_id:
             return False
-        return len(run.keys) < 2 or not one.is_answering
+        return len(run.keys) < 2 or not parent.is_answering
 
-    def _extend(self, one: _Open, run: _Run) -> None:
-        request = one.request
+    def _extend(self, parent: _Open, run: _Run) -> None:
+        request = parent.request
         is_all_found = request.num_found_blocks == len(request.keys)
         del self._open[request.keys[-1]]
         request.keys += run.keys
-        if len(run.keys) > 1 or one.is_promised or one.last_time == self._time:
+        if len(run.keys) > 1 or parent.is_promised or parent.last_time == self._time:
             request.num_prompt_blocks = len(request.keys)
             if is_all_found:
                 request.why = self._why(request, run)
         else:
-            one.is_answering = True
-        one.is_promised = False
-        self._keep_open(one)
-        if one.number in self._open_numbers:
+            parent.is_answering = True
+        parent.is_promised = False
+        self._keep_open(parent)
+        if parent.number in self._open_numbers:
             self._num_waiting_blocks += len(run.keys)
 
     def _begin(self, path: list[Key], run: _Run) -> None:
         assert self.block_tokens is not None
         keys = path + run.keys
-        found = len(path) + run.num_reported
+        num_found = len(path) + run.num_reported
         self.counts.reported += run.num_reported > 0
         self.counts.inferred += len(path) > 0
-        request = SeenRequest(self._time, keys, self.block_tokens, found, len(keys), run.session_id)
+        request = SeenRequest(self._time, keys, self.block_tokens, num_found, len(keys), run.session_id)
         request.why = self._why(request, run)
         number, self._next_number = self._next_number, self._next_number + 1
         self._begun.append((number, request))
@@ -475,18 +476,18 @@ class Requests:
     def _why(self, request: SeenRequest, run: _Run) -> Why:
         """Why a request did not find the block after those that it found."""
         missed = request.keys[request.num_found_blocks :]
-        num_known = sum(1 for _ in takewhile(run.known.__contains__, missed))
-        reset_time, held = self._reset
-        if missed and not num_known and missed[0] in held and missed[0] not in run.gone:
+        num_known = sum(1 for _ in takewhile(run.held.__contains__, missed))
+        reset_time, cleared = self._reset
+        if missed and not num_known and missed[0] in cleared and missed[0] not in run.gone:
             return Why(MissReason.EVICTED, request.num_found_tokens, self._time - reset_time, was_reset=True)
         return why_missed(self._mirror, self.place, request.keys, request.num_found_blocks, num_known, run.gone)
 
-    def _keep_open(self, one: _Open) -> None:
+    def _keep_open(self, served: _Open) -> None:
         """What comes next goes on from this request, and no longer from an earlier one that ends in the same block."""
-        last, one.last_time = one.request.keys[-1], self._time
+        last, served.last_time = served.request.keys[-1], self._time
         if last in self._open:
             self._close(last)
-        self._open[last] = one
+        self._open[last] = served
 
     def _close(self, last: Key) -> None:
         self._open_numbers.discard(self._open.pop(last).number)

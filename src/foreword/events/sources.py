@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from foreword.errors import ConfigError
+from foreword.events.publisher import is_here, is_loopback
 
 ASK_S = 10.0
 """A whole answer must be here by then."""
@@ -32,15 +31,15 @@ class EventSource:
 
 def find_source(url: str, rank: int | None = None) -> EventSource:
     """The source of a rank, by default the only one, at a server such as http://HOST:8000. Raises ConfigError."""
-    asked = url
+    sources_url = url
     try:
         parts = urlsplit(url)
-        asked = f"{parts.scheme}://{parts.netloc}/kv_event_sources"
-        ranks = _read(json.loads(_answer(asked)))
+        sources_url = f"{parts.scheme}://{parts.netloc}/kv_event_sources"
+        ranks = _read(json.loads(_answer(sources_url)))
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         why = f"it answers {error.code}" if isinstance(error, urllib.error.HTTPError) else str(error)
         raise ConfigError(
-            f"{asked} does not say where the engine publishes events: {why}; give the address itself, such as "
+            f"{sources_url} does not say where the engine publishes events: {why}; give the address itself, such as "
             "tcp://HOST:5557"
         ) from error
     if not ranks:
@@ -51,38 +50,22 @@ def find_source(url: str, rank: int | None = None) -> EventSource:
     if rank is None and len(ranks) == 1:
         (rank,) = ranks
     if rank not in ranks:
-        said = "no rank is given" if rank is None else f"rank={rank} is none of them"
+        why = "no rank is given" if rank is None else f"rank={rank} is none of them"
         raise ConfigError(
-            f"the engine at {url} publishes for ranks {', '.join(map(str, sorted(ranks)))}, and {said}; use --rank"
+            f"the engine at {url} publishes for ranks {', '.join(map(str, sorted(ranks)))}, and {why}; use --rank"
         )
-    found, host = ranks[rank], parts.hostname or ""
-    replay = found.get("replay_endpoint")
-    topic = str(found.get("topic") or "")
-    source = EventSource(_reachable(found["endpoint"], host), replay and _reachable(replay, host), topic)
+    answer, host = ranks[rank], parts.hostname or ""
+    replay = answer.get("replay_endpoint")
+    topic = str(answer.get("topic") or "")
+    source = EventSource(_reachable(answer["endpoint"], host), replay and _reachable(replay, host), topic)
     for name, address in (("endpoint", source.events), ("replay_endpoint", source.replay)):
-        if address and _is_loopback(urlsplit(address).hostname) and not _is_here(host):
+        if address and is_loopback(urlsplit(address).hostname) and not is_here(host):
             raise ConfigError(
                 f"the engine at {url} has {name}={address}, which only its own machine reaches; start it with "
                 f'"{name}": "tcp://*:{address.rpartition(":")[2]}" in --kv-events-config, or watch there, by '
                 "http://127.0.0.1:PORT"
             )
     return source
-
-
-def _is_loopback(host: str | None) -> bool:
-    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
-
-
-def _is_here(host: str) -> bool:
-    """Whether a host is this machine: what is sent there has the same address as its sender. Sends nothing."""
-    with suppress(OSError):  # a name that cannot be resolved
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as trial:
-                trial.connect(address)
-                target = trial.getpeername()[0]  # of 0.0.0.0, the address that it stands for
-                if target == trial.getsockname()[0] or _is_loopback(target):
-                    return True
-    return False
 
 
 def _answer(url: str) -> bytes:
@@ -107,11 +90,12 @@ def _read(answer: Any) -> dict[int, dict[str, Any]]:
     """The sources by rank. Raises ValueError for another form."""
     if not isinstance(answer, dict):
         raise ValueError(f"its answer is a {type(answer).__name__}")
-    for one in answer.values():
-        addresses = (one.get("endpoint"), one.get("replay_endpoint") or "") if isinstance(one, dict) else (None,)
+    for source in answer.values():
+        is_map = isinstance(source, dict)
+        addresses = (source.get("endpoint"), source.get("replay_endpoint") or "") if is_map else (None,)
         if not all(isinstance(address, str) for address in addresses):
             raise ValueError("its answer has a source without an endpoint")
-    return {int(rank): one for rank, one in answer.items() if one.get("publisher", "zmq") == "zmq"}
+    return {int(rank): source for rank, source in answer.items() if source.get("publisher", "zmq") == "zmq"}
 
 
 def _reachable(address: str, host: str) -> str:

@@ -64,8 +64,8 @@ class Subscriber:
         self._opened: WeakSet[zmq.Socket[bytes]] = WeakSet()
         self._poller = zmq.Poller()
         self._request: zmq.Socket[bytes] | None = None
-        self._asked = (Need.NOTHING, 0)
-        """What was asked for last, and the number of resyncs at that moment."""
+        self._question = (Need.NOTHING, 0)
+        """The need that it asked for last, and the number of resyncs at that moment."""
         self._heard = self._deadline = self._not_before = time.monotonic()
         try:
             self._live = self._open(zmq.SUB, events)
@@ -110,7 +110,7 @@ class Subscriber:
         now = time.monotonic()
         if self._request is not None and now > self._deadline:
             self._forget_request()
-            self._unanswered.update(filter(None, [self._addresses.get(self._asked[0])]))
+            self._unanswered.update(filter(None, [self._addresses.get(self._question[0])]))
             self.follower.request_failed()
         if self.follower.publisher_id is not None and now - self._heard > self._silence_s:
             self._heard = now
@@ -118,19 +118,10 @@ class Subscriber:
         self._ask()
         return bool(ready)
 
-    def poll_until(self, condition: Callable[[Subscriber], bool], timeout_s: float = 30.0) -> bool:
-        """Poll until a condition holds; False if it does not within the time."""
-        end = time.monotonic() + timeout_s
-        while not condition(self):
-            if time.monotonic() > end:
-                return False
-            self.poll(0.05)
-        return True
-
     def close(self) -> None:
         """Close the sockets. May be called twice."""
-        for one in list(self._opened):
-            one.close(linger=0)
+        for opened in list(self._opened):
+            opened.close(linger=0)
         if self._owns_context:
             self._context.destroy(linger=0)
 
@@ -144,16 +135,16 @@ class Subscriber:
 
     def _ask(self) -> None:
         """Ask for what the follower needs; end a request that it no longer needs."""
-        wanted, now = (self.follower.need, self.follower.counts["resyncs"]), time.monotonic()
-        if self._request is not None and wanted != self._asked:
+        question, now = (self.follower.need, self.follower.counts["resyncs"]), time.monotonic()
+        if self._request is not None and question != self._question:
             self._forget_request()
-        address = self._addresses.get(wanted[0])
+        address = self._addresses.get(question[0])
         if self._request is not None or address is None or now < self._not_before:
             return
-        is_snapshot = wanted[0] is Need.SNAPSHOT
+        is_snapshot = question[0] is Need.SNAPSHOT
         self._request = self._open(zmq.REQ if is_snapshot else zmq.DEALER, address)
         self._poller.register(self._request, zmq.POLLIN)
-        self._asked, self._deadline = wanted, now + ANSWER_S
+        self._question, self._deadline = question, now + ANSWER_S
         self._request.send_multipart(
             [SNAPSHOT_REQUEST] if is_snapshot else [b"", encode_seq(self.follower.next_number)]
         )
@@ -164,9 +155,9 @@ class Subscriber:
             self._num_contacts = max(0, self._num_contacts + (1 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else -1))
 
     def _take_answer(self, frames: list[bytes]) -> None:
-        self._unanswered.discard(self._addresses.get(self._asked[0]) or "")
+        self._unanswered.discard(self._addresses.get(self._question[0]) or "")
         self._deadline = time.monotonic() + ANSWER_S
-        if self._asked[0] is Need.SNAPSHOT:
+        if self._question[0] is Need.SNAPSHOT:
             self._forget_request()
             take_snapshot(self.follower, frames)
         elif take_replay(self.follower, frames):
@@ -179,34 +170,34 @@ class Subscriber:
         self._request = None
         self._not_before = time.monotonic() + PAUSE_S
 
-    def _read_all(self, one: zmq.Socket[bytes], take: Callable[[list[bytes]], object]) -> int:
+    def _read_all(self, source: zmq.Socket[bytes], take: Callable[[list[bytes]], object]) -> int:
         """Read a socket until it is empty or closed, or others wait too long. Returns the number of messages."""
         for count in range(MOST_AT_ONCE):
-            if one.closed:
+            if source.closed:
                 return count
             try:
-                frames = one.recv_multipart(zmq.NOBLOCK)
+                frames = source.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return count
             take(frames)
         return MOST_AT_ONCE
 
     def _open(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        one = self._context.socket(kind)
-        self._opened.add(one)
-        one.ipv6 = "[" in address
+        client = self._context.socket(kind)
+        self._opened.add(client)
+        client.ipv6 = "[" in address
         if kind == zmq.SUB:  # before it connects, or the first contact goes unseen
-            self._contacts = one.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._contacts = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._opened.add(self._contacts)
-        one.rcvhwm = 0  # a long replay does not fit into the default
+        client.rcvhwm = 0  # a long replay does not fit into the default
         try:
             if kind == zmq.SUB and is_wildcard(address):
-                one.bind(address)
+                client.bind(address)
             else:
-                one.connect(address)
+                client.connect(address)
         except zmq.ZMQError as error:
-            one.close()
+            client.close()
             raise ConfigError(
                 f"{address!r} is no address that can be followed: {error.strerror}; use one such as tcp://HOST:5557"
             ) from error
-        return one
+        return client

@@ -94,8 +94,8 @@ class Format:
         tag, fields = self._fields(event)
         if self.encoding == "array":
             return [tag, *fields.values()]
-        named = enumerate(fields.items())
-        return {"type": tag, **dict(field for at, field in named if at < ALWAYS[tag] or field[1] is not None)}
+        numbered = enumerate(fields.items())
+        return {"type": tag, **dict(field for at, field in numbered if at < ALWAYS[tag] or field[1] is not None)}
 
     def _fields(self, event: KVCacheEvent) -> tuple[str, dict[str, Any]]:
         """The tag and the fields of an event, in their order."""
@@ -130,15 +130,15 @@ class Format:
 
 def _extra_keys(keys: Sequence[str]) -> tuple[Any, ...] | None:
     """A block's extra keys without their names. The adapter is left out: consumers read `lora_name`."""
-    found: list[Any] = []
+    values: list[Any] = []
     for key in keys:
         name, _, value = key.partition("=")
         if name in SPAN_KINDS:
             offset, _, digest = value.split(":", 2)
-            found.append((digest, int(offset)))
+            values.append((digest, int(offset)))
         elif name not in ("adapter", "adapter_at"):
-            found.append(value)
-    return tuple(found) or None
+            values.append(value)
+    return tuple(values) or None
 
 
 def decode_batch(payload: bytes, number: int) -> EventBatch:
@@ -210,7 +210,7 @@ def _place(value_of: Callable[[str], Any]) -> tuple[str, int]:
 
 def _hashes(value_of: Callable[[str], Any]) -> tuple[BlockHash, ...]:
     hashes = _check("block_hashes", value_of("block_hashes"), (list,))
-    if not all(type(one) in (int, bytes) for one in hashes):
+    if not all(type(key) in (int, bytes) for key in hashes):
         raise WireError("block_hashes has something else than integers and bytes")
     return tuple(hashes)
 

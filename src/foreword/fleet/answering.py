@@ -60,8 +60,8 @@ class Answering:
     def shown(self) -> list[Shown]:
         """What was handed over of each choice."""
         return [
-            Shown(tuple(one.token_ids), len(one.text), ended)
-            for one, ended in zip(self.output.outputs, self._ended, strict=True)
+            Shown(tuple(choice.token_ids), len(choice.text), ended)
+            for choice, ended in zip(self.output.outputs, self._ended, strict=True)
         ]
 
     def take(self, messages: Sequence[object]) -> int | None:
@@ -79,7 +79,7 @@ class Answering:
         if deltas:
             now, record = time.monotonic(), self._job.record
             record.token_times.append(now)
-            record.num_output_tokens = sum(len(one.token_ids) for one in self.output.outputs)
+            record.num_output_tokens = sum(len(choice.token_ids) for choice in self.output.outputs)
             if self._stream.whole:
                 for delta in deltas:
                     before = self._whole.get(delta.choice)
@@ -100,20 +100,20 @@ class Answering:
 
     def _note_prompt(self, message: PromptComputed) -> None:
         """Usage shows the first lookup only: what a later replica found saved nobody anything."""
-        record, found = self._job.record, message.output
+        record, theirs = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return
         record.first_scheduled_time = min(time.monotonic(), self._sent + message.num_queued_s)
-        record.num_cached_tokens, record.explanation = found.num_cached_tokens, found.explanation
+        record.num_cached_tokens, record.explanation = theirs.num_cached_tokens, theirs.explanation
         output = self.output
         output.metrics.first_scheduled_time = record.first_scheduled_time
         output.metrics.first_token_time = time.monotonic()
-        output.num_cached_tokens, output.cached_tokens_by_tier = found.num_cached_tokens, found.cached_tokens_by_tier
-        output.explanation, output.prompt_logprobs = found.explanation, found.prompt_logprobs
-        output.hidden_state = found.hidden_state
-        output.link = record.link = found.link
+        output.num_cached_tokens, output.cached_tokens_by_tier = theirs.num_cached_tokens, theirs.cached_tokens_by_tier
+        output.explanation, output.prompt_logprobs = theirs.explanation, theirs.prompt_logprobs
+        output.hidden_state = theirs.hidden_state
+        output.link = record.link = theirs.link
         moved = self._clock() - message.clock
-        output.kept = tuple(replace(entry, until=entry.until + moved) for entry in found.kept)
+        output.kept = tuple(replace(entry, until=entry.until + moved) for entry in theirs.kept)
 
     def _note(self, delta: Delta) -> Delta:
         """Note a delta; returns it with the place of its choice among those of the stream."""

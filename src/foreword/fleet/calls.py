@@ -54,8 +54,8 @@ class Calls:
         """Run a verb at every replica that goes on. Raises APIError 503 if none is reached, 501 if none knows it."""
         data = asking(verb, arguments)
         names = [name for name in self._names() if name not in self._still]
-        asked = await asyncio.gather(*(self._call(name, data) for name in names), return_exceptions=True)
-        return _merged(asked, verb.merge)
+        results = await asyncio.gather(*(self._call(name, data) for name in names), return_exceptions=True)
+        return _merged(results, verb.merge)
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
         """The same for a verb that changes something: replicas that it does not reach run it later.
@@ -63,8 +63,8 @@ class Calls:
         Raises APIError 501 if any replica that it reaches does not know it.
         """
         data, names = asking(verb, arguments), self._names()
-        asked = await asyncio.gather(*(self._change(name, data) for name in names), return_exceptions=True)
-        return _merged(asked, verb.merge, by_all=True)
+        results = await asyncio.gather(*(self._change(name, data) for name in names), return_exceptions=True)
+        return _merged(results, verb.merge, by_all=True)
 
     def catch_up(self, name: str) -> bool:
         """Have a replica that goes on make up for what it missed, and then call `then`; False if it missed nothing."""
@@ -162,26 +162,26 @@ class Calls:
         raise result.error()
 
 
-def _merged(asked: list[Any], merge: Callable[[list[T]], T], *, by_all: bool = False) -> T:
+def _merged(results: list[Any], merge: Callable[[list[T]], T], *, by_all: bool = False) -> T:
     """One answer from those of the replicas that were reached and know the verb. Raises what one of these raises.
 
     Raises APIError 501 if none of them knows it, with `by_all` if any does not.
     """
-    found: list[T] = []
+    answers: list[T] = []
     refused: APIError | None = None
-    for one in asked:
-        if not isinstance(one, BaseException):
-            found.append(one)
-        elif isinstance(one, APIError) and one.code == UNKNOWN_VERB:
-            refused = one
-        elif not isinstance(one, ReplicaLostError):
-            raise one
-    if not found:
+    for result in results:
+        if not isinstance(result, BaseException):
+            answers.append(result)
+        elif isinstance(result, APIError) and result.code == UNKNOWN_VERB:
+            refused = result
+        elif not isinstance(result, ReplicaLostError):
+            raise result
+    if not answers:
         raise refused or none_ready()
     if by_all and refused is not None:
         message = f"{refused} Other replicas have made the change."
         raise APIError(refused.status, message, kind=refused.kind, code=refused.code)
-    return merge(found)
+    return merge(answers)
 
 
 def none_ready() -> APIError:

@@ -139,10 +139,10 @@ class Codec:
 
     def encode(self, submission: Submission) -> bytes:
         """The bytes of a submission."""
-        found = io.BytesIO()
+        file = io.BytesIO()
         now = self._llm.engine.clock()
-        _Pickler(found).dump(replace(submission, prompt=_moved(submission.prompt, -now)))
-        return found.getvalue()
+        _Pickler(file).dump(replace(submission, prompt=_moved(submission.prompt, -now)))
+        return file.getvalue()
 
     def decode(self, data: bytes) -> Submission:
         """A submission from its bytes. Compiles its grammar, which takes up to a second; any thread may call it.

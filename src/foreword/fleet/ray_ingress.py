@@ -52,8 +52,8 @@ class Front:
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """The application for Serve's `import_path`. Raises ConfigError for arguments that are unknown or do not fit."""
-    given = dict(args)
-    model, fronts = given.pop("model", None), given.pop("fronts", 1)
+    options = dict(args)
+    model, fronts = options.pop("model", None), options.pop("fronts", 1)
     if not isinstance(model, str):
         raise ConfigError(f"args has model={model!r}; name a folder or a hub id")
     if not isinstance(fronts, int) or not 1 <= fronts <= MAX_FRONTS:
@@ -61,12 +61,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     environment = Environment.read()
     for name in ("api_key", "operator_key", "server_secret"):
         if (value := getattr(environment, name)) is not None:
-            given.setdefault(name, value)
-    given.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
-    config = ServerConfig(**{name: _typed(name, value) for name, value in pop_fields(given, ServerConfig).items()})
-    fleet = FleetConfig(**{"replicas": 1, **pop_fields(given, FleetConfig)})
-    EngineConfig.from_options(model, **given)  # a wrong option is known before anything starts
-    engine = application(model, given, fleet)
+            options.setdefault(name, value)
+    options.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
+    config = ServerConfig(**{name: _typed(name, value) for name, value in pop_fields(options, ServerConfig).items()})
+    fleet = FleetConfig(**{"replicas": 1, **pop_fields(options, FleetConfig)})
+    EngineConfig.from_options(model, **options)  # a wrong option is known before anything starts
+    engine = application(model, options, fleet)
     front = serve.deployment(
         name="front",
         num_replicas=fronts,
@@ -74,7 +74,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         max_surge_percent=100,
         ray_actor_options={"num_cpus": 1},
     )(serve.ingress()(Front))
-    return front.bind(engine, model, given, config)
+    return front.bind(engine, model, options, config)
 
 
 def _typed(name: str, value: Any) -> Any:

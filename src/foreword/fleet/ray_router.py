@@ -38,8 +38,8 @@ class ChosenReplicaRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The chosen replica alone. One that is gone is replaced by any other, which refuses the call at once."""
-        wanted = pending_request.args[0] if pending_request is not None and pending_request.args else ""
-        chosen = [one for one in candidate_replicas if one.replica_id.unique_id == wanted]
+        target = pending_request.args[0] if pending_request is not None and pending_request.args else ""
+        chosen = [replica for replica in candidate_replicas if replica.replica_id.unique_id == target]
         return [chosen or list(candidate_replicas)]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -47,9 +47,8 @@ class ChosenReplicaRouter(RequestRouter):
         from foreword.fleet.ray_router import note_replicas  # the module of this process, not a copy of it
 
         super().update_replicas(replicas)
-        note_replicas(
-            self._deployment_id.app_name, {one.replica_id.unique_id: dict(one.replica_metadata) for one in replicas}
-        )
+        facts = {replica.replica_id.unique_id: dict(replica.replica_metadata) for replica in replicas}
+        note_replicas(self._deployment_id.app_name, facts)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """A call has found that a replica is dead; Serve's own list says so only later."""

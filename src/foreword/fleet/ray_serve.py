@@ -99,8 +99,8 @@ class EngineReplica:
         if target != self._id:
             yield [Refused(503, f"replica {target} is gone", "server_error", None, ELSEWHERE)]
             return
-        async for told in self._start().generate(data):
-            yield told
+        async for messages in self._start().generate(data):
+            yield messages
 
     async def call(self, target: str, data: bytes) -> bytes | None:
         """Answer a question on the engine's thread; None from another replica than the one that is meant."""
@@ -177,11 +177,11 @@ class RayLink:
         for name in self._gone.keys() - replicas.keys():
             self._members.leave(name)
             self._gone.pop(name).set_result(name == dead)
-        for name, found in replicas.items():
-            if name in self._gone or not found:  # without metadata it is not ready yet
+        for name, metadata in replicas.items():
+            if name in self._gone or not metadata:  # without metadata it is not ready yet
                 continue
             try:
-                facts = ReplicaFacts(ReplicaSpec(**found["spec"]), found["events"], found["process_id"])
+                facts = ReplicaFacts(ReplicaSpec(**metadata["spec"]), metadata["events"], metadata["process_id"])
             except (TypeError, KeyError) as error:
                 logger.warning("replica %s is of another version and gets no requests: %s", name, error)
                 continue
@@ -205,10 +205,10 @@ class RayLink:
         options = {"name": name, "get_if_exists": True, "lifetime": "detached", "namespace": "serve", "num_cpus": 0}
         board: Any = ray.remote(_Board).options(**options).remote()
         try:
-            found: list[str] = await board.meet.remote(address)
+            addresses: list[str] = await board.meet.remote(address)
         except RayError as error:
             raise ConnectionError(_brief(error)) from error
-        return found
+        return addresses
 
     async def generate(self, replica: str, data: bytes) -> AsyncGenerator[list[Told]]:
         gone = self._leaving(replica)
@@ -218,8 +218,8 @@ class RayLink:
             if isinstance(first[0], Refused) and first[0].code == ELSEWHERE:
                 raise ReplicaLostError(first[0].message, died=False)
             yield first
-            async for told in response:
-                yield told
+            async for messages in response:
+                yield messages
         except (RayError, RayServeException, StopAsyncIteration) as error:
             raise _lost(replica, error) from error
         finally:
@@ -335,11 +335,11 @@ def _connect(fleet: FleetConfig) -> None:
                 "Ray, or leave it out for a local one"
             ) from error
         return
-    most = fleet.max_replicas or fleet.replicas
+    max_replicas = fleet.max_replicas or fleet.replicas
     try:
         ray.init(
             "local",  # not one that happens to run on this machine
-            num_cpus=max(2, round(most * fleet.replica_cpus) + 1),  # logical: they only place actors
+            num_cpus=max(2, round(max_replicas * fleet.replica_cpus) + 1),  # logical: they only place actors
             include_dashboard=False,
             object_store_memory=80 * 2**20,
             log_to_driver=False,

@@ -25,18 +25,10 @@ logger = logging.getLogger(__name__)
 PIECE_S = 0.1
 """Seconds between two pieces of an answer that nobody reads before its end."""
 STEPS_STILL = 20.0
-"""An engine stands still if a step lasts this many times longer than its longest one"""
+"""An engine is stalled if a step takes longer than this number of times its longest step, and `LEAST_STILL_S`."""
 LEAST_STILL_S = 120.0
-"""and longer than this;"""
 MOST_STILL_S = 600.0
-"""or longer than this. Before its first step that may compile what it runs, nothing else is known."""
-FIRST_RATE = 1000.0
-"""Prefill tokens a second that a router assumes until it has measured."""
-
-
-DECODE_TOKENS = 32.0
-"""Prompt tokens that an answer under way weighs as much as: without a weight, a common prompt would gather all answers
-at the replica that has it."""
+"""An engine is stalled if a step takes longer than this. Only this counts before its first step has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +77,9 @@ class Replica:
         """What a router needs. `host`: where other machines reach this one."""
         cache = self._llm.config.cache
         is_closed = cache.prefix_index == "radix" and self._llm.layout.is_one_full_group
-        spec = ReplicaSpec(
-            self._llm.engine.snapshot().num_blocks,
-            FIRST_RATE,
-            is_rate_known=False,
-            decode_tokens=DECODE_TOKENS,
-            is_prefix_closed=is_closed,
-        )
+        spec = ReplicaSpec.of_engine(self._llm.engine.snapshot().num_blocks, is_prefix_closed=is_closed)
         addresses = self._llm.event_addresses
-        return ReplicaFacts(spec, {name: reachable(one, host) for name, one in addresses.items()}, os.getpid())
+        return ReplicaFacts(spec, {name: reachable(address, host) for name, address in addresses.items()}, os.getpid())
 
     async def generate(self, data: bytes) -> AsyncGenerator[list[Told]]:
         """Answer a submission. Closing the iterator aborts it."""
@@ -106,8 +92,8 @@ class Replica:
             yield [Refused.of(from_error(error))]
             return
         try:
-            async for told in self._tell(submission, stream):
-                yield told
+            async for messages in self._tell(submission, stream):
+                yield messages
         except Exception as error:
             answer = from_error(error)
             if answer is not error:
@@ -129,9 +115,9 @@ class Replica:
         [output] = stream.outputs
         is_first = True
         async for deltas in stream.deltas():
-            told: list[Told] = [_computed(output, self._llm.engine.clock())] if is_first else []
+            first: list[Told] = [_computed(output, self._llm.engine.clock())] if is_first else []
             is_first = False
-            yield [*told, *deltas]
+            yield [*first, *deltas]
             if not submission.is_streamed:
                 await asyncio.sleep(PIECE_S)
         yield [Complete(_bare(output))]

@@ -24,7 +24,7 @@ from typing import Any
 
 from foreword.cache import PIN, TokenSequence
 from foreword.cluster import CopiedRun, Decision, RoutingCore, RoutingRequest
-from foreword.cluster.decision import DecisionLog, Explanation
+from foreword.cluster.decision import DecisionLog, Explanation, Reason
 from foreword.cluster.holders import Key
 from foreword.errors import NoReplicaError
 from foreword.events.core_feed import CoreFeed
@@ -117,7 +117,8 @@ class RoutedEngines:
         self.failure: str | None = None
         self.num_choices = 0
         self.prefill = PrefillSpeed()
-        self.core, self.log, self.counts = core, DecisionLog(), FleetCounts()
+        self.core, self.counts = core, FleetCounts()
+        self.log = core.log = core.log or DecisionLog()
         self._front, self._records, self._after_step, self._link = front, records, after_step, link
         self._codec = Codec(front)
         self._seeds = random.Random(seed)
@@ -265,17 +266,19 @@ class RoutedEngines:
         return {
             "front": {"name": self.core.router, "process_id": os.getpid()},
             "replicas": self.replicas(),
-            "routing": asdict(self.core.counts),
-            "reasons": {reason.value: asdict(counts) for reason, counts in self.log.counts.items()},
+            "routing": {**asdict(self.core.total_counts()), "degraded": self.core.counts[Reason.HASHED].decisions},
+            "reasons": {reason.value: asdict(counts) for reason, counts in self.core.counts.items()},
             "failover": asdict(self.counts),
         }
 
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
         """Explanations of decisions. `request_id`: a response's id, or that of one of its prompts."""
         if request_id is None:
-            return [one.as_dict() for one in list(self.log)[:limit]]
-        found = [one for one in self.log if one.reservation.request_id.rpartition("-")[0] == request_id]
-        return [one.as_dict() for one in (found or self.log.of_request(request_id))[:limit]]
+            explanations = list(self.log)
+        else:
+            of_prompts = (each for each in self.log if each.reservation.request_id.rpartition("-")[0] == request_id)
+            explanations = list(of_prompts) or self.log.of_request(request_id)
+        return [each.as_dict() for each in explanations[:limit]]
 
     def replicas(self) -> list[dict[str, Any]]:
         """Each replica: what is known of its cache, and what it has to do."""
@@ -297,11 +300,11 @@ class RoutedEngines:
 
     def numbers(self) -> list[Number]:
         """The same for metrics."""
-        shown, counts = self.replicas(), self.core.counts
-        of = {key: {one["name"]: float(one[key]) for one in shown} for key in (*_GAUGES, "is_synced")}
+        replicas, counts = self.replicas(), self.core.total_counts()
+        of = {key: {each["name"]: float(each[key]) for each in replicas} for key in (*_GAUGES, "is_synced")}
         gauges = [Number(f"replica_{key}", meaning, of[key], "replica") for key, meaning in _GAUGES.items()]
-        still = {one["name"]: float(one["complaint"] is not None) for one in shown}
-        reasons = {reason.value: float(one.decisions) for reason, one in self.log.counts.items()}
+        still = {each["name"]: float(each["complaint"] is not None) for each in replicas}
+        reasons = {reason.value: float(sums.decisions) for reason, sums in self.core.counts.items()}
         tokens = {name: float(getattr(counts, f"{name}_tokens")) for name in ("predicted", "delivered", "overcredited")}
         failed = {name: float(value) for name, value in asdict(self.counts).items()}
         return [
@@ -345,21 +348,21 @@ class RoutedEngines:
 
     def _checked(self, stream: AnswerStream) -> list[_Request]:
         """The requests of a stream. Raises InvalidRequestError for one that no replica could serve."""
-        found, first_choice = [], 0
+        requests, first_choice = list[_Request](), 0
         for job in stream.jobs:
             if job.params.seed is None:
                 job = replace(job, params=replace(job.params, seed=self._seeds.randrange(2**32)))
             sequence, linked = self._front.engine.check(job.record.request_id, job.prompt, job.params)
             copied = [CopiedRun(run.begin, run.end, _keys_to(run.source_end, source)) for run, source in linked]
-            asked = (mark.end for mark in job.prompt.marks if mark.keep.source not in (RETAIN, PIN))  # no hints'
-            routing = RoutingRequest.of_sequence(sequence, max(asked, default=None), job.prompt.session, copied)
+            ends = (mark.end for mark in job.prompt.marks if mark.keep.source not in (RETAIN, PIN))  # no hints'
+            routing = RoutingRequest.of_sequence(sequence, max(ends, default=None), job.prompt.session, copied)
             if not job.params.reads_cache:
                 routing = replace(routing, keys=[])
             answering = Answering(stream, job, first_choice, self._front.engine.clock)
             stream.outputs.append(answering.output)
-            found.append(_Request(job, routing, answering))
+            requests.append(_Request(job, routing, answering))
             first_choice += job.params.n
-        return found
+        return requests
 
     async def _run(self, stream: AnswerStream, request: _Request, accepted: Acceptance) -> None:
         is_accepted = False
@@ -368,8 +371,8 @@ class RoutedEngines:
             has_begun = False
             sent = self._link.generate(decision.replica, self._submission(stream, request))
             try:
-                async with self.pulse.wait_for(decision.replica), aclosing(sent) as told:
-                    async for messages in told:
+                async with self.pulse.wait_for(decision.replica), aclosing(sent) as pieces:
+                    async for messages in pieces:
                         has_begun = has_begun or isinstance(messages[0], Queued)
                         if has_begun and not is_accepted:
                             if await accepted.wait():
@@ -394,14 +397,13 @@ class RoutedEngines:
         cached = request.answering.take(messages)
         if cached is not None:
             self.core.note_first_token(decision.reservation, time.monotonic(), cached)
-            self.log.note_delivered(decision.reservation, cached)
             plain = min([cached, *(index for index, _ in request.job.record.jumps[:1])])
             self._warmth.note(request.job.prompt, request.routing.keys, plain)
         return isinstance(messages[-1], Complete)
 
     def _submission(self, stream: AnswerStream, request: _Request) -> bytes:
-        job, shown = request.job, request.answering.shown
-        answered = tuple(shown) if any(one.token_ids for one in shown) else ()
+        job, choices = request.job, request.answering.shown
+        answered = tuple(choices) if any(choice.token_ids for choice in choices) else ()
         request.num_attempts += 1  # a replica may still have the last one
         name = f"{job.record.request_id}.{request.num_attempts}"
         self.counts.resumed += bool(answered)
@@ -418,7 +420,6 @@ class RoutedEngines:
             raise none_ready() from None
         if self._peers is not None:
             self._peers.flush()
-        self.log.add(decision)
         request.job.record.route = Explanation.of_decision(decision).text()
         return decision
 
@@ -469,7 +470,7 @@ class RoutedEngines:
         request.answering.is_closed = True
         job = request.job
         self._records.close(job.record, outcome)
-        answers = [one.token_ids for one in request.answering.shown]
+        answers = [choice.token_ids for choice in request.answering.shown]
         for keep_account in self._after_step:
             keep_account([Ended(job, answers if job.record.token_times else [])])
         request.answering.finish()

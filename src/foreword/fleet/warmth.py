@@ -62,7 +62,7 @@ class HotPrefixes:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._found: OrderedDict[Key, HotPrefix] = OrderedDict()
+        self._prefixes: OrderedDict[Key, HotPrefix] = OrderedDict()
         """The least recently used first."""
         self._num_tokens = 0
         self._num_notes = 0
@@ -74,34 +74,34 @@ class HotPrefixes:
             return
         self._num_notes += 1
         key = keys[num_blocks - 1]
-        known = self._found.get(key)
-        if known is None:
+        prefix = self._prefixes.get(key)
+        if prefix is None:
             length = num_blocks * self._block_tokens
-            own = prompt.begun()  # an adapter begins where it does in the whole prompt
-            cut = Prompt(np.array(prompt.token_ids[:length]), None, own.extra_keys, adapter=own.adapter)
-            known = self._found[key] = HotPrefix(key, keys[:num_blocks], cut, 0.0, self._num_notes)
+            begun = prompt.begun()  # an adapter begins where it does in the whole prompt
+            cut = Prompt(np.array(prompt.token_ids[:length]), None, begun.extra_keys, adapter=begun.adapter)
+            prefix = self._prefixes[key] = HotPrefix(key, keys[:num_blocks], cut, 0.0, self._num_notes)
             self._num_tokens += length
-        known.weight = known.weight * self._faded(known) + 1.0
-        known.last = self._num_notes
-        self._found.move_to_end(key)
-        while len(self._found) > MAX_PREFIXES or self._num_tokens > MAX_TOKENS:
-            _, dropped = self._found.popitem(last=False)
+        prefix.weight = self._faded(prefix) + 1.0
+        prefix.last = self._num_notes
+        self._prefixes.move_to_end(key)
+        while len(self._prefixes) > MAX_PREFIXES or self._num_tokens > MAX_TOKENS:
+            _, dropped = self._prefixes.popitem(last=False)
             self._num_tokens -= len(dropped.prompt.token_ids)
 
     def hottest(self, max_tokens: int, least_uses: float = 1.0) -> list[HotPrefix]:
         """The most used ones that fit into `max_tokens` together, the most used first."""
-        ranked = sorted(self._found.values(), key=lambda one: -one.weight * self._faded(one))
         chosen: list[HotPrefix] = []
-        for one in ranked:
-            length = len(one.prompt.token_ids)
-            if length <= max_tokens and one.weight * self._faded(one) >= least_uses:
-                chosen.append(one)
+        for prefix in sorted(self._prefixes.values(), key=self._faded, reverse=True):
+            length = len(prefix.prompt.token_ids)
+            if length <= max_tokens and self._faded(prefix) >= least_uses:
+                chosen.append(prefix)
                 max_tokens -= length
         return chosen
 
-    def _faded(self, one: HotPrefix) -> float:
-        faded: float = 0.5 ** ((self._num_notes - one.last) / HALF_LIFE)
-        return faded
+    def _faded(self, prefix: HotPrefix) -> float:
+        """The weight of its uses now."""
+        weight: float = prefix.weight * 0.5 ** ((self._num_notes - prefix.last) / HALF_LIFE)
+        return weight
 
 
 class Warmth:
@@ -127,11 +127,11 @@ class Warmth:
     def only_at(self, name: str) -> list[HotPrefix]:
         """The hot prefixes that no other replica has."""
         mirrors = {each: self._core.mirror(each).parents for each in self._core.replicas}
-        own = mirrors.pop(name)
+        lost = mirrors.pop(name)
         return [
-            one
-            for one in self._hot.hottest(HAND_OVER_TOKENS, LEAST_USES)
-            if one.key in own and not any(one.key in held for held in mirrors.values())
+            prefix
+            for prefix in self._hot.hottest(HAND_OVER_TOKENS, LEAST_USES)
+            if prefix.key in lost and not any(prefix.key in held for held in mirrors.values())
         ]
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
@@ -177,29 +177,29 @@ class Warmth:
         logger.info("replica %s computes %d prefixes before it takes requests", name, len(hot))
         try:
             async with asyncio.timeout(WARM_S):
-                for one in hot:
-                    await self._compute(name, one)
+                for prefix in hot:
+                    await self._compute(name, prefix)
         except (TimeoutError, ReplicaLostError) as error:
             logger.warning("replica %s did not compute all of them: %s", name, str(error) or "it took too long")
 
     async def _hand_over(self, alone: Sequence[HotPrefix]) -> None:
         logger.info("%d prefixes of a replica that left are computed elsewhere", len(alone))
-        for one in alone:
-            routing = RoutingRequest(f"hand-over-{os.urandom(8).hex()}", one.keys, len(one.prompt.token_ids))
+        for prefix in alone:
+            routing = RoutingRequest(f"hand-over-{os.urandom(8).hex()}", prefix.keys, len(prefix.prompt.token_ids))
             try:
                 decision = self._core.choose(routing, time.monotonic())
             except NoReplicaError:
                 return
             try:
                 async with asyncio.timeout(WARM_S):
-                    await self._compute(decision.replica, one)
+                    await self._compute(decision.replica, prefix)
             except (TimeoutError, ReplicaLostError) as error:
                 logger.warning("a prefix was not handed over: %s", str(error) or "it took too long")
             finally:
                 self._core.release(decision.reservation, time.monotonic())
 
-    async def _compute(self, name: str, one: HotPrefix) -> None:
-        submission = Submission(f"warm-{os.urandom(8).hex()}", one.prompt, PARAMS, is_streamed=False)
-        async with aclosing(self._link.generate(name, self._codec.encode(submission))) as told:
-            async for _ in told:
+    async def _compute(self, name: str, prefix: HotPrefix) -> None:
+        submission = Submission(f"warm-{os.urandom(8).hex()}", prefix.prompt, PARAMS, is_streamed=False)
+        async with aclosing(self._link.generate(name, self._codec.encode(submission))) as pieces:
+            async for _ in pieces:
                 pass

@@ -71,8 +71,8 @@ def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
     A folder with latent KV that `serve` with this `dtype` would expand gets `IS_EXPANDED`, where torch is installed
     and the folder has all its weights.
     """
-    given = Path(model).expanduser()
-    path = given / "config.json" if given.is_dir() else given
+    folder = Path(model).expanduser()
+    path = folder / "config.json" if folder.is_dir() else folder
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -82,20 +82,20 @@ def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelLoadError(f"{str(path)!r} is no model's configuration; give a model's folder or its config.json")
     text = config.get("text_config")
-    found = {**config, **text} if isinstance(text, dict) else config
-    if is_latent(found) and any(given.glob("*.safetensors")):
+    config = {**config, **text} if isinstance(text, dict) else config
+    if is_latent(config) and any(folder.glob("*.safetensors")):
         with suppress(ImportError):  # foreword[ops] has no torch
             from foreword.model.loader import why_not_written
 
             try:
-                reason = why_not_written(given, dtype)
+                reason = why_not_written(folder, dtype)
             except ModelLoadError as error:
                 logger.warning("KV of %s is taken for latent, because of its model_type: %s", model, error)
-                return found
+                return config
             if reason:
                 logger.warning("%s runs in transformers' modules, with expanded KV: %s", model, reason)
-                return {**found, IS_EXPANDED: True}
-    return found
+                return {**config, IS_EXPANDED: True}
+    return config
 
 
 def is_latent(config: dict[str, Any]) -> bool:

@@ -16,23 +16,23 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from foreword.config import KVCacheDtype, SchedulerConfig
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
-from foreword.replay.cluster import COST, RULES, ClusterOptions, ClusterSimulation, FleetChange
 from foreword.replay.lines import PromptEncoder
 from foreword.replay.linking import LinkMethod, LinkReplay, chunk_file, read_chunks, replay_linking
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
+from foreword.replay.rules import COST, RULES
+from foreword.replay.serving import (
+    FleetChange,
+    Scheduling,
+    ServingOptions,
+    ServingReport,
+    ServingSimulation,
+    at_load,
+    simulate_scheduling,
+)
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.tiers import TierOption, replay_tiers
-from foreword.replay.timing import (
-    Routing,
-    Scheduling,
-    StepCost,
-    TimingOptions,
-    at_load,
-    check_load,
-    simulate_scheduling,
-    simulate_time,
-)
+from foreword.replay.timing import PromptRates, StepCost
 from foreword.replay.trace import TraceReader
 from foreword.tiers.admission import ADMISSIONS
 
@@ -42,7 +42,17 @@ SATURATED = 0.95
 DEFAULT_CAPACITIES = "1000,3000,10000,30000,100000"
 DEFAULT_METHODS = "none,first-16,deviation-0.15"
 DEFAULT_TOKENS = "50000,200000,1000000"
-NOT_FOR_CHUNKS = ("tier", "flops", "sample", "picture", "policy", "block_tokens", "tokenizer", "kv_cache_dtype")
+NOT_FOR_CHUNKS = (
+    "tier",
+    "flops",
+    "sample",
+    "picture",
+    "policy",
+    "block_tokens",
+    "tokenizer",
+    "kv_cache_dtype",
+    "prefill_rate",
+)
 """Options of `foreword replay` that need blocks."""
 
 
@@ -97,22 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     time.add_argument(
         "--bandwidth", default="1TB", metavar="BYTES/s", help="speed of its memory, such as 2TB (default: 1TB)"
     )
-    time.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of replicas, each with the given capacities (default: 1)",
-    )
-    time.add_argument(
-        "--routing",
-        choices=dict.fromkeys((*get_args(Routing), *RULES)),
-        metavar="RULE",
-        help="which replica a request goes to: round_robin, least_loaded or prefix_aware (default); other rules with "
-        "--prefill-rate",
-    )
     add_scheduling_arguments(time)
-    add_cluster_arguments(parser)
+    add_fleet_arguments(parser)
     add_linking_arguments(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
 
@@ -127,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     bytes_per_token = _kv_bytes_per_token(args)
     simulation = Simulation(_names(args.policy, "policy", DEFAULT_POLICIES), (), sampling_rate=args.sample)
     _capacities(args.capacity, 1, bytes_per_token)
-    cluster, cost = cluster_options(args), _step_cost(args)
+    served = serving_options(args)
     schedulings = schedulings_of(args)
     tier = None if args.tier is None else TierOption.parse(args.tier)
     if tier is not None:
@@ -144,14 +140,8 @@ def run(args: argparse.Namespace) -> int:
         _tell_malformed(reader, console)
         print_report(result, console, args.trace.name, bytes_per_token)
         tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
-        timing = _simulate_time(args, reader, result, cost, console) if cost is not None else {}
-        schedules = compare_schedulings(args, schedulings, reader, result, cost, console) if cost is not None else {}
-        served = [
-            (policy, capacity, replace(cluster, num_blocks=capacity.num_blocks, eviction_policy=policy))
-            for policy, capacity in result.served()
-            if cluster is not None
-        ]
-        clusters = simulate_cluster(served, reader, console) if served else {}
+        reports = {} if served is None else _serve(served, reader, result, console)
+        schedules = {} if served is None else _compare(args.load, served, schedulings, reader, result, console)
         for file in args.picture:
             write_picture(result, file, args.trace.name, bytes_per_token)
             console.print(f"wrote {file}", markup=False)
@@ -160,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
             report = {
                 **report,
                 "tiers": tiers,
-                "timing": timing,
+                "timing": reports if args.flops is not None else {},
                 "scheduling": schedules,
-                "cluster": clusters,
+                "cluster": reports if args.flops is None else {},
                 "malformed_lines": reader.num_malformed,
             }
             print(json.dumps(report), flush=True)
@@ -180,42 +170,28 @@ def _tell_malformed(reader: TraceReader, console: Console) -> None:
             console.print(f"    {line}", style="yellow", markup=False)
 
 
-def _step_cost(args: argparse.Namespace) -> StepCost | None:
-    """The simulated times; None without --flops."""
-    if args.flops is None:
-        return None
-    if args.model is None:
-        raise ConfigError("--flops needs the model that is served; give its folder or config.json with --model")
-    cost = StepCost.of_model(
-        read_model_config(args.model),
-        flops_per_s=args.flops,
-        bytes_per_s=float(parse_with_unit(args.bandwidth)),
-        kv_cache_dtype=args.kv_cache_dtype,
-    )
-    TimingOptions(1, cost, args.replicas, args.routing or "prefix_aware")
-    return cost
-
-
 def _replay_tier(
     tier: TierOption, reader: TraceReader, result: ReplayResult, bytes_per_token: int | None, console: Console
 ) -> list[dict[str, Any]]:
     """A table of what a tier below each capacity finds, and the same as JSON values."""
     with _progress(reader, tier.name, console):
         below = tier.capacity(result.block_tokens, bytes_per_token)
-        found = replay_tiers(reader, list(result.capacities), below, result.block_tokens)
+        replays = replay_tiers(reader, list(result.capacities), below, result.block_tokens)
     block_bytes = result.block_tokens * bytes_per_token if bytes_per_token is not None else None
     console.print(f"\nWith {tier.name} of {capacity_name(tier.size)} below the memory (LRU)", style="bold")
     sizes = [] if block_bytes is None else ["written GB", "loaded GB"]
     seconds = [] if block_bytes is None or tier.bytes_per_s is None else ["loading s"]
     table = table_of("capacity", "stored", "in memory", f"from {tier.name}", "written", *sizes, *seconds)
     rows: list[dict[str, Any]] = []
-    for number, one in enumerate(found):
+    for number, replayed in enumerate(replays):
         name = result.capacities[number // len(ADMISSIONS)].name
-        shares = [f"{one.share(count):.4f}" for count in (one.memory_hits, one.tier_hits, one.num_written)]
-        row: dict[str, Any] = {**asdict(one), "capacity": name, "tier": tier.name}
-        cells = [name if number % len(ADMISSIONS) == 0 else "", one.admission, *shares]
+        counts = (replayed.memory_hits, replayed.tier_hits, replayed.num_written)
+        shares = [f"{replayed.share(count):.4f}" for count in counts]
+        row: dict[str, Any] = {**asdict(replayed), "capacity": name, "tier": tier.name}
+        cells = [name if number % len(ADMISSIONS) == 0 else "", replayed.admission, *shares]
         if block_bytes is not None:
-            row["written_bytes"], row["loaded_bytes"] = one.num_written * block_bytes, one.tier_hits * block_bytes
+            row["written_bytes"] = replayed.num_written * block_bytes
+            row["loaded_bytes"] = replayed.tier_hits * block_bytes
             cells += [gigabytes(row["written_bytes"]), gigabytes(row["loaded_bytes"])]
             if tier.bytes_per_s is not None:
                 row["load_s"] = row["loaded_bytes"] / tier.bytes_per_s
@@ -224,41 +200,6 @@ def _replay_tier(
         rows.append(row)
     console.print(table)
     return rows
-
-
-def _simulate_time(
-    args: argparse.Namespace, reader: TraceReader, result: ReplayResult, cost: StepCost, console: Console
-) -> dict[str, dict[str, Any]]:
-    """Reports by policy, by capacity's name."""
-    routing: Routing = args.routing or "prefix_aware"
-    replicas = f"{args.replicas} replicas, {routing}" if args.replicas > 1 else "one replica"
-    console.print(f"\nServed in time by {replicas}; seconds to the first token and step", style="bold")
-    table = table_of("policy", "capacity", "p50", "p90", "p99", "step p90", "hits", "tokens/s", "busy")
-    found: dict[str, dict[str, Any]] = {}
-    refused: dict[str, int] = {}
-    for policy, capacity in result.served():
-        options = TimingOptions(capacity.num_blocks, cost, args.replicas, routing, policy)
-        with _progress(reader, f"{policy}, {capacity.name}", console):
-            report = simulate_time(reader, options)
-        found.setdefault(policy, {})[capacity.name] = asdict(report)
-        waits = (*report.ttft_ms.values(), report.queue_ms["p90"]) if report.requests else ()
-        row = [f"{wait / 1000:,.2f}" for wait in waits] or ["-"] * 4
-        row += [f"{report.hit_ratio:.4f}", f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"]
-        table.add_row(policy, capacity.name, *row)
-        if report.requests_refused:
-            refused[capacity.name] = report.requests_refused
-    console.print(table)
-    for name, num_requests in refused.items():
-        console.print(f"Too large for {capacity_name(name)}, and left out: {num_requests:,} requests.")
-    busy = [report["busy_share"] for by_capacity in found.values() for report in by_capacity.values()]
-    if min(busy, default=0.0) >= SATURATED:
-        console.print(
-            f"The replicas are busy at least {min(busy):.0%} of the time: what requests wait for is computation, and "
-            "more replicas shorten that more than memory does.",
-            style="bold",
-            highlight=False,
-        )
-    return found
 
 
 @contextmanager
@@ -281,8 +222,8 @@ def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:
     if args.kv_bytes_per_token is not None:
         if args.kv_bytes_per_token < 1:
             raise ConfigError(f"kv_bytes_per_token={args.kv_bytes_per_token} is too small; use at least 1")
-        given: int = args.kv_bytes_per_token
-        return given
+        num_bytes: int = args.kv_bytes_per_token
+        return num_bytes
     if args.model is None:
         return None
     return kv_bytes_per_token(read_model_config(args.model), args.kv_cache_dtype)
@@ -321,18 +262,31 @@ def _tokenizer(args: argparse.Namespace) -> PromptEncoder | None:
     return Tokenizer.load(folder)
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that `--prefill-rate` brings."""
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of requests that are served by several replicas."""
     group = parser.add_argument_group(
-        "many replicas",
-        "given --prefill-rate, foreword's router sends the requests to --replicas; --routing is then cost (foreword's, "
-        "the default) or another router's rule with exact knowledge: first_token, bounded_hash, round_robin, "
-        "power_of_two, ray, ray_10, sglang, llm_d, dynamo",
+        "replicas and routers", "given --flops or --prefill-rate, foreword's router sends the requests to --replicas"
     )
     group.add_argument(
         "--prefill-rate",
         metavar="TOKENS/s",
-        help="prompt tokens per second of a replica; of several rates, such as 6000,3000, each replica takes the next",
+        help="in place of --flops, a replica computes one prompt after the other, with this number of prompt tokens per "
+        "second; of several rates, such as 6000,3000, each replica takes the next",
+    )
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of replicas, each with the given capacities (default: 1)",
+    )
+    group.add_argument(
+        "--routing",
+        choices=RULES,
+        default=COST,
+        metavar="RULE",
+        help="which replica a request goes to: cost (foreword's rule, default), or another router's rule with exact "
+        "knowledge: " + ", ".join(RULES[1:]),
     )
     group.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
     group.add_argument(
@@ -349,43 +303,83 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cluster_options(args: argparse.Namespace) -> ClusterOptions | None:
-    """The options, for any capacity; None without --prefill-rate."""
-    if args.prefill_rate is None:
+def serving_options(args: argparse.Namespace) -> ServingOptions | None:
+    """The options, for any capacity; None without --flops and --prefill-rate."""
+    cost: StepCost | PromptRates
+    if args.flops is None and args.prefill_rate is None:
         return None
-    if args.flops is not None:
+    if args.flops is None:
+        rates = (_number(rate, "prefill-rate", args.prefill_rate) for rate in args.prefill_rate.split(","))
+        cost = PromptRates(tuple(rates))
+    elif args.prefill_rate is not None:
         raise ConfigError("--prefill-rate and --flops are two models of time; give one of them")
-    return ClusterOptions(
+    elif args.model is None:
+        raise ConfigError("--flops needs the model that is served; give its folder or config.json with --model")
+    else:
+        bytes_per_s = float(parse_with_unit(args.bandwidth))
+        cost = StepCost.of_model(
+            read_model_config(args.model),
+            flops_per_s=args.flops,
+            bytes_per_s=bytes_per_s,
+            kv_cache_dtype=args.kv_cache_dtype,
+        )
+    return ServingOptions(
         1,
-        tuple(_number(rate, "prefill-rate", args.prefill_rate) for rate in args.prefill_rate.split(",")),
+        cost,
         args.replicas,
-        args.routing or COST,
+        args.routing,
         num_routers=args.routers,
         event_delay_s=args.event_delay,
         changes=_changes(args.fleet or ""),
     )
 
 
-def simulate_cluster(
-    options: list[tuple[str, Capacity, ClusterOptions]], reader: TraceReader, console: Console
+def _at(options: ServingOptions, policy: str, capacity: Capacity) -> ServingOptions:
+    return replace(options, num_blocks=capacity.num_blocks, eviction_policy=policy)
+
+
+def _serve(
+    options: ServingOptions, reader: TraceReader, result: ReplayResult, console: Console
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Serve the recording once for each policy and capacity. Reports by policy, by capacity's name."""
-    one = options[0][2]
-    routers = f"{one.num_routers} routers" if one.num_routers > 1 else "one router"
-    console.print(
-        f"\nServed in time by {one.num_replicas} replicas, {one.routing}, {routers}; seconds to the first token",
-        style="bold",
-    )
-    table = table_of("policy", "capacity", "mean", "p50", "p90", "p99", "hits", "work max/mean")
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for policy, capacity, each in options:
-        report = ClusterSimulation(each).serve(reader)
-        found.setdefault(policy, {})[capacity.name] = asdict(report)
-        waits = (report.mean_ttft_s, *report.ttft_s.values())
-        row = [f"{wait:,.2f}" for wait in waits]
-        table.add_row(policy, capacity.name, *row, f"{report.hit_ratio:.4f}", f"{report.work_max_over_mean:.3f}")
+    routers = f", {options.num_routers} routers" if options.num_routers > 1 else ""
+    replicas = f"{options.num_replicas} replicas, {options.routing}" if options.num_replicas > 1 else "one replica"
+    console.print(f"\nServed in time by {replicas}{routers}; seconds to the first token", style="bold")
+    has_steps = isinstance(options.cost, StepCost)
+    more = ("step p90", "tokens/s", "busy") if has_steps else ("work max/mean",)
+    table = table_of("policy", "capacity", "mean", "p50", "p90", "p99", "hits", *more)
+    reports: dict[str, dict[str, dict[str, Any]]] = {}
+    refused: dict[str, int] = {}
+    busy: list[float] = []
+    for policy, capacity in result.served():
+        with _progress(reader, f"{policy}, {capacity.name}", console):
+            report = ServingSimulation(_at(options, policy, capacity)).serve(reader)
+        reports.setdefault(policy, {})[capacity.name] = asdict(report)
+        busy.append(report.busy_share)
+        speed = (_seconds(report.queue_ms)[1], *_speed(report)) if has_steps else (f"{report.work_max_over_mean:.3f}",)
+        waits = (f"{report.mean_ttft_s:,.2f}", *_seconds(report.ttft_ms), f"{report.hit_ratio:.4f}")
+        table.add_row(policy, capacity.name, *waits, *speed)
+        if report.requests_refused:
+            refused[capacity.name] = report.requests_refused
     console.print(table)
-    return found
+    for name, num_requests in refused.items():
+        console.print(f"Too large for {capacity_name(name)}, and left out: {num_requests:,} requests.")
+    if has_steps and min(busy, default=0.0) >= SATURATED:
+        console.print(
+            f"The replicas are busy at least {min(busy):.0%} of the time: what requests wait for is computation, and "
+            "more replicas shorten that more than memory does.",
+            style="bold",
+            highlight=False,
+        )
+    return reports
+
+
+def _seconds(waits_ms: dict[str, float]) -> list[str]:
+    return [f"{wait_ms / 1000:,.2f}" for wait_ms in waits_ms.values()] or ["-"] * 3
+
+
+def _speed(report: ServingReport) -> tuple[str, str]:
+    return f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"
 
 
 def _changes(text: str) -> tuple[FleetChange, ...]:
@@ -398,11 +392,11 @@ def _changes(text: str) -> tuple[FleetChange, ...]:
     return tuple(changes)
 
 
-def _number(text: str, option: str, given: str) -> float:
+def _number(text: str, option: str, argument: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"--{option} {given!r} has {text!r} for a number; use one such as 6000") from None
+        raise ConfigError(f"--{option} {argument!r} has {text!r} for a number; use one such as 6000") from None
 
 
 def add_scheduling_arguments(group: argparse._ArgumentGroup) -> None:
@@ -424,58 +418,57 @@ def add_scheduling_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def schedulings_of(args: argparse.Namespace) -> tuple[SchedulerConfig, list[Scheduling]]:
-    """The options of the scheduler, and the orders to compare; none without --scheduling."""
-    check_load(args.load)
+def schedulings_of(args: argparse.Namespace) -> list[tuple[Scheduling, SchedulerConfig]]:
+    """The orders to compare, with the options of the scheduler; none without --scheduling."""
+    if not 0.0 < args.load < float("inf"):
+        raise ConfigError(f"--load {args.load} is no factor; use a number above 0, such as 1.5")
     config = SchedulerConfig(max_overtake_s=args.max_overtake_s)
     if args.scheduling is None:
-        return config, []
+        return []
     if args.flops is None:
         raise ConfigError("--scheduling compares first tokens, which need a time; give --flops and --model")
     if args.replicas > 1:
         raise ConfigError(f"--scheduling compares orders on one replica, not on {args.replicas}; leave out --replicas")
     names = dict.fromkeys(name.strip() for name in args.scheduling.split(",") if name.strip())
-    known = {name: name for name in get_args(Scheduling)}
-    wrong = [name for name in names if name not in known]
-    if wrong or not names:
-        what = repr(wrong[0] if wrong else args.scheduling)
-        raise ConfigError(f"--scheduling {what} is unknown; use some of {', '.join(known)}")
-    return config, [known[name] for name in names]
+    schedulings: dict[str, Scheduling] = {name: name for name in get_args(Scheduling)}
+    unknown = [name for name in names if name not in schedulings]
+    if unknown or not names:
+        what = repr(unknown[0] if unknown else args.scheduling)
+        raise ConfigError(f"--scheduling {what} is unknown; use some of {', '.join(schedulings)}")
+    return [(schedulings[name], config) for name in names]
 
 
-def compare_schedulings(
-    args: argparse.Namespace,
-    asked: tuple[SchedulerConfig, list[Scheduling]],
+def _compare(
+    load: float,
+    options: ServingOptions,
+    schedulings: list[tuple[Scheduling, SchedulerConfig]],
     reader: TraceReader,
     result: ReplayResult,
-    cost: StepCost,
     console: Console,
 ) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
     """Serve the recording in each order. Reports by order, by eviction policy, by capacity's name."""
-    config, schedulings = asked
-    found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    reports: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     if not schedulings:
-        return found
+        return reports
     console.print(
-        f"\nServed in several orders at {args.load:g} times the recorded load; seconds to the first token. "
+        f"\nServed in several orders at {load:g} times the recorded load; seconds to the first token. "
         "Hits are shares of the prompt tokens. dfs knows all requests at the start.",
         style="bold",
     )
     table = table_of("scheduling", "policy", "capacity", "p50", "p90", "p99", "hits", "tokens/s", "busy")
-    for scheduling in schedulings:
+    for scheduling, config in schedulings:
         for policy, capacity in result.served():
-            options = TimingOptions(capacity.num_blocks, cost, eviction_policy=policy, scheduler=config)
-            report = simulate_scheduling(at_load(reader, args.load), scheduling, options)
-            found.setdefault(scheduling, {}).setdefault(policy, {})[capacity.name] = asdict(report)
-            waits = [f"{wait / 1000:,.2f}" for wait in report.ttft_ms.values()] or ["-"] * 3
-            rate, busy = f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"
-            table.add_row(scheduling, policy, capacity.name, *waits, f"{report.hit_ratio:.4f}", rate, busy)
+            served = replace(_at(options, policy, capacity), scheduler=config)
+            report = simulate_scheduling(at_load(reader, load), scheduling, served)
+            reports.setdefault(scheduling, {}).setdefault(policy, {})[capacity.name] = asdict(report)
+            waits = (*_seconds(report.ttft_ms), f"{report.hit_ratio:.4f}")
+            table.add_row(scheduling, policy, capacity.name, *waits, *_speed(report))
     console.print(table)
     for name, count in result.hits.get(OPTIMUM, {}).items():
         best = result.token_ratio(count)
         console.print(f"The clairvoyant optimum at {name} in order of arrival finds {best:.4f}.", highlight=False)
     console.print(f"Unlimited memory finds {result.token_ratio(result.unlimited):.4f}.", highlight=False)
-    return found
+    return reports
 
 
 def add_linking_arguments(parser: argparse.ArgumentParser) -> None:
@@ -501,28 +494,29 @@ def run_linking(args: argparse.Namespace, file: Path, defaults: argparse.Namespa
     capacities = [parse_capacity(name, 1, bytes_per_token) for name in names.split(",") if name.strip()]
     console = Console(stderr=args.json)
     with console.status("replaying"):
-        found = replay_linking(
-            read_chunks(file, args.max_requests), [*(one.num_blocks for one in capacities), None], methods
-        )
-    titles = [*(one.name for one in capacities), "unlimited"]
-    _print(found, titles, methods, console, args.trace.name)
+        sizes = [*(capacity.num_blocks for capacity in capacities), None]
+        replays = replay_linking(read_chunks(file, args.max_requests), sizes, methods)
+    titles = [*(capacity.name for capacity in capacities), "unlimited"]
+    _print(replays, titles, methods, console, args.trace.name)
     if args.json:
         shares = {
-            title: {"prefix": one.share(), **{method.name: one.share(method.name) for method in methods}}
-            for title, one in zip(titles, found, strict=True)
+            title: {"prefix": replay.share(), **{method.name: replay.share(method.name) for method in methods}}
+            for title, replay in zip(titles, replays, strict=True)
         }
-        counts = {title: asdict(one) for title, one in zip(titles, found, strict=True)}
+        counts = {title: asdict(replay) for title, replay in zip(titles, replays, strict=True)}
         print(json.dumps({"not_computed": shares, "counts": counts}), flush=True)
     return 0
 
 
-def _print(found: list[LinkReplay], titles: list[str], methods: list[LinkMethod], console: Console, title: str) -> None:
-    unlimited = found[-1]
+def _print(
+    replays: list[LinkReplay], titles: list[str], methods: list[LinkMethod], console: Console, title: str
+) -> None:
+    unlimited = replays[-1]
     console.print(f"{title}: {unlimited.num_tokens:,} prompt tokens in chunks", markup=False)
     console.print("\nShare of the prompts' tokens that need not be computed", style="bold")
     table = table_of("capacity (tokens)", "prefix", *(method.name for method in methods))
-    for name, one in zip(titles, found, strict=True):
-        shares = (one.share(), *(one.share(method.name) for method in methods))
+    for name, replay in zip(titles, replays, strict=True):
+        shares = (replay.share(), *(replay.share(method.name) for method in methods))
         table.add_row(name, *(f"{share:.4f}" for share in shares))
     console.print(table)
     if len(unlimited.parts) > 1:
@@ -530,10 +524,10 @@ def _print(found: list[LinkReplay], titles: list[str], methods: list[LinkMethod]
         table = table_of("part", "of all tokens", "prefix", "anywhere")
         for part, count in unlimited.parts.items():
             of_all = count.num_tokens / max(1, unlimited.num_tokens)
-            found_of_part = (tokens / max(1, count.num_tokens) for tokens in (count.prefix_tokens, count.found_tokens))
-            table.add_row(part or "(no name)", *(f"{share:.3f}" for share in (of_all, *found_of_part)))
+            of_part = (tokens / max(1, count.num_tokens) for tokens in (count.prefix_tokens, count.found_tokens))
+            table.add_row(part or "(no name)", *(f"{share:.3f}" for share in (of_all, *of_part)))
         console.print(table)
-    gain = max(one.found_tokens - one.prefix_tokens for one in found) / max(1, unlimited.num_tokens)
+    gain = max(replay.found_tokens - replay.prefix_tokens for replay in replays) / max(1, unlimited.num_tokens)
     text = (
         f"Linking finds up to {gain:.1%} of all tokens that prefix caching computes again; "
         f"{unlimited.num_linked:,} chunks come again where no prefix ends with them. What answers lose by it, only a "

@@ -117,9 +117,9 @@ class LruStack:
 
         The times of use are forgotten, too.
         """
-        kept = self.latest(count)
+        keys = self.latest(count)
         self._forget()
-        self.admit(kept[::-1])
+        self.admit(keys[::-1])
 
     def _in_order(self) -> npt.NDArray[np.int32]:
         """Numbers of all blocks in the order of their last use."""
@@ -238,9 +238,9 @@ class LruCurve:
     def _hits(self, part: int, capacities: npt.ArrayLike) -> FloatArray:
         histogram = self._histograms[part].copy()
         histogram[0] = 0
-        found = np.flatnonzero(histogram)
-        counts = np.concatenate(([0], np.cumsum(histogram[found])))
-        at_capacity = np.searchsorted(found / self.sampling_rate, capacities, side="right")
+        distances = np.flatnonzero(histogram)
+        counts = np.concatenate(([0], np.cumsum(histogram[distances])))
+        at_capacity = np.searchsorted(distances / self.sampling_rate, capacities, side="right")
         hits: FloatArray = counts[at_capacity].astype(np.float64)
         return hits
 

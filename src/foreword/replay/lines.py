@@ -62,14 +62,14 @@ class NoRequestError(TraceError):
 
 def of_vllm_log(line: str) -> dict[str, Any] | None:
     """The request of a line of vLLM's log; None for any other line. Raises NoRequestError if it has none."""
-    found = None if line.startswith(("{", "[")) else _VLLM_LINE.search(_COLOR.sub("", line.rstrip("\r\n")))
-    if found is None:
+    entry = None if line.startswith(("{", "[")) else _VLLM_LINE.search(_COLOR.sub("", line.rstrip("\r\n")))
+    if entry is None:
         return None
-    request = _VLLM_REQUEST.match(found[2])
+    request = _VLLM_REQUEST.match(entry[2])
     if request is None or request[1] == "None":
         raise NoRequestError("a line of vLLM's log without the token ids of a prompt")
     try:
-        moment = datetime.strptime(f"2000-{found[1]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)  # it writes no year
+        moment = datetime.strptime(f"2000-{entry[1]}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)  # it writes no year
         return {"prompt_token_ids": json.loads(request[1]), "timestamp": moment.timestamp() * 1000}
     except ValueError:
         return None
@@ -166,11 +166,11 @@ def _parsed(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value[:1] in ("[", "{") else value
 
 
-def _attributes(given: Any) -> dict[str, Any]:
+def _attributes(attributes: Any) -> dict[str, Any]:
     """Attributes as a map, or as OTLP's list of keys and typed values."""
-    if isinstance(given, list):
-        return {one["key"]: next(iter(one["value"].values()), None) for one in given}
-    return dict(given) if isinstance(given, Mapping) else {}
+    if isinstance(attributes, list):
+        return {pair["key"]: next(iter(pair["value"].values()), None) for pair in attributes}
+    return dict(attributes) if isinstance(attributes, Mapping) else {}
 
 
 def _with_numbers(body: dict[str, Any], time: Any, num_output_tokens: Any) -> dict[str, Any]:
@@ -192,18 +192,6 @@ class PromptEncoder(Protocol):
     def render_chat(self, messages: Any) -> npt.NDArray[np.int32]: ...
 
 
-class MooncakeRecord(NamedTuple):
-    """One line as Mooncake publishes it, or as `serve --record` writes it."""
-
-    timestamp_ms: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-    """One id per block; a partial last block may have none."""
-    block_tokens: int
-    """Prompt tokens per block."""
-
-
 def parse_json_line(line: str, where: str) -> Any:
     """The JSON value of a line; `where` names the line. Raises TraceError."""
     line = line.rstrip(" \t\r\n")
@@ -216,17 +204,6 @@ def parse_json_line(line: str, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         what = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise TraceError(f"{where} is not JSON ({what}); each line must be one JSON object") from error
-
-
-def parse_mooncake_record(record: object, where: str) -> MooncakeRecord:
-    """Check a line in Mooncake's format. Raises TraceError, naming the wrong value."""
-    if not isinstance(record, dict):
-        raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
-    ids = record.get("hash_ids")
-    if not isinstance(ids, list) or not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
-        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
-    block_tokens = _block_tokens(record, where) or MOONCAKE_BLOCK_TOKENS
-    return MooncakeRecord(*_times_and_lengths(record, len(ids), where, block_tokens), ids, block_tokens)
 
 
 def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_tokens: int) -> tuple[float, int, int]:
@@ -285,11 +262,11 @@ def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
     at = 0
     for name, length in pieces:
-        start = at
-        while (left := start + length - at) > 0:
-            taken = min(left, block_tokens - at % block_tokens)
-            blocks.setdefault(at // block_tokens, []).append((name, at - start, taken))
-            at += taken
+        start, end = at, at + length
+        while at < end:
+            num_tokens = min(end - at, block_tokens - at % block_tokens)
+            blocks.setdefault(at // block_tokens, []).append((name, at - start, num_tokens))
+            at += num_tokens
     if at % block_tokens and any(isinstance(name, tuple) for name, _, _ in blocks[at // block_tokens]):
         del blocks[at // block_tokens]  # a partial last block without an id
     has_digests = any(isinstance(name, str) for name, _ in pieces)
@@ -301,6 +278,14 @@ def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
             name = digest.hex() if has_digests else int.from_bytes(digest, "little") >> 1
         ids.append(name)
     return ids
+
+
+def parse_mooncake_record(record: object, where: str) -> ParsedLine:
+    """The request of a line with all fields of Mooncake's format. Raises TraceError, naming the wrong value."""
+    if not isinstance(record, dict):
+        raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
+    fields = {"timestamp": None, "output_length": None, "hash_ids": None, **record}
+    return LineParser(None, None).of_block_ids(fields, where)
 
 
 @dataclass(slots=True)
@@ -322,10 +307,10 @@ class LineParser:
     def skim(self, line: bytes, where: str) -> SkimmedLine | None:
         """Read a simple line as if it had no ids; the ids are read later."""
         for mark in _IDS_BEGIN:
-            before, found, rest = line.partition(mark)
-            if found:
+            before, separator, ids_and_after = line.partition(mark)
+            if separator:
                 break
-        ids, bracket, after = rest.partition(b"]")
+        ids, bracket, after = ids_and_after.partition(b"]")
         if not bracket or not ids.strip() or any(b"hash_ids" in part or _SESSION in part for part in (before, after)):
             return None
         num_ids = ids.count(b",") + 1
@@ -360,7 +345,7 @@ class LineParser:
         if "hash_ids" in record:
             session = record.get("session_id")
             try:
-                line = self._of_block_ids(record, where)
+                line = self.of_block_ids(record, where)
                 return line if session is None else self._of_turn(line, record["hash_ids"], session, record, where)
             except TraceError:
                 if isinstance(session, str | int):
@@ -381,7 +366,8 @@ class LineParser:
             "or messages"
         )
 
-    def _of_block_ids(self, record: dict[str, Any], where: str) -> ParsedLine:
+    def of_block_ids(self, record: dict[str, Any], where: str) -> ParsedLine:
+        """The request of a line with `hash_ids`. Raises TraceError."""
         ids = record["hash_ids"]
         kinds = set(map(type, ids)) if isinstance(ids, list) else {None}
         if kinds != {str} and (kinds - {int} or min(ids, default=0) < 0):

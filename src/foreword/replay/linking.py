@@ -143,12 +143,12 @@ class LinkMethod:
         """`none`, `first-16` or `deviation-0.15`. Raises ConfigError."""
         if text == "none":
             return cls(text)
-        if found := re.fullmatch(r"first-(\d{1,6})", text):
-            return cls(text, first_k=int(found[1]))
-        found = re.fullmatch(r"deviation-(0?\.\d{1,6}|1\.0|0|1)", text)
-        if found is None:
+        if first := re.fullmatch(r"first-(\d{1,6})", text):
+            return cls(text, first_k=int(first[1]))
+        deviation = re.fullmatch(r"deviation-(0?\.\d{1,6}|1\.0|0|1)", text)
+        if deviation is None:
             raise ConfigError(f"--link {text!r} is unknown; use none, first-16 or deviation-0.15, with any numbers")
-        return cls(text, share=float(found[1]))
+        return cls(text, share=float(deviation[1]))
 
     def num_recomputed(self, num_tokens: int) -> float:
         """Tokens of a linked chunk that are computed again."""
@@ -192,18 +192,18 @@ class LinkReplay:
 def replay_linking(
     requests: Iterable[Sequence[Chunk]], capacities: Sequence[int | None], methods: Sequence[LinkMethod]
 ) -> list[LinkReplay]:
-    """What the requests find, by capacity in tokens."""
-    followed = [_Followed(capacity, methods) for capacity in capacities]
+    """Replay the requests for each capacity in tokens."""
+    pairs = [_CachePair(capacity, methods) for capacity in capacities]
     for chunks in requests:
         prefixes: list[int] = []
         for chunk in chunks:
             prefixes.append(hash((prefixes[-1] if prefixes else None, chunk.id)))
-        for one in followed:
-            one.admit(chunks, prefixes)
-    return [one.result for one in followed]
+        for pair in pairs:
+            pair.admit(chunks, prefixes)
+    return [pair.result for pair in pairs]
 
 
-class _Followed:
+class _CachePair:
     """Both caches of one capacity."""
 
     def __init__(self, capacity: int | None, methods: Sequence[LinkMethod]) -> None:

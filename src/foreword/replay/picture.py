@@ -76,8 +76,8 @@ class _Plot:
 
     def __init__(self, result: ReplayResult) -> None:
         self.low = math.log10(max(1, min(100, result.curve_capacities[-1] // 10)))
-        most = max([result.curve_capacities[-1], *(capacity.num_blocks for capacity in result.capacities)])
-        self.high = max(math.log10(most), self.low + 1)
+        largest = max([result.curve_capacities[-1], *(capacity.num_blocks for capacity in result.capacities)])
+        self.high = max(math.log10(largest), self.low + 1)
         self.top = min(1.0, max(0.1, math.ceil(20 * max(result.curve_ratios[-1], 0.05) + 0.2) / 20))
 
     def x(self, capacity: float) -> float:
@@ -154,19 +154,19 @@ def _label(x: float, y: float, text: str, colour: str, *, anchor: str = "start")
 
 def as_html(result: ReplayResult, title: str, kv_bytes_per_token: int | None = None) -> str:
     """A page with the advice, the picture, the tables and the figures as JSON."""
-    found, evicted = [], []
+    ratios, evicted = [], []
     for capacity in result.capacities:
         counts = [by_capacity[capacity.name] for by_capacity in result.hits.values()]
         head = [html.escape(capacity.name), f"{capacity.num_blocks:,}"]
         if kv_bytes_per_token:
             head.append(gigabytes(capacity.num_blocks * result.block_tokens * kv_bytes_per_token))
-        found.append([*head, *(f"{result.block_ratio(count):.2%}" for count in counts)])
+        ratios.append([*head, *(f"{result.block_ratio(count):.2%}" for count in counts)])
         evicted.append([*head, *(f"{result.unlimited.blocks - count.blocks:,}" for count in counts)])
     limit = f"{result.block_ratio(result.unlimited):.2%}"
     all_blocks = [f"{result.num_different_blocks:,}"]
     if kv_bytes_per_token:
         all_blocks.append(gigabytes(result.num_different_blocks * result.block_tokens * kv_bytes_per_token))
-    found.append(["unlimited", *all_blocks, *([limit] * len(result.hits))])
+    ratios.append(["unlimited", *all_blocks, *([limit] * len(result.hits))])
     headings = ["capacity", "blocks", *(["GB"] if kv_bytes_per_token else []), *result.hits]
     never_seen = result.num_blocks - result.unlimited.blocks
     unit = result.reuse_intervals.unit
@@ -190,7 +190,7 @@ td:has(i) {{ text-align: left; }} i {{ display: inline-block; height: 0.7rem; ba
 <p><b>{html.escape(advice(result, kv_bytes_per_token))}</b></p>
 {as_svg(result, "Share of the prompts' blocks found", kv_bytes_per_token)}
 <h2>Share of the prompts' blocks found</h2>
-{_table(headings, found)}
+{_table(headings, ratios)}
 <h2>Blocks missed because they had been evicted</h2>
 {_table(headings, evicted)}
 <p>Never seen before, and missed by any cache: {never_seen:,} blocks ({never_seen / max(1, result.num_blocks):.1%}).</p>

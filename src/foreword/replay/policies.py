@@ -136,9 +136,9 @@ class TinyLfuPolicy(RankedPolicy):
             self._num_uses = 0
             self._uses = Counter({key: uses // 2 for key, uses in self._uses.items() if uses > 1})
             self._rank //= 2
-            kept = self._queue.in_order()
-            self._queue.remove(kept)
-            self._add(kept)
+            queued = self._queue.in_order()
+            self._queue.remove(queued)
+            self._add(queued)
 
     def _unlearn(self, block_ids: BlockIds) -> None:
         for block_id in block_ids.tolist():
@@ -194,17 +194,17 @@ class FifoPolicy(EmptyFirstPolicy):
                 self._in_heap[block_id] = False
                 if self._is_free[block_id]:
                     overdue.append(block_id)
-        taken: list[BlockIds] = [np.array(overdue, np.int32)]
+        block_ids: list[BlockIds] = [np.array(overdue, np.int32)]
         missing = count - len(overdue)
         while missing:
             front = self._queue.popleft(missing)
-            taken.append(front[self._is_free[front]])
-            missing -= len(taken[-1])
-        return np.concatenate(taken)
+            block_ids.append(front[self._is_free[front]])
+            missing -= len(block_ids[-1])
+        return np.concatenate(block_ids)
 
     def _kept(self) -> BlockIds:
-        kept = np.flatnonzero(self._is_free & self._is_cached).astype(np.int32)
-        return kept[np.argsort(self._cached_at[kept])]
+        block_ids = np.flatnonzero(self._is_free & self._is_cached).astype(np.int32)
+        return block_ids[np.argsort(self._cached_at[block_ids])]
 
     def _check_kept(self) -> None:
         self._queue.check_integrity()
@@ -214,8 +214,8 @@ class FifoPolicy(EmptyFirstPolicy):
         alive = [block_id for cached_at, block_id in self._overdue if self._cached_at[block_id] == cached_at]
         assert len(set(alive)) == len(alive), "a block is overdue twice"
         assert sorted(alive) == np.flatnonzero(self._in_heap).tolist(), "a block is overdue without an entry"
-        found = self._in_heap | self._queue.holds(np.arange(len(self._in_heap), dtype=np.int32))
-        assert found[self._kept()].all(), "a free cached block would never be given away"
+        listed = self._in_heap | self._queue.holds(np.arange(len(self._in_heap), dtype=np.int32))
+        assert listed[self._kept()].all(), "a free cached block would never be given away"
 
 
 class LastAccessedPolicy(RankedPolicy):

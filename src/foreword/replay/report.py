@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -82,8 +83,8 @@ def _on_policies(result: ReplayResult) -> list[str]:
     ]
     if gains and max(gains)[0] >= NOTABLE:
         _, policy, name = max(gains)
-        found, lru = (result.block_ratio(online[each][name]) for each in (policy, "lru"))
-        sentences.append(f"With {capacity_name(name)}, choose {policy}: it finds {found:.1%}, LRU {lru:.1%}.")
+        ratio, lru = (result.block_ratio(online[each][name]) for each in (policy, "lru"))
+        sentences.append(f"With {capacity_name(name)}, choose {policy}: it finds {ratio:.1%}, LRU {lru:.1%}.")
     limit = result.block_ratio(result.unlimited)
     in_order = sorted(result.capacities, key=lambda capacity: capacity.num_blocks)
     best = [max(result.block_ratio(hits[capacity.name]) for hits in online.values()) for capacity in in_order]
@@ -162,7 +163,8 @@ def print_report(result: ReplayResult, console: Console, title: str, kv_bytes_pe
     else:
         never_seen = result.num_blocks - result.unlimited.blocks
         console.print("\nBlocks missed because they had been evicted", style="bold")
-        console.print(_evicted(result))
+        evicted = result.of_each(lambda count: result.misses(count)[MissReason.EVICTED.value])
+        console.print(_by_capacity(result, evicted, ","))
         console.print("\nBlocks evicted per 1,000 requests", style="bold")
         console.print(_by_capacity(result, result.churn(), ",.0f"))
         if saved := result.memory_saved():
@@ -200,15 +202,7 @@ def _ratios(result: ReplayResult, kv_bytes_per_token: int | None) -> Table:
     return table
 
 
-def _evicted(result: ReplayResult) -> Table:
-    table = table_of("capacity", *result.hits)
-    for capacity in result.capacities:
-        missed = (result.misses(by_capacity[capacity.name]) for by_capacity in result.hits.values())
-        table.add_row(capacity.name, *(f"{by_reason[MissReason.EVICTED.value]:,}" for by_reason in missed))
-    return table
-
-
-def _by_capacity(result: ReplayResult, figures: dict[str, dict[str, float]], form: str) -> Table:
+def _by_capacity(result: ReplayResult, figures: Mapping[str, Mapping[str, float]], form: str) -> Table:
     table = table_of("capacity", *figures)
     for size in result.capacities:
         table.add_row(size.name, *(format(by_capacity[size.name], form) for by_capacity in figures.values()))
@@ -216,7 +210,7 @@ def _by_capacity(result: ReplayResult, figures: dict[str, dict[str, float]], for
 
 
 def _rounded(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    return {policy: {name: round(one, 4) for name, one in sizes.items()} for policy, sizes in figures.items()}
+    return {policy: {name: round(figure, 4) for name, figure in sizes.items()} for policy, sizes in figures.items()}
 
 
 def _refused(result: ReplayResult) -> dict[str, int]:

@@ -113,9 +113,9 @@ class _Batch:
         self._block_tokens = np.array([request.block_tokens for request in requests], np.int64)
         self._prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int64)
 
-    def note(self, count: HitCount, found: npt.NDArray[np.bool_]) -> None:
-        """Count the blocks `found` [blocks]; of each request they are the first."""
-        before = np.concatenate((np.zeros(1, np.int64), np.cumsum(found)))
+    def note(self, count: HitCount, is_hit: npt.NDArray[np.bool_]) -> None:
+        """Count the blocks that `is_hit` [blocks] marks; of each request they are the first."""
+        before = np.concatenate((np.zeros(1, np.int64), np.cumsum(is_hit)))
         held = np.diff(before[self._ends])
         count.blocks += int(held.sum())
         count.tokens += int(np.minimum(held * self._block_tokens, self._prompt_tokens).sum())
@@ -286,8 +286,9 @@ class Simulation:
         self._capacities: list[Capacity] = []
         self._caches: list[tuple[HitCount, int, ManagerCache]] = []
         self._hits: dict[str, dict[str, HitCount]] = {policy: {} for policy in policies}
-        self._kept: list[PrefixKeys] = []
-        self._kept_lengths: list[int] = []
+        self._prompts: list[PrefixKeys] = []
+        self._prompt_lengths: list[int] = []
+        """Of all requests, for the optimum."""
         self.num_requests = self._num_blocks = self._num_tokens = 0
         self._block_tokens = 1
         self.add_caches(capacities)
@@ -315,8 +316,8 @@ class Simulation:
         for count, capacity, cache in self._caches:
             count.note(request, cache.admit(request), capacity)
         if OPTIMUM in self._policies:
-            self._kept.append(request.keys)
-            self._kept_lengths.append(request.num_prompt_tokens)
+            self._prompts.append(request.keys)
+            self._prompt_lengths.append(request.num_prompt_tokens)
 
     def result(self) -> ReplayResult:
         """The results so far."""
@@ -326,10 +327,10 @@ class Simulation:
             count.empty_blocks = cache.policy.num_empty
         self._pass.flush()
         curve, unlimited = self._pass.curve, self._pass.unlimited
-        most = max(2, curve.num_blocks)
-        asked = [capacity.num_blocks for capacity in self._capacities if capacity.num_blocks < most]
-        spread = np.rint(np.geomspace(1, most, NUM_CURVE_POINTS)).astype(np.int64)
-        points = np.unique([*spread.tolist(), *asked])  # so that the dots of LRU lie on its curve
+        largest = max(2, curve.num_blocks)
+        capacities = [capacity.num_blocks for capacity in self._capacities if capacity.num_blocks < largest]
+        spread = np.rint(np.geomspace(1, largest, NUM_CURVE_POINTS)).astype(np.int64)
+        points = np.unique([*spread.tolist(), *capacities])  # so that the dots of LRU lie on its curve
         ratios = curve.hit_ratios(points)
         if self._samples:
             unlimited = HitCount(round(float(ratios[-1]) * self._num_blocks))
@@ -356,10 +357,10 @@ class Simulation:
         )
 
     def _find_optimum(self) -> None:
-        optimum = Optimum(self._kept)
+        optimum = Optimum(self._prompts)
         for capacity in self._capacities:
             held = optimum.hits(capacity.num_blocks)
-            tokens = np.minimum(held * self._block_tokens, self._kept_lengths)
+            tokens = np.minimum(held * self._block_tokens, self._prompt_lengths)
             self._hits[OPTIMUM][capacity.name] = HitCount(int(held.sum()), int(tokens.sum()))
 
 

@@ -31,10 +31,10 @@ class TierOption:
     @classmethod
     def parse(cls, text: str) -> TierOption:
         """`disk=50GB,1.6GB/s`, `disk=50GB` or `disk=100000`. Raises ConfigError."""
-        found = re.fullmatch(r"\s*([A-Za-z]\w*)\s*=\s*([^,]+?)\s*(?:,\s*([^,]+?)\s*/\s*s\s*)?", text)
-        if found is None:
+        match = re.fullmatch(r"\s*([A-Za-z]\w*)\s*=\s*([^,]+?)\s*(?:,\s*([^,]+?)\s*/\s*s\s*)?", text)
+        if match is None:
             raise ConfigError(f"--tier {text!r} is no tier; write NAME=SIZE or NAME=SIZE,RATE: disk=50GB,1.6GB/s")
-        name, size, rate = found.groups()
+        name, size, rate = match.groups()
         return cls(name, size, None if rate is None else float(parse_with_unit(rate)))
 
     def capacity(self, block_tokens: int, kv_bytes_per_token: int | None) -> Capacity:
@@ -74,7 +74,7 @@ class TwoLevels:
         """Serve a request whose prompt has these blocks."""
         result, memory, tier = self.result, self._memory, self._tier
         result.num_blocks += len(keys)
-        found = 0
+        num_found = 0
         for key in keys:
             if key in memory:
                 result.memory_hits += 1
@@ -82,12 +82,12 @@ class TwoLevels:
                 result.tier_hits += 1
             else:
                 break
-            found += 1
+            num_found += 1
         for number, key in enumerate(keys):
             memory.use(key)
             if key in tier:
                 tier.use(key)
-            elif number >= found:  # blocks found in memory alone were not admitted when they were computed
+            elif number >= num_found:  # blocks found in memory alone were not admitted when they were computed
                 self._store(number, key)
         memory.shrink()
         tier.shrink()

@@ -1,36 +1,38 @@
-"""Requests in simulated time: the engine's scheduler and cache, a runner that only takes time, a clock that jumps.
+"""Replicas in simulated time: an engine whose steps take what a cost says, or one prompt after the other at a rate.
 
-Computes no tokens. The same `Scheduler` and `KVCacheManager` as in the engine make every decision: which requests run
-in a step, which blocks are hit or evicted, which requests are preempted. Sampled tokens are made up, so an answer is
-never part of a later prompt's hit. A replica can serve a recording in several orders (`Scheduling`).
+No tokens are computed. In a `Replica` the same `Scheduler` and `KVCacheManager` as in the engine make every decision:
+which requests run in a step, which blocks are hit or evicted, which requests are preempted. Sampled tokens are made up,
+so an answer is never part of a later prompt's hit. A `PromptReplica` has the engine's cache alone.
+
+A replica's clock is ahead of the simulation by at most a step. It reports what happens to a `Listener`, with the times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import BatchResult, Entries, Int64Array
-from foreword.cache import NO_EXTRA_KEYS, CacheLedger, KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache import CacheLedger, EventLog, KVCacheEvent, KVCacheManager, RadixIndex, TokenSequence
+from foreword.cluster import ReplicaSpec
 from foreword.config import SchedulerConfig
-from foreword.engine import Prompt, SimulatedScheduler, depth_first
+from foreword.engine import SimulatedScheduler
 from foreword.errors import ConfigError
-from foreword.replay.caches import PIECES, as_token_ids
+from foreword.replay.caches import ManagerCache, as_sequence
 from foreword.replay.capacity import is_latent, kv_bytes_per_token
 from foreword.replay.policies import make_policy
-from foreword.replay.trace import RecordedRequest, arrivals
+from foreword.replay.trace import RecordedRequest
 from foreword.request import Request, SamplingParams
 
-Routing = Literal["round_robin", "least_loaded", "prefix_aware"]
 Seconds = npt.NDArray[np.float64]
 PARAMS = SamplingParams()
-Scheduling = Literal["fcfs", "prefix", "dfs"]
-"""fcfs: order of arrival; prefix: the policy of that name; dfs: all requests come at once, and run depth-first over
-their tree, as `LLM.generate` orders prompts."""
+ANSWER_TOKENS_PER_S = 50.0
+"""Speed of an answer that a `PromptReplica` generates; its end is that of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,10 @@ def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
     value, rank = int(config.get("v_head_dim") or width // heads), config.get("q_lora_rank")
     queries = heads * (plain + turned)
     queries = width * queries if rank is None else int(rank) * (width + queries)
-    own = width * (latent + turned) + latent * heads * (plain + value) + heads * value * width
+    others = width * (latent + turned) + latent * heads * (plain + value) + heads * value * width
     if not is_latent(config):  # the same weights, and keys and values of each head
-        return queries + own, heads * (plain + turned + value)
-    return queries + own, heads * (2 * latent + turned)
+        return queries + others, heads * (plain + turned + value)
+    return queries + others, heads * (2 * latent + turned)
 
 
 class SimulatedRunner:
@@ -127,12 +129,12 @@ class SimulatedRunner:
         self.busy_s += seconds
         return BatchResult(np.zeros(len(entries), np.int64))
 
-    def run_decoding(self, num_computed: Int64Array, most: int, moment: float) -> int:
-        """Run steps that compute one token of each request, at most `most`; none begins at `moment` or later.
+    def run_decoding(self, num_computed: Int64Array, max_steps: int, moment: float) -> int:
+        """Run at most `max_steps` steps that compute one token of each request; none begins at `moment` or later.
 
         Returns the number of steps.
         """
-        seconds = self.cost.seconds_of_decoding(num_computed, most)
+        seconds = self.cost.seconds_of_decoding(num_computed, max_steps)
         times = np.cumsum(np.append(self.now, seconds))
         num_steps = int(times[:-1].searchsorted(moment))
         self.now = float(times[num_steps])
@@ -140,33 +142,90 @@ class SimulatedRunner:
         return num_steps
 
 
+class Listener(Protocol):
+    """Hears what a simulated replica does. Times are seconds since the recording began."""
+
+    def publish(self, events: Sequence[KVCacheEvent], at_s: float) -> None:
+        """The cache has changed."""
+
+    def note_first_token(self, request_id: str, started_s: float, cached_tokens: int, at_s: float) -> None:
+        """A request that first ran at `started_s` has its first token."""
+
+    def note_end(self, request_id: str, at_s: float) -> None:
+        """A request's answer is complete."""
+
+
 class Replica:
     """One engine's scheduler and cache on a simulated runner."""
 
     def __init__(
-        self, num_blocks: int, block_tokens: int, eviction_policy: str, config: SchedulerConfig, cost: StepCost
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        eviction_policy: str,
+        config: SchedulerConfig,
+        cost: StepCost,
+        listener: Listener | None = None,
+        *,
+        publishes: bool = False,
     ) -> None:
+        """`listener` None: nobody hears of it. `publishes`: it hears of the cache, too, which doubles the work."""
+        self._events = EventLog() if publishes else None
+        needs_ledger = self._events is not None or config.scheduling_policy == "prefix"
         self.manager = KVCacheManager(
             num_blocks,
             block_size=block_tokens,
             index=RadixIndex(num_blocks, block_tokens),
             eviction_policy=make_policy(eviction_policy, num_blocks),
-            ledger=CacheLedger(num_blocks) if config.scheduling_policy == "prefix" else None,
+            ledger=CacheLedger(num_blocks, events=self._events) if needs_ledger else None,
         )
         self.runner = SimulatedRunner(cost)
         self.scheduler = SimulatedScheduler(self.manager, config, clock=lambda: self.runner.now)
-        self.started: dict[str, float] = {}
-        """Time at which each request first ran."""
-        self.first_token: dict[str, float] = {}
-        self.num_waiting_tokens = 0
-        """Prompt tokens of requests that have no first token yet."""
-        self.num_generated = 0
+        self.spec = ReplicaSpec.of_engine(num_blocks, is_prefix_closed=True)
+        self.computed_tokens = self.generated_tokens = 0
+        self._listener = listener
+        self._started: dict[str, float] = {}
+        """When each request first ran that has no token yet."""
+
+    def __len__(self) -> int:
+        """The number of unfinished requests."""
+        return len(self.scheduler)
+
+    @property
+    def clock_s(self) -> float:
+        """The end of the last step."""
+        return self.runner.now
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it computed."""
+        return self.runner.busy_s
+
+    @property
+    def num_hits(self) -> int:
+        """Prompt tokens that were found."""
+        return self.manager.stats.hits
+
+    def make_request(self, recorded: RecordedRequest, number: int) -> Request:
+        """The request of a line."""
+        return make_request(recorded, number)
+
+    def rest_of(self, request: Request, *, has_answer: bool) -> Request:
+        """What another replica serves of a request that was lost here; `has_answer`: the client has its first token."""
+        num_answered = min(request.num_output_tokens, request.max_tokens - 1) if has_answer else 0
+        tokens = request.sequence.token_ids[: request.num_prompt_tokens + num_answered].copy()
+        sequence = TokenSequence(request.request_id, tokens, block_size=request.sequence.block_size)
+        return _request(sequence, request.max_tokens - num_answered)
+
+    def can_hold(self, request: Request) -> bool:
+        """Whether the request fits into the empty cache."""
+        length = request.num_prompt_tokens + request.max_tokens
+        return self.manager.can_ever_hold(length, self.scheduler.config.max_num_batched_tokens)
 
     def add(self, request: Request, now: float) -> None:
-        """Add a request. An idle replica's clock moves on to its arrival."""
+        """Queue a request. An idle replica's clock moves on to its arrival."""
         if not len(self.scheduler):
             self.runner.now = max(self.runner.now, now)
-        self.num_waiting_tokens += request.num_prompt_tokens
         self.scheduler.add(request)
 
     def run_until(self, moment: float) -> None:
@@ -176,12 +235,14 @@ class Replica:
 
     def _skip(self, moment: float) -> bool:
         """Run many steps at once if they need no decision; False, and no change, if the next one must be planned."""
-        most = self.scheduler.num_steady_steps()
-        if most < 1:
+        max_steps = self.scheduler.num_steady_steps()
+        if max_steps < 1:
             return False
-        num_steps = self.runner.run_decoding(self.scheduler.num_computed_tokens(), most, moment)
+        num_steps = self.runner.run_decoding(self.scheduler.num_computed_tokens(), max_steps, moment)
         self.scheduler.skip(num_steps)
-        self.num_generated += num_steps * self.scheduler.num_running
+        num_tokens = num_steps * self.scheduler.num_running
+        self.computed_tokens += num_tokens
+        self.generated_tokens += num_tokens
         return True
 
     def step(self) -> bool:
@@ -189,114 +250,30 @@ class Replica:
         entries = self.scheduler.schedule_entries()
         if not len(entries):
             return False
-        began = self.runner.now
-        self.scheduler.commit(entries, self.runner.run(entries))
-        self.num_generated += int(entries.samples.sum())
-        for number in entries.progress["is_new"].nonzero()[0].tolist():
-            request = entries.requests[number]
-            if request.request_id in self.first_token:
-                continue  # it was preempted
-            self.started.setdefault(request.request_id, began)
-            if entries.samples[number]:
-                self.first_token[request.request_id] = self.runner.now
-                self.num_waiting_tokens -= request.num_prompt_tokens
+        began_s = self.runner.now
+        advanced = self.scheduler.commit(entries, self.runner.run(entries))
+        self.computed_tokens += int((entries.ends - entries.starts).sum())
+        self.generated_tokens += int(entries.samples.sum())
+        if self._listener is not None:
+            if self._events is not None and (events := self._events.take()):
+                self._listener.publish([numbered.event for numbered in events], began_s)
+            self._report(entries, began_s, self._listener)
+            for request in advanced:
+                if request.finish_reason is not None:
+                    self._listener.note_end(request.request_id, self.runner.now)
         return True
 
-
-@dataclass(frozen=True, slots=True)
-class TimingOptions:
-    """The replicas that serve the recording."""
-
-    num_blocks: int
-    """KV blocks of each replica, each with as many tokens as the recording's blocks."""
-    cost: StepCost
-    num_replicas: int = 1
-    routing: Routing = "prefix_aware"
-    """round_robin; least_loaded: the replica with the fewest unfinished requests; prefix_aware: the replica that has to
-    compute the fewest tokens, without cached ones, before this request's first token."""
-    eviction_policy: str = "lru"
-    max_output_tokens: int | None = None
-    """Longest answer; longer ones are cut."""
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-
-    def __post_init__(self) -> None:
-        if self.num_replicas < 1:
-            raise ConfigError(f"num_replicas={self.num_replicas} is too small; use at least 1")
-        if self.routing not in get_args(Routing):
-            raise ConfigError(f"routing={self.routing!r} is unknown; use one of {', '.join(get_args(Routing))}")
-
-
-@dataclass(frozen=True, slots=True)
-class TimingReport:
-    """Results for the requests."""
-
-    requests: int
-    requests_refused: int
-    """Number of requests that are too large for a replica's cache."""
-    ttft_ms: dict[str, float]
-    """Arrival to first token: p50, p90, p99."""
-    queue_ms: dict[str, float]
-    """Arrival to first step, the same percentiles."""
-    hit_ratio: float
-    """Share of the prompt tokens that were not computed."""
-    generated_tokens_per_s: float
-    prompt_tokens_per_s: float
-    seconds: float
-    """Simulated seconds from the first arrival to the last token."""
-    busy_share: float
-    """Share of the replicas' time in which they computed."""
-
-
-def simulate_time(requests: Iterable[RecordedRequest], options: TimingOptions) -> TimingReport:
-    """Serve requests as they arrive.
-
-    Raises ConfigError for a recording without times.
-    """
-    replicas: list[Replica] = []
-    arrived: dict[str, float] = {}
-    num_refused = num_prompt_tokens = 0
-    for number, (now, recorded) in enumerate(arrivals(requests)):
-        if not replicas:
-            replicas = [
-                Replica(
-                    options.num_blocks, recorded.block_tokens, options.eviction_policy, options.scheduler, options.cost
-                )
-                for _ in range(options.num_replicas)
-            ]
-        request = make_request(recorded, number, options.max_output_tokens)
-        length = request.num_prompt_tokens + request.max_tokens
-        if not replicas[0].manager.can_ever_hold(length, options.scheduler.max_num_batched_tokens):
-            num_refused += 1
-            continue
-        for replica in replicas:
-            replica.run_until(now)
-        _route(replicas, request, options.routing, number).add(request, now)
-        arrived[request.request_id] = now
-        num_prompt_tokens += request.num_prompt_tokens
-    for replica in replicas:
-        replica.run_until(float("inf"))
-    return report_of(replicas, arrived, num_prompt_tokens, num_refused)
-
-
-def report_of(
-    replicas: Sequence[Replica], arrived: Mapping[str, float], num_prompt_tokens: int, num_refused: int
-) -> TimingReport:
-    """The results of replicas that have answered everything. `arrived`: seconds by request id."""
-    first = {name: at for replica in replicas for name, at in replica.first_token.items()}
-    started = {name: at for replica in replicas for name, at in replica.started.items()}
-    seconds = max([replica.runner.now for replica in replicas], default=0.0) - min(arrived.values(), default=0.0)
-    hits = sum(replica.manager.stats.hits for replica in replicas)
-    return TimingReport(
-        requests=len(arrived),
-        requests_refused=num_refused,
-        ttft_ms=_percentiles([first[name] - at for name, at in arrived.items()]),
-        queue_ms=_percentiles([started[name] - at for name, at in arrived.items()]),
-        hit_ratio=hits / max(1, num_prompt_tokens),
-        generated_tokens_per_s=sum(replica.num_generated for replica in replicas) / max(seconds, 1e-9),
-        prompt_tokens_per_s=num_prompt_tokens / max(seconds, 1e-9),
-        seconds=seconds,
-        busy_share=sum(replica.runner.busy_s for replica in replicas) / max(seconds * len(replicas), 1e-9),
-    )
+    def _report(self, entries: Entries, began_s: float, listener: Listener) -> None:
+        """Report the first tokens of a step."""
+        for number in entries.progress["is_new"].nonzero()[0].tolist():
+            request, has_token = entries.requests[number], bool(entries.samples[number])
+            if request.num_output_tokens > has_token:
+                continue  # it was preempted
+            started_s = self._started.setdefault(request.request_id, began_s)
+            if has_token:
+                del self._started[request.request_id]
+                cached = request.num_cached_tokens
+                listener.note_first_token(request.request_id, started_s, cached, self.runner.now)
 
 
 def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int | None = None) -> Request:
@@ -304,87 +281,92 @@ def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int 
     of_block = ((recorded.keys >> np.uint64(33)) & np.uint64(2**31 - 1)).astype(np.int32)
     tokens: npt.NDArray[np.int32] = np.repeat(of_block, recorded.block_tokens)[: recorded.num_prompt_tokens]
     tail = np.full(recorded.num_prompt_tokens - len(tokens), number, np.int32)  # tokens of a block without a key
-    tokens = np.concatenate((tokens, tail))
+    sequence = TokenSequence(str(number), np.concatenate((tokens, tail)), block_size=recorded.block_tokens)
     num_output = max(1, recorded.num_output_tokens)
-    request = Request(
-        TokenSequence(str(number), tokens, block_size=recorded.block_tokens),
-        PARAMS,
-        max_tokens=min(num_output, max_output_tokens) if max_output_tokens else num_output,
-    )
-    request.metrics.arrival_time = 0.0
+    max_tokens = min(num_output, max_output_tokens) if max_output_tokens else num_output
+    return _request(sequence, max_tokens)
+
+
+def _request(sequence: TokenSequence, max_tokens: int) -> Request:
+    request = Request(sequence, PARAMS, max_tokens=max_tokens)
+    request.metrics.arrival_time = 0.0  # not that of this machine's clock
     return request
 
 
-def _route(replicas: list[Replica], request: Request, routing: Routing, number: int) -> Replica:
-    if routing == "round_robin" or len(replicas) == 1:
-        return replicas[number % len(replicas)]
-    if routing == "least_loaded":
-        return min(replicas, key=lambda replica: len(replica.scheduler))
-    return min(
-        replicas,
-        key=lambda replica: (
-            replica.num_waiting_tokens - replica.manager.get_computed_blocks(request.sequence).num_tokens,
-            len(replica.scheduler),
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class PromptRates:
+    """A step is a whole prompt at a rate; answers are generated beside it and delay nobody."""
+
+    tokens_per_s: tuple[float, ...]
+    """Prefill rates; replica i has number i modulo their number."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens_per_s or not all(0 < rate < float("inf") for rate in self.tokens_per_s):
+            raise ConfigError(f"tokens_per_s={self.tokens_per_s} are no rates; use numbers above 0")
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    found = np.percentile(np.array(seconds) * 1000, (50, 90, 99)).round(2).tolist()
-    return dict(zip(("p50", "p90", "p99"), found, strict=True))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    request_id: str
+    sequence: TokenSequence
+    recorded: RecordedRequest
 
 
-def simulate_scheduling(
-    requests: Iterable[RecordedRequest], scheduling: Scheduling, options: TimingOptions
-) -> TimingReport:
-    """Serve requests in one of these orders, on one replica.
+class PromptReplica:
+    """Computes one prompt after the other at a rate, and looks for a hit when it begins one. As `Replica` elsewhere."""
 
-    Under dfs nobody waits for arrivals, so first tokens count from the start. Raises ConfigError for a recording
-    without times, unless under dfs.
-    """
-    if scheduling == "dfs":
-        return _serve_sorted(list(requests), options)
-    return simulate_time(requests, replace(options, scheduler=replace(options.scheduler, scheduling_policy=scheduling)))
+    def __init__(
+        self, num_blocks: int, eviction_policy: str, rates: PromptRates, place: int, listener: Listener
+    ) -> None:
+        """`place`: which of the rates it has."""
+        self._events = EventLog()
+        self._cache = ManagerCache(num_blocks, eviction_policy, CacheLedger(num_blocks, events=self._events))
+        self._rate = rates.tokens_per_s[place % len(rates.tokens_per_s)]
+        self._listener = listener
+        self._waiting: deque[_Prompt] = deque()
+        self.clock_s = 0.0
+        """The end of the newest prompt that it has begun."""
+        self.spec = ReplicaSpec(num_blocks, self._rate, is_prefix_closed=True)
+        self.busy_s = 0.0
+        self.num_hits = 0
+        """Blocks that were found."""
+        self.computed_tokens = self.generated_tokens = 0
 
+    def __len__(self) -> int:
+        return len(self._waiting)
 
-def at_load(requests: Iterable[RecordedRequest], load: float) -> Iterable[RecordedRequest]:
-    """The same requests, `load` times as fast one after the other."""
-    for request in requests:
-        at = request.timestamp_ms
-        yield request if at is None else request._replace(timestamp_ms=at / load)
+    def make_request(self, recorded: RecordedRequest, number: int) -> _Prompt:
+        return _Prompt(str(number), as_sequence(recorded), recorded)
 
+    def rest_of(self, request: _Prompt, *, has_answer: bool) -> _Prompt:
+        return request
 
-def check_load(load: float) -> None:
-    """Raise ConfigError for a load that is no positive number."""
-    if not 0.0 < load < float("inf"):
-        raise ConfigError(f"--load {load} is no factor; use a number above 0, such as 1.5")
+    def can_hold(self, request: _Prompt) -> bool:
+        return len(request.recorded.keys) <= self._cache.capacity
 
+    def add(self, request: _Prompt, now: float) -> None:
+        if not self._waiting:
+            self.clock_s = max(self.clock_s, now)
+        self._waiting.append(request)
 
-def sorted_depth_first(requests: Sequence[RecordedRequest]) -> list[int]:
-    """The numbers of the requests, depth-first over their tree of prefixes."""
-    prompts = [Prompt(as_token_ids(request), None, NO_EXTRA_KEYS) for request in requests]
-    return depth_first(prompts, PIECES, lambda _: 0)
+    def run_until(self, moment: float) -> None:
+        while self.clock_s <= moment and self.step():
+            pass
 
-
-def _serve_sorted(requests: Sequence[RecordedRequest], options: TimingOptions) -> TimingReport:
-    replica = Replica(
-        options.num_blocks, requests[0].block_tokens, options.eviction_policy, options.scheduler, options.cost
-    )
-    most_queued = 2 * options.scheduler.max_num_seqs  # requests hold their tokens, so not all are made at once
-    arrivals: dict[str, float] = {}
-    num_refused = num_prompt_tokens = 0
-    for number in sorted_depth_first(requests):
-        request = make_request(requests[number], number, options.max_output_tokens)
-        length = request.num_prompt_tokens + request.max_tokens
-        if not replica.manager.can_ever_hold(length, options.scheduler.max_num_batched_tokens):
-            num_refused += 1
-            continue
-        while len(replica.scheduler) >= most_queued:
-            replica.step()
-        replica.add(request, 0.0)
-        arrivals[request.request_id] = 0.0
-        num_prompt_tokens += request.num_prompt_tokens
-    replica.run_until(float("inf"))
-    return report_of([replica], arrivals, num_prompt_tokens, num_refused)
+    def step(self) -> bool:
+        if not self._waiting:
+            return False
+        request, began_s = self._waiting.popleft(), self.clock_s
+        recorded = request.recorded
+        num_held = self._cache.admit_sequence(request.sequence)
+        self._listener.publish([numbered.event for numbered in self._events.take()], began_s)
+        cached = min(recorded.tokens_of(num_held), recorded.num_prompt_tokens - 1)
+        num_computed = recorded.num_prompt_tokens - cached
+        self.clock_s = began_s + num_computed / self._rate
+        self.busy_s += self.clock_s - began_s
+        self.num_hits += num_held
+        self.computed_tokens += num_computed
+        self.generated_tokens += recorded.num_output_tokens
+        self._listener.note_first_token(request.request_id, began_s, cached, self.clock_s)
+        self._listener.note_end(request.request_id, self.clock_s + recorded.num_output_tokens / ANSWER_TOKENS_PER_S)
+        return True

@@ -61,10 +61,10 @@ class LineFile:
         self._packer = packer
 
     def _append(self, data: bytes) -> None:
-        left = memoryview(data)
+        unwritten = memoryview(data)
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError:
             with suppress(OSError):  # a pipe cannot be cut back
                 self._file.truncate(self._num_bytes)
@@ -168,8 +168,8 @@ class TraceReader:
             if self.num_requests == self._max_requests:
                 return
         if not self.num_requests:
-            found = f": {self.malformed[0]}" if self.malformed else "; give a file with one JSON object per line"
-            raise TraceError(f"trace {str(self.file)!r} holds no requests{found}")
+            why = f": {self.malformed[0]}" if self.malformed else "; give a file with one JSON object per line"
+            raise TraceError(f"trace {str(self.file)!r} holds no requests{why}")
 
     def _requests(self) -> Iterator[RecordedRequest]:
         """Read some lines ahead and compute their ids and keys together, which is much faster."""

@@ -27,6 +27,7 @@ from foreword.replay.trace import TraceReader
 from foreword.server.watch.dashboard import figure_texts, more_memory
 from foreword.server.watch.watcher import Report, Watcher
 from live_server import wait_until
+from polling import poll_until
 from server.dashboard.test_dashboard import BUILD, browser, needs_browser
 
 __all__ = ["browser"]
@@ -53,7 +54,7 @@ BATCHES: list[tuple[float, tuple[KVCacheEvent, ...]]] = [
 
 
 def watch_batches(publisher: RawPublisher, watcher: Watcher, subscriber: Subscriber) -> Report:
-    assert subscriber.poll_until(lambda _: publisher.has_consumer())
+    assert poll_until(subscriber, lambda _: publisher.has_consumer())
     for time_s, events in BATCHES:
         publisher.send(time_s, *events)
     deadline = time.monotonic() + 30
@@ -133,7 +134,7 @@ def test_a_recording_replays_to_what_the_engine_found(tmp_path: Path, hashes: st
             Subscriber(reachable(told["kv_events"]), snapshot=told["kv_events_snapshot"]) as subscriber,
             closing(Watcher(subscriber, record=file)) as watcher,
         ):
-            assert subscriber.poll_until(lambda one: one.is_exact)
+            assert poll_until(subscriber, lambda one: one.is_exact)
             for _ in range(8):
                 engine.work(10)
             wanted = len(engine.held())

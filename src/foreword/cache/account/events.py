@@ -9,6 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
 
 from foreword.cache.keys.hashing import BlockHash
 from foreword.errors import EventsLostError
@@ -96,6 +99,38 @@ def _num_blocks(event: KVCacheEvent) -> int:
     return 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
 
 
+class HeldBlock(NamedTuple):
+    """A findable block, as events report it."""
+
+    parent: BlockHash | None
+    tokens: bytes
+    """As int32."""
+    lora_name: str | None
+    extra_keys: tuple[str, ...]
+    block_size: int
+
+
+HeldBlocks = dict[BlockHash, HeldBlock]
+
+
+def apply_event(groups: dict[int, HeldBlocks], event: KVCacheEvent) -> None:
+    """Change the findable blocks of each group as the next event says. Raises KeyError for a removal of others."""
+    match event:
+        case BlockStored():
+            held = groups.setdefault(event.group_idx, {})
+            tokens, parent = np.array(event.token_ids, np.int32).tobytes(), event.parent_block_hash
+            size, width = event.block_size, 4 * event.block_size
+            for at, key in enumerate(event.block_hashes):
+                extra = event.extra_keys[at] if event.extra_keys else ()
+                held[key] = HeldBlock(parent, tokens[at * width : (at + 1) * width], event.lora_name, extra, size)
+                parent = key
+        case BlockRemoved():
+            for key in event.block_hashes:
+                del groups[event.group_idx][key]
+        case AllBlocksCleared():
+            groups.clear()
+
+
 class PrefixMirror:
     """The findable prefixes of a remote cache, rebuilt from its events.
 
@@ -103,8 +138,7 @@ class PrefixMirror:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[BlockHash, tuple[int, ...]]] = {}
-        """The tokens of each findable block, by group."""
+        self._held: dict[int, HeldBlocks] = {}
         self._next_number = 0
 
     def apply(self, events: Iterable[NumberedEvent]) -> None:
@@ -121,16 +155,7 @@ class PrefixMirror:
                     "with the event of that reset, and take events more often"
                 )
             self._next_number = numbered.number + 1
-            match numbered.event:
-                case BlockStored(group_idx=group) as stored:
-                    tokens, size = stored.token_ids, stored.block_size
-                    block_tokens = (tokens[start : start + size] for start in range(0, len(tokens), size))
-                    self._held.setdefault(group, {}).update(zip(stored.block_hashes, block_tokens, strict=True))
-                case BlockRemoved(group_idx=group) as removed:
-                    for key in removed.block_hashes:
-                        del self._held[group][key]
-                case AllBlocksCleared():
-                    self._held.clear()
+            apply_event(self._held, numbered.event)
 
     def held_keys(self, group: int = 0) -> set[BlockHash]:
         """The findable keys of one group (a copy)."""
@@ -138,7 +163,7 @@ class PrefixMirror:
 
     def tokens_of(self, key: BlockHash, group: int = 0) -> tuple[int, ...]:
         """The tokens of the block with this key. Raises KeyError if it is not findable."""
-        return self._held[group][key]
+        return tuple(np.frombuffer(self._held[group][key].tokens, np.int32).tolist())
 
     def num_hit_blocks(self, block_hashes: Sequence[BlockHash], group: int = 0) -> int:
         """The number of leading blocks of a sequence that are findable in the remote cache."""

@@ -1,4 +1,4 @@
-"""Many replicas in simulated time: every request is served once, by the rule, with what routers know."""
+"""Requests in simulated time: every request is served once, by the rule, with what routers know."""
 
 import json
 from dataclasses import replace
@@ -10,13 +10,16 @@ import pytest
 from foreword.cli import main
 from foreword.errors import ConfigError
 from foreword.replay.caches import LruCache
-from foreword.replay.cluster import RULES, ClusterOptions, ClusterSimulation, FleetChange
 from foreword.replay.keys import as_content_ids, chain
+from foreword.replay.rules import RULES
+from foreword.replay.serving import FleetChange, ServingOptions, ServingSimulation
+from foreword.replay.timing import PromptRates, StepCost
 from foreword.replay.trace import RecordedRequest, TraceReader
 from replay.workloads import agents, chat, noise, templates
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation_trace.jsonl"
-OPTIONS = ClusterOptions(num_blocks=150, tokens_per_s=(8000.0,), num_replicas=4)
+OPTIONS = ServingOptions(150, PromptRates((8000.0,)), num_replicas=4)
+STEPS = replace(OPTIONS, cost=StepCost(1e6, 1e9, 100.0, 0.1, 1e5, 10.0))
 
 
 def recorded(count=400, spacing_s=0.006, seed=0):
@@ -29,13 +32,15 @@ def recorded(count=400, spacing_s=0.006, seed=0):
 
 
 def serve(trace, options=OPTIONS, **changes):
-    return ClusterSimulation(replace(options, **changes)).serve(trace)
+    return ServingSimulation(replace(options, **changes)).serve(trace)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_serves_every_request_once(rule):
     trace = recorded(150)
     report = serve(trace, routing=rule)
+    with_steps = serve(trace, STEPS, routing=rule)
+    assert (with_steps.requests, with_steps.degraded) == (len(trace), 0)
     assert (report.requests, report.requests_refused, report.requests_retried) == (len(trace), 0, 0)
     assert 0 < report.hit_ratio < 1
     assert report.ttft_s["p50"] <= report.ttft_s["p99"]
@@ -95,7 +100,7 @@ def tool_agents(rng, count):
 
 
 def ratio_to_the_better_rival(trace, **changes):
-    options = ClusterOptions(num_blocks=20_000, tokens_per_s=(6000.0,), num_replicas=8)
+    options = ServingOptions(20_000, PromptRates((6000.0,)), num_replicas=8)
     ours, *others = (serve(trace, options, routing=rule, **changes) for rule in ("cost", "first_token", "bounded_hash"))
     return ours.mean_ttft_s / min(other.mean_ttft_s for other in others), ours
 
@@ -149,7 +154,7 @@ def test_routers_that_share_reservations_wait_less_than_routers_that_do_not():
 def test_routers_that_take_turns_decide_a_burst_almost_as_well_as_one():
     """All requests of two seconds arrive at one moment, as in recordings with coarse times."""
     trace = [one._replace(timestamp_ms=one.timestamp_ms // 2000 * 2000) for one in recorded(spacing_s=0.2)]
-    slow = replace(OPTIONS, tokens_per_s=(300.0,))
+    slow = replace(OPTIONS, cost=PromptRates((300.0,)))
     alone = serve(trace, slow)
     in_turn = serve(trace, slow, num_routers=3)
     blind = serve(trace, slow, num_routers=3, turn_s=0.0)
@@ -164,12 +169,13 @@ def test_requests_of_a_replica_that_dies_are_served_elsewhere_and_a_new_one_take
         FleetChange(1.6, "replica-2", joins=True),
         FleetChange(1.7, "replica-4", joins=True),
     )
-    for routers in (1, 3):
-        simulation = ClusterSimulation(replace(OPTIONS, changes=changes, num_routers=routers))
+    for options, routers in ((OPTIONS, 1), (OPTIONS, 3), (STEPS, 3)):
+        simulation = ServingSimulation(replace(options, changes=changes, num_routers=routers))
         report = simulation.serve(trace)
         assert report.requests == len(trace)
         assert report.requests_retried > 0
-        assert set(simulation._computed) == {f"replica-{n}" for n in range(5)}
+        assert report.requests_resumed > 0
+        assert set(simulation.computed_tokens()) == {f"replica-{n}" for n in range(5)}
         for core in simulation.cores:
             assert core.export_load().updates == ()
             core.check_integrity([])
@@ -187,9 +193,9 @@ def test_requests_wait_where_there_is_no_replica_until_one_joins():
 
 
 def test_a_faster_replica_computes_more():
-    simulation = ClusterSimulation(replace(OPTIONS, tokens_per_s=(12000.0, 4000.0)))
+    simulation = ServingSimulation(replace(OPTIONS, cost=PromptRates((12000.0, 4000.0))))
     simulation.serve(recorded(spacing_s=0.005))
-    computed = simulation._computed
+    computed = simulation.computed_tokens()
     assert computed["replica-0"] + computed["replica-2"] > 1.8 * (computed["replica-1"] + computed["replica-3"])
 
 
@@ -212,7 +218,7 @@ def test_mistakes_are_refused():
     with pytest.raises(ConfigError, match="num_routers=0"):
         serve([], num_routers=0)
     with pytest.raises(ConfigError, match=r"tokens_per_s=\(0.0,\)"):
-        serve([], tokens_per_s=(0.0,))
+        PromptRates((0.0,))
     with pytest.raises(ConfigError, match="replica 'nobody' cannot die"):
         serve(recorded(50), changes=(FleetChange(0.1, "nobody", joins=False),))
 
@@ -221,10 +227,10 @@ def test_mistakes_are_refused():
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded trace is not here")
 def test_the_recording_whose_prompts_all_begin_alike_does_not_go_to_one_replica():
     trace = list(TraceReader(MOONCAKE, max_requests=1200))
-    ours = serve(trace, num_blocks=3750, tokens_per_s=(6000.0,), num_replicas=8)
+    ours = serve(trace, num_blocks=3750, cost=PromptRates((6000.0,)), num_replicas=8)
     assert len({int(request.keys[0]) for request in trace}) == 1
     assert ours.work_max_over_mean < 1.3
-    least = serve(trace, num_blocks=3750, tokens_per_s=(6000.0,), num_replicas=8, routing="round_robin")
+    least = serve(trace, num_blocks=3750, cost=PromptRates((6000.0,)), num_replicas=8, routing="round_robin")
     assert ours.hit_ratio > 1.5 * least.hit_ratio
     assert ours.mean_ttft_s < 0.6 * least.mean_ttft_s
 
@@ -281,7 +287,6 @@ def test_the_command_serves_a_recording_by_the_core(file, capsys):
     [
         (["--prefill-rate", "fast"], "'fast'"),
         (["--prefill-rate", "1e3", "--flops", "1e9"], "two models of time"),
-        (["--prefill-rate", "1e3", "--routing", "least_loaded"], "routing='least_loaded' is unknown"),
         (["--prefill-rate", "1e3", "--fleet", "3:replica-1"], "not understood at '3:replica-1'"),
         (["--prefill-rate", "1e3", "--fleet", "x:-replica-1"], "'x'"),
         (["--prefill-rate", "1e3", "--replicas", "0"], "num_replicas=0"),

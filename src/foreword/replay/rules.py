@@ -1,0 +1,162 @@
+"""Rules that send a request to a replica: other routers' rules, to be compared with ours on equal traffic.
+
+A rule is a cost of each replica. The rivals' are written from their published descriptions. All of them get exact and
+fresh knowledge of caches and load, including requests under way, which their own systems estimate, poll or lack: the
+comparison is kind to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from foreword.cache.block_ids import Int64Array
+from foreword.cluster import Fleet, Rule
+from foreword.cluster.reuse_ages import FloatArray
+from foreword.cluster.ring import HashRing
+from foreword.errors import ConfigError
+
+COST = "cost"
+"""Our own rule, that of `RoutingCore`."""
+
+
+def first_token(fleet: Fleet) -> FloatArray:
+    """The least predicted time to the first token: what the replica has to do, and what it lacks of the prompt."""
+    costs: FloatArray = fleet.backlog_s + fleet.prefill_s
+    return costs
+
+
+class BoundedHash:
+    """Consistent hashing with bounded loads of the session or the stable boundary (`ring.py`), a quarter of slack."""
+
+    def __init__(self, slack: float = 0.25) -> None:
+        self._slack = slack
+        self._ring, self._num_slots = HashRing(), 0
+
+    def __call__(self, fleet: Fleet) -> FloatArray:
+        for slot in range(self._num_slots, len(fleet.usable)):
+            self._ring.add(str(slot), slot)
+            self._num_slots += 1
+        costs = np.full(len(fleet.usable), np.inf)
+        costs[self._ring.find(fleet.request.affinity(), fleet.usable, fleet.num_waiting, self._slack)] = 0.0
+        return costs
+
+
+class RoundRobin:
+    """One replica after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, fleet: Fleet) -> FloatArray:
+        order = (np.arange(len(fleet.usable)) - self._next) % len(fleet.usable)
+        costs: FloatArray = np.where(fleet.usable, order, np.inf)
+        self._next = int(costs.argmin()) + 1
+        return costs
+
+
+class PowerOfTwo:
+    """The shorter queue of two random replicas."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, fleet: Fleet) -> FloatArray:
+        usable = np.flatnonzero(fleet.usable)
+        two = self._rng.choice(usable, min(2, len(usable)), replace=False)
+        costs = np.full(len(fleet.usable), np.inf)
+        costs[two] = fleet.num_waiting[two]
+        return costs
+
+
+class RayPrefix:
+    """Ray Serve LLM's PrefixCacheAffinityRouter: the longest match, among equals the shortest queue.
+
+    Matches below a tenth of the prompt go to the smallest tree. Power of two decides if queues differ by more than
+    `threshold` requests. Ray's code has an infinite threshold, its documentation 10.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._power_of_two = PowerOfTwo()
+
+    def __call__(self, fleet: Fleet) -> FloatArray:
+        queues = fleet.num_waiting[fleet.usable]
+        if queues.max() - queues.min() > self._threshold:
+            return self._power_of_two(fleet)
+        matched = fleet.hit_blocks[fleet.usable].max()
+        if matched < 0.1 * len(fleet.request.keys):
+            return _shortest_queue(fleet, fleet.num_blocks - fleet.free_blocks)
+        return _shortest_queue(fleet, -fleet.hit_blocks)
+
+
+def sglang_cache_aware(fleet: Fleet) -> FloatArray:
+    """SGLang's gateway, `cache_aware`: the longest match if it is more than half of the prompt, else the smallest tree.
+
+    The shortest queue is chosen if the longest has more than 32 requests more and is more than 1.1 times as long.
+    """
+    queues = fleet.num_waiting[fleet.usable]
+    longest, shortest = int(queues.max()), int(queues.min())
+    if longest - shortest > 32 and longest > 1.1 * shortest:
+        return fleet.num_waiting.astype(np.float64)
+    if fleet.hit_blocks[fleet.usable].max() > 0.5 * len(fleet.request.keys):
+        return _shortest_queue(fleet, -fleet.hit_blocks)
+    return _shortest_queue(fleet, fleet.num_blocks - fleet.free_blocks)
+
+
+def llm_d(fleet: Fleet) -> FloatArray:
+    """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue.
+
+    Of four readings of "free share" (nothing, blocks held, prompts open, prompts waiting) the last waited least.
+    """
+    matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
+    used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
+    queues = fleet.num_waiting[fleet.usable]
+    shortest, spread = int(queues.min()), max(1, int(queues.max() - queues.min()))
+    score: FloatArray = 2 * matched + (1 - used) + (1 - (fleet.num_waiting - shortest) / spread)
+    return -score
+
+
+def dynamo(fleet: Fleet) -> FloatArray:
+    """NVIDIA Dynamo's cost: what is to be prefilled, prompts under way included.
+
+    Blocks that decode are left out: at rates of prefill they delay nobody, and with them the rule waits longer.
+    """
+    costs: FloatArray = fleet.waiting_tokens + fleet.computed_tokens
+    return costs
+
+
+def least_loaded(fleet: Fleet) -> FloatArray:
+    """The fewest unfinished requests."""
+    return fleet.num_open.astype(np.float64)
+
+
+def _shortest_queue(fleet: Fleet, first: Int64Array) -> FloatArray:
+    """Orders replicas by `first`, and equal ones by their queues."""
+    costs: FloatArray = first + fleet.num_waiting / (1.0 + fleet.num_waiting.max())
+    return costs
+
+
+_RULES: dict[str, Callable[[], Rule | None]] = {
+    COST: lambda: None,
+    "first_token": lambda: first_token,
+    "bounded_hash": BoundedHash,
+    "round_robin": RoundRobin,
+    "power_of_two": PowerOfTwo,
+    "ray": lambda: RayPrefix(float("inf")),
+    "ray_10": lambda: RayPrefix(10),
+    "sglang": lambda: sglang_cache_aware,
+    "llm_d": lambda: llm_d,
+    "dynamo": lambda: dynamo,
+    "prefix_aware": lambda: dynamo,
+    "least_loaded": lambda: least_loaded,
+}
+RULES = tuple(_RULES)
+
+
+def make_rule(name: str) -> Rule | None:
+    """A rule by its name, with a state of its own; None: the core's own rule. Raises ConfigError if unknown."""
+    if name not in _RULES:
+        raise ConfigError(f"routing={name!r} is unknown; use one of {', '.join(RULES)}")
+    return _RULES[name]()
