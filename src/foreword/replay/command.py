@@ -270,8 +270,8 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prefill-rate",
         metavar="TOKENS/s",
-        help="in place of --flops, a replica computes one prompt after the other, with this number of prompt tokens per "
-        "second; of several rates, such as 6000,3000, each replica takes the next",
+        help="in place of --flops, a replica computes one prompt after the other, with this number of prompt tokens "
+        "per second; of several rates, such as 6000,3000, each replica takes the next",
     )
     group.add_argument(
         "--replicas",
