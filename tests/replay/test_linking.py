@@ -196,6 +196,7 @@ def test_bytes_are_those_of_a_models_kv(ragpulse: Path, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         (["--policy", "lru"], "--policy has no meaning for a trace of chunks"),
+        (["--prefill-rate", "9000"], "--prefill-rate has no meaning for a trace of chunks"),
         (["--block-tokens", "16"], "--block-tokens has no meaning"),
         (["--tier", "disk=5"], "--tier has no meaning"),
         (["--link", "all"], "--link 'all' is unknown"),

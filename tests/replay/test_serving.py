@@ -213,6 +213,8 @@ def test_prompts_larger_than_a_pool_are_refused():
 def test_mistakes_are_refused():
     with pytest.raises(ConfigError, match="no arrival times"):
         serve([recorded(1)[0]._replace(timestamp_ms=None)])
+    with pytest.raises(ConfigError, match=r"'replica-1' cannot join at .* there is one of this name"):
+        serve(recorded(100), changes=(FleetChange(0.5, "replica-1", joins=True),))
     with pytest.raises(ConfigError, match="routing='best' is unknown"):
         serve([], routing="best")
     with pytest.raises(ConfigError, match="num_routers=0"):

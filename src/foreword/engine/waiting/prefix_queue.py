@@ -60,7 +60,8 @@ class Family:
         """Blocks of the beginning that are cached."""
         self.oldest = oldest
         """The member that is served first."""
-        self.members = {oldest}
+        self.members = {oldest: None}
+        """In the order in which they came: a set's would hang on addresses."""
         self.version = GONE
         """A number of its own for each oldest member that it had; GONE once it has no members."""
         self.passed_in = -1
@@ -69,13 +70,13 @@ class Family:
         """The members but the oldest, and some that have left."""
 
     def add(self, request: Request) -> None:
-        self.members.add(request)
+        self.members[request] = None
         if request.service_key < self.oldest.service_key:
             request, self.oldest = self.oldest, request
         heapq.heappush(self._by_age, (request.service_key, request))
 
     def remove(self, request: Request) -> None:
-        self.members.remove(request)
+        del self.members[request]
         if request is self.oldest and self.members:
             while (following := heapq.heappop(self._by_age)[1]) not in self.members:
                 pass
@@ -97,9 +98,9 @@ class WaitingPrefixes:
         self._keys: dict[Request, Sequence[BlockHash]] = {}
         """The keys of each prompt's blocks; none if it must not be looked up."""
         self._families: dict[tuple[FamilyLane, Name], Family] = {}
-        self._by_missing: dict[BlockHash, set[Family]] = {}
+        self._by_missing: dict[BlockHash, dict[Family, None]] = {}
         """First missing block -> families."""
-        self._by_last: dict[BlockHash, set[Family]] = {}
+        self._by_last: dict[BlockHash, dict[Family, None]] = {}
         """Last cached block -> families."""
 
     def __contains__(self, request: Request) -> bool:
@@ -134,7 +135,7 @@ class WaitingPrefixes:
     def stored(self, keys: Sequence[BlockHash]) -> None:
         """These blocks are found from now on."""
         if self._by_missing:
-            for family in {family for key in keys for family in self._by_missing.get(key, ())}:
+            for family in dict.fromkeys(family for key in keys for family in self._by_missing.get(key, ())):
                 self._spread(family)
 
     def gone(self, keys: Iterable[BlockHash]) -> None:
@@ -210,7 +211,7 @@ class WaitingPrefixes:
     def _enter(self, family: Family) -> None:
         self._families[family.lane, family.name] = family
         for table, key in self._entries(family):
-            table.setdefault(key, set()).add(family)
+            table.setdefault(key, {})[family] = None
 
     def _drop(self, family: Family) -> None:
         """Forget a family, whose oldest member is still known."""
@@ -218,11 +219,11 @@ class WaitingPrefixes:
         family.version = GONE
         for table, key in self._entries(family):
             families = table[key]
-            families.remove(family)
+            del families[family]
             if not families:
                 del table[key]
 
-    def _entries(self, family: Family) -> Iterator[tuple[dict[BlockHash, set[Family]], BlockHash]]:
+    def _entries(self, family: Family) -> Iterator[tuple[dict[BlockHash, dict[Family, None]], BlockHash]]:
         """The tables that have a family, and its key in each."""
         keys, at = self._keys[family.oldest], family.num_cached
         if at < len(keys):
