@@ -24,7 +24,7 @@ PIN = "pin"
 
 @dataclass(frozen=True, slots=True)
 class EntryWish:
-    """What an owner asks to be kept, besides the prefix."""
+    """How an owner wants a prefix to be kept: how long, on which budget, and under which name."""
 
     until: float
     owner: str | None = None
@@ -34,7 +34,7 @@ class EntryWish:
     name: str | None = None
     """Its name; None: the same prefix of the same owner and source is the same entry."""
     refresh_s: float | None = None
-    """Seconds that a request which begins with the whole entry keeps it from then on; None: use prolongs nothing."""
+    """A request that begins with the whole entry keeps it for these seconds from then on; None: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CacheEntry:
     """Tokens from its beginning that are kept: fewer if the budget did not cover it, or if blocks were needed."""
     until: float
     refresh_s: float | None = None
-    """Time that a use keeps it from then on."""
+    """Seconds for which a use keeps it from then on; None: a use does not prolong it."""
     last_key: BlockHash | None = None
     """The key of its last whole block; None if it has none."""
     lacks_budget: bool = False
@@ -60,7 +60,7 @@ class CacheEntry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything is kept but the part of a block at its end."""
+        """Whether all its whole blocks are kept; a partial block at its end does not count."""
         return self.num_kept_tokens >= self.num_whole_tokens
 
 

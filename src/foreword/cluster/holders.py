@@ -74,8 +74,8 @@ class HolderIndex:
     def depths(self, keys: list[Key], among: int, num_slots: int, closed: bool = False) -> Int64Array:
         """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit `among` lacks.
 
-        `closed` promises that who holds a block holds all blocks before it. A search then takes the place of the walk,
-        unless replicas end at very many depths.
+        `closed` promises that a replica with a block has all blocks before it. Then a search replaces the walk, unless
+        replicas end at very many depths.
         """
         depths = np.zeros(num_slots, np.int64)
         slots: list[int] = []
@@ -110,12 +110,12 @@ class HolderIndex:
         return depths
 
     def _levels(self, keys: list[Key], among: int, closed: bool) -> Iterable[tuple[int, int]]:
-        """Each depth at which replicas end, and those that reach it; the deepest first."""
+        """Each depth at which replicas end, with the replicas that reach it; the deepest first."""
         levels = self._search(keys, among) if closed else None
         return self._walk(keys, among) if levels is None else levels
 
     def _walk(self, keys: list[Key], among: int) -> Iterator[tuple[int, int]]:
-        """`_levels`, of any replicas."""
+        """`_levels` for any replicas."""
         masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
         masks.reverse()  # an AND only clears bits, so these numbers ascend
         at = 0
@@ -166,7 +166,7 @@ class CopiedRun(NamedTuple):
     begin: int
     end: int
     keys: list[Key]
-    """Of the source's blocks, from its first one to the one that holds the run's last token."""
+    """Keys of the source's blocks, from its first one to the one that holds the run's last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ class SourceHits:
     pending: npt.NDArray[np.bool_]
     """Whether the run reaches beyond what the replica has of the prompt, [runs, slots]."""
     num_blocks: int
-    """Blocks of all sources that are not the prompt's too, each once."""
+    """The number of different blocks of all sources, without those that the prompt has too."""
     missing_blocks: Int64Array
-    """Those of them that a replica needs and lacks, [slots]."""
+    """The number of these blocks that each replica needs and lacks, [slots]."""
     copied_tokens: Int64Array
-    """Tokens of the prompt that a replica would copy, [slots]."""
+    """The number of the prompt's tokens that each replica would copy, [slots]."""
 
     @classmethod
     def of(
@@ -193,7 +193,7 @@ class SourceHits:
         hit_tokens: Int64Array,
         depths: Int64Array,
     ) -> SourceHits:
-        """`hit_tokens`: what each replica has of the prompt, [slots]; `depths`: as of these runs, [runs, slots]."""
+        """`hit_tokens`: the number of the prompt's tokens that each replica has, [slots]; `depths`: see the field."""
         begins, ends, lengths = np.array([(run.begin, run.end, len(run.keys)) for run in runs]).T[:, :, np.newaxis]
         # A replica needs the sources of the last runs. So each block counts at the last run that has it.
         shared = np.array(_shared_with_later(runs, prompt_keys))[:, np.newaxis]
@@ -221,9 +221,9 @@ class SourceHits:
 
 
 def _shared_with_later(runs: Sequence[CopiedRun], prompt_keys: Sequence[Key]) -> list[int]:
-    """For each run the number of its leading blocks that are the prompt's, or a later run's.
+    """For each run, the number of its leading blocks that the prompt or a later run has too.
 
-    Keys name all that is before their block, so equal keys are equal beginnings.
+    A key identifies all tokens before its block too, so equal keys mean equal beginnings.
     """
     seen, shared = set(prompt_keys), []
     for run in reversed(runs):

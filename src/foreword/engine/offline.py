@@ -31,7 +31,7 @@ def run_all(
     *,
     show_progress: bool = False,
 ) -> list[RequestOutput]:
-    """Continue prompts; results in the callers' order. If one is refused, or on an interrupt, none goes on."""
+    """Continue prompts; the results are in the callers' order. An error or an interrupt aborts all of them."""
     seeds = engine.next_seeds(len(prompts))
     ids = [next_id() for _ in prompts]
     outputs: dict[int, RequestOutput] = {}
@@ -72,8 +72,8 @@ def progress_bar(console: Console | None = None) -> Progress:
 def depth_first(prompts: Sequence[Prompt], block_size: int, num_cached: Callable[[Prompt], int]) -> list[int]:
     """The numbers of the prompts, depth-first over their tree of shared blocks.
 
-    Subtrees at its root with more cached tokens come first; otherwise the order of arrival decides. Prompts of other
-    extra keys, or of another priority, share nothing. O(tokens + n log n).
+    Subtrees of the root with more cached tokens come first; otherwise the order of arrival decides. Prompts with
+    different extra keys or priorities share nothing. O(tokens + n log n).
     """
     if len(prompts) < 2:
         return [*range(len(prompts))]
@@ -108,7 +108,7 @@ class _Node:
 
 
 def _tree(prompts: Sequence[Prompt], numbers: Sequence[int], block_size: int) -> _Node:
-    """The tree of whole blocks that prompts share; its leaves are single prompts, and equal ones share one."""
+    """Build the tree of the whole blocks that prompts share. Each prompt ends in a node of its own, even equal ones."""
     ordered = sorted(numbers, key=lambda number: (prompts[number].token_ids.astype(">u4").tobytes(), number))
     root = _Node(0)
     path = [root]

@@ -14,20 +14,23 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 Replicas = dict[str, dict[str, Any]]
 """Names of replicas, and their metadata."""
 listeners: dict[str, set[Callable[[Replicas, str], None]]] = {}
-"""For each application that this process has fronts of, what is called with its replicas and a dead one's name."""
+"""For each application with fronts in this process: functions to call with its replicas and a dead one's name."""
 running: dict[str, Replicas] = {}
-"""The running replicas of each application, as Serve says."""
+"""The running replicas of each application, as Serve reports them."""
 
 
 def note_replicas(app_name: str, replicas: Replicas, dead: str = "") -> None:
-    """Serve's list of running replicas, without one that was found dead; any thread may call it."""
+    """Pass Serve's list of running replicas to the listeners; `dead`: one that was found dead, and is not in it.
+
+    Any thread may call this function.
+    """
     running[app_name] = replicas
     for listener in list(listeners.get(app_name, ())):
         listener(replicas, dead)
 
 
 def note_dead(app_name: str, name: str) -> None:
-    """A replica was found dead; any thread may call it."""
+    """Tell the listeners that a replica was found dead. Any thread may call this function."""
     note_replicas(app_name, {each: facts for each, facts in running.get(app_name, {}).items() if each != name}, name)
 
 
@@ -37,13 +40,13 @@ class ChosenReplicaRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica alone. One that is gone is replaced by any other, which refuses the call at once."""
+        """The chosen replica alone. If it is gone, any other takes the call, and refuses it at once."""
         target = pending_request.args[0] if pending_request is not None and pending_request.args else ""
         chosen = [replica for replica in candidate_replicas if replica.replica_id.unique_id == target]
         return [chosen or list(candidate_replicas)]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve's list of running replicas has changed."""
+        """Serve calls this when its list of running replicas has changed."""
         from foreword.fleet.ray_router import note_replicas  # the module of this process, not a copy of it
 
         super().update_replicas(replicas)
@@ -51,7 +54,7 @@ class ChosenReplicaRouter(RequestRouter):
         note_replicas(self._deployment_id.app_name, facts)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """A call has found that a replica is dead; Serve's own list says so only later."""
+        """Serve calls this when a call has found a replica dead; Serve's own list shows that only later."""
         from foreword.fleet.ray_router import note_dead
 
         super().on_replica_actor_died(replica_id)

@@ -8,9 +8,9 @@ keep it:
    n = row sum of exp(score - m), o = exp(score - m) V; ChunkAttention's formulas). A chunk that a query
    may not see at all adds exactly nothing, so neighbours in the tile do not matter.
 2. Each matrix product has a fixed inner length and output width; its number of rows is padded to a
-   multiple of 16, from where on the CPU's matrix product gives each row the same bits whatever the
-   number of rows (docs/decisions/0002-exactness.md has the measurements). There are always at least
-   two matrices in a product: a lone one goes another way.
+   multiple of 16. With such numbers, the CPU's matrix product gives each row the same bits whatever
+   the number of rows (docs/decisions/0002-exactness.md has the measurements). There are always at
+   least two matrices in a product: the library computes a single one differently.
 3. Everything else works on one row at a time, in float32, and never as a fused multiply-add that only some code
    paths have.
 
@@ -92,7 +92,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries that are computed together: the same number of each of some requests."""
+    """Queries of some requests that are computed together: the same number from each request."""
 
     query_index: Tensor
     """[requests, queries]: rows of the flattened batch."""
@@ -104,9 +104,9 @@ class Tile:
     """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
     first_position: int
     last_position: int
-    """The last that a query sees: with `first_position`, it bounds the chunks to visit."""
+    """The last position that a query sees. The chunks to visit lie between `first_position` and it."""
     shortest: int
-    """Least last position that the tile's requests see; KV after it may be unwritten."""
+    """The least of the requests' last seen positions; KV after it may be unwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +285,8 @@ def _attend_tile(query: Tensor, kv: KVBlocks, tile: Tile, options: AttentionOpti
 def _products(left: Tensor, right: Tensor) -> Tensor:
     """Products of matrices, [n, rows, inner] x [n, inner, width], with equal bits whatever n is.
 
-    With three or more threads the library cuts a lone product's inner length among them, which several
-    products at a time are spared. So a lone one (one KV head, one request) is done as two halves.
+    With three or more threads, the library cuts the inner length of a single product among them. It does not do so with
+    several products. So a single one (one KV head, one request) is computed as two halves.
     """
     if len(left) > 1:
         return torch.bmm(left, right)

@@ -50,13 +50,16 @@ class EmbedsReader:
     """Reads prompt embeddings for one model. Any thread may call it."""
 
     def __init__(self, dtype: torch.dtype, width: int, max_rows: int, block_size: int) -> None:
-        """`dtype`: the model's; `width`: its hidden size; `max_rows`: of one prompt; `block_size`: of its keys."""
+        """`dtype`, `width`: the model's type and hidden size; `max_rows`: most of one prompt; `block_size`: of keys."""
         self._dtype, self._width, self._max_rows, self._block_size = dtype, width, max_rows, block_size
         self.held = HeldBytes()
         """The embeddings that requests hold."""
 
     def read(self, source: Any) -> PromptEmbeds:
-        """The embeddings in an array or a tensor [rows, width], or that were read. Raises InvalidRequestError."""
+        """The embeddings of an array or a tensor [rows, width]. Raises InvalidRequestError.
+
+        Returns PromptEmbeds as they are.
+        """
         if isinstance(source, PromptEmbeds):
             return source
         if not isinstance(source, Tensor):

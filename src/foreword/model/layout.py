@@ -44,7 +44,7 @@ MAX_STATE_GROUPS = 24
 MIN_STATE_TOKENS = 64
 """The least distance between places where a state can be saved. Prefill is cut there, and short pieces are slow."""
 MIN_STATE_INTERVAL = 512
-"""The least default of tokens between saved states."""
+"""The smallest default of `state_interval`, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOpti
 
 
 def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
-    """The largest number of layers of an attention group that leaves few slots empty."""
+    """The number of slots: the largest one with which all attention groups leave few slots empty (`MAX_PADDING`)."""
     counts = [len(layers) for layers in kinds.values()]
     full = [len(layers) for kind, layers in kinds.items() if kind[2] == "full"]
 
@@ -295,7 +295,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """The multiple of the block size that each kind's blocks hold: more of smaller tokens, so that pages are equal."""
+    """The multiple of the block size that each kind's blocks hold. It makes pages equal: smaller tokens get more."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:
@@ -315,7 +315,7 @@ def _fitting_block_size(
 
 
 def _states_per_group(block_bytes: int, state_bytes: int, num_states: int, has_attention: bool) -> int:
-    """The number of layers in a recurrent group: all without attention, else an even share that fits into a block."""
+    """The number of layers in a recurrent group: an even share that fits into a block; all if none has attention."""
     if not has_attention:
         return num_states
     max_states = max(-(-num_states // MAX_STATE_GROUPS), block_bytes // state_bytes)

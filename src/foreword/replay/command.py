@@ -341,7 +341,7 @@ def _at(options: ServingOptions, policy: str, capacity: Capacity) -> ServingOpti
 def _serve(
     options: ServingOptions, reader: TraceReader, result: ReplayResult, console: Console
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Serve the recording once for each policy and capacity. Reports by policy, by capacity's name."""
+    """Serve the recording once for each policy and capacity. Returns the reports by policy and name of the capacity."""
     routers = f", {options.num_routers} routers" if options.num_routers > 1 else ""
     replicas = f"{options.num_replicas} replicas, {options.routing}" if options.num_replicas > 1 else "one replica"
     console.print(f"\nServed in time by {replicas}{routers}; seconds to the first token", style="bold")
@@ -446,7 +446,7 @@ def _compare(
     result: ReplayResult,
     console: Console,
 ) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Serve the recording in each order. Reports by order, by eviction policy, by capacity's name."""
+    """Serve the recording in each order. Returns the reports by order, eviction policy and name of the capacity."""
     reports: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     if not schedulings:
         return reports

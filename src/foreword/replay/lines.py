@@ -39,7 +39,7 @@ _VLLM_REQUEST = re.compile(
 REDACTED = "redacted-by-litellm"
 OTEL_MESSAGES = "gen_ai.input.messages"
 OTEL_OPERATIONS = (None, "chat", "text_completion", "generate_content")
-"""Those that call a model; others, such as of agents and tools, have such spans as children."""
+"""Operations that call a model. Others, such as those of agents and tools, have such spans as children."""
 _LITELLM_CALL = re.compile(
     r"a?(text_)?completion(_with_retries)?|a?responses|a?anthropic_messages|a?generate_content(_stream)?"
     r"|(allm_|llm_)?pass_?through_(endpoint|route)"
@@ -174,7 +174,10 @@ def _attributes(attributes: Any) -> dict[str, Any]:
 
 
 def _with_numbers(body: dict[str, Any], time: Any, num_output_tokens: Any) -> dict[str, Any]:
-    """A body with the time in ms, of text in ISO 8601, of seconds or of nanoseconds, and the length of its answer."""
+    """Add the time in ms and the length of the answer to a body.
+
+    `time` is text in ISO 8601, or a number of s, ms or ns: its size tells which.
+    """
     if isinstance(time, str) and not time.isdigit():
         body["timestamp"] = datetime.fromisoformat(time).timestamp() * 1000
     elif time is not None:
@@ -253,12 +256,12 @@ class _Turn(NamedTuple):
 
     ids: list[Any]
     pieces: list[tuple[Any, int]]
-    """The ids, or a name of its own for a part without one, each with its tokens: turns end inside blocks."""
+    """Ids with their numbers of tokens, since turns end inside blocks. A part without an id has a name of its own."""
     timestamp: float | None
 
 
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
-    """Ids of the blocks that an engine makes of these pieces; one that begins or ends inside of ids has a digest."""
+    """Ids of the blocks into which an engine cuts these pieces; a digest for a block that is not one id's beginning."""
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
     at = 0
     for name, length in pieces:
@@ -295,12 +298,12 @@ class LineParser:
     block_tokens: int | None
     tokenizer: PromptEncoder | None
     sessions: dict[Any, _Turn | None] = field(default_factory=dict)
-    """Of the lines that were parsed so far; None after a turn that was refused."""
+    """Sessions of the lines that were parsed so far; None after a turn that was refused."""
     has_whole_turns: bool = False
     """Whether a session's turn was a whole prompt."""
 
     def start_again(self) -> None:
-        """The next line is the first one of a file."""
+        """Forget all sessions: the next line is the first one of a file."""
         self.sessions.clear()
         self.has_whole_turns = False
 

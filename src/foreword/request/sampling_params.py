@@ -152,8 +152,8 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     """Report the log probabilities of these tokens too, without ranks, wherever a token is sampled."""
     label_token_ids: tuple[int, ...] = ()
-    """The only tokens that may come. The answer is the likeliest one (`max_tokens=1`), and reports the log
-    probabilities of all among each other. Of the head only their rows are multiplied, where that keeps their bits."""
+    """The answer is the likeliest of these tokens (`max_tokens=1`). It reports the log probabilities of all of them,
+    normalised over them alone. Where that keeps the bits of their logits, the head computes no others."""
     certify: bool = False
     """Report digests of the logits that log probabilities were computed from (`RequestOutput.logits_digest`)."""
     prompt_logprobs: int | None = None

@@ -179,7 +179,7 @@ class Service:
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
 
     def _open_access(self, config: ServerConfig, now: Snapshot) -> None:
-        """Open what decides who may ask, for what, and how much of it stays in the cache."""
+        """Open what controls access: adapters, tenants with their quotas, operators, and links."""
         llm, caches = self.llm, self.llm.config.cache.enable_prefix_caching
         self.adapters = ServedAdapters(llm, config.lora_modules, self._model_names)
         self.tenants = Tenants(
@@ -273,14 +273,14 @@ class Service:
         return tenant
 
     def models_of(self, tenant: Tenant) -> list[str]:
-        """The names of models that a tenant may give."""
+        """The names of models that a tenant's requests may give."""
         return [*self._model_names, *filter(tenant.may_use, self.adapters.names)]
 
     async def adapter(self, model: str | None, tenant: Tenant) -> Adapter | None:
         """The adapter that a model's name stands for; None: the model alone.
 
         Raises APIError: 404 for a name that is not served, or not to this tenant, 429 if requests hold too many
-        others, 503 for files that cannot be read, whose place is the operator's alone to know.
+        others, 503 for files that cannot be read. Only the log says where these are.
         """
         if model is None or model in self._model_names:
             return None
@@ -439,7 +439,7 @@ class Service:
         return pictures.shown(prompt, read)
 
     def _check_template(self) -> None:
-        """Raise ChatTemplateError with a remedy for clients: the library's error speaks of Python."""
+        """Raise ChatTemplateError if the model has no template; the library's own error has no remedy for clients."""
         if self.tokenizer.chat_template is None:
             raise ChatTemplateError(
                 "the model has no chat template, so this server answers no conversations; send the whole prompt as a "

@@ -30,9 +30,9 @@ from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
 MAX_UNCOUNTED_HITS = 64
-"""Hits that may wait to be counted; a forgotten block or a query usually counts them earlier."""
+"""Most hits that wait to be counted. A forgotten block or a query for counts has them counted earlier."""
 MAX_COMPARED = 64
-"""The number of evicted tails, the latest ones, to compare after one prefix."""
+"""Limit of the evicted tails to compare after one prefix; the latest are compared."""
 
 
 class MissReason(enum.StrEnum):
@@ -58,7 +58,7 @@ class MissReason(enum.StrEnum):
     IN_TIER = "in_tier"
     """A tier has it: a request loads it if that is faster than computing it."""
     DROPPED_BY_ADMISSION = "dropped_by_admission"
-    """It was computed, and not stored in a tier: by the rule of admission, the daily limit, or for want of room."""
+    """It was computed but not stored in a tier, because of the rule of admission, the daily limit or lack of room."""
     TIER_OTHER_ARITHMETIC = "tier_other_arithmetic"
     """A tier has it, computed by other kernels, another version or another processor."""
     TIER_OTHER_MODEL = "tier_other_model"
@@ -285,7 +285,7 @@ class GroupLedger:
             del self._variants[plain]
 
     def _report_stored(self, events: EventLog, sequence: TokenSequence, new: Sequence[int]) -> None:
-        """Append one event for each run of consecutive blocks; those before an aLoRA adapter begins name none."""
+        """Append one event for each run of consecutive blocks; those before an aLoRA adapter name no adapter."""
         hashes, width, adapter = sequence.block_hashes(), self.width, sequence.extra_keys.adapter
         size = width * sequence.block_size
         adapted = sequence.extra_keys.adapter_offset // size
@@ -322,7 +322,8 @@ class Tail:
 
 
 class TailAccount:
-    """The tails of one pool, so that a lookup can report that one was evicted. Remembers up to `max_evicted` of those.
+    """The tails of one pool, so that a lookup can report that one was evicted. Remembers the last `max_evicted`
+    evicted ones.
 
     A tail is a partly filled block: it has no key of its own. It is identified by the key of the block before it, its
     block's extra keys, and its tokens.
@@ -342,7 +343,7 @@ class TailAccount:
         return set(self._held)
 
     def stored(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> None:
-        """Record that the block holds those of the sequence's first `num_tokens` that follow its last full block."""
+        """Record that a block holds the last of the first `num_tokens` tokens: those after the last full block."""
         number, length = divmod(num_tokens, sequence.block_size)
         keys = sequence.extra_keys
         salt = keys.salt if keys.salt_offset < num_tokens else None

@@ -92,7 +92,7 @@ class LearningPolicy(Protocol):
     """A policy that learns from the traffic which blocks return."""
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """Of requests that add `num_blocks` blocks, the share of blocks used again within the policy's memory."""
+        """The share of blocks used again within the policy's memory, for requests that add `num_blocks` blocks."""
 
 
 class EmptyFirstPolicy(ABC):

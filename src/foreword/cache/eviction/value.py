@@ -161,7 +161,7 @@ class _History:
 
 
 class _Hazards:
-    """Counts, for each class, of the blocks that reached an age and of those hit before the next age.
+    """For each class, the number of blocks that reached an age, and of those hit before the next age.
 
     Ages are divided into bins that grow by half an octave:
 
@@ -192,7 +192,7 @@ class _Hazards:
         """Record that blocks of these classes, last used at `entries`, are used again now."""
         ages = now - entries
         np.add.at(self.hit, (classes, self.bins(ages)), 1.0)
-        # These uses now have a successor, so `count` would skip the edges that it has not counted yet.
+        # These uses are no longer their blocks' latest, so `count` would skip them: count the edges that they reached.
         uses, bins = np.nonzero((entries[:, None] >= self.counted_to) & (ages[:, None] >= self.edges))
         np.add.at(self.reached, (classes[uses], bins), 1.0)
 
@@ -342,7 +342,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return classes
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """Of requests that add `num_blocks` blocks, the share of blocks that are used again within its memory."""
+        """The share of blocks that are used again within its memory, for requests that add `num_blocks` blocks."""
         return float(self._hazards.chance[_size(num_blocks)])
 
     def _tell_time(self) -> None:

@@ -16,30 +16,33 @@ import numpy.typing as npt
 SHARE = 0.01
 """The share of the steps' time that drafts and guessing may lose in the long run."""
 MOST_S = 0.03
-"""Seconds that may be lost at once. With SHARE, at most 1.6% of any 5 s are lost, and what one step takes too long."""
+"""Seconds that may be lost at once. With SHARE, any 5 s lose at most 1.6%, and the excess time of one step."""
 NEWEST = 7
-"""The newest steps without drafts to keep for a number of rows. The fastest counts: others waited for something."""
+"""The number of newest steps without drafts to keep for each number of rows. The fastest counts: others waited for
+something."""
 Floats = npt.NDArray[np.float64]
 SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256])
 """Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known. Longer steps,
-as those that compute prompts, are not timed: drafts add any number of rows to them."""
+such as those that compute prompts, are not timed: drafts may add any number of rows to them."""
 FREE_ROWS, COST_OF_MORE = 8, 0.06
-"""What is assumed before steps were timed: this many rows cost what one does, each further row this share of it."""
+"""Assumed until steps are timed: FREE_ROWS rows cost as much as one, and each further row adds COST_OF_MORE of that."""
 KEPT_TIMES, TRIES = 7, 3
-"""The times to keep of each size, and the number of times that makes it sure."""
+"""The number of measured times to keep for each size, and the number from which they are trusted."""
 ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
-"""The chance of an unknown token, and the trials that this chance, or the record of all requests, counts as."""
+"""The chance of a token without a record, and the weight in trials of a prior: of this chance, or of the record of all
+requests."""
 LEAST_GAIN = 1.1
-"""Drafts must promise this many times the tokens a second: less is within the errors of chances and of times, which
-grow with contexts."""
+"""Drafts must promise this many times the tokens a second: a smaller gain is within the errors of chances and
+times, and times grow with contexts."""
 FORGOTTEN_AFTER = 512
 """Steps after which a time that was not measured again is forgotten, so that it is tried again."""
 
 
 class Allowance:
-    """An account of seconds. Steps without drafts earn a little, steps with drafts what they save, or cost it.
+    """An account of the seconds that drafts may lose.
 
-    What a step saves is measured: its tokens would have taken that number of steps without drafts.
+    A step without drafts adds a little. A step with drafts adds the time that it saves, or takes what it loses:
+    it is compared with the steps that its tokens would have taken without drafts.
     """
 
     def __init__(self) -> None:
@@ -49,34 +52,35 @@ class Allowance:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step may draft: something is left, and it is known what steps take without drafts."""
+        """Whether a step may draft: seconds are left, and a step without drafts was timed."""
         return self.left_s > 0 and bool(self._plain_s)
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds of a step of `num_rows` rows without drafts, by the nearest number that was timed; None: none was."""
+        """Seconds of a step without drafts, at the timed number of rows next to `num_rows`; None if none was timed."""
         if not self._plain_s:
             return None
         return min(self._plain_s[min(self._plain_s, key=lambda size: abs(size - num_rows))])
 
     def note_plain(self, num_rows: int, seconds: float, guessing_s: float) -> None:
-        """A step without drafts, in which each row gave a token; `guessing_s`: seconds of guessing before it."""
+        """Note a step without drafts, in which each row gave a token; `guessing_s`: seconds of guessing before it."""
         self._plain_s.setdefault(num_rows, deque(maxlen=NEWEST)).append(seconds)
         self._add(SHARE * seconds - guessing_s, seconds)
 
     def note_drafted(self, num_requests: int, num_tokens: int, seconds: float, guessing_s: float) -> None:
-        """A step with drafts that brought `num_tokens` to its requests."""
+        """Note a step with drafts that gave `num_tokens` tokens to its requests."""
         plain_s = self.plain_s(num_requests)
         if plain_s is not None:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
 
     def note_guessing(self, guessing_s: float) -> None:
-        """Guessing before a step that computed prompts, too: what drafts saved there is not known."""
+        """Note the guessing before a step that computed prompts too: what its drafts saved is not known."""
         self._add(-guessing_s, 0.0)
 
     def _add(self, seconds: float, plain_s: float) -> None:
-        """Keep savings up to the time of one step, so that one wrong draft of a slow model does not end drafting.
+        """Add seconds, and limit the account to the time of one step.
 
-        Nor does one step cost more: a process that was stopped for seconds says nothing about drafts.
+        That is enough that one wrong draft of a slow model does not end drafting. One step takes no more than that,
+        either: if a process was stopped for seconds, drafts are not the cause.
         """
         limit_s = max(MOST_S, plain_s)
         self.left_s = min(limit_s, self.left_s + max(seconds, -limit_s))
@@ -99,7 +103,7 @@ class StepTimes:
         return self._num_steps > 0
 
     def note(self, num_rows: int, seconds: float) -> None:
-        """Note what a step took."""
+        """Note the time of a step."""
         self._num_steps += 1
         self._curve = None  # with each step, a time may become too old
         if seconds <= 0.0:
@@ -114,14 +118,14 @@ class StepTimes:
         self._noted_at[at] = self._num_steps
 
     def learnt(self) -> dict[str, float]:
-        """The least seconds of each size that was timed TRIES times, for a later process of the same machine."""
+        """The least seconds of each size that was timed TRIES times, for a later process on the same machine."""
         sure = (at for at in self._fresh() if len(self._times[at]) >= TRIES)
         return {str(SIZES[at]): min(self._times[at]) for at in sure}
 
     def begin_with(self, learnt: object) -> None:
-        """Begin with what an earlier process learnt; what is no such thing is ignored.
+        """Begin with the times that an earlier process learnt; a value of another form is ignored.
 
-        It holds as if it were measured now: a time that does not come again is forgotten like any other.
+        The times count as if they were measured now: one that is not measured again is forgotten like any other.
         """
         if not isinstance(learnt, dict):
             return
@@ -132,7 +136,7 @@ class StepTimes:
         self._curve = None
 
     def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
-        """Seconds of steps with these numbers of rows, in any unit before something was measured; they never fall."""
+        """Seconds of steps with these numbers of rows; more rows never take less. Unscaled until a step was timed."""
         if self._curve is None:
             self._curve = self._measured()
         sizes = SIZES.astype(np.float64)
@@ -140,11 +144,11 @@ class StepTimes:
         return seconds * np.maximum(1.0, _assumed(num_rows) / _assumed(SIZES[-1:]))
 
     def _measured(self) -> Floats:
-        """Seconds at each of SIZES: the least of the last times, and in between and beyond them the assumed shape.
+        """Seconds at each of SIZES: the least of the last times. Sizes without times follow the assumed shape.
 
-        Other work on the machine only adds to a time, so the least is the nearest to the truth. A size that was timed
-        less often is taken for nearly as slow as the next smaller one that was timed often, so that it is tried again.
-        While none is known, the last step alone tells how slow the machine is.
+        Other work on the machine only adds to a time, so the least is the nearest to the truth. A size with
+        fewer than TRIES times is drawn towards the slowness of the next smaller size that has enough, so that it is
+        tried again. While no size has times, the last step alone shows how slow the machine is.
         """
         timed = self._fresh()
         assumed = _assumed(SIZES)
@@ -160,7 +164,7 @@ class StepTimes:
         return curve
 
     def _fresh(self) -> list[int]:
-        """The sizes that have times which are not forgotten."""
+        """The sizes whose times are not forgotten, as indices into SIZES."""
         return [
             at
             for at, times in enumerate(self._times)
@@ -186,13 +190,13 @@ class Trials:
         self.right = self.right * decay**num_trials + num_right
 
     def mixed_with(self, chance: float) -> float:
-        """The share of right ones, mixed with a prior chance that weighs `ASSUMED_TRIALS` trials."""
+        """The share of right tokens, mixed with a prior chance that weighs `ASSUMED_TRIALS` trials."""
         return (self.right + chance * ASSUMED_TRIALS) / (self.weight + ASSUMED_TRIALS)
 
 
 @dataclass(slots=True)
 class Record:
-    """How guesses did: their first tokens, and the tokens after right ones."""
+    """Results of guesses: of their first tokens, and of the tokens after right ones."""
 
     first: Trials = field(default_factory=Trials)
     later: Trials = field(default_factory=Trials)
@@ -208,11 +212,11 @@ class Record:
 class Acceptance:
     """How likely guessed tokens are right, by source and length of match.
 
-    A guess begins rightly or not; once it has begun rightly, it mostly goes on so. So there are two chances.
+    A guess whose first token is right mostly goes on rightly. So first tokens and later tokens have separate chances.
     """
 
     KEPT, KEPT_OF_REQUEST = 0.98, 0.9
-    """Weight that trials of all requests, and those of one, keep at each new one."""
+    """The weight that earlier trials keep at each new one: in the record of all requests, and in one request's."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, int], Record] = {}
@@ -256,10 +260,10 @@ def best_lengths(
 ) -> list[int]:
     """The number of tokens to draft for each request, so that the step gives the most tokens for each second.
 
-    Request r's draft has at most `longest[r]` tokens. Its first one is right with the first of `chances[r]`, each later
-    one, if those before it are right, with the second. All requests share the rows that cost little: the likeliest
-    tokens of all come first. The step has `num_rows` rows and gives `num_samples` tokens without drafts; at most `room`
-    rows are added.
+    Request r's draft has at most `longest[r]` tokens. `chances[r]` are the probabilities that its first token is
+    right, and that each later one is if those before it are. All requests share the rows that cost little: the
+    likeliest tokens of all come first. Without drafts, the step has `num_rows` rows and gives `num_samples` tokens; at
+    most `room` rows are added.
     """
     owners = np.repeat(np.arange(len(longest)), longest)
     if not len(owners) or room <= 0:

@@ -30,7 +30,7 @@ PAIR = 2
 LONGEST_MATCH = 32
 """Most tokens of the past that are compared."""
 MOST_PLACES = 24
-"""Most places that are compared; the last ones."""
+"""Most places to compare: the last ones."""
 _FACTOR = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 END_OF_ANSWER = -1
@@ -45,7 +45,7 @@ class Proposal:
     source: str
     """The drafter's name."""
     num_matched: int
-    """The number of last tokens that the answer and its model have in common: the more, the likelier."""
+    """The number of the answer's last tokens that stand in the source too: the more, the likelier is the draft."""
 
 
 class Drafter(Protocol):
@@ -200,7 +200,7 @@ class OwnText(_OfRequests):
 
 
 class Predicted(_OfRequests):
-    """What the caller expects the answer to say: from its beginning, and from where the answer meets it again."""
+    """Guesses from the caller's prediction: from its beginning, and again from where the answer returns to it."""
 
     name = "prediction"
 
@@ -271,16 +271,17 @@ class CachedPaths:
 
 
 class RecentAnswers:
-    """What followed the last tokens in recent answers under the same salt, and of no other.
+    """Guesses the tokens that followed the same last tokens in recent answers of the request's own namespace.
 
-    The salt separates the cache's namespaces, tenants among them: who may hit a prefix may draft from its answers.
+    Namespaces are those of the cache (salt and adapter), and separate tenants. So a request that may hit a prefix may
+    also draft from answers to it.
     """
 
     name = "answers"
     MOST_TOKENS = 16_384
-    """Tokens to keep of each namespace: the last half of them when there are more."""
+    """Most tokens to keep for each namespace. If an answer does not fit, only the newest half stays beside it."""
     MOST_BYTES = 64 * 2**20
-    """Memory for all namespaces; those that were used longest ago go first."""
+    """Memory for all namespaces. The one whose last answer is the oldest goes first."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str | None, str | None], SuffixIndex] = OrderedDict()

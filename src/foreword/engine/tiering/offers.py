@@ -1,4 +1,4 @@
-"""Offers: sequences that wait to be stored, in the order in which they are.
+"""Offers: sequences that wait to be stored, in the order in which they will be.
 
 Pinned prefixes come first. Then come the heads of prompts, and conversations up to the end of their last message, which
 later prompts repeat. Then comes the rest. Within each rank the offer comes first that saves the most seconds a byte:
@@ -27,7 +27,7 @@ from foreword.tiers.admission import HEAD_TOKENS, Admission
 from foreword.tiers.tier import Tier
 
 MOST_OFFERS = 512
-"""Sequences that wait to be stored; beyond that the last in order is dropped."""
+"""Most sequences that wait to be stored; beyond that, the last in order is dropped."""
 FULL_SHARE = 0.9
 """The share of its budget from which a tier counts as full; eviction keeps it a few segments below the budget."""
 
@@ -39,9 +39,9 @@ class StoreCounts:
     num_chunks: int = 0
     num_bytes: int = 0
     num_dropped_offers: int = 0
-    """Sequences that found the queue full, or that came when the day's bytes were written."""
+    """Sequences that were not stored because the queue was full, or because the daily limit of bytes was reached."""
     num_not_admitted: int = 0
-    """Blocks that were computed, and pictures' tiles that were encoded, and not offered: by the rule of admission."""
+    """Computed blocks, and encoded tiles of pictures, that the rule of admission kept from being offered."""
     blocks_by_outcome: Counter[str] = field(default_factory=Counter)
 
 
@@ -74,7 +74,7 @@ class DroppedKeys:
         self._next = 0
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Remember these keys, the first ones if there are too many."""
+        """Remember these keys; only the first ones if there are too many."""
         numbers = _numbers(keys[: len(self._ring)])
         self._ring[(self._next + np.arange(len(numbers))) % len(self._ring)] = numbers
         self._next += len(numbers)

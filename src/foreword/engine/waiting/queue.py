@@ -19,25 +19,26 @@ _ORDER = attrgetter("service_key")
 class Turns:
     """Deficit round robin (Shreedhar and Varghese, 1995), in computed tokens.
 
-    A tenant is served while it has credit, and gets `quantum` tokens of credit each time that its turn comes without
-    any. A request may overdraw the credit; its tenant then sits out the turns that pay for it. Between two tenants that
-    always wait, the tokens served differ by at most a quantum and the largest request of each, whatever others send.
+    A tenant is served while it has credit, and gets `quantum` tokens of credit whenever its turn comes and it has
+    none. A request may overdraw the credit; its tenant then sits out the turns that pay for it. Between two tenants
+    that always wait, the tokens served differ by at most a quantum and the largest request of each, whatever others
+    send.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._ring: deque[Tenant] = deque()
         self._credit: dict[Tenant, int] = {}
-        """Tokens of credit of tenants that wait; of others only debts, until nobody waits."""
+        """Credit in tokens, of tenants that wait. Debts of other tenants stay here until nobody waits."""
 
     def join(self, tenant: Tenant) -> None:
-        """A tenant has requests that wait; no change if it had some before."""
+        """Note that a tenant has requests that wait. Changes nothing if it had some before."""
         if tenant not in self._ring:
             self._ring.append(tenant)
             self._credit.setdefault(tenant, 0)
 
     def leave(self, tenant: Tenant) -> None:
-        """A tenant has no request that waits. It keeps its debt, and loses its credit."""
+        """Note that a tenant has no request that waits. It keeps its debt, and loses its credit."""
         self._ring.remove(tenant)
         if self._credit[tenant] >= 0:
             del self._credit[tenant]
@@ -45,12 +46,12 @@ class Turns:
             self._credit.clear()
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Tokens were computed, or will be, for a tenant. Costs nothing while nobody waits."""
+        """Charge a tenant for tokens that were computed or will be. Free while nobody waits."""
         if self._ring:
             self._credit[tenant] = self._credit.get(tenant, 0) - num_tokens
 
     def next(self, skipped: Collection[Tenant]) -> Tenant:
-        """The tenant whose turn it is; `skipped` ones cannot use theirs. At least one is not skipped."""
+        """The tenant whose turn it is; tenants in `skipped` cannot use theirs. At least one tenant is not skipped."""
         while True:
             tenant = self._ring[0]
             if tenant not in skipped:
@@ -90,7 +91,7 @@ class WaitingQueue(Protocol):
         """Whether others may be tried after a candidate for which there are no blocks."""
 
     def note_end(self, request: Request) -> None:
-        """A request that ran has ended."""
+        """Note that a request that ran has ended."""
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -104,7 +105,7 @@ class WaitingQueue(Protocol):
 
 
 class ArrivalQueue:
-    """Serves the lowest service key first: rank, then arrival. What does not fit blocks all later ones."""
+    """Serves the lowest service key first: rank, then arrival. A request that does not fit holds up all later ones."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -146,9 +147,10 @@ class ArrivalQueue:
 
 
 class PriorityQueue:
-    """Serves tenants by turns, and of a tenant the lowest service key first. What does not fit blocks all later ones.
+    """Serves tenants by turns; within a tenant, the lowest service key first.
 
-    So a priority orders the requests of one tenant, and takes nothing from another one.
+    A request that does not fit holds up all later ones. A priority orders the requests of one tenant, and takes nothing
+    from another one.
     """
 
     def __init__(self, quantum: int) -> None:

@@ -61,11 +61,11 @@ COLUMNS = PRODUCT_PANEL // emit.LANES
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
 """Bytes of an expanded step."""
 FIRST_ROWS = (1, 2, 3, 4, 6, 8)
-"""Numbers of rows that can multiply weights as these are expanded; code for 5 and 7 would not pay."""
+"""Numbers of rows with code that multiplies weights while it expands them. Code for 5 and 7 would not pay."""
 MOST_EXPANDED_ROWS = 14
 """Most rows that multiply expanded weights at a time: their sums fill 28 of 32 registers."""
 MOST_PANELS = 8
-"""Most panels of a unit. Few rows have units of one panel, because threads wait for the last unit."""
+"""Most panels of a unit. With few rows, a unit has one panel, because threads wait for the last unit."""
 MOST_FIRST_ROWS = FIRST_ROWS[-1]
 MOST_PACKED_ROWS = 2 * MOST_FIRST_ROWS
 """Most rows that a thread packs only once."""
@@ -183,7 +183,7 @@ pair, which is a third more than there are.
 """
 
 
-# The other rows of few make one block, for which there is room.
+# If there are few rows, those after the first ones make one block, for which there is room.
 assert MOST_PACKED_ROWS - MOST_FIRST_ROWS <= MOST_EXPANDED_ROWS <= min(MOST_PACKED_ROWS, LANES)
 
 
@@ -227,7 +227,7 @@ def _pack(
 
 @inlined
 def _pack_few(a: Any, scratch: int, base: int) -> None:
-    """Pack the few rows at `base` for all steps: the first rows, unless that is a single one, and then the others."""
+    """Pack the few rows at `base` for all steps: the first rows, unless there is only one, and then the others."""
     target, everything, num_rows = scratch + _PACKED, (0, a.num_steps), a.num_rows
     if a.first > 1:
         _pack(a, scratch, base, (0, num_rows), a.first, everything, target)

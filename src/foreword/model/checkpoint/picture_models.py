@@ -13,7 +13,7 @@ from foreword.model.checkpoint.tensors import Place, StackedPlace, StoredPlace, 
 
 _HEADS = "lm_head.weight", "language_model.lm_head.weight"
 _STACKED = "gate_up_proj", "down_proj"
-"""Weights of which one tensor holds those of all experts of a layer."""
+"""Weights that one tensor may hold for all experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_form(folder: Path, reason: Exception) -> None:
-    """Raise UnsupportedModelError for a model with pictures that is not read here: nothing else runs its two halves."""
+    """Raise UnsupportedModelError for a model with pictures that is not read here: no other code runs its halves."""
     try:
         kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
     except (OSError, ValueError, AttributeError):
@@ -149,7 +149,7 @@ def refuse_other_form(folder: Path, reason: Exception) -> None:
 def parted(
     folder: Path, raw: Mapping[str, Any], places: Mapping[str, StoredPlace]
 ) -> tuple[dict[str, Place], VisionFiles | None]:
-    """Weights of the language half by the names of its family, and the rest; None: there is no other half."""
+    """The weights of the language half, named as in its family, and the rest; None if the model takes no pictures."""
     family = PICTURE_MODELS.get(str(raw.get("model_type")))
     if family is None:
         return dict(places), None
@@ -172,8 +172,8 @@ def parted(
 def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
     """Whether tensors of a layer's experts are [experts, in, out], as published files have them.
 
-    Those that transformers 5 writes are [experts, out, in], which it prefers. One tensor whose sides differ tells it of
-    all. Raises UnreadableError if none does.
+    transformers 5 writes the form that it prefers, [experts, out, in]. One tensor whose sides differ shows the form of
+    all. Raises UnreadableError if all are square.
     """
     stacks = {
         name: place
@@ -191,7 +191,7 @@ def _are_turned(places: Mapping[str, StoredPlace], hidden: Any) -> bool:
 
 
 def _apart(name: str, place: StoredPlace, is_turned: bool) -> dict[str, Place]:
-    """A weight, or those of a layer's experts if the file has them in one tensor: gate, then up."""
+    """One weight; if it stacks all experts of a layer, one weight per expert. A stack has gates first, then ups."""
     layer, _, last = name.partition(".experts.")
     if last not in _STACKED or len(place.shape) != 3:
         return {name: place}

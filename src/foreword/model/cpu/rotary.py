@@ -76,7 +76,10 @@ class HeadShapes:
 
 @inlined
 def _write_codes(size: int, row: int, blocks: int, slot: int, place: tuple[int, int, int, int]) -> None:
-    """Write a row of `size` bytes an element as codes; `place`: tokens of a block, heads, the row's head, elements."""
+    """Write a row as codes into its block.
+
+    `size`: bytes of one element of the row; `place`: (tokens of a block, heads, the row's head, elements of the row).
+    """
     tokens, heads, head, dim = place
     block = slot // tokens
     at, num_rows = (slot - block * tokens) * heads + head, tokens * heads
@@ -189,11 +192,11 @@ class RotaryKernel:
         return blocks.is_contiguous and blocks.format.can_take(dtype)
 
     def __call__(self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: KVBlocks) -> Tensor:
-        """Queries [rows, heads, key_dim]; keys and values of the first len(slots) rows are written.
+        """Return queries [rows, heads, key_dim]; write keys and values of the first len(slots) rows.
 
         `projected` [rows, width] without gaps; `turns`: cosines and sines [1, rows, turned]; `slots` [tokens] int64;
-        `blocks`: without gaps. All of one type but the slots, and codes in blocks. With those, keys are turned where
-        they are in `projected`.
+        `blocks`: without gaps. All have one type, except slots and blocks of codes. With codes, keys are rotated
+        in place in `projected`.
         """
         turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
         output = projected.new_empty(len(projected), self.shapes.query_heads, self.shapes.key_dim)
@@ -207,5 +210,8 @@ class RotaryKernel:
 
 
 def step_numbers(turns: tuple[Tensor, Tensor], slots: Tensor) -> tuple[int, int, int, int]:
-    """Values of STEP_ARGUMENTS: cosines and sines [1, rows, turned], slots [tokens], without gaps and kept."""
+    """Values of STEP_ARGUMENTS, from cosines and sines [1, rows, turned] and slots [tokens].
+
+    The tensors have no gaps, and the caller keeps them.
+    """
     return turns[0].data_ptr(), turns[1].data_ptr(), slots.data_ptr(), len(slots)

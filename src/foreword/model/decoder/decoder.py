@@ -1,7 +1,7 @@
 """Decoder: one formula for all families that are written down, run from a spec and weights.
 
 With weights in 12 bits or in the codes of a file, the layers of usual families are one program
-(`cpu/layer_program.py`); everywhere else Python calls an operation after the other, with the same bits. Each operation
+(`cpu/layer_program.py`); everywhere else Python calls one operation after the other, with the same bits. Each operation
 gives a row bits that depend on that row alone.
 
 In the last layer, rows whose logits nobody wants are computed up to their keys and values.
@@ -64,7 +64,7 @@ class RowNorm:
 
 
 class Decoder:
-    """A model of a written family. One thread at a time may call it; `run` may be called by others beside it."""
+    """A model of a written family. One thread at a time may call it; meanwhile, other threads may call `run`."""
 
     def __init__(self, spec: DecoderSpec, weights: MutableMapping[str, Weight]) -> None:
         """Pack `weights`, named as in checkpoints of the family. They are taken out, so that plain copies are freed."""
@@ -152,7 +152,7 @@ class Decoder:
         return logits if spec.logit_cap is None else (logits / spec.logit_cap).tanh() * spec.logit_cap
 
     def _make_chain(self) -> LayerChain | None:
-        """Join the layers into one program; None if one of them has none, or computes something else."""
+        """Join all layers, the last norm and the head into one program; None if a program cannot run one of them."""
         all_parts, head, norm = [layer.parts() for layer in self.layers], self._head.in_program, self._norm.norm
         parts = [part for part in all_parts if part is not None]
         if len(parts) < len(all_parts) or norm is None or head is None or head.dtype != self.dtype:
@@ -344,7 +344,7 @@ class DecoderLayer:
         return RotaryKernel(shapes, query, key)
 
     def parts(self) -> LayerParts | None:
-        """This layer for a program; None if a part is no operation, or if the layer computes another formula."""
+        """This layer's parts for a program; None if a program cannot run one of them, or computes another formula."""
         spec, heads, network = self._spec, self._heads, self._network
         has_own_norms = spec.head_norm == "all heads" and any(self._head_norms)
         if heads is None or has_own_norms or spec.parallel or isinstance(network, Experts):

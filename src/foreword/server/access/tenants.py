@@ -131,11 +131,11 @@ class Tenants:
         return namespace if cache_salt is None else f"{namespace}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
 
     def owner(self, tenant: Tenant) -> str | None:
-        """Whose budget a tenant's cache entries take; None if all clients are one tenant."""
+        """The owner whose budget a tenant's cache entries use; None if all clients are one tenant."""
         return tenant.name if self.asks_for_keys else None
 
     def namespace_of_all(self, tenant: Tenant) -> str:
-        """The beginning that all namespaces of a tenant have, and no namespace of another."""
+        """The beginning of all namespaces of a tenant; no other tenant's namespace begins with it."""
         return self._keyed_hash("tenant", tenant.name)
 
     def _keyed_hash(self, *parts: str) -> str:
@@ -241,7 +241,8 @@ def _version(path: Path) -> tuple[int, ...]:
         status = os.stat(path)
     except OSError as error:
         raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
-    # Within a tick of the kernel's clock a file may change again without a new date, so a new one is read again.
+    # A file may change twice within a tick of the kernel's clock, with one date. So a file that just changed has a
+    # new version at each call, and is read again.
     settled = 0 if time.time() - status.st_ctime > SETTLED_S else time.time_ns()
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, settled
 

@@ -33,7 +33,7 @@ LOWEST = -9999.0
 
 
 def thinking_inputs(template: str, *, enabled: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-    """The inputs that the template mentions, of those that a client asks for (None: it does not)."""
+    """The template inputs that a client sets (None: it does not), if the template mentions them."""
     inputs = {"enable_thinking": enabled, "reasoning_effort": effort}
     return {name: value for name, value in inputs.items() if value is not None and name in template}
 
@@ -173,7 +173,7 @@ def with_calls(parts: Sequence[Part], max_calls: int) -> list[Part]:
 async def start_chat(
     service: Service, caller: Caller, response_id: str, chat: Chat, params: SamplingParams, *, stream: bool
 ) -> ChatAnswer:
-    """Have a conversation answered; returns once the engine has queued it.
+    """Answer a conversation; returns once the engine has queued it.
 
     Raises APIError, InvalidRequestError or ChatTemplateError for chats that this model, or this server, cannot answer.
     """
@@ -218,7 +218,7 @@ async def start_chat(
 
 
 async def _continued(service: Service, chat: Chat) -> Prompt:
-    """The prompt of messages after a context: the template's text from the end of an answer on.
+    """The prompt of messages after a context: the context, then the template's text from the end of an answer on.
 
     Raises APIError 400 if the template does not show that end.
     """
@@ -295,7 +295,7 @@ def calls_of(parts: Sequence[Part]) -> list[Call]:
 
 
 def arguments_of(call: Call) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None if it was cut off, or if they are none."""
+    """The arguments of a call as an object; None if the call was cut off, or if they are no JSON object."""
     try:
         read = parse_json(call.arguments) if call.is_complete else None
     except (ValueError, RecursionError):

@@ -34,9 +34,9 @@ RETRY_S = 1.0
 class Recorder:
     """Writes each request once it and all earlier ones have ended, so that the file is in order of arrival.
 
-    Leaves out requests that were refused before they ran. Prompts of different tenants have no ids in common, as they
-    share no blocks. A linked request is written up to its first link, as hit rates count it: no prefix finds the tokens
-    after it. While the file cannot be written, requests wait.
+    Leaves out requests that were refused before they ran. Prompts of different tenants share no blocks, so they
+    have no ids in common. Of a linked request, it writes only the tokens before the first link: no prefix lookup finds
+    later ones, and hit rates do not count them. While the file cannot be written, requests wait.
     """
 
     def __init__(self, file: Path, running: Callable[[], list[RequestRecord]]) -> None:
