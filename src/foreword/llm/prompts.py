@@ -104,7 +104,9 @@ class Prompts:
             )
         session = prompt.get("session_id")
         if session is not None and (not isinstance(session, str) or not session):
-            raise InvalidRequestError(f"session_id={session!r:.60} is not a text; give one such as 'run-7'")
+            raise InvalidRequestError(
+                f"session_id={session!r:.60} is not a text of at least one character; give one such as 'run-7'"
+            )
         parsed, composition = self._of_keys(prompt)
         if "edited_from" in prompt:
             if composition is not None:

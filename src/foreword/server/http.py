@@ -155,6 +155,8 @@ class Frames:
     media_type = "application/x-ndjson"
     ping: bytes | None = None
     """Bytes that keep the stream alive while there is nothing to send."""
+    unsent: tuple[str, int] = "", 0
+    """The text that is being sent, and where its rest begins, which a stream that ends early sends first."""
 
     def frame(self, event: Event) -> str:
         """The text of the next event."""
@@ -209,9 +211,11 @@ async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> A
                 continue
             text = "".join(map(frames.frame, events))
             for at in range(0, len(text), SENT_AT_ONCE):
+                frames.unsent = text, at
                 if at:
                     await asyncio.sleep(0)  # a socket may take all at once
                 yield text[at : at + SENT_AT_ONCE].encode()
+            frames.unsent = "", 0
     except Exception as error:
         if not isinstance(error, APIError):
             logger.exception("an answer could not be written to its end")
@@ -252,7 +256,8 @@ class _EventStream(StreamingResponse):
             self._answer.close()
             error = timed_out(service_of(self._request).config.request_timeout_s)
             event = dialect_of(self._request).error_event(error, request_id_of(self._request))
-            last = self._frames.frame(event).encode() + self._frames.end()
+            text, at = self._frames.unsent
+            last = (text[at:] + self._frames.frame(event)).encode() + self._frames.end()
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._answer.close()

@@ -118,7 +118,10 @@ class Stores:
                 self._release(chunk)
 
     def cancel(self) -> None:
-        """Give up the chunk under way, with its sequence, and release its blocks; count the blocks that are stored."""
+        """Give up the chunk under way, with its sequence, and release its blocks; count the blocks that are stored.
+
+        A tier that is just writing may finish its part, up to 8 MiB, which counts for no day.
+        """
         chunk = self._chunk
         if chunk is not None:
             for ticket in chunk.tickets:

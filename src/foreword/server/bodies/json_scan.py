@@ -5,6 +5,7 @@ The counting is compiled and releases Python's lock, so that other threads can r
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -99,7 +100,8 @@ def to_long_json(body: Any, depth: int) -> str:
         pieces.append(piece)
         num_characters += len(piece)
         if num_characters > PAUSE_AFTER:
-            time.sleep(PAUSE_S)
+            if asyncio._get_running_loop() is None:
+                time.sleep(PAUSE_S)
             num_characters = 0
     return "".join(pieces)
 

@@ -128,9 +128,10 @@ class Insight:
         try:
             self._last = await asyncio.wait_for(self._thread.ask(SNAPSHOT), MAX_WAIT_S)
             self.curve = self._more_memory.points()
-        except (TimeoutError, APIError):
+        except (TimeoutError, APIError) as error:
             if self._last is None:
-                raise APIError(503, "The engine does not answer; GET /health says why.", kind="server_error") from None
+                remedy = "it is busy, try again" if isinstance(error, TimeoutError) else "GET /health says why"
+                raise APIError(503, f"The engine does not answer; {remedy}.", kind="server_error") from None
         return self._last
 
     async def reset(self) -> None:

@@ -130,8 +130,9 @@ def _tidy(parent: Path) -> None:
 
     A process reads its folder only while it loads the model, so none is in use; several processes may tidy at once.
     """
-    with contextlib.suppress(OSError):
-        for folder in parent.iterdir():
+    folders = [*parent.iterdir()] if parent.is_dir() else []
+    for folder in folders:
+        with contextlib.suppress(OSError):  # another process removes it, too
             if _is_ours(folder) and folder.stat().st_mtime < time.time() - UNUSED_S and not _is_current(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
