@@ -1,10 +1,10 @@
 """Simulated caches: each takes one request after the other, and returns the part of the prompt that it held.
 
 Outputs are not cached, and a request ends before the next one comes: only the order of arrival, the capacity and the
-policy matter. A request that would not fit into the whole cache is refused, and counts as missed.
+policy matter. A request with more blocks than the cache is refused, and all its blocks count as missed.
 
-`ManagerCache` is the engine's own `KVCacheManager`; `LruCache` gives the same answers as it does under `lru`,
-faster. (`foreword.replay.simulator` has one pass that is faster still, where every request fits.)
+`ManagerCache` is the engine's own `KVCacheManager`. `LruCache` gives the answers of a `ManagerCache` under `lru`, but
+faster. (`OnePass` in `foreword.replay.simulator` is faster still, as long as every request fits.)
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PIECES = 2
 
 
 class Lru(Generic[Key]):
-    """Keys with weights. `use` keeps all of them until `shrink`, so that a request evicts nothing of its own."""
+    """Keys with weights. `use` evicts nothing; `shrink` does. So a request does not evict its own keys."""
 
     def __init__(self, capacity: int | None, held: Iterable[Key] = ()) -> None:
-        """`capacity` in units of weight, None for no limit; `held`: the first keys, of weight 1, the newest last."""
+        """`capacity` in units of weight, None: no limit. `held`: keys to begin with, of weight 1, the newest last."""
         self.capacity = capacity
         self._weights: OrderedDict[Key, int] = OrderedDict.fromkeys(held, 1)
         self._weight = len(self._weights)
@@ -67,7 +67,7 @@ class HitCount:
     refused_blocks: int = 0
     """Blocks of requests that have more blocks than the cache."""
     empty_blocks: int = 0
-    """Blocks of a cache that held nothing at the end, because evicting a head forgot its tails."""
+    """Blocks of the cache that were empty at the end: when a head was evicted, its tails were forgotten."""
 
     def note(self, request: RecordedRequest, num_held: int, capacity: int) -> None:
         """Note that a cache of this capacity held the first `num_held` blocks of the request."""
@@ -81,7 +81,7 @@ class LruCache:
     """Evicts the least recently used blocks, the tail of a request before its head."""
 
     def __init__(self, capacity: int, held: PrefixKeys = NO_KEYS) -> None:
-        """Hold the first `held` blocks, at most `capacity`, the most recently used one at the end."""
+        """`held`: keys of the blocks to begin with, at most `capacity`, the most recently used last."""
         _check_capacity(capacity)
         self.capacity = capacity
         self._blocks = Lru[int](capacity, held.tolist())
@@ -134,7 +134,7 @@ def as_sequence(request: RecordedRequest) -> TokenSequence:
 def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Token ids that stand for the request's blocks, two per block, and one more, [2 * blocks + 1].
 
-    The last token stands for the one that the engine always computes: without it, the last block could not be hit.
+    The engine always computes the last token of a prompt. Without the extra token, the last block could not be hit.
     """
     tokens = np.zeros(PIECES * len(request.keys) + 1, np.int32)
     mask = np.uint64((1 << int(PIECE_BITS)) - 1)

@@ -22,11 +22,11 @@ MAX_BLOCKS = 2**31 - 1
 """Block numbers have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "minicpm3", "youtu")
-"""`model_type` of the models whose KV is latent on a CPU; that of others is expanded, though it could be."""
+"""`model_type` of the models whose KV is latent on a CPU. Other models' KV is expanded, even if it could be latent."""
 IS_EXPANDED = "kv_is_expanded"
-"""A field that no file has: the folder's files make a server expand the KV."""
+"""A field that is added to a configuration if a server would expand the KV; no config.json has it."""
 SCALE_BYTES = 2
-"""Of a token's keys, or values, of one head in codes of eight bits."""
+"""Bytes of the scale in int8: one scale for a token's keys, and one for its values, in each head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ def parse_with_unit(text: str) -> int:
 
 
 def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
-    """config.json of a model's folder, or the file itself. Raises ModelLoadError.
+    """Read config.json of a model's folder, or the file itself. Raises ModelLoadError.
 
-    A folder with latent KV that `serve` with this `dtype` would expand gets `IS_EXPANDED`, where torch is installed
-    and the folder has all its weights.
+    Adds `IS_EXPANDED` if the model's KV could be latent but `serve` with this `dtype` would expand it. That is known
+    only where torch is installed and the folder has the weights.
     """
     folder = Path(model).expanduser()
     path = folder / "config.json" if folder.is_dir() else folder
@@ -99,14 +99,14 @@ def read_model_config(model: str, dtype: Dtype = "auto") -> dict[str, Any]:
 
 
 def is_latent(config: dict[str, Any]) -> bool:
-    """Whether a CPU stores one vector a token and layer for all heads."""
+    """Whether a CPU stores one vector for all heads, for each token and layer."""
     return config.get("model_type") in LATENT_FAMILIES and not config.get(IS_EXPANDED)
 
 
 def kv_bytes_per_token(config: dict[str, Any], kv_cache_dtype: str = "auto") -> int:
-    """Bytes of keys and values of one token in all layers, as if all of them attended to everything.
+    """Bytes of one token's keys and values in all layers, as if every layer attended to all tokens.
 
-    `kv_cache_dtype`: how `serve` stores them; "auto" is the type of the configuration.
+    `kv_cache_dtype`: how `serve` stores KV; "auto" is the type of the configuration.
     Raises ModelLoadError if the configuration does not say, and ConfigError for latent vectors in int8.
     """
     latent = is_latent(config)

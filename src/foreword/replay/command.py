@@ -53,11 +53,11 @@ NOT_FOR_CHUNKS = (
     "kv_cache_dtype",
     "prefill_rate",
 )
-"""Options of `foreword replay` that need blocks."""
+"""Options of `foreword replay` that need blocks, so a trace of chunks refuses them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword replay`."""
+    """Add the options of `foreword replay`."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="recorded requests: JSONL, gzipped or not")
     parser.add_argument(
         "--policy", default=DEFAULT_POLICIES, metavar="NAMES", help=f"eviction policies (default: {DEFAULT_POLICIES})"
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. Checks them before it replays the trace."""
+    """Run with parsed arguments. Most of them are checked before the trace is read."""
     if (chunks := chunk_file(args.trace)) is not None:
         return run_linking(args, chunks, args.parser.parse_args([str(args.trace)]))
     console = Console(stderr=args.json)
@@ -173,7 +173,7 @@ def _tell_malformed(reader: TraceReader, console: Console) -> None:
 def _replay_tier(
     tier: TierOption, reader: TraceReader, result: ReplayResult, bytes_per_token: int | None, console: Console
 ) -> list[dict[str, Any]]:
-    """A table of what a tier below each capacity finds, and the same as JSON values."""
+    """Print a table of the blocks that a tier below each capacity finds. Return its rows as JSON values."""
     with _progress(reader, tier.name, console):
         below = tier.capacity(result.block_tokens, bytes_per_token)
         replays = replay_tiers(reader, list(result.capacities), below, result.block_tokens)
@@ -263,7 +263,7 @@ def _tokenizer(args: argparse.Namespace) -> PromptEncoder | None:
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of requests that are served by several replicas."""
+    """Add the options for several replicas and routers."""
     group = parser.add_argument_group(
         "replicas and routers", "given --flops or --prefill-rate, foreword's router sends the requests to --replicas"
     )
@@ -304,7 +304,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serving_options(args: argparse.Namespace) -> ServingOptions | None:
-    """The options, for any capacity; None without --flops and --prefill-rate."""
+    """The options of serving, whose capacity is set later; None without --flops and --prefill-rate."""
     cost: StepCost | PromptRates
     if args.flops is None and args.prefill_rate is None:
         return None
@@ -400,7 +400,7 @@ def _number(text: str, option: str, argument: str) -> float:
 
 
 def add_scheduling_arguments(group: argparse._ArgumentGroup) -> None:
-    """Options that `--flops` brings."""
+    """Add the options that need `--flops`."""
     group.add_argument(
         "--scheduling",
         metavar="NAMES",
@@ -472,7 +472,7 @@ def _compare(
 
 
 def add_linking_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options for traces of chunks."""
+    """Add the options for traces of chunks."""
     group = parser.add_argument_group("chunks", "if a line has `chunks`, or the trace is RAGPulse's folder")
     group.add_argument(
         "--link", default=DEFAULT_METHODS, metavar="METHODS", help=f"methods of linking (default: {DEFAULT_METHODS})"
@@ -480,7 +480,7 @@ def add_linking_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_linking(args: argparse.Namespace, file: Path, defaults: argparse.Namespace) -> int:
-    """Run with parsed arguments on a file of chunks; `defaults` are the options' values if none is given."""
+    """Run with parsed arguments on a file of chunks; `defaults` has the default value of each option."""
     for name in NOT_FOR_CHUNKS:
         if getattr(args, name) != getattr(defaults, name):
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning for a trace of chunks; leave it out")

@@ -1,6 +1,6 @@
-"""Loops over single blocks and digits, compiled by numba when first called, once per machine.
+"""Loops over single blocks and digits. numba compiles them at their first call, once per machine.
 
-Knows only arrays; their meaning belongs to the callers (`stack`, `trace`), which import this module late.
+Knows only arrays; the callers (`curve`, `trace`) know their meaning. They import this module late.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 Counts = npt.NDArray[np.int32]
 
 MAX_DIGITS = 19
-"""Most digits of numbers that certainly fit into 64 bits."""
+"""The most digits that always fit into 64 bits."""
 
 COMMA, SPACE, ZERO, NINE = 44, 32, 48, 57
 
 
 @cached()
 def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -> bool:
-    """Whether `text` is `1, 2,3`, as long as `numbers`, with at most `MAX_DIGITS` digits each. Changes `numbers`."""
+    """Read a text like `1, 2,3` into `numbers`. False: it has another form or count, or a number is too long."""
     num_read = num_digits = 0
     value = np.uint64(0)
     is_over = False  # a space after a number: only a comma may follow
@@ -68,7 +68,7 @@ def use_blocks(
 ) -> tuple[int, int]:
     """Let requests, laid end to end, use their blocks; returns the number of blocks and the next stamp.
 
-    Changes `tables`, which have room for them, and `uses`.
+    Changes `tables`, which must have room for the blocks, and `uses`.
     """
     buckets, key_of, stamp_of, last_use, block_of_stamp, counts = tables
     distances, idle = uses
@@ -114,7 +114,7 @@ def use_blocks(
 
 @cached()
 def _find(buckets: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.uint64) -> np.uint64:
-    """The key's bucket, or the empty one where it belongs."""
+    """The bucket of a key's block; if there is no such block, the empty bucket for it."""
     mask = np.uint64(len(buckets) - 1)
     bucket = key & mask
     while buckets[bucket] >= 0 and key_of[buckets[bucket]] != key:

@@ -1,9 +1,9 @@
-"""The curve of LRU over capacity: of a recording (`LruCurve`), and of traffic that keeps coming (`LiveLruCurve`).
+"""LRU's hit ratio over capacity: of a recording (`LruCurve`), and of traffic that keeps coming (`LiveLruCurve`).
 
-`LruStack` finds the distance to each block's last use, which gives LRU at every capacity at once: the number of
-different blocks used since, itself included. LRU finds the block if and only if the capacity is at least that. (A
-request uses its blocks from the tail to the head, when it ends; so a head is nearer than its tail.) Both curves follow
-all blocks or a sample of them; the live one forgets blocks beyond its largest capacity, which cannot be hits.
+`LruStack` finds each block's distance: the number of different blocks used since its last use, itself included. LRU
+finds a block if and only if the capacity is at least its distance, so distances give LRU at every capacity at once.
+(A request uses its blocks from the tail to the head, when it ends; so a head is nearer than its tail.) Both curves
+follow all blocks or a sample. The live curve forgets blocks beyond its largest capacity, which cannot be hits.
 
 After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); counts are kept as by
 Fenwick, "A new data structure for cumulative frequency tables" (1994), and sampled after Waldspurger, Park, Garthwaite
@@ -26,9 +26,9 @@ from foreword.replay.keys import PrefixKeys
 FloatArray = npt.NDArray[np.float64]
 MIN_BLOCKS = 1024
 NUM_PARTS = 16
-"""Parts of the sample; the error is estimated from the differences between them."""
+"""Parts of the sample. The differences between the parts give an estimate of the error."""
 MAX_SAMPLED_BLOCKS = 32_768
-"""Size of the sample, about 3 MB. Caches with no larger capacity are followed block by block, without an error."""
+"""Blocks in the sample, about 3 MB. If no capacity is larger than this, all blocks are followed, without an error."""
 WINDOW_BLOCKS = 2**22
 """Number of prompt blocks after which older counts are halved: old traffic fades."""
 
@@ -37,15 +37,15 @@ class Uses(NamedTuple):
     """Facts about blocks at the time when requests used them, laid end to end."""
 
     distances: Int64Array
-    """[blocks]: distance of each, 0 for those never seen."""
+    """[blocks]: distance of each block, 0 for a block never seen before."""
     idle: FloatArray
-    """[blocks]: time since the last use of each; meaningless for those never seen."""
+    """[blocks]: time since the last use of each block; meaningless for a block never seen before."""
 
 
 class Tables(NamedTuple):
-    """Blocks are numbered in the order in which they came first.
+    """The tables of an `LruStack`. Blocks are numbered in the order in which they came first.
 
-    A block's last use has a stamp, and the distance is the number of stamps in use from the block's own on:
+    A block's last use has a stamp. The distance is the number of stamps in use from the block's own stamp on:
 
         stamps    . x . x | . . x x | x . . .        x: some block's last use
                       ^ 1   +   2   + 1  = 4
@@ -60,7 +60,7 @@ class Tables(NamedTuple):
     last_use: FloatArray
     """[blocks]"""
     block_of_stamp: npt.NDArray[np.int32]
-    """[stamps]; of a stamp in use, the block's own `stamp_of` is that stamp."""
+    """[stamps]; a stamp is in use if `stamp_of` of its block is that stamp."""
     counts: npt.NDArray[np.int32]
     """[stamps + 1]: Fenwick tree; entry i counts the stamps in use among the (i & -i) that end before stamp i."""
 
@@ -90,11 +90,11 @@ class LruStack:
         return self._num_blocks
 
     def admit(self, keys: PrefixKeys) -> Int64Array:
-        """The next request's blocks [blocks] -> distance of each, 0 for those never seen."""
+        """Use the next request's blocks. Returns the distance of each, [blocks]; 0 for a block never seen before."""
         return self.admit_each(keys, [len(keys)], [0.0]).distances
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
-        """The next requests, laid end to end [blocks]; request i has `lengths[i]` blocks and ends at `times[i]`."""
+        """Use the blocks of the next requests, laid end to end: request i has `lengths[i]` and ends at `times[i]`."""
         self._make_room(len(keys))
         uses = Uses(np.zeros(len(keys), np.int64), np.zeros(len(keys), np.float64))
         self._num_blocks, self._next_stamp = self._compiled.use_blocks(
@@ -109,13 +109,13 @@ class LruStack:
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
-        """Keys of the `count` most recently used blocks, or of all, the latest last."""
+        """Keys of the `count` most recently used blocks, or of all if there are fewer; the latest last."""
         return self._tables.key_of[self._in_order()[-count:]]
 
     def keep_latest(self, count: int) -> None:
-        """Forget all but the `count` most recently used blocks; the others count as never seen when they come again.
+        """Forget all but the `count` most recently used blocks, and all times of use.
 
-        The times of use are forgotten, too.
+        A forgotten block counts as never seen when it comes again.
         """
         keys = self.latest(count)
         self._forget()
@@ -145,7 +145,7 @@ class LruStack:
             self._renumber(num_new)
 
     def _renumber(self, num_new: int) -> None:
-        """Close the gaps between used stamps, and make room for as many again."""
+        """Renumber stamps without gaps, and make room for twice the number."""
         in_order = self._in_order()
         count = len(in_order)
         self._tables.stamp_of[in_order] = np.arange(count)
@@ -179,7 +179,7 @@ class LruCurve:
         self._threshold = np.uint64(round(sampling_rate * 2**32))
         self._num_parts = NUM_PARTS if sampling_rate < 1.0 else 1
         self._histograms: Int64Array = np.zeros((self._num_parts, 1024), np.int64)
-        """[parts, distances]: accesses; column 0: of blocks never seen."""
+        """[parts, distances]: number of accesses; column 0 counts blocks never seen before."""
 
     def admit(self, keys: PrefixKeys) -> None:
         """Follow the next request."""
@@ -204,7 +204,7 @@ class LruCurve:
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
-        """Keys of the `count` most recently used blocks, or of all followed ones, the latest last."""
+        """Keys of the `count` most recently used of the followed blocks, the latest last."""
         return self._stack.latest(count)
 
     @property
@@ -257,7 +257,7 @@ class CurvePoint:
 
 
 class LiveLruCurve:
-    """Hit rate over capacity, for the requests that it followed.
+    """Hit rate over capacity, for live requests. Counts of old requests fade.
 
     Follows the blocks whose key falls under a threshold, and scales their distances up accordingly. A
     request costs a few array operations over its blocks.
@@ -303,7 +303,7 @@ class LiveLruCurve:
         return len(self._stack)
 
     def admit(self, keys: PrefixKeys, num_prompt_tokens: int) -> None:
-        """Follow the next request: keys of its full blocks, the prompt's first.
+        """Follow the next request. `keys` are those of its full blocks, the prompt's blocks first.
 
         The blocks after the prompt hold its answer: later prompts can find them, but this request did not look them up.
         """

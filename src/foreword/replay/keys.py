@@ -1,13 +1,13 @@
 """Keys of prefixes: one 64-bit number for each block of a prompt, equal exactly for equal whole prefixes.
 
-Whether a recording's ids stand for whole prefixes or for single blocks does not matter: this module chains them, and
-chaining them twice gives equivalent keys.
+A recording's ids may stand for whole prefixes or for single blocks: this module chains them, and ids that were chained
+before give equivalent keys.
 
     key(i) = mix( sum of mix(content id j) * odd(j), j = 0 .. i )
 
-The sum makes it one pass of array operations. Two of n different prefixes meet with probability n * n / 2**65
-(ten million: 3e-6), which costs a wrong hit in a simulation; keys that guard real blocks are made by
-`foreword.cache.keys.hashing`.
+Because it is a sum, a few array operations compute all keys. Among n different prefixes, two have equal keys with
+probability n * n / 2**65 (ten million: 3e-6). Then a simulation has a wrong hit. Keys that guard real blocks are made
+by `foreword.cache.keys.hashing`.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def _odd_numbers(count: int) -> PrefixKeys:
 
 
 def _multipliers(count: int) -> PrefixKeys:
-    """The first `count` odd numbers; powers of 2 are kept, so that few counts compute them anew."""
+    """The first `count` odd numbers. They are computed and kept up to a power of 2, so few counts compute them anew."""
     return _odd_numbers(max(1024, 1 << count.bit_length()))[:count]
 
 
 def chain(content_ids: PrefixKeys) -> PrefixKeys:
-    """Content ids of consecutive blocks [blocks] -> key of the prefix that ends with each [blocks]."""
+    """Content ids of consecutive blocks [blocks] -> for each block, the key of the prefix that it ends [blocks]."""
     return chain_each(content_ids, [len(content_ids)])
 
 
 def chain_each(content_ids: PrefixKeys, lengths: Sequence[int]) -> PrefixKeys:
-    """`chain` of several prompts laid end to end, [all blocks]; prompt i has `lengths[i]` of them.
+    """Chain several prompts laid end to end, [all blocks]; prompt i has `lengths[i]` blocks.
 
-    For short prompts that is ten times faster than one call each.
+    For short prompts this is ten times faster than one call of `chain` for each.
     """
     counts = np.array(lengths, np.int64)
     starts = np.cumsum(counts) - counts

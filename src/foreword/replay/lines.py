@@ -3,15 +3,15 @@
 A line's keys tell its format:
 
     hash_ids            Mooncake: one id per block of the prompt, with input_length, output_length, timestamp (ms);
-                        a partial last block may have an id or none
+                        the id of a partial last block may be left out
     prompt_token_ids    or token_ids, or a bare list: plain token ids
     prompt | messages   OpenAI: text or a conversation, alone or as the `body` of a batch line; needs a tokenizer
 
-With `session_id`, a line with hash_ids is a turn as AIPerf writes it: its ids and input_length are those of the new
-blocks, which follow the session's earlier ones. Where a turn begins with all of these again, turns are whole prompts.
+With `session_id`, a line with hash_ids is a turn as AIPerf writes it: its ids and input_length describe the new blocks
+only, which follow the session's earlier blocks. If a turn begins with all earlier ids again, turns are whole prompts.
 
-Other programs write bodies of requests too: vLLM's request log, LiteLLM's and OpenTelemetry's records. What such a line
-leaves out, such as redacted text, is an error that names the program and the setting.
+Other programs write bodies of requests too: vLLM's request log, LiteLLM's and OpenTelemetry's records. If such a line
+lacks a needed part, such as text that was redacted, the error names the program and the setting.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VLLM_REQUEST = re.compile(
 REDACTED = "redacted-by-litellm"
 OTEL_MESSAGES = "gen_ai.input.messages"
 OTEL_OPERATIONS = (None, "chat", "text_completion", "generate_content")
-"""Operations that call a model. Others, such as those of agents and tools, have such spans as children."""
+"""Operations that call a model. Spans of other operations, such as agents and tools, have these spans as children."""
 _LITELLM_CALL = re.compile(
     r"a?(text_)?completion(_with_retries)?|a?responses|a?anthropic_messages|a?generate_content(_stream)?"
     r"|(allm_|llm_)?pass_?through_(endpoint|route)"
@@ -57,11 +57,11 @@ _IDS_BEGIN = (b'"hash_ids": [', b'"hash_ids":[')
 
 
 class NoRequestError(TraceError):
-    """A line of a known program that is no prompt: it is passed over and counted nowhere."""
+    """A line of a known program that has no prompt. The reader skips the line and does not count it as malformed."""
 
 
 def of_vllm_log(line: str) -> dict[str, Any] | None:
-    """The request of a line of vLLM's log; None for any other line. Raises NoRequestError if it has none."""
+    """The request in a line of vLLM's log; None for other lines. A log line without a request raises NoRequestError."""
     entry = None if line.startswith(("{", "[")) else _VLLM_LINE.search(_COLOR.sub("", line.rstrip("\r\n")))
     if entry is None:
         return None
@@ -76,7 +76,10 @@ def of_vllm_log(line: str) -> dict[str, Any] | None:
 
 
 def as_body(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The body of a record of LiteLLM or OpenTelemetry; any other record as it is. Raises TraceError."""
+    """Return the request body in a record of LiteLLM or OpenTelemetry, and any other record as it is.
+
+    Raises TraceError.
+    """
     if {"resourceSpans", "resourceLogs"} & set(record):
         raise TraceError(f"{where} is an export of OpenTelemetry with many records; write one span or log on each line")
     try:
@@ -151,7 +154,7 @@ def _of_otel(record: Mapping[str, Any], attributes: Mapping[str, Any], where: st
 
 
 def _text(parts: Any) -> str:
-    """The text of parts; one that is no text, such as a picture, stands as its type and a digest."""
+    """Join the text of parts. A part without text, such as a picture, is written as its type and a digest."""
     return "\n".join(
         part["content"]
         if part["type"] == "text"
@@ -162,12 +165,12 @@ def _text(parts: Any) -> str:
 
 
 def _parsed(value: Any) -> Any:
-    """A value that may be written as text in JSON."""
+    """Return the value; if it is a text that holds a JSON list or object, parse it first."""
     return json.loads(value) if isinstance(value, str) and value[:1] in ("[", "{") else value
 
 
 def _attributes(attributes: Any) -> dict[str, Any]:
-    """Attributes as a map, or as OTLP's list of keys and typed values."""
+    """Return attributes as a dict. They may be a map, or OTLP's list of keys and typed values."""
     if isinstance(attributes, list):
         return {pair["key"]: next(iter(pair["value"].values()), None) for pair in attributes}
     return dict(attributes) if isinstance(attributes, Mapping) else {}
@@ -176,7 +179,7 @@ def _attributes(attributes: Any) -> dict[str, Any]:
 def _with_numbers(body: dict[str, Any], time: Any, num_output_tokens: Any) -> dict[str, Any]:
     """Add the time in ms and the length of the answer to a body.
 
-    `time` is text in ISO 8601, or a number of s, ms or ns: its size tells which.
+    `time` is text in ISO 8601, or a number in s, ms or ns; the size of the number decides the unit.
     """
     if isinstance(time, str) and not time.isdigit():
         body["timestamp"] = datetime.fromisoformat(time).timestamp() * 1000
@@ -210,7 +213,7 @@ def parse_json_line(line: str, where: str) -> Any:
 
 
 def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_tokens: int) -> tuple[float, int, int]:
-    """timestamp, input_length and output_length. Raises TraceError."""
+    """Check and return timestamp, input_length and output_length. Raises TraceError."""
     timestamp: Any = record.get("timestamp")
     input_length, output_length = record.get("input_length"), record.get("output_length")
     if type(timestamp) not in (int, float) or not 0 <= timestamp <= MAX_TIME:
@@ -240,7 +243,7 @@ class ParsedLine(NamedTuple):
 
 
 class SkimmedLine(NamedTuple):
-    """A line in Mooncake's format that is fully known, except that its ids may not be numbers."""
+    """A line in Mooncake's format whose ids are counted but not read yet: they may turn out not to be numbers."""
 
     request: ParsedLine
     """The request without its content ids."""
@@ -252,16 +255,19 @@ class SkimmedLine(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """The last turn of a session, with what came before it."""
+    """All blocks of a session up to its last turn."""
 
     ids: list[Any]
     pieces: list[tuple[Any, int]]
-    """Ids with their numbers of tokens, since turns end inside blocks. A part without an id has a name of its own."""
+    """Each id with its number of tokens: turns may end inside blocks. Tokens without an id get a name of their own."""
     timestamp: float | None
 
 
 def _on_grid(pieces: list[tuple[Any, int]], block_tokens: int) -> list[Any]:
-    """Ids of the blocks into which an engine cuts these pieces; a digest for a block that is not one id's beginning."""
+    """Ids of the blocks into which an engine cuts these pieces.
+
+    A block gets a digest as its id, unless it is the beginning of a single piece that has an id.
+    """
     blocks: dict[int, list[tuple[Any, int, int]]] = {}
     at = 0
     for name, length in pieces:
@@ -298,9 +304,9 @@ class LineParser:
     block_tokens: int | None
     tokenizer: PromptEncoder | None
     sessions: dict[Any, _Turn | None] = field(default_factory=dict)
-    """Sessions of the lines that were parsed so far; None after a turn that was refused."""
+    """The state of each session in the lines parsed so far; None after a turn that was refused."""
     has_whole_turns: bool = False
-    """Whether a session's turn was a whole prompt."""
+    """Whether the turn of any session was a whole prompt."""
 
     def start_again(self) -> None:
         """Forget all sessions: the next line is the first one of a file."""
@@ -308,7 +314,7 @@ class LineParser:
         self.has_whole_turns = False
 
     def skim(self, line: bytes, where: str) -> SkimmedLine | None:
-        """Read a simple line as if it had no ids; the ids are read later."""
+        """Read a simple line without its ids, which are read later. None: `parse` must read the whole line."""
         for mark in _IDS_BEGIN:
             before, separator, ids_and_after = line.partition(mark)
             if separator:
@@ -327,7 +333,7 @@ class LineParser:
         return SkimmedLine(request, num_ids, ids, line, where)
 
     def parse(self, line: bytes, where: str) -> ParsedLine | TraceError:
-        """The request of a line, or the error in it."""
+        """The request in a line, or the error that the line has."""
         try:
             text = line.decode()
             return self._of_value(of_vllm_log(text) or parse_json_line(text, where), where)
@@ -382,7 +388,7 @@ class LineParser:
     def _of_turn(
         self, line: ParsedLine, ids: list[Any], session: Any, record: dict[str, Any], where: str
     ) -> ParsedLine:
-        """A turn with the session's blocks before it. Answers, which only the replayed engine knows, are left out."""
+        """Put the session's earlier blocks before a turn's. Answers are left out: the recording does not have them."""
         if not isinstance(session, str | int):
             raise TraceError(f"{where}: session_id={str(session)[:40]!r}; it must be a text or a number")
         before, time, size = self.sessions.get(session), line.timestamp_ms, line.block_tokens
@@ -460,7 +466,7 @@ def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int
 
 
 def timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
-    """`timestamp` is in ms, as in Mooncake's format; `created` in s, as in OpenAI's format."""
+    """Read `timestamp`, in ms as in Mooncake's format, or `created`, in s as in OpenAI's; None without either."""
     for name, scale in (("timestamp", 1.0), ("created", 1000.0)):
         value = record.get(name)
         if value is None:

@@ -1,14 +1,15 @@
-"""Linking: what a cache would find if chunks could stand anywhere, and what its methods compute again.
+"""Linking: the tokens that a cache would find if chunks could stand anywhere, and those that are computed again.
 
-Two caches with LRU and equal memory get the same requests. One finds leading chunks that stood after the same ones
-before; the other finds each chunk wherever it stands. Of the chunks that the second one finds, those that the first one
-finds too are exact; a method computes a part of each other one again. A chunk counts as a whole: it is found or not.
+Two caches with LRU and equal memory get the same requests. The first finds a chunk only if all chunks before it are
+the same as before. The second finds a chunk wherever it stands. A chunk that both find is exact. If only the second
+finds a chunk, a method of linking computes a part of it again. A chunk is found as a whole or not at all.
 
-A recorded line has `chunks`: ids, tokens, and the parts of the prompt that they are.
+A recorded line has `chunks`, each with an id, its number of tokens and a name for its part of the prompt:
 
     {"timestamp": 82000, "output_length": 192, "chunks": [["rules", 530, "system"], [7398, 266, "passages"], ...]}
 
-or it is RAGPulse's (Wang et al., 2025), whose `hash_ids` name chunks by part; their lengths are in the files beside it.
+RAGPulse's lines (Wang et al., 2025) are read too: `hash_ids` has the chunks of each part, whose lengths are in other
+files of the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_CHUNK_TOKENS = 1 << 31
 
 
 class Chunk(NamedTuple):
-    """A part of a prompt; equal ids are equal tokens."""
+    """A part of a prompt. Chunks with equal ids have equal tokens."""
 
     id: int | str
     num_tokens: int
@@ -39,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_file(trace: Path) -> Path | None:
-    """The file of requests in chunks that a path names, which may be RAGPulse's folder; None: it names no such file."""
+    """The file of chunked requests at a path, which may be RAGPulse's folder; None if the path has no such file."""
     file = trace / RAGPULSE_TRACE if trace.is_dir() else trace
     if not file.is_file():  # a pipe could not be read again
         return None
@@ -54,7 +55,7 @@ def chunk_file(trace: Path) -> Path | None:
 
 
 def read_chunks(file: Path, max_requests: int | None = None) -> Iterator[tuple[Chunk, ...]]:
-    """The chunks of each request, in the file's order. Raises TraceError for the first line that is none."""
+    """Yield the chunks of each request, in the file's order. Raises TraceError at the first line without a request."""
     lengths: Mapping[int, int] | None = None
     num_requests = 0
     for where, record in _records(file):
@@ -73,7 +74,7 @@ def read_chunks(file: Path, max_requests: int | None = None) -> Iterator[tuple[C
 
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line's name for errors, and its JSON object."""
+    """Yield each line's name for errors and its JSON object."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -117,7 +118,7 @@ def _of_ragpulse(ids: dict[str, Any], lengths: Mapping[int, int], where: str) ->
 
 
 def _read_lengths(folder: Path) -> dict[int, int]:
-    """Tokens of each chunk, from the files of RAGPulse: lines with an id and a length."""
+    """Read the number of tokens of each chunk from RAGPulse's other files: lines with an id and a length."""
     lengths: dict[int, int] = {}
     for file in sorted(folder.glob("[1-9]_*.jsonl")):
         for where, record in _records(file):
@@ -132,7 +133,7 @@ def _read_lengths(folder: Path) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class LinkMethod:
-    """What is computed again of a linked chunk."""
+    """The part of a linked chunk that a method computes again."""
 
     name: str
     first_k: int = 0
@@ -162,7 +163,7 @@ class PartCount:
     num_tokens: int = 0
     prefix_tokens: int = 0
     found_tokens: int = 0
-    """Found anywhere."""
+    """Tokens that are found if chunks may stand anywhere."""
 
 
 @dataclass(slots=True)
@@ -170,17 +171,17 @@ class LinkReplay:
     """What requests found with one capacity."""
 
     capacity_tokens: int | None
-    """None: unlimited."""
+    """Capacity in tokens; None: unlimited."""
     num_tokens: int = 0
     """Tokens of all prompts."""
     prefix_tokens: int = 0
-    """Found by prefix caching."""
+    """Tokens that prefix caching finds."""
     found_tokens: int = 0
-    """Found if chunks could stand anywhere."""
+    """Tokens that are found if chunks may stand anywhere."""
     num_linked: int = 0
     """Chunks that were found where no prefix ends with them."""
     recomputed: dict[str, float] = field(default_factory=dict)
-    """Tokens that a method computes again, by its name."""
+    """Found tokens that a method computes again, by the method's name."""
     parts: dict[str, PartCount] = field(default_factory=dict)
 
     def share(self, method: str | None = None) -> float:

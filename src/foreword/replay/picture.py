@@ -1,7 +1,7 @@
 """The curves of a replay as SVG or PNG, and as an HTML page that needs nothing else.
 
-Knows results and drawing; writes only the files that it is given. resvg, an optional dependency, makes PNG from the
-SVG; it takes the letters from the machine's fonts.
+Knows results and drawing; writes only the files that a caller names. resvg, an optional dependency, makes PNG from the
+SVG with the fonts of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 860, 460
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 40, 64
 COLOURS = ("#1f5fbf", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#a16207", "#be123c")
 FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', 'Noto Sans', sans-serif"
-"""Fonts of several systems: resvg takes the first one that exists, and none for `sans-serif` alone."""
+"""Fonts of several systems: resvg takes the first one that exists. For `sans-serif` alone it finds no font."""
 PNG_ZOOM = 2
 
 
@@ -50,7 +50,7 @@ def check_format(file: Path) -> None:
 
 
 def as_png(svg: str) -> bytes:
-    """An SVG as PNG, at twice its size. Raises ConfigError without resvg, or without any font."""
+    """Convert an SVG to PNG, at twice its size. Raises ConfigError without resvg, or without any font."""
     svg_to_png = _svg_to_png()
     image = svg_to_png(svg_string=svg, zoom=PNG_ZOOM)
     if image == svg_to_png(svg_string=re.sub("<text.*?</text>", "", svg), zoom=PNG_ZOOM):
@@ -202,7 +202,7 @@ td:has(i) {{ text-align: left; }} i {{ display: inline-block; height: 0.7rem; ba
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> str:
-    """Cells that need no escaping: values from users are escaped before."""
+    """A table in HTML. Cells are not escaped here, so values from users must be escaped before."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>\n{body}\n</table>"

@@ -1,4 +1,4 @@
-"""Eviction policies to compare others with: no measurement recommends them, so the engine has none of them.
+"""Eviction policies for comparison only: no measurement recommends them, so the engine does not have them.
 
 Each class implements `EvictionPolicy`. docs/decisions/0028-safe-value.md has the figures.
 """
@@ -21,11 +21,11 @@ from foreword.errors import ConfigError
 
 
 class LfuPolicy(RankedPolicy):
-    """Fewest hits first; among equals the least recently freed first.
+    """Evicts the blocks with the fewest hits first, among equals the least recently freed.
 
-    The count of hits starts when the content is cached. Whoever hits a tail hits its head too, so no block outlives the
-    head of its prefix. Content that was once hit often stays long: choose this policy where the popular prefixes are
-    the same all day. O(1) a block, O(log hits) for each different count in a call.
+    The count of hits starts when the content is cached. A hit on a tail is a hit on its head too, so no block outlives
+    the head of its prefix. Content that was once hit often stays long: choose this policy where the popular prefixes
+    are the same all day. O(1) a block, O(log hits) for each different count in a call.
     """
 
     def note_hit(self, block_ids: BlockIds) -> None:
@@ -33,12 +33,12 @@ class LfuPolicy(RankedPolicy):
 
 
 class SlruPolicy(EmptyFirstPolicy):
-    """Segmented LRU: first blocks that were never hit (probation), then those that were (protected); each LRU.
+    """Segmented LRU: evicts blocks without a hit first (probation), then the others (protected); each part by LRU.
 
     A flood of prompts that nobody repeats passes through probation and leaves the reused prefixes alone; plain LRU
     would lose them. At most `PROTECTED_SHARE` of the pool's blocks are free and protected. Beyond that, the least
-    recently freed of them go to the end of probation, and need another hit. O(1) a block. After Karedla, Love and
-    Wherry, "Caching strategies to improve disk system performance" (1994).
+    recently freed protected blocks go to the end of probation, and need another hit. O(1) a block. After Karedla, Love
+    and Wherry, "Caching strategies to improve disk system performance" (1994).
     """
 
     PROTECTED_SHARE = 0.8
@@ -87,11 +87,12 @@ class SlruPolicy(EmptyFirstPolicy):
 
 
 class TlruPolicy(RankedPolicy):
-    """First the last `SPARE_BLOCKS` blocks of each prompt, then the others; each LRU.
+    """Evicts the last `SPARE_BLOCKS` blocks of each prompt first, then the others; both by LRU.
 
-    A conversation's next turn has to compute its new tokens anyway; a few blocks more keep it within its goal for the
-    first token. So ends may go, and heads stay. Choose it where slow first tokens matter more than hits. Requests
-    free their blocks in one call. After "Tail-Optimized Caching for LLM Inference" (arXiv 2510.15152); also in SGLang.
+    A conversation's next turn has to compute its new tokens anyway. If it computes a few blocks more, its first token
+    still comes in time. So the ends of prompts may go, and heads stay. Choose it where slow first tokens matter more
+    than hits. A request must free its blocks in one call. After "Tail-Optimized Caching for LLM Inference" (arXiv
+    2510.15152); also in SGLang.
     """
 
     SPARE_BLOCKS = 4
@@ -103,11 +104,11 @@ class TlruPolicy(RankedPolicy):
 
 
 class TinyLfuPolicy(RankedPolicy):
-    """Fewest uses first, of those that the key had before it was evicted, too; among equals the least recently freed.
+    """Evicts the blocks with the fewest uses first, among equals the least recently freed.
 
-    Counts end at 15, and all are halved after ten uses for each block of the pool, so old fame fades. What comes back
-    after an eviction keeps its fame: choose it where prompts return after long. The counts of "TinyLFU" (Einziger,
-    Friedman and Manes, 2017) without its sketch, which only saves memory.
+    A key's count outlives the eviction of its block: choose this policy where prompts return after a long time. Counts
+    end at 15. All counts are halved after ten uses for each block of the pool, so old uses fade. The counts are those
+    of "TinyLFU" (Einziger, Friedman and Manes, 2017) without its sketch, which only saves memory.
     """
 
     MOST = 15
@@ -146,10 +147,10 @@ class TinyLfuPolicy(RankedPolicy):
 
 
 class FifoPolicy(EmptyFirstPolicy):
-    """Longest cached first, hit or not; among blocks cached in one call the deepest first.
+    """Evicts the longest cached blocks first, hit or not; among blocks cached in one call the deepest first.
 
     This order ignores use: compare other policies with it, or choose it where prefixes are popular for a while and then
-    never again. A head is cached no later than its tail, and may be evicted before it.
+    never again. A head is cached no later than its tail, so it may be evicted before its tail.
 
     Held blocks are in `_queue` too. A held block that the front of the queue passes becomes overdue: once free, it goes
     before all queued blocks. O(1) a block, O(log n) for an overdue one.
@@ -161,7 +162,7 @@ class FifoPolicy(EmptyFirstPolicy):
         self._cached_at: npt.NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
         self._num_cached = 0
         self._overdue: list[tuple[int, int]] = []
-        """Heap of (cached at, block id); stale unless the block is free and still holds that content."""
+        """Heap of (cached at, block id). An entry is stale unless the block is free and still holds that content."""
         self._in_heap: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
@@ -219,10 +220,10 @@ class FifoPolicy(EmptyFirstPolicy):
 
 
 class LastAccessedPolicy(RankedPolicy):
-    """Least recently accessed first; among equals the one that ends the longer prefix: vLLM v0's evictor.
+    """Evicts the least recently accessed blocks first, among equals the deepest in its prefix: vLLM v0's evictor.
 
     A request accesses its blocks until it frees them, all in one call and so at one time. So a tail goes before its
-    head, by depth, even if a caller frees them in another order. O(log k) a block for a call of k.
+    head even if a caller frees them in another order. O(log k) a block for a call with k blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:

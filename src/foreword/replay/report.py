@@ -15,7 +15,7 @@ from foreword.config import EvictionName
 from foreword.replay.simulator import ReplayResult
 
 LITTLE_REUSE = 0.3
-"""Share of blocks seen before; below it, the advice is to look at the prompts themselves."""
+"""Share of blocks seen before, below which the advice is to look at the prompts themselves."""
 NOTABLE = 0.005
 """Smallest difference, as a share of the blocks, that the advice mentions."""
 
@@ -23,7 +23,7 @@ NOTABLE = 0.005
 def knee(result: ReplayResult) -> int:
     """The capacity in blocks at which the LRU curve, over the logarithm of capacity, bends most.
 
-    That is where it lies farthest above the line between its ends (Satopaa et al., "Kneedle", 2011).
+    There the curve lies farthest above the line between its ends (Satopaa et al., "Kneedle", 2011).
     """
     x = np.log(np.array(result.curve_capacities, np.float64))
     y = np.array(result.curve_ratios)
@@ -35,7 +35,7 @@ def knee(result: ReplayResult) -> int:
 
 
 def capacity_for(result: ReplayResult, share: float) -> int:
-    """The least capacity of the curve, in blocks, at which LRU finds this share of what unlimited memory would."""
+    """The least capacity of the curve, in blocks, at which LRU has this share of unlimited memory's hits."""
     limit = share * result.curve_ratios[-1]
     curve = zip(result.curve_capacities, result.curve_ratios, strict=True)
     return next(capacity for capacity, ratio in curve if ratio >= limit - 1e-12)
@@ -152,7 +152,7 @@ def as_json(result: ReplayResult, kv_bytes_per_token: int | None = None) -> dict
 
 
 def print_report(result: ReplayResult, console: Console, title: str, kv_bytes_per_token: int | None = None) -> None:
-    """Tables of hit ratios, misses and reuse intervals, and the advice."""
+    """Print tables of hit ratios, misses and reuse intervals, and the advice."""
     headline = f"{result.num_requests:,} requests, {result.num_blocks:,} blocks of {result.block_tokens} tokens"
     console.print(f"{title}: {headline}, {result.num_different_blocks:,} of them different", markup=False)
     console.print("\nShare of the prompts' blocks found", style="bold")

@@ -1,8 +1,8 @@
-"""Rules that send a request to a replica: other routers' rules, to be compared with ours on equal traffic.
+"""Rules that choose a replica for a request: other routers' rules, to compare with ours on equal traffic.
 
-A rule is a cost of each replica. The rivals' are written from their published descriptions. All of them get exact and
-fresh knowledge of caches and load, including requests under way, which their own systems estimate, poll or lack: the
-comparison is kind to them.
+A rule gives each replica a cost. The rivals' rules are written from their published descriptions. All rules get exact
+and fresh knowledge of caches and load, including requests under way. The rivals' own systems estimate, poll or lack
+this knowledge, so the comparison favours them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from foreword.cluster.ring import HashRing
 from foreword.errors import ConfigError
 
 COST = "cost"
-"""Our own rule, that of `RoutingCore`."""
+"""The name of our own rule, which `RoutingCore` has by default."""
 
 
 def first_token(fleet: Fleet) -> FloatArray:
-    """The least predicted time to the first token: what the replica has to do, and what it lacks of the prompt."""
+    """The least predicted time to the first token: the replica's backlog, and the prefill of the missing tokens."""
     costs: FloatArray = fleet.backlog_s + fleet.prefill_s
     return costs
 
 
 class BoundedHash:
-    """Consistent hashing with bounded loads of the session or the stable boundary (`ring.py`), a quarter of slack."""
+    """Consistent hashing of the session or the stable boundary, with bounded loads (`ring.py`) and a slack of 0.25."""
 
     def __init__(self, slack: float = 0.25) -> None:
         self._slack = slack
@@ -57,7 +57,7 @@ class RoundRobin:
 
 
 class PowerOfTwo:
-    """The shorter queue of two random replicas."""
+    """The one of two random replicas that has the shorter queue."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
@@ -73,8 +73,8 @@ class PowerOfTwo:
 class RayPrefix:
     """Ray Serve LLM's PrefixCacheAffinityRouter: the longest match, among equals the shortest queue.
 
-    Matches below a tenth of the prompt go to the smallest tree. Power of two decides if queues differ by more than
-    `threshold` requests. Ray's code has an infinite threshold, its documentation 10.
+    If no match reaches a tenth of the prompt, the smallest tree is chosen. If queues differ by more than `threshold`
+    requests, power of two decides. The default threshold is infinite in Ray's code and 10 in its documentation.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -94,7 +94,7 @@ class RayPrefix:
 def sglang_cache_aware(fleet: Fleet) -> FloatArray:
     """SGLang's gateway, `cache_aware`: the longest match if it is more than half of the prompt, else the smallest tree.
 
-    The shortest queue is chosen if the longest has more than 32 requests more and is more than 1.1 times as long.
+    The shortest queue is chosen if the longest queue has over 32 requests more and is over 1.1 times as long.
     """
     queues = fleet.num_waiting[fleet.usable]
     longest, shortest = int(queues.max()), int(queues.min())
@@ -108,7 +108,7 @@ def sglang_cache_aware(fleet: Fleet) -> FloatArray:
 def llm_d(fleet: Fleet) -> FloatArray:
     """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue.
 
-    Of four readings of "free share" (nothing, blocks held, prompts open, prompts waiting) the last waited least.
+    "Free share" can be read in four ways (nothing, blocks held, prompts open, prompts waiting). The last waited least.
     """
     matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
     used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
@@ -119,9 +119,10 @@ def llm_d(fleet: Fleet) -> FloatArray:
 
 
 def dynamo(fleet: Fleet) -> FloatArray:
-    """NVIDIA Dynamo's cost: what is to be prefilled, prompts under way included.
+    """NVIDIA Dynamo's cost: the tokens to prefill, those of waiting prompts included.
 
-    Blocks that decode are left out: at rates of prefill they delay nobody, and with them the rule waits longer.
+    Dynamo also counts the blocks of decoding requests. They are left out here: at rates of prefill they delay nobody,
+    and with them the rule waits longer.
     """
     costs: FloatArray = fleet.waiting_tokens + fleet.computed_tokens
     return costs
@@ -133,7 +134,7 @@ def least_loaded(fleet: Fleet) -> FloatArray:
 
 
 def _shortest_queue(fleet: Fleet, first: Int64Array) -> FloatArray:
-    """Orders replicas by `first`, and equal ones by their queues."""
+    """Costs that order replicas by `first`, and replicas with equal `first` by their queues."""
     costs: FloatArray = first + fleet.num_waiting / (1.0 + fleet.num_waiting.max())
     return costs
 
@@ -156,7 +157,7 @@ RULES = tuple(_RULES)
 
 
 def make_rule(name: str) -> Rule | None:
-    """A rule by its name, with a state of its own; None: the core's own rule. Raises ConfigError if unknown."""
+    """Make the rule of this name, with a state of its own; None: the core's own rule. Raises ConfigError if unknown."""
     if name not in _RULES:
         raise ConfigError(f"routing={name!r} is unknown; use one of {', '.join(RULES)}")
     return _RULES[name]()

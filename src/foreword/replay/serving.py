@@ -1,11 +1,12 @@
-"""Requests in simulated time: routers send them to replicas, whose steps take what a cost says.
+"""Serves requests in simulated time: routers send them to replicas, and a cost model gives the time of each step.
 
-Routers are the real `RoutingCore`, or follow another rule (`rules`). A replica has steps of the engine's scheduler that
-cost arithmetic and memory traffic (`StepCost`), or computes one prompt after the other at a rate (`PromptRates`). Its
-cache is the engine's `KVCacheManager`; its events reach the routers late if asked. Replicas die and join.
+Routers are the real `RoutingCore`, with our rule or another one (`rules`). There are two kinds of replica. One runs
+the steps of the engine's scheduler, whose time comes from arithmetic and memory traffic (`StepCost`). The other
+computes one prompt after the other at a rate (`PromptRates`). Its cache is the engine's `KVCacheManager`; an option
+delays the cache's events on their way to the routers. Replicas can die and join.
 
-Two kinds of events stand in order of time. *Acts* change what replicas do: an arrival, a choice at a router's turn, a
-death. *News* only tells routers what replicas did: between two acts, each replica runs by itself.
+Two kinds of events are queued by time. *Acts* change what replicas do: a choice at a router's turn, a death, a join.
+*News* only tells routers what replicas did. So between two acts, each replica runs by itself.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from foreword.replay.timing import PromptRates, PromptReplica, Replica, StepCost
 from foreword.replay.trace import RecordedRequest, arrivals
 
 STABLE_BLOCKS = 2
-"""The boundary that routers hash without knowledge; recordings do not say where system prompts end."""
+"""The number of leading blocks that routers hash when they know no cache: recordings do not say where system prompts
+end."""
 BEAT_S = 1.0
 Scheduling = Literal["fcfs", "prefix", "dfs"]
-"""fcfs: order of arrival; prefix: the policy of that name; dfs: all requests come at once, and run depth-first over
-their tree, as `LLM.generate` orders prompts."""
+"""fcfs: order of arrival. prefix: the scheduling policy of that name. dfs: all requests come at once, and run
+depth-first over their tree of prefixes, in the order in which `LLM.generate` puts prompts."""
 _Event = tuple[float, int, Callable[[], None]]
-"""When it happens, its place among those of the same time, and what happens: an entry of a heap."""
+"""An entry of a heap: the time in seconds, a number that orders events of equal time, and the function to call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class FleetChange:
     at_s: float
     replica: str
     joins: bool
-    """False: it dies with its pool and its requests. A name that died may join again, empty."""
+    """False: the replica dies with its pool and its requests. A replica may join again later, with an empty cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +58,22 @@ class ServingOptions:
     """The replicas and routers that serve the recording."""
 
     num_blocks: int
-    """KV blocks of each replica, each with as many tokens as the recording's blocks."""
+    """KV blocks of each replica. A block has as many tokens as a block of the recording."""
     cost: StepCost | PromptRates
     num_replicas: int = 1
     routing: str = COST
     """One of `rules.RULES`."""
     eviction_policy: str = "lru"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Of a replica with steps."""
+    """The scheduler's options in a replica with steps."""
     num_routers: int = 1
-    """Requests take routers in turn."""
+    """The number of routers; requests go to them in turn."""
     event_delay_s: float = 0.0
-    """Time until the events of a pool reach the routers."""
+    """Seconds until the events of a cache reach the routers."""
     update_delay_s: float | None = 0.002
-    """Time until a router's reservations reach the others; None: never."""
+    """Seconds until a router's reservations reach the other routers; None: they never do."""
     turn_s: float = TURN_S
-    """Length of a router's turn in a burst; 0: none."""
+    """Seconds of a router's turn in a burst; 0: routers do not wait for turns."""
     changes: tuple[FleetChange, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,29 +89,29 @@ class ServingReport:
 
     requests: int
     requests_refused: int
-    """Too large for a replica's cache, or left waiting without a replica at the end."""
+    """Requests that were too large for a replica's cache, or had no replica at the end."""
     requests_retried: int
     """Requests whose replica died before their first token."""
     requests_resumed: int
-    """Answers that went on at another replica because theirs died."""
+    """Requests that went on at another replica, because theirs died after their first token."""
     mean_ttft_s: float
     ttft_s: dict[str, float]
-    """Arrival to first token: p50, p90, p99."""
+    """Seconds from arrival to first token: p50, p90, p99."""
     ttft_ms: dict[str, float]
     queue_ms: dict[str, float]
-    """Arrival to first step, the same percentiles."""
+    """Milliseconds from arrival to first step, with the same percentiles."""
     hit_ratio: float
-    """With steps, the share of the served prompts' tokens that was found; at rates, that of all prompts' blocks."""
+    """With steps, the found share of the served prompts' tokens. At rates, the found share of all prompts' blocks."""
     work_max_over_mean: float
-    """Computed tokens of the busiest replica, over the mean of all replicas, idle ones too; 0 without work."""
+    """Computed tokens of the busiest replica, divided by the mean over all replicas (idle replicas too)."""
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
     seconds: float
     """Simulated seconds from the first arrival to the last token."""
     busy_share: float
-    """Share of the replicas' time in which they computed."""
+    """The share of all replicas' time that was spent computing."""
     degraded: int
-    """Decisions without any knowledge of the caches."""
+    """The number of routing decisions that were made without any knowledge of the caches."""
     predicted_tokens: int
     delivered_tokens: int
     overcredited_tokens: int
@@ -118,7 +120,7 @@ class ServingReport:
 @dataclass(slots=True, eq=False)
 class _Job:
     request: Any
-    """Of the kind that its replica serves."""
+    """A `Request` or a `_Prompt`, as its replica needs."""
     routing: RoutingRequest
     router: int
     arrived_s: float
@@ -127,14 +129,14 @@ class _Job:
 
 
 class _Member:
-    """One life of a replica in the fleet; hears what it does, and passes it on as news."""
+    """One life of a replica in the fleet. It hears what the replica does, and passes that on as news."""
 
     def __init__(self, simulation: ServingSimulation, name: str, place: int, life: int) -> None:
         self.name = name
         self.publisher_id = life.to_bytes(16, "big")
         self.is_alive = True
         self.jobs: dict[str, _Job] = {}
-        """Those without an end."""
+        """Its unfinished requests, by request id."""
         self._simulation, self._num_batches = simulation, 0
         self.replica = simulation.make_replica(place, self)
 
@@ -161,7 +163,7 @@ class _Member:
 
 
 class ServingSimulation:
-    """One run; `serve` a recording once."""
+    """One simulation: call `serve` or `serve_depth_first` once."""
 
     def __init__(self, options: ServingOptions) -> None:
         self.options = options
@@ -169,12 +171,12 @@ class ServingSimulation:
         self.cores: list[RoutingCore] = []
         self._members: dict[str, _Member] = {}
         self._all_members: list[_Member] = []
-        """Those that died, too."""
+        """All members, including those that died."""
         self._acts: list[_Event] = []
         self._news: list[_Event] = []
         self._order = count()
         self._goes_on = True
-        """Requests may still come."""
+        """Whether requests may still come."""
         self._stranded: list[_Job] = []
         self._block_tokens = 0
         self._first_arrival_s: float | None = None
@@ -189,7 +191,7 @@ class ServingSimulation:
         return self._serve(arrivals(recording))
 
     def serve_depth_first(self, requests: Sequence[RecordedRequest]) -> ServingReport:
-        """Serve requests that all arrive at the start, depth-first over their tree of prefixes."""
+        """Serve requests that all arrive at time 0, in depth-first order over their tree of prefixes."""
         in_order = ((0.0, requests[number]) for number in sorted_depth_first(requests))
         max_queued = 2 * self.options.scheduler.max_num_seqs  # requests hold their tokens, so not all are made at once
         return self._serve(in_order, max_queued)
@@ -210,7 +212,7 @@ class ServingSimulation:
         return self._report()
 
     def _make_room(self, max_queued: int) -> None:
-        """Go on until each replica has fewer than `max_queued` requests."""
+        """Run replicas until each has fewer than `max_queued` requests."""
         for member in self._members.values():
             while len(member.replica) >= max_queued:
                 member.replica.step()
@@ -250,14 +252,14 @@ class ServingSimulation:
         )
 
     def tell(self, at_s: float, news: Callable[[], None]) -> None:
-        """Call `news`, which changes what routers know alone, at a time."""
+        """Call `news` at a time. It may change only what routers know."""
         self._add(self._news, at_s, news)
 
     def _add(self, events: list[_Event], at_s: float, call: Callable[[], None]) -> None:
         heapq.heappush(events, (at_s, next(self._order), call))
 
     def _run(self, until: float) -> None:
-        """Let everything happen up to a time, news before acts."""
+        """Run all events up to a time. News comes before acts of the same time."""
         while True:
             moment = min(until, self._acts[0][0]) if self._acts else until
             for member in self._members.values():
@@ -287,7 +289,7 @@ class ServingSimulation:
         self._route(_Job(request, routing, number % len(self.cores), arrived_s))
 
     def _route(self, job: _Job) -> None:
-        """Choose a replica once it is the router's turn."""
+        """Choose a replica, now or when it is the router's turn."""
         wait_s = self.cores[job.router].wait_s(job.routing, self.now)
         if wait_s:
             self._add(self._acts, self.now + wait_s, partial(self._choose, job))
@@ -305,7 +307,7 @@ class ServingSimulation:
         self._members[decision.replica].add(job, self.now)
 
     def note_first_token(self, job: _Job, started_s: float, cached_tokens: int) -> None:
-        """A request has its first token, or, of an answer that goes on, its next one."""
+        """Note a request's first token. For an answer that goes on after a death, note its next token."""
         assert job.reservation is not None
         if not job.has_answer:
             job.has_answer = True
@@ -316,7 +318,7 @@ class ServingSimulation:
         self._share(job.router)
 
     def note_end(self, job: _Job) -> None:
-        """A request's answer is complete."""
+        """Note that a request's answer is complete."""
         assert job.reservation is not None
         self._last_token_s = self.now
         self.cores[job.router].release(job.reservation, self.now)
@@ -325,7 +327,7 @@ class ServingSimulation:
     # ------------------------------------------------------------------ what routers hear
 
     def observe(self, name: str, batch: EventBatch) -> None:
-        """Events of a replica's cache reach the routers."""
+        """Give the events of a replica's cache to the routers."""
         for core in self.cores:
             core.observe(name, batch, self.now)
 
@@ -370,7 +372,7 @@ class ServingSimulation:
             self._route(job)
 
     def _die(self, name: str) -> None:
-        """The replica's pool and requests are lost; routers hear of it at once and send the requests elsewhere."""
+        """Remove a replica with its cache. Routers know at once, and send its requests to other replicas."""
         member = self._members.pop(name, None)
         if member is None:
             raise ConfigError(f"replica {name!r} cannot die at {self.now} s; there is none of this name")
@@ -432,8 +434,8 @@ def simulate_scheduling(
 ) -> ServingReport:
     """Serve requests in one of these orders.
 
-    Under dfs nobody waits for arrivals, so first tokens count from the start. Raises ConfigError for a recording
-    without times, unless under dfs.
+    Under dfs all requests arrive at time 0, so times to first tokens count from there. Under the other orders, a
+    recording without times raises ConfigError.
     """
     if scheduling == "dfs":
         return ServingSimulation(options).serve_depth_first(list(requests))
@@ -442,13 +444,13 @@ def simulate_scheduling(
 
 
 def sorted_depth_first(requests: Sequence[RecordedRequest]) -> list[int]:
-    """The numbers of the requests, depth-first over their tree of prefixes."""
+    """The numbers of the requests, in depth-first order over their tree of prefixes."""
     prompts = [Prompt(as_token_ids(request), None, NO_EXTRA_KEYS) for request in requests]
     return depth_first(prompts, PIECES, lambda _: 0)
 
 
 def at_load(requests: Iterable[RecordedRequest], load: float) -> Iterable[RecordedRequest]:
-    """The same requests, `load` times as fast one after the other."""
+    """Yield the same requests, which arrive `load` times as fast."""
     for request in requests:
         at = request.timestamp_ms
         yield request if at is None else request._replace(timestamp_ms=at / load)

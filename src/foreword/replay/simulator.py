@@ -1,12 +1,12 @@
-"""One recording against several policies and capacities at once, and against the best that any policy could do.
+"""Replays one recording for several policies and capacities at once, and for the best policy that is possible.
 
-One pass over the trace (`OnePass`) gives LRU at every capacity, unlimited memory, and when blocks come again. Requests
-are collected first: long arrays (ten thousand blocks) cost less per block.
+One pass over the trace (`OnePass`) gives the hits of LRU at every capacity, the hits with unlimited memory, and the
+times between uses of a block. Requests are collected first: long arrays (ten thousand blocks) cost less per block.
 
 The best policy knows the future: Belady's rule on prefixes, after "A study of replacement algorithms for a
 virtual-storage computer" (1966). After each request, the cache keeps the blocks that are needed soonest, among the held
-blocks and the request's new ones. It never keeps a block that is not needed again (bypass). A head is needed no later
-than its tail, so the tail goes first, and every kept block can be found.
+blocks and the request's new ones. It never keeps a block that is not needed again (bypass). A prefix's head is needed
+no later than its tail. So the tail is evicted first, and every kept block can be found.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ T = TypeVar("T")
 OPTIMUM = "optimum"
 NUM_CURVE_POINTS = 96
 MAX_TABLE_BLOCKS = 50_000_000
-"""The largest simulated cache: the engine's tables take 34 bytes per block even when empty."""
+"""The largest simulated cache, in blocks: the engine's tables take 34 bytes per block even when empty."""
 
 
 class Optimum:
-    """All requests of a recording, ready to be replayed at any capacity. 16 bytes a block."""
+    """All requests of a recording, to replay under the best policy at any capacity. Keeps 16 bytes for each block."""
 
     def __init__(self, requests: Sequence[PrefixKeys]) -> None:
         lengths = np.array([len(keys) for keys in requests], np.int64)
@@ -50,7 +50,7 @@ class Optimum:
         self._next_use = _next_uses(self._ids, np.repeat(np.arange(len(requests)), lengths), len(requests))
 
     def hits(self, capacity: int) -> Int64Array:
-        """Number of leading blocks that were held when each request came, [requests]."""
+        """For each request, the number of its leading blocks that the cache held when it came, [requests]."""
         num_requests = len(self._starts) - 1
         needed_at = [-1] * self._num_blocks  # the request that needs it next; -1: not held
         latest: list[tuple[int, int, int]] = []  # heap of (-needed at, -depth, id); stale if it is needed earlier
@@ -90,9 +90,9 @@ class ReuseIntervals:
     """Time from a block's last use to its next use, in intervals that double."""
 
     unit: str = "requests"
-    """"requests", or "s" if the recording has times."""
+    """Unit of the intervals: "requests", or "s" if the recording has times."""
     counts: dict[int, int] = field(default_factory=dict)
-    """Reuses by interval: key k counts those from 2**k up to 2**(k + 1) units; below 1 unit: key -1."""
+    """Number of reuses by interval: key k is for intervals from 2**k up to 2**(k + 1) units, key -1 for less than 1."""
 
     def note(self, intervals: FloatArray) -> None:
         """Count some reuses."""
@@ -114,7 +114,7 @@ class _Batch:
         self._prompt_tokens = np.array([request.num_prompt_tokens for request in requests], np.int64)
 
     def note(self, count: HitCount, is_hit: npt.NDArray[np.bool_]) -> None:
-        """Count the blocks that `is_hit` [blocks] marks; of each request they are the first."""
+        """Count the blocks that `is_hit` [blocks] marks, which are leading blocks of each request."""
         before = np.concatenate((np.zeros(1, np.int64), np.cumsum(is_hit)))
         held = np.diff(before[self._ends])
         count.blocks += int(held.sum())
@@ -123,7 +123,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _LruAtCapacity:
-    """Counts from the stack's distances until a request does not fit into the cache, which must not move a block."""
+    """Counts LRU's hits: from the stack's distances until a request does not fit, then by a cache, which refuses it."""
 
     count: HitCount
     capacity: int
@@ -190,7 +190,7 @@ class OnePass:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The hits of simulated caches on a recording. Ratios are shares of all blocks (tokens) of all prompts."""
+    """The hits of simulated caches on a recording. Ratios are shares of all prompts' blocks, or tokens."""
 
     num_requests: int
     num_blocks: int
@@ -205,7 +205,7 @@ class ReplayResult:
     """Capacities of the LRU curve, in blocks."""
     curve_ratios: list[float]
     curve_errors: list[float]
-    """Standard errors of the curve; zeros if nothing was sampled."""
+    """Standard errors of the curve; zeros if all blocks were followed."""
     reuse_intervals: ReuseIntervals
     sampling_rate: float
 
@@ -216,11 +216,11 @@ class ReplayResult:
         return count.tokens / self.num_tokens
 
     def served(self) -> list[tuple[str, Capacity]]:
-        """Each policy that does not know the future, with each capacity."""
+        """Each pair of a policy that does not know the future and a capacity."""
         return [(policy, size) for policy in self.hits if policy != OPTIMUM for size in self.capacities]
 
     def churn(self) -> dict[str, dict[str, float]]:
-        """Evicted blocks per 1,000 requests: those that were stored, without those that are left."""
+        """Evicted blocks per 1,000 requests: the stored blocks minus the blocks that are held at the end."""
         stored = self.of_each(lambda count: self.num_blocks - count.refused_blocks - count.blocks + count.empty_blocks)
         return {
             policy: {
@@ -232,7 +232,7 @@ class ReplayResult:
         }
 
     def memory_saved(self) -> dict[str, dict[str, float]]:
-        """The share of memory that a policy saves where LRU finds as much; below 0 where it needs more."""
+        """The share of memory that a policy saves against an LRU cache with as many hits; below 0 if it needs more."""
         ratios, first = np.unique(self.curve_ratios, return_index=True)
         sizes = np.array(self.curve_capacities, np.float64)
 
@@ -257,7 +257,7 @@ class ReplayResult:
         return {policy: {name: figure(count) for name, count in hits.items()} for policy, hits in self.hits.items()}
 
     def misses(self, count: HitCount) -> dict[str, int]:
-        """Missed blocks by reason. `never_seen` ones are missed with unlimited memory, too."""
+        """Missed blocks by reason. Unlimited memory misses the `never_seen` blocks too."""
         never_seen = self.num_blocks - self.unlimited.blocks
         return {
             MissReason.NEVER_SEEN.value: never_seen,
@@ -268,7 +268,7 @@ class ReplayResult:
 class Simulation:
     """Caches of every policy and capacity, which take one request after the other.
 
-    Memory grows with the number of different blocks; `optimum` keeps 16 bytes for every block of every
+    Memory grows with the number of different blocks. `optimum` also keeps 16 bytes for every block of every
     prompt. With `sampling_rate` below 1 only the LRU curve is followed, on that share of the blocks.
     """
 
@@ -288,7 +288,7 @@ class Simulation:
         self._hits: dict[str, dict[str, HitCount]] = {policy: {} for policy in policies}
         self._prompts: list[PrefixKeys] = []
         self._prompt_lengths: list[int] = []
-        """Of all requests, for the optimum."""
+        """Prompt tokens of each request, for the optimum."""
         self.num_requests = self._num_blocks = self._num_tokens = 0
         self._block_tokens = 1
         self.add_caches(capacities)

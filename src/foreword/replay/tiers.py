@@ -1,7 +1,7 @@
-"""What a tier below the memory would give, and what is worth storing in it: two levels of LRU over recorded requests.
+"""Simulates memory with a tier below it, both with LRU, on recorded requests, for each rule of admission.
 
-A request finds the blocks before its first one that neither level has. What it computes goes to memory and, where the
-rule admits it, to the tier (`foreword.tiers.admission`, which the engine calls too).
+A request finds its leading blocks, up to the first one that neither level has. It computes the rest. Computed blocks
+go to memory and, if the rule admits them, to the tier (`foreword.tiers.admission`, which the engine calls too).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class TierOption:
 
     name: str
     size: str
-    """As a user wrote it: blocks, or bytes."""
+    """Size as the user wrote it: blocks, or bytes with a unit."""
     bytes_per_s: float | None
-    """Rate of loads; None: not known."""
+    """Rate of loads in bytes per second; None: not known."""
 
     @classmethod
     def parse(cls, text: str) -> TierOption:
-        """`disk=50GB,1.6GB/s`, `disk=50GB` or `disk=100000`. Raises ConfigError."""
+        """Parse `disk=50GB,1.6GB/s`, `disk=50GB` or `disk=100000`. Raises ConfigError."""
         match = re.fullmatch(r"\s*([A-Za-z]\w*)\s*=\s*([^,]+?)\s*(?:,\s*([^,]+?)\s*/\s*s\s*)?", text)
         if match is None:
             raise ConfigError(f"--tier {text!r} is no tier; write NAME=SIZE or NAME=SIZE,RATE: disk=50GB,1.6GB/s")
@@ -44,7 +44,7 @@ class TierOption:
 
 @dataclass(slots=True)
 class TierReplay:
-    """What requests found with a memory of `memory_blocks`, a tier of `tier_blocks`, and one rule of admission."""
+    """Blocks found with a memory of `memory_blocks`, a tier of `tier_blocks`, and one rule of admission."""
 
     memory_blocks: int
     tier_blocks: int
@@ -53,9 +53,9 @@ class TierReplay:
     """Blocks of all prompts."""
     memory_hits: int = 0
     tier_hits: int = 0
-    """Blocks that were loaded."""
+    """Blocks that were loaded from the tier."""
     num_written: int = 0
-    """Blocks that were stored."""
+    """Blocks that were stored in the tier."""
 
     def share(self, num_blocks: int) -> float:
         """A number of blocks as a share of all prompts' blocks."""
@@ -63,7 +63,7 @@ class TierReplay:
 
 
 class TwoLevels:
-    """A memory over a tier, both least recently used first out."""
+    """A memory over a tier. Both evict the least recently used block first."""
 
     def __init__(self, memory_blocks: int, tier_blocks: int, admission: AdmissionName, block_tokens: int) -> None:
         self.result = TierReplay(memory_blocks, tier_blocks, admission)

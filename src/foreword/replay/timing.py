@@ -1,10 +1,10 @@
-"""Replicas in simulated time: an engine whose steps take what a cost says, or one prompt after the other at a rate.
+"""Replicas in simulated time: an engine with a cost model for its steps, or one prompt after the other at a rate.
 
 No tokens are computed. In a `Replica` the same `Scheduler` and `KVCacheManager` as in the engine make every decision:
 which requests run in a step, which blocks are hit or evicted, which requests are preempted. Sampled tokens are made up,
-so an answer is never part of a later prompt's hit. A `PromptReplica` has the engine's cache alone.
+so an answer is never part of a later prompt's hit. A `PromptReplica` has the engine's cache but no scheduler.
 
-A replica's clock is ahead of the simulation by at most a step. It reports what happens to a `Listener`, with the times.
+A replica's clock is ahead of the simulation by at most one step. The replica reports events and times to a `Listener`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from foreword.request import Request, SamplingParams
 Seconds = npt.NDArray[np.float64]
 PARAMS = SamplingParams()
 ANSWER_TOKENS_PER_S = 50.0
-"""Speed of an answer that a `PromptReplica` generates; its end is that of the request."""
+"""Generated tokens per second of each answer in a `PromptReplica`. The end of the answer ends the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class StepCost:
     flops_per_token: float
     """Twice the number of weights that a token passes through."""
     flops_per_pair: float
-    """Operations of attention for each pair of a query and a position that it sees, in all layers."""
+    """Attention's operations in all layers, for each pair of a query and a position that the query sees."""
     weight_bytes: float
     kv_bytes_per_token: float
     overhead_s: float = 0.0
@@ -59,7 +59,7 @@ class StepCost:
         overhead_s: float = 0.002,
         kv_cache_dtype: str = "auto",
     ) -> StepCost:
-        """The cost from a model's configuration (dense layers, gated MLP), its form of KV, and the device's speeds."""
+        """Derive the cost from a model's configuration (dense layers, gated MLP), its form of KV and two speeds."""
         for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s)):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} is no rate; use a number above 0")
@@ -85,7 +85,7 @@ class StepCost:
         return float(self._seconds(int(lengths.sum()), entries.ends.sum(), pairs.sum()))
 
     def seconds_of_decoding(self, num_computed: Int64Array, num_steps: int) -> Seconds:
-        """Seconds of consecutive steps that compute one token of each request, [num_steps]."""
+        """Seconds of consecutive steps, [num_steps]. Each step computes one token of each request."""
         num_seen = int(num_computed.sum()) + len(num_computed) * np.arange(1, num_steps + 1)
         return self._seconds(len(num_computed), num_seen, num_seen)
 
@@ -97,7 +97,7 @@ class StepCost:
 
 
 def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
-    """Weights of one layer's attention, and multiplications for each pair of a query and a position that it sees."""
+    """In one layer: attention's weights, and its multiplications for a pair of a query and a position that it sees."""
     width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     if config.get("kv_lora_rank") is None:
         head = int(config.get("head_dim") or width // heads)
@@ -114,7 +114,7 @@ def _attention_of(config: dict[str, Any]) -> tuple[int, int]:
 
 
 class SimulatedRunner:
-    """A runner whose steps take time only on its own clock."""
+    """A runner that computes nothing: each step only moves its own clock forward."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
@@ -123,14 +123,14 @@ class SimulatedRunner:
         self.busy_s = 0.0
 
     def run(self, entries: Entries) -> BatchResult:
-        """The token that a model would sample; always the same."""
+        """Run one step. The sampled token is always 0."""
         seconds = self.cost.seconds(entries)
         self.now += seconds
         self.busy_s += seconds
         return BatchResult(np.zeros(len(entries), np.int64))
 
     def run_decoding(self, num_computed: Int64Array, max_steps: int, moment: float) -> int:
-        """Run at most `max_steps` steps that compute one token of each request; none begins at `moment` or later.
+        """Run at most `max_steps` steps that compute one token of each request. No step begins at `moment` or later.
 
         Returns the number of steps.
         """
@@ -146,13 +146,13 @@ class Listener(Protocol):
     """Hears what a simulated replica does. Times are seconds since the recording began."""
 
     def publish(self, events: Sequence[KVCacheEvent], at_s: float) -> None:
-        """The cache has changed."""
+        """Hear that the cache has changed."""
 
     def note_first_token(self, request_id: str, started_s: float, cached_tokens: int, at_s: float) -> None:
-        """A request that first ran at `started_s` has its first token."""
+        """Hear that a request, which first ran at `started_s`, has its first token."""
 
     def note_end(self, request_id: str, at_s: float) -> None:
-        """A request's answer is complete."""
+        """Hear that a request's answer is complete."""
 
 
 class Replica:
@@ -169,7 +169,7 @@ class Replica:
         *,
         publishes: bool = False,
     ) -> None:
-        """`listener` None: nobody hears of it. `publishes`: it hears of the cache, too, which doubles the work."""
+        """`listener` None: events are not reported. `publishes`: report cache events too, which doubles the work."""
         self._events = EventLog() if publishes else None
         needs_ledger = self._events is not None or config.scheduling_policy == "prefix"
         self.manager = KVCacheManager(
@@ -185,7 +185,7 @@ class Replica:
         self.computed_tokens = self.generated_tokens = 0
         self._listener = listener
         self._started: dict[str, float] = {}
-        """When each request first ran that has no token yet."""
+        """For each request that has run but has no token yet, the time of its first step."""
 
     def __len__(self) -> int:
         """The number of unfinished requests."""
@@ -193,32 +193,32 @@ class Replica:
 
     @property
     def clock_s(self) -> float:
-        """The end of the last step."""
+        """The end of the last step, in seconds."""
         return self.runner.now
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it computed."""
+        """Seconds spent computing."""
         return self.runner.busy_s
 
     @property
     def num_hits(self) -> int:
-        """Prompt tokens that were found."""
+        """The number of prompt tokens that were found in the cache."""
         return self.manager.stats.hits
 
     def make_request(self, recorded: RecordedRequest, number: int) -> Request:
-        """The request of a line."""
+        """Make the scheduler's request for a recorded one."""
         return make_request(recorded, number)
 
     def rest_of(self, request: Request, *, has_answer: bool) -> Request:
-        """What another replica serves of a request that was lost here; `has_answer`: the client has its first token."""
+        """Make the request with which another replica continues a lost one. `has_answer`: the client has a token."""
         num_answered = min(request.num_output_tokens, request.max_tokens - 1) if has_answer else 0
         tokens = request.sequence.token_ids[: request.num_prompt_tokens + num_answered].copy()
         sequence = TokenSequence(request.request_id, tokens, block_size=request.sequence.block_size)
         return _request(sequence, request.max_tokens - num_answered)
 
     def can_hold(self, request: Request) -> bool:
-        """Whether the request fits into the empty cache."""
+        """Whether the request would fit into the cache if it were empty."""
         length = request.num_prompt_tokens + request.max_tokens
         return self.manager.can_ever_hold(length, self.scheduler.config.max_num_batched_tokens)
 
@@ -234,7 +234,7 @@ class Replica:
             pass
 
     def _skip(self, moment: float) -> bool:
-        """Run many steps at once if they need no decision; False, and no change, if the next one must be planned."""
+        """Run many steps at once while they need no decision. Return False, without a change, if no step was run."""
         max_steps = self.scheduler.num_steady_steps()
         if max_steps < 1:
             return False
@@ -246,7 +246,7 @@ class Replica:
         return True
 
     def step(self) -> bool:
-        """Run one step; False, and no change, if there is nothing to do."""
+        """Run one step. Return False, without a change, if there is nothing to do."""
         entries = self.scheduler.schedule_entries()
         if not len(entries):
             return False
@@ -277,7 +277,7 @@ class Replica:
 
 
 def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int | None = None) -> Request:
-    """A request whose prompt shares the same whole blocks with others as the recorded prompt."""
+    """Make a request with invented tokens. Its prompt shares whole blocks with others as the recorded prompt does."""
     of_block = ((recorded.keys >> np.uint64(33)) & np.uint64(2**31 - 1)).astype(np.int32)
     tokens: npt.NDArray[np.int32] = np.repeat(of_block, recorded.block_tokens)[: recorded.num_prompt_tokens]
     tail = np.full(recorded.num_prompt_tokens - len(tokens), number, np.int32)  # tokens of a block without a key
@@ -295,10 +295,10 @@ def _request(sequence: TokenSequence, max_tokens: int) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class PromptRates:
-    """A step is a whole prompt at a rate; answers are generated beside it and delay nobody."""
+    """A cost model in which a step computes one whole prompt at a rate. Generating answers delays no request."""
 
     tokens_per_s: tuple[float, ...]
-    """Prefill rates; replica i has number i modulo their number."""
+    """Prefill rates; replica i has the rate at index i modulo the number of rates."""
 
     def __post_init__(self) -> None:
         if not self.tokens_per_s or not all(0 < rate < float("inf") for rate in self.tokens_per_s):
@@ -313,23 +313,26 @@ class _Prompt:
 
 
 class PromptReplica:
-    """Computes one prompt after the other at a rate, and looks for a hit when it begins one. As `Replica` elsewhere."""
+    """Computes one prompt after the other at a rate, and looks for a hit when a prompt begins.
+
+    Its methods do what those of `Replica` do.
+    """
 
     def __init__(
         self, num_blocks: int, eviction_policy: str, rates: PromptRates, place: int, listener: Listener
     ) -> None:
-        """`place`: which of the rates it has."""
+        """`place` chooses the replica's rate."""
         self._events = EventLog()
         self._cache = ManagerCache(num_blocks, eviction_policy, CacheLedger(num_blocks, events=self._events))
         self._rate = rates.tokens_per_s[place % len(rates.tokens_per_s)]
         self._listener = listener
         self._waiting: deque[_Prompt] = deque()
         self.clock_s = 0.0
-        """The end of the newest prompt that it has begun."""
+        """The time at which the newest begun prompt ends, in seconds."""
         self.spec = ReplicaSpec(num_blocks, self._rate, is_prefix_closed=True)
         self.busy_s = 0.0
         self.num_hits = 0
-        """Blocks that were found."""
+        """The number of blocks that were found in the cache."""
         self.computed_tokens = self.generated_tokens = 0
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Reads recorded traffic in any known format, and writes it without its text.
 
-A file has one JSON value on each line, gzipped or plain; `lines` knows the contents of a line. Only a few hundred lines
-are in memory at a time, however large the file is, and the turns of AIPerf's sessions.
+A file has one JSON value on each line, gzipped or plain; `lines` knows the contents of a line. However large the file
+is, only a few hundred lines and the turns of AIPerf's sessions are in memory.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class LineFile:
         self._file = file.open("wb", buffering=0)
         self._packer = zlib.compressobj(wbits=_AS_GZIP) if file.suffix == ".gz" else None
         self._num_bytes = 0
-        """Number of bytes that are certainly whole lines."""
+        """Number of bytes that were written as whole lines."""
 
     def write(self, line: str) -> None:
-        """Append a line. Raises OSError; then the file is as it was, and the line may be tried again."""
+        """Append a line. If it raises OSError, the file is as it was before, and the call may be repeated."""
         data = f"{line}\n".encode()
         packer = None if self._packer is None else self._packer.copy()  # the old packer continues if this write fails
         if packer is not None:
@@ -73,7 +73,7 @@ class LineFile:
         self._num_bytes += len(data)
 
     def close(self) -> None:
-        """Finish the file. Raises OSError; the file is closed all the same."""
+        """Finish the file. It is closed even if this raises OSError."""
         if self._file.closed:
             return
         with self._file:
@@ -88,7 +88,7 @@ class RecordedRequest(NamedTuple):
     """Time of arrival; None if the recording has no times."""
     keys: PrefixKeys
     """[blocks]: one number for each block of the prompt, equal for equal prefixes. A recording may leave out a partial
-    last block, so a short prompt may have none."""
+    last block, so a short prompt may have no keys."""
     num_prompt_tokens: int
     num_output_tokens: int
     block_tokens: int
@@ -100,7 +100,7 @@ class RecordedRequest(NamedTuple):
 
 
 def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, RecordedRequest]]:
-    """Each request with its second of arrival; those out of order arrive with the one before them.
+    """Yield each request with its time of arrival in seconds. A request out of order arrives with the one before it.
 
     Raises ConfigError for a recording without times.
     """
@@ -120,9 +120,9 @@ def arrivals(recording: Iterable[RecordedRequest]) -> Iterator[tuple[float, Reco
 class TraceReader:
     """The requests of a file, in its order; may be iterated several times.
 
-    A line that is not a request is passed over, counted and located, or, when `strict`, raises TraceError. So
-    does a file that cannot be read or holds no request at all. `block_tokens` None: the format's size (512
-    for Mooncake's, 16 for tokens). `on_progress` gets the number of bytes that were read since its last call.
+    A line that is not a request is skipped, counted and reported with its number; if `strict`, it raises TraceError.
+    A file that cannot be read, or holds no request at all, raises TraceError too. `block_tokens` None: the format's
+    size (512 for Mooncake's, 16 for tokens). `on_progress` gets the number of bytes read since its last call.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class TraceReader:
         self._parser = LineParser(block_tokens, tokenizer)
         self._max_requests = max_requests
         self.num_requests = 0
-        """Counts of the last iteration, like the next two."""
+        """Requests of the last iteration. The next two fields describe that iteration too."""
         self.num_malformed = 0
         self.malformed: list[str] = []
         """The first `MAX_REPORTED_LINES` malformed lines, each with its number and error."""
@@ -194,7 +194,7 @@ class TraceReader:
                 self._note_malformed(line)
 
     def _with_ids(self, lines: list[SkimmedLine | ParsedLine | TraceError]) -> list[ParsedLine | TraceError]:
-        """Read the ids of the skimmed lines; if they are not all numbers, read these lines again."""
+        """Read the ids of the skimmed lines. If an id is not a number, parse these lines as a whole."""
         skimmed = [line for line in lines if isinstance(line, SkimmedLine)]
         ids = _read_numbers(b",".join([line.ids for line in skimmed]), sum(line.num_ids for line in skimmed))
         read: list[ParsedLine | TraceError] = []
@@ -210,7 +210,7 @@ class TraceReader:
         return read
 
     def _lines(self) -> Iterator[SkimmedLine | ParsedLine | TraceError]:
-        """The non-empty lines, or their errors; an error of the file itself comes last."""
+        """Yield each non-empty line, or its error. An error of the file itself comes last."""
         number, of_trace = 0, f"of trace {str(self.file)!r}"
         try:
             with _opened(self.file) as (raw, lines):
@@ -243,7 +243,7 @@ class TraceReader:
 
 
 def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
-    """`1, 2,3` -> its numbers [count]; None if it is anything else."""
+    """Read a text like `1, 2,3`. Returns its numbers, [count], or None for any other text."""
     from foreword.replay.compiled import read_numbers  # numba is slow to import
 
     numbers = np.empty(count, np.uint64)
@@ -251,7 +251,7 @@ def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
 
 
 def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
-    """[lines]: prefix keys of each."""
+    """The prefix keys of each line."""
     if not lines:
         return []
     lengths = [len(line.content_ids) for line in lines]
@@ -262,7 +262,7 @@ def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
-    """The file itself, for the position in it, and its unpacked lines."""
+    """Open a file. Yields the raw file, which knows the position, and the unpacked lines."""
     with file.open("rb") as raw:
         begin = raw.read(4)
         if begin == ZSTD or ".lcp" in file.suffixes:
@@ -278,7 +278,7 @@ def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
 
 
 class TraceWriter:
-    """Writes a recording that `TraceReader` reads: lengths, times and hashed ids, no text and no token.
+    """Writes a recording that `TraceReader` reads: lengths, times and hashed ids, but no text and no tokens.
 
     Ids are hashes under a secret that is forgotten when the writer is closed, so nobody can test whether a guessed text
     was among the prompts. Equal prefixes have equal ids only within one file. A line is in the file when `write`
@@ -312,12 +312,12 @@ class TraceWriter:
     ) -> None:
         """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
 
-        `jumps`: index and position of each token that stands after a gap; ids from there on are of such prompts alone.
-        `spans`: index and digest of each picture, of which tokens do not tell what it shows.
-        `linked`: of a prompt that goes on with links, which no prefix finds: what the line says of it, for people.
+        `jumps`: index and position of each token after a gap. From there on, only prompts with equal gaps share ids.
+        `spans`: index and digest of each picture, since its tokens do not tell what it shows.
+        `linked`: facts about a prompt with links, which no prefix finds. The line shows them to people.
 
-        Times should be relative to the recording's start: an absolute one is a fact about a user too.
-        Raises TraceError; then the file is as it was before, and the same request may be tried again.
+        Times should be relative to the recording's start, since an absolute time is a fact about a user too.
+        If it raises TraceError, the file is as it was before, and the call may be repeated.
         """
         tokens = np.ascontiguousarray(prompt_token_ids, np.int32)
         size = self.block_tokens
@@ -337,7 +337,7 @@ class TraceWriter:
         self._append(timestamp_ms, len(tokens), num_output_tokens, ids, {} if linked is None else {"linked": linked})
 
     def write_keys(self, *, timestamp_ms: float, keys: Sequence[int | bytes], num_output_tokens: int) -> None:
-        """Append one request of whole blocks, given an engine's keys of its prompt's blocks instead of their tokens.
+        """Append one request of whole blocks, from an engine's block keys instead of the prompt's tokens.
 
         Raises TraceError, as `write` does.
         """
@@ -373,7 +373,7 @@ class TraceWriter:
         return TraceError(f"trace {str(self._path)!r} cannot be written: {error.strerror or error}; {remedy}")
 
     def close(self) -> None:
-        """Finish the file; a second call does nothing. Raises TraceError; the file is closed all the same."""
+        """Finish the file. It is closed even if this raises TraceError. A second call does nothing."""
         file, self._file, self._secret = self._file, None, b""
         if file is None:
             return
@@ -390,5 +390,5 @@ class TraceWriter:
 
 
 def _id_of(digest: bytes) -> int:
-    """63 bits, which every format of numbers holds."""
+    """The first 63 bits, which fit into a signed 64-bit number."""
     return int.from_bytes(digest[:8], "little") >> 1
