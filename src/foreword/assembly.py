@@ -1,4 +1,4 @@
-"""Assembly: builds an engine from a configuration; its only logic checks that sizes fit."""
+"""Assembly: builds an engine from a configuration. It has no other logic than checks that sizes fit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
 let_threads_rest()
 
 MOST_OTHERS = 4
-"""Limit of the identities that explanations look for; each adds 0.2 ms to a miss."""
+"""Limit of the other identities whose blocks an explanation looks for. Each adds 0.2 ms to a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Assembled:
     identity: CacheIdentity
     """The model and the arithmetic whose KV the cache holds."""
     publisher: Publisher | None
-    """Publishes the cache's events."""
+    """Publishes the cache's events; None if the options ask for no events."""
     inexactness: str | None
     """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
@@ -103,15 +103,15 @@ class Assembled:
     deviations: LinkDeviations | None = None
     """Finds the linked tokens that deviate; None if nothing may be linked."""
     kept_times: KeptTimes | None = None
-    """Keeps the durations of steps for the next process; None if they are not measured."""
+    """Keeps the durations of steps for the next process; None if steps are not timed."""
     adapters: LoadedAdapters | AdapterNames | None = None
-    """Reads and keeps adapters; None if requests may name none."""
+    """Reads and keeps adapters; None if requests may not name adapters."""
     pictures: EncodedPictures | None = None
-    """Encodes pictures; None: the model takes none."""
+    """Encodes pictures; None: the model takes no pictures."""
     lacks_pillow: bool = False
     """Whether the model would take pictures if Pillow were installed."""
     embeds: EmbedsReader | None = None
-    """Reads prompt embeddings; None: prompts have none."""
+    """Reads prompt embeddings; None: prompts may not have embeddings."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
@@ -132,7 +132,7 @@ class KeptTimes:
 
     @classmethod
     def of(cls, engine: Engine, identity: CacheIdentity) -> KeptTimes | None:
-        """Begin with the times of the last process. The identity stands for the model and the processor."""
+        """Give the engine the times of the last process with this identity; None if the engine times no steps."""
         if engine.step_times is None:
             return None
         from foreword.model.identity import name_of_speed
@@ -156,7 +156,7 @@ def assemble(config: EngineConfig) -> Assembled:
     files = unfolded(config.model)
     with ExitStack() as undo, LoadingLog(config.model.model) as log, WeightsDigest(files) as weights:
         sampling = recommended_sampling(files)
-        tiers = open_tiers(config)  # first, so that a folder that cannot be used is known before minutes of loading
+        tiers = open_tiers(config)  # first: a folder that cannot be used is reported before minutes of loading
         for tier in tiers:
             undo.callback(tier.close, 0.0)
         publisher = _open_publisher(config.events)
@@ -168,7 +168,7 @@ def assemble(config: EngineConfig) -> Assembled:
             log.enter("reading the weights; the first start on a machine also compiles kernels")
             model = load(files)
         adapters = model.adapters(config.model)
-        from foreword.model.self_check import ShortPrompt, find_inexactness  # imports torch: a missing model needs none
+        from foreword.model.self_check import ShortPrompt, find_inexactness  # imports torch, so not for a missing model
 
         if config.model.self_check:
             log.enter("checking that answers have the same bits with and without the cache")
@@ -220,7 +220,7 @@ def load(options: ModelConfig) -> LoadedModel:
 
 
 def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
-    """Load the model's tokenizer, or that of the option `tokenizer`; None if the model has none.
+    """Load the tokenizer of the model, or of the option `tokenizer`; None if the model has no tokenizer.
 
     Raises ModelLoadError, or ConfigError for a chat template or response template that cannot be read.
     """
@@ -232,7 +232,7 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
         raise ModelLoadError(
             f"tokenizer={options.tokenizer!r} has no tokenizer files; name a folder or hub id that has"
         )
-    beside = Path(options.model) / "chat_template.json"  # where older models with pictures have theirs
+    beside = Path(options.model) / "chat_template.json"  # the template's file in older models with pictures
     if tokenizer is not None and tokenizer.chat_template is None and beside.is_file():
         tokenizer.set_chat_template(_template_in(beside))
     if options.chat_template is not None:
@@ -249,7 +249,7 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
 
 
 def _template_in(path: Path) -> str:
-    """The chat template in a file of a processor. Raises ModelLoadError."""
+    """Read the chat template from a processor's file. Raises ModelLoadError."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["chat_template"]) + "\n"
     except (OSError, ValueError, TypeError, LookupError) as error:
@@ -257,7 +257,7 @@ def _template_in(path: Path) -> str:
 
 
 def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
-    """The layout by which the model's layers share the blocks of the pool."""
+    """Return the layout by which the model's layers share the blocks of the pool."""
     from foreword.model.layout import LayoutOptions
 
     return model.plan_layout(
@@ -273,9 +273,10 @@ def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
 
 
 def identify(config: EngineConfig, model: LoadedModel, weights: str | None, probe: str) -> CacheIdentity:
-    """The model and the arithmetic whose KV the cache holds. `weights`: digest of the files, `probe`: of a computation.
+    """Return the identity of the model and the arithmetic whose KV the cache holds.
 
-    Without a digest of the weights, no other process has this identity.
+    `weights` is the digest of the weights' files, and `probe` the digest of a computation. If `weights` is None, no
+    other process has this identity.
     """
     from foreword.model.identity import arithmetic_facts, layout_facts, model_facts
 
@@ -291,7 +292,7 @@ def identify(config: EngineConfig, model: LoadedModel, weights: str | None, prob
 
 
 def open_tiers(config: EngineConfig) -> list[Tier]:
-    """The tiers below the pool, the nearest first. Raises ConfigError for one that cannot be used."""
+    """Open the tiers below the pool, the nearest first. Raises ConfigError for a tier that cannot be used."""
     options, cache = config.tiers, config.cache
     if options.cache_host_bytes is not None and config.model.device == "cpu":
         raise ConfigError(
@@ -325,7 +326,7 @@ def open_tiers(config: EngineConfig) -> list[Tier]:
 
 
 def _open_publisher(options: EventsConfig) -> Publisher | None:
-    """The publisher of cache events, if one is asked for. Raises ConfigError for addresses that cannot be used."""
+    """Open the publisher of cache events, if the options ask for it. Raises ConfigError for unusable addresses."""
     if options.kv_events is None:
         return None
     try:
@@ -338,7 +339,7 @@ def _open_publisher(options: EventsConfig) -> Publisher | None:
 
 
 def _other_identities(config: EngineConfig, ours: CacheIdentity, tiers: Sequence[Tier]) -> list[OtherIdentity]:
-    """Other models and arithmetics whose blocks the cache's folder held at the start: first those of the same model."""
+    """Return other identities whose blocks the cache's folder held at the start; the same model's come first."""
     others = []
     for tier in tiers:
         for facts in tier.described().values() if isinstance(tier, DiskTier) else ():
@@ -354,7 +355,7 @@ def _other_identities(config: EngineConfig, ours: CacheIdentity, tiers: Sequence
 
 
 def _host_tier(options: TierConfig, model: LoadedModel, memory: BlockBytes, num_groups: int) -> list[Tier]:
-    """Pinned memory of this machine, below a GPU's pool; empty if none is asked for."""
+    """Open the tier of pinned memory below a GPU's pool; empty if `cache_host_bytes` is not given."""
     if options.cache_host_bytes is None:
         return []
     from foreword.model.gpu.device import CudaDevice
@@ -368,7 +369,10 @@ def _path(name: str | None) -> Path | None:
 
 
 def _check_whole(options: SchedulerConfig, most_whole: int) -> None:
-    """Raise ConfigError unless a step can compute the tokens that see each other, and one of each other request."""
+    """Raise ConfigError unless a step has room for `most_whole` tokens and one token of each other request.
+
+    `most_whole` is the largest number of tokens of a picture that see each other; 0: the model has no such pictures.
+    """
     needed = most_whole + options.max_num_seqs - 1
     if most_whole and needed > options.max_num_batched_tokens:
         raise ConfigError(
@@ -379,7 +383,7 @@ def _check_whole(options: SchedulerConfig, most_whole: int) -> None:
 
 
 def _num_blocks(config: EngineConfig, model: LoadedModel, layout: CacheLayout) -> int:
-    """The blocks of the pool. Raises ConfigError if the memory for KV does not hold one."""
+    """Return the number of blocks of the pool. Raises ConfigError if the memory for KV does not hold one block."""
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.memory import kv_cache_bytes, measure_on_gpu
 
@@ -403,7 +407,7 @@ def _num_blocks(config: EngineConfig, model: LoadedModel, layout: CacheLayout) -
 def _limits(
     config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None, layout: CacheLayout, manager: KVCacheManager
 ) -> ModelLimits:
-    """The limits that the model and the pool set for requests. Raises ConfigError for a length that does not fit."""
+    """Return the limits of the model and the pool for requests. Raises ConfigError if `max_model_len` does not fit."""
     max_positions = model.max_positions - len(config.cache.sink_token_ids)
     max_model_len = _max_model_len(config, max_positions, manager)
     longer_by = "raise max_model_len" if config.model.max_model_len else "give the cache more memory"
@@ -426,7 +430,7 @@ def build_engine(
     tiers: Sequence[Tier] = (),
     publisher: Publisher | None = None,
 ) -> Engine:
-    """Size the pool and join cache, tiers, scheduler and runner. Raises ConfigError for what does not fit."""
+    """Size the pool and join cache, tiers, scheduler and runner. Raises ConfigError for options that do not fit."""
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.storage import BlockBytes, KVStorage
 
@@ -477,7 +481,7 @@ def build_engine(
 
 
 def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools:
-    """An engine's functions of a tokenizer. End tokens never appear in a text, even if they mark a call."""
+    """Return the engine's functions of a tokenizer. Texts never contain end tokens, even if these mark a call."""
 
     def open_text_stream(params: SamplingParams, after: Sequence[int]) -> TextStream:
         return tokenizer.stream(
@@ -492,7 +496,7 @@ def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools
 
 
 def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) -> ModelRunner:
-    """The runner for the device that the model is on."""
+    """Make the runner for the model's device."""
     from foreword.model.gpu.device import CudaDevice
     from foreword.model.gpu.runner import DeviceRunner
     from foreword.model.runner import ModelRunner
@@ -503,7 +507,10 @@ def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) ->
 
 
 def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:
-    """The maker of constraints. Raises InvalidRequestError if the model or the installation lacks what it needs."""
+    """Make the maker of constraints.
+
+    Raises InvalidRequestError without llguidance, or if the model has no fast tokenizer with an end token.
+    """
     try:
         from foreword.grammar import Grammars
     except ImportError as error:
@@ -524,7 +531,7 @@ def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
 
 
 def block_keys(config: EngineConfig, identity: CacheIdentity) -> BlockKeys:
-    """Block keys that depend on whose KV the blocks hold, and on the deployment's salt."""
+    """Return the functions of block keys, which depend on the cache's identity and on the deployment's salt."""
     fingerprint = json.dumps({"identity": identity.fingerprint, "salt": config.cache.key_salt}, sort_keys=True)
     return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
 
@@ -542,7 +549,7 @@ def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]
 def make_manager(
     config: EngineConfig, layout: CacheLayout, num_blocks: int, publisher: Publisher | None
 ) -> KVCacheManager:
-    """A manager for these layers. One full group can have any index, and hits to the token; others need hash keys."""
+    """Make the manager for these layers. One full group may have any index; other layouts always use hash keys."""
     cache = config.cache
     events = EventLog() if cache.cache_events else None
     if publisher is not None:

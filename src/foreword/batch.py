@@ -7,7 +7,8 @@ All requests of a step are laid end to end:
     positions    0 1 2 3 4     17      8 9 10 11        (in the request's own sequence)
     query_starts 0              5      6             10
 
-A batch may be planned while the batch before it is still computed. Tokens that the earlier batch will sample are 0:
+A batch may be planned while the batch before it is still computed. In place of tokens that the earlier batch will
+sample, it has 0:
 
     before       samples      3      7      -
     token_ids    0      0     4 4 4 4       expected (0, 0), (1, 1)
@@ -38,17 +39,17 @@ from foreword.request.links import IntArray as IntArray
 BoolArray = npt.NDArray[np.bool_]
 NONE_EXPECTED: IntArray = np.empty((0, 2), np.int32)
 Drafts = Mapping[int, IntArray]
-"""The drafts of some entries, by entry number."""
+"""Entry number -> the entry's drafts, for entries that have drafts."""
 NO_DRAFTS: Drafts = MappingProxyType({})
 
 PROGRESS = np.dtype(
     [
-        ("stay", np.int64),  # identifies a request and its admission; 0 for none
-        ("num_tokens", np.int64),  # of prompt and answer, including one that is expected
+        ("stay", np.int64),  # identifies a request and its admission; 0: the row is free
+        ("num_tokens", np.int64),  # of prompt and answer, including an expected token
         ("num_computed", np.int64),  # leading tokens whose KV is in this request's blocks
         ("num_shared", np.int64),  # leading tokens whose KV was in hit blocks at admission; never written
         ("last_token", np.int64),  # the sequence's last token; 0 if it is expected
-        ("source", np.int64),  # entry of the step before that samples the expected token; -1 for none
+        ("source", np.int64),  # entry of the step before that samples the expected token; -1: no token is expected
         ("is_new", np.bool_),  # has no token since it was admitted
     ],
     align=True,
@@ -68,7 +69,7 @@ class BatchEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """All requests' shares of a step, as columns; iterating gives them one by one."""
+    """All requests' shares of a step, as columns; iteration gives a BatchEntry for each request."""
 
     requests: list[Request]
     rows: Int64Array
@@ -76,20 +77,20 @@ class Entries:
     starts: Int64Array
     ends: Int64Array
     progress: npt.NDArray[np.void]
-    """[entries] PROGRESS at the time when the step was planned."""
+    """[entries]: records of PROGRESS as of the time when the step was planned."""
     facts: FactRows
     """[entries]"""
     drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
-    """The guessed tokens at the ends of spans; only entries with one known token have any."""
+    """The guessed tokens at the ends of spans. Only entries with one known token have drafts."""
     samples: BoolArray = field(init=False)
-    """[entries]: whether each reaches the end of its sequence."""
+    """[entries]: whether the entry reaches the end of its sequence."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", self.ends >= self.progress["num_tokens"])
 
     @classmethod
     def of_prompts(cls, requests: Sequence[Request]) -> Entries:
-        """Entries that compute whole requests, without a scheduler."""
+        """Make entries that compute whole requests, without a scheduler."""
         lengths = np.array([len(request) for request in requests], np.int64)
         progress = np.zeros(len(requests), PROGRESS)
         progress["num_tokens"] = lengths
@@ -108,18 +109,18 @@ class Entries:
         return map(BatchEntry, self.requests, *columns)
 
     def num_drafts(self) -> Int64Array:
-        """[entries]"""
+        """Return the number of drafts of each entry, [entries]."""
         counts = np.zeros(len(self), np.int64)
         for number, token_ids in self.drafts.items():
             counts[number] = len(token_ids)
         return counts
 
     def known_ends(self) -> Int64Array:
-        """The end of each span's known tokens, [entries]."""
+        """Return the end of each span's known tokens, [entries]."""
         return self.ends - self.num_drafts() if self.drafts else self.ends
 
     def result_rows(self) -> Int64Array:
-        """The first row of each entry in the result, [entries]; rows for its drafts follow."""
+        """Return each entry's first row in the result, [entries]; the rows for its drafts follow."""
         rows = np.arange(len(self))
         if self.drafts:
             counts = self.num_drafts()
@@ -127,7 +128,7 @@ class Entries:
         return rows
 
     def num_generated(self) -> Int64Array:
-        """The number of answer tokens, without drafts, that precede the first token that each samples; [entries]."""
+        """Return how many answer tokens, without drafts, precede the first token that each entry samples, [entries]."""
         counts: Int64Array = self.known_ends() - self.facts["num_prompt_tokens"]
         return counts
 
@@ -136,14 +137,14 @@ NO_ENTRIES = Entries.of_prompts([])
 
 
 class Move(NamedTuple):
-    """KV that is copied from slots to slots; its keys are turned on the way."""
+    """A copy of KV from slots to slots, in which the keys are rotated."""
 
     sources: Int64Array
     """[tokens]"""
     targets: Int64Array
     """[tokens]"""
     shift: int
-    """The number of rotary positions by which the keys are turned."""
+    """The number of rotary positions by which the keys are rotated."""
 
 
 class Adapted(NamedTuple):
@@ -155,7 +156,7 @@ class Adapted(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Tokens that rows of a picture replace."""
+    """Tokens that rows of a picture, or of embeddings, replace."""
 
     picture: Picture | Embeds
     rows: slice
@@ -166,7 +167,7 @@ class Shown(NamedTuple):
     """The salt under which the rows are kept; requests with another salt do not see them."""
 
     def within(self, start: int, end: int) -> Shown:
-        """The part that replaces tokens `start` to `end` (exclusive), numbered from `start` on."""
+        """Return the part that replaces tokens `start` to `end` (exclusive), with numbers that count from `start`."""
         first, last = np.searchsorted(self.tokens, (start, end)).tolist()
         rows = slice(self.rows.start + first, self.rows.start + last)
         return self._replace(rows=rows, tokens=self.tokens[first:last] - start)
@@ -184,32 +185,33 @@ class Batch:
     query_starts: IntArray
     """[requests + 1]: request r owns tokens query_starts[r] to query_starts[r + 1]."""
     group_tables: tuple[IntArray, ...]
-    """For each group of layers [requests, longest table]; entries beyond a request's table are meaningless, and
+    """For each group of layers, [requests, longest table]. Entries beyond a request's table are meaningless, and
     NULL_BLOCK replaces blocks that the group no longer needs."""
     write_from: IntArray
-    """[requests]: the KV of earlier positions is in shared blocks and must not be written."""
+    """[requests]: the first position to write. KV of earlier positions is in shared blocks and must not be written."""
     copies: IntArray
     """[copies, 2]: blocks (source, target) to copy before anything is written."""
     prompt_ends: IntArray | None = None
-    """[requests]: the first position of generated tokens. None: all tokens are prompts'."""
+    """[requests]: the first position of generated tokens. None: all tokens belong to prompts."""
     moves: tuple[Move, ...] = ()
-    """After the copies, and before anything is written; no source is another's target."""
+    """Moves that happen after the copies and before anything is written. No move reads a slot that another writes."""
     rotary: IntArray | None = None
-    """[num_tokens]: the position by which each token's query and key are rotated. None: `positions`."""
+    """[num_tokens] or [3, num_tokens]: positions by which each token's query and key are rotated. None: `positions`."""
     adapted: Adapted | None = None
-    """The tokens that adapters change; None: none."""
+    """The tokens that adapters change; None: adapters change no token."""
     shown: tuple[Shown, ...] = ()
-    """The tokens that rows of pictures replace."""
+    """The tokens that rows of pictures or embeddings replace."""
     seen_to: IntArray | None = None
-    """[num_tokens]: the position after the last that each token sees, in a request ascending. None: its own."""
+    """[num_tokens]: the end of the positions that each token sees (exclusive), ascending within a request. None: every
+    token sees the positions up to its own."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
-    """[expected, 2]: the number of a token, ascending, and the entry of the batch before that samples it."""
+    """[expected, 2]: a token's number in this batch, ascending, and the entry of the batch before that samples it."""
 
     @classmethod
     def bare(
         cls, token_ids: IntArray, positions: IntArray, query_starts: IntArray, group_tables: tuple[IntArray, ...]
     ) -> Batch:
-        """Tokens without requests: their KV is written, and nothing is copied or sampled."""
+        """Make a batch of tokens without requests: KV is written, and nothing is copied or sampled."""
         write_from = np.zeros(len(query_starts) - 1, np.int32)
         return cls(NO_ENTRIES, token_ids, positions, query_starts, group_tables, write_from, np.empty((0, 2), np.int32))
 
@@ -223,7 +225,7 @@ class Batch:
         return self.group_tables[0]
 
     def of_group(self, group_id: int, null_block: int) -> Batch:
-        """The batch with one group's tables, in which `null_block` replaces blocks that the group has released."""
+        """Return the batch with one group's tables, in which `null_block` replaces blocks that the group released."""
         tables = self.group_tables[group_id]
         given_up = tables == NULL_BLOCK
         if not given_up.any():
@@ -231,9 +233,9 @@ class Batch:
         return replace(self, group_tables=(np.where(given_up, np.int32(null_block), tables),))
 
     def as_single_tokens(self) -> Batch:
-        """The same tokens as entries of one token each, without requests. Tokens of one request share its table.
+        """Return the same tokens as entries of one token each, without requests. Tokens of one request share its table.
 
-        Each layer writes the KV of all of a batch's tokens before it attends, so a token still sees those before it.
+        Each layer writes the KV of all tokens of a batch before it attends, so a token still sees the tokens before it.
         """
         lengths = np.diff(self.query_starts)
         if (lengths == 1).all():
@@ -245,7 +247,7 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchResult:
-    """Results in the order of the batch's entries: a row for each, and one more for each draft (`result_rows`)."""
+    """Results in the order of the batch's entries: a row for each entry, and a row for each draft (`result_rows`)."""
 
     token_ids: Int64Array
     """[entries + drafts]; meaningless for entries that do not sample."""
@@ -260,7 +262,7 @@ class BatchResult:
 def build_batch(
     entries: Entries, group_tables: Sequence[IntArray], copies: IntArray, moves: tuple[Move, ...] = ()
 ) -> Batch:
-    """Lay the entries end to end; each group's table [entries, longest] in the same order."""
+    """Lay the entries end to end. Each group's table, [entries, longest], has the same order."""
     starts = entries.starts.astype(np.int32)
     lengths = entries.ends.astype(np.int32) - starts
     query_starts = np.zeros(len(entries) + 1, np.int32)
@@ -298,7 +300,7 @@ def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> I
 
 
 def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
-    """The rotary positions, [tokens] or [3, tokens]; None if no request has any of its own."""
+    """Return the rotary positions, [tokens] or [3, tokens]; None if they are the positions for all requests."""
     numbers = entries.facts["has_gaps"].nonzero()[0]
     if not len(numbers):
         return None
@@ -316,7 +318,7 @@ def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> In
 
 
 def _adapted(entries: Entries, positions: IntArray, query_starts: IntArray) -> Adapted | None:
-    """The adapters' tokens; None if no adapter has begun."""
+    """Return the tokens that adapters change; None if no adapter has begun."""
     asking = entries.facts["is_adapted"].nonzero()[0]
     adapters: list[Adapter] = []
     numbers = np.full(len(positions) if len(asking) else 0, -1, np.int64)
@@ -333,7 +335,7 @@ def _adapted(entries: Entries, positions: IntArray, query_starts: IntArray) -> A
 
 
 def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
-    """The rows of pictures that fall into the step."""
+    """Return the rows of pictures and embeddings that fall into the step."""
     parts = []
     asks = entries.facts["has_pictures"] | entries.facts["has_embeds"]
     for number in (asks & (entries.starts < entries.facts["num_prompt_tokens"])).nonzero()[0].tolist():
@@ -350,7 +352,7 @@ def _shown(entries: Entries, query_starts: IntArray) -> tuple[Shown, ...]:
 
 
 def _seen_to(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
-    """The position after the last that each token sees; None if none sees a later one."""
+    """Return the end of the positions that each token sees (exclusive); None if no token sees a later token."""
     numbers = (entries.facts["sees_ahead"] & (entries.starts < entries.facts["num_prompt_tokens"])).nonzero()[0]
     if not len(numbers):
         return None

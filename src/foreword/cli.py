@@ -1,7 +1,7 @@
 """The command line: foreword generate | serve | models | demo | bench | replay | lint | pml | watch | cache.
 
-Logging is configured only here. Exit codes: 0 done, 1 a check of `demo`, `bench` or `pml` failed or `cache` found
-damage, 2 a user's mistake, 130 interrupted.
+Logging is configured only here. Exit codes: 0 for success, 1 if a check of `demo`, `bench` or `pml` failed, `cache`
+found damage or the reader of the output left, 2 for a user's mistake, 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run a command; returns the exit code."""
     parser = _parser()
     try:
         args, unknown = parser.parse_known_args(argv)
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _configure_logging(config: LogConfig, default_level: str) -> None:
-    """Lines to standard error; from other packages only warnings and errors, because some of them log every step."""
+    """Log to standard error. Other packages log only warnings and errors, because some packages log every step."""
     level = (config.log_level or default_level).upper()
     logging.getLogger("foreword").setLevel(level)
     if logging.getLogger().handlers:  # the caller of main() has configured logging
@@ -85,7 +85,7 @@ class _HelpLines(argparse.HelpFormatter):
 
 
 class _LateParser(argparse.ArgumentParser):
-    """A command whose module is imported, and adds its arguments, when the command is given: others start sooner."""
+    """A command's parser. It imports the command's module only if the command is given: others then start sooner."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _HelpLines, **options})
@@ -123,7 +123,7 @@ MODULES = {
         "take the blocks of a prefix file into a directory, without loading a model",
     ),
 }
-"""Module and help of the commands that have a module of their own."""
+"""Module and help text of each command that has its own module."""
 FAMILIES = {
     "bench": (
         "BENCHMARK",
@@ -133,7 +133,7 @@ FAMILIES = {
     "pml": ("ACTION", "actions", "check a schema of prompt modules, answer a prompt of it, measure linking"),
     "cache": ("ACTION", "actions", "list, verify, prune, import and export what a cache directory holds"),
 }
-"""Commands of several words: what the second word is called, and help."""
+"""For each command of two words: the name of the second word, the title of its list, and the help text."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,7 +171,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _arguments_of(name: str, extra: str = "") -> Callable[[argparse.ArgumentParser], None]:
-    """Adds the arguments of a module that has `add_arguments` and `run`; the extra `extra` has its packages."""
+    """Return a function that adds a module's arguments. The module has `add_arguments` and `run`.
+
+    `extra` is the pip extra with the module's packages.
+    """
 
     def add(parser: argparse.ArgumentParser) -> None:
         try:
@@ -252,7 +255,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
-    """The model, an argument or an option. Raises ConfigError for two."""
+    """Return the model, given as argument or as option. Raises ConfigError for two different models."""
     option: str | None = options.pop("model", None)
     argument: str | None = args.given_model
     if argument is not None and option is not None and argument != option:
@@ -283,7 +286,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
         check_files(config)
-        read_gate(config, allows_links=bool(options.get("allow_links")))  # mistakes there are told before loading
+        read_gate(config, allows_links=bool(options.get("allow_links")))  # reports its mistakes before loading
         if fleet.replicas:
             ends_in_order = _serve_replicas(model, options, config, fleet)
         else:
@@ -431,9 +434,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _prepare_libraries() -> None:
-    """Settings that torch and transformers read once, on import.
+    """Set variables that torch and transformers read once, on import.
 
-    Model loading has progress bars of its own, which would disturb our lines.
+    Their progress bars of model loading would break our lines, so they are off.
     """
     let_threads_rest()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,6 +1,7 @@
 """Linking: which tokens of a prompt are copied from their sources, and how well a model answers then.
 
-A linked token has seen its source's beginning and nothing of the prompt before it. What a method computes besides:
+A linked token has seen its source's beginning and nothing of the prompt before it. Which of the linkable tokens each
+method computes instead:
 
     none        nothing: Prompt Cache (Gim et al., MLSys 2024)
     first-K     the first K tokens of each module or document: EPIC's LegoLink (Hu et al., ICML 2025)
@@ -8,17 +9,18 @@ A linked token has seen its source's beginning and nothing of the prompt before 
                 layer: CacheBlend (Yao et al., EuroSys 2025)
     all         everything: the plain prompt, bit for bit, if its positions have no gaps
 
-Every method computes the rest of a text after an argument, too: in the source, it has seen placeholders instead.
-The beginning of a prompt is exact if it is the beginning of its sources; it is computed, or found as a prefix.
+Every method also computes the rest of a text after an argument, because in the source this text has seen placeholders.
+If a prompt begins like its sources, this beginning is exact. It is computed, or found as a prefix.
 
-What linking costs in right answers was measured with one model; `foreword pml measure` writes the file:
+`foreword pml measure` counts the right answers that linking costs with one model, and writes this file:
 
     {"format": 2, "model": "<identity>", "methods": {"first-16": {"prompts": 500, "lost": 7, "gained": 4}, ...},
      "with_gaps": {"first-16": {"prompts": 500, "lost": 9, "gained": 4}, "all": {...}}, ...}
 
-A prompt is lost if the plain prompt (`all`, without gaps between positions) was answered rightly and the method's was
-not, and gained if it is the other way round; greedy. A file without "with_gaps" covers no prompts with gaps, and one
-without "edits" (of the same form) no edits of chats. Further keys are for people.
+All answers are greedy. A prompt is lost if the plain prompt (`all`, without gaps between positions) was answered
+rightly and the method's prompt was not. It is gained if only the method's prompt was answered rightly. A file without
+"with_gaps" covers no prompts with gaps. A file without "edits" (of the same form) covers no edits of chats. Further
+keys are for people.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 FORMAT = 2
 EXACT = "all"
-"""The method that gives the plain prompt's bits if positions have no gaps; then it needs no measurement."""
+"""The method that gives the plain prompt's bits if positions have no gaps. Without gaps it needs no measurement."""
 Z = 1.96
 """Quantile of the normal distribution for intervals of 95%."""
 METHODS = ("none", "first-16", EXACT)
@@ -61,28 +63,28 @@ class Deviations(Protocol):
     """Measures how far links are from the plain prompt."""
 
     def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
-        """The squared deviation of each linked token's KV, [tokens]; it depends on tokens, positions and runs alone.
+        """Return the squared deviation of each linked token's KV, [tokens].
 
-        `salt`: the tenant's. Raises InvalidRequestError.
+        It depends on tokens, positions and runs alone. `salt` is the tenant's. Raises InvalidRequestError.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to choose what is copied."""
+    """One way to choose which tokens are copied."""
 
     name: str
     first_k: int | None
-    """The first tokens of each module that are computed; None: all of them."""
+    """The number of first tokens of each module that are computed; None: all tokens."""
     after_arguments: bool = True
-    """Whether the text after an argument is computed. False shows what that is good for: its answers are wrong."""
+    """Whether the text after an argument is computed. False is only for comparison, because its answers are wrong."""
     percent: int | None = None
-    """The share of the linkable tokens that are computed because they deviate most; None: the method asks for none."""
+    """The percentage of linkable tokens to compute, those that deviate most; None: deviations do not matter."""
 
     @classmethod
     def parse(cls, name: str | Method) -> Method:
-        """The method with this name. Raises InvalidRequestError for an unknown one."""
+        """Return the method with this name. Raises InvalidRequestError for an unknown name."""
         if isinstance(name, Method):
             return name
         if name in ("none", "all"):
@@ -98,7 +100,7 @@ class Method:
         )
 
     def num_computed(self, part: Part) -> int:
-        """The number of a linkable part's first tokens that are computed in the prompt."""
+        """Return how many first tokens of a linkable part are computed in the prompt."""
         assert part.span is not None
         first_k = self.first_k if part.first_k is None or self.first_k is None else part.first_k
         if first_k is None:
@@ -111,15 +113,16 @@ class Method:
 def link_parts(
     composition: Composition, method: Method, deviations: Deviations | None = None, salt: str | None = None
 ) -> Links:
-    """The runs of a composition that a method copies, and its positions.
+    """Return the links of a composition: the runs that a method copies, and the positions.
 
-    Its last token is computed, for the logits of the answer's first one. `deviations` measures for methods that ask
-    which tokens deviate, `salt` is the tenant's. Raises InvalidRequestError without tokens, or without `deviations`.
+    The last token is always computed, because its logits give the answer's first token. `deviations` is for methods
+    that choose by deviation, and `salt` is the tenant's. Raises InvalidRequestError for a composition without tokens,
+    or if such a method has no `deviations`.
     """
     if not composition.num_tokens:
         raise InvalidRequestError("the prompt is empty; give at least one token")
     runs, spans, may_choose = [], [], np.zeros(composition.num_tokens, np.bool_)
-    arrays: dict[int, npt.NDArray[np.int32]] = {}  # of the tokens of a source, which many runs may share
+    arrays: dict[int, npt.NDArray[np.int32]] = {}  # one array per source, because many runs may share a source
     for part, begin in zip(composition.parts, composition.begins, strict=False):
         end = begin + len(part.token_ids)
         if part.span is None or end <= composition.num_exact_tokens:
@@ -142,7 +145,7 @@ def link_parts(
 
 
 def check_choice(method: Method, deviations: Deviations | None) -> None:
-    """Raise InvalidRequestError if the method chooses by a model's first layers, and nothing here computes them."""
+    """Raise InvalidRequestError if the method chooses by deviation, and this process has no layers to measure it."""
     if method.percent is not None and deviations is None:
         raise InvalidRequestError(
             f"link={method.name!r} needs the first layers of a model, and this process has none for it; load the model "
@@ -151,9 +154,9 @@ def check_choice(method: Method, deviations: Deviations | None) -> None:
 
 
 def most_deviating(deviations: FloatArray, may_choose: BoolArray, percent: int) -> BoolArray:
-    """Which tokens are among the given share of those that may be chosen, rounded up, [tokens].
+    """Choose the `percent` most deviating of the tokens that may be chosen, rounded up; returns a mask, [tokens].
 
-    Of tokens that deviate equally the first are chosen.
+    Of tokens that deviate equally, the first are chosen.
     """
     [indices] = np.nonzero(may_choose)
     order = np.argsort(-deviations[indices], kind="stable")
@@ -163,9 +166,9 @@ def most_deviating(deviations: FloatArray, may_choose: BoolArray, percent: int) 
 
 
 def composition_of(prompt: Any, text: Callable[[], SchemaText | None]) -> Composition | None:
-    """The parts of a prompt of a schema, or of documents; None for others. Raises InvalidRequestError.
+    """Return the parts of a schema's prompt or of documents; None for other prompts. Raises InvalidRequestError.
 
-    `text` gives what a tokenizer says of parts of prompts; None: the model has none.
+    `text` returns the tokenizer's functions for parts of prompts, or None if the model has no tokenizer.
     """
     if isinstance(prompt, Mapping) and "documents" in prompt:
         return compose_documents(prompt, text())
@@ -176,7 +179,7 @@ def composition_of(prompt: Any, text: Callable[[], SchemaText | None]) -> Compos
 def with_links(
     prompt: Prompt, composition: Composition | None, link: str | Method, deviations: Deviations | None = None
 ) -> Prompt:
-    """The prompt with its parts linked by a method. Raises InvalidRequestError if it has no parts.
+    """Return the prompt with its parts linked by a method. Raises InvalidRequestError if it has no parts.
 
     `deviations`: None if the engine links nothing.
     """
@@ -191,22 +194,22 @@ def with_links(
 
 @dataclass(frozen=True, slots=True)
 class Rightness:
-    """Right answers of a method beside those of the plain prompt, over the same prompts."""
+    """A comparison of a method's right answers with the plain prompt's, over the same prompts."""
 
     num_prompts: int
     num_lost: int
-    """Right for the plain prompt alone."""
+    """The number of prompts that only the plain prompt answers rightly."""
     num_gained: int
-    """Right for the method alone."""
+    """The number of prompts that only the method answers rightly."""
 
     @property
     def loss(self) -> float:
-        """The share of the prompts that the method answers worse, less those that it answers better."""
+        """The share of lost prompts less the share of gained prompts."""
         return (self.num_lost - self.num_gained) / self.num_prompts
 
     @property
     def loss_interval(self) -> tuple[float, float]:
-        """The 95% interval of `loss`: of a difference of paired shares (Bonett and Price, 2012).
+        """The 95% interval of `loss`, which is a difference of paired shares (Bonett and Price, 2012).
 
         With n prompts, l = (lost + 1) / (n + 2) and g = (gained + 1) / (n + 2), it is
         l - g -+ 1.96 sqrt((l + g - (l - g)^2) / (n + 2)).
@@ -218,9 +221,9 @@ class Rightness:
 
     @property
     def p_value(self) -> float:
-        """McNemar's exact test: how likely a split of the differing prompts that is as uneven or more is by chance.
+        """The p-value of McNemar's exact test: the chance that lost and gained prompts split at least so unevenly.
 
-        Twice the binomial tail of min(lost, gained) among lost + gained trials of 1/2, at most 1 (McNemar, 1947).
+        It is twice the binomial tail of min(lost, gained) among lost + gained trials of 1/2, at most 1 (McNemar, 1947).
         """
         trials = self.num_lost + self.num_gained
         tail = sum(math.comb(trials, number) for number in range(min(self.num_lost, self.num_gained) + 1))
@@ -237,13 +240,13 @@ class MeasuredLinks:
     model_id: str
     """`CacheIdentity.model_id`: weights, configuration and layout of the model that was measured."""
     methods: Mapping[str, Rightness]
-    """By the name of the method: prompts without gaps between positions."""
+    """Results for prompts without gaps between positions, by the name of the method."""
     with_gaps: Mapping[str, Rightness] = field(default_factory=dict)
-    """The same prompts with gaps."""
+    """Results for the same prompts with gaps, by method."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """For people: tasks, seeds, times."""
+    """Further keys for people: tasks, seeds, times."""
     edits: Mapping[str, Rightness] = field(default_factory=dict)
-    """Prompts that were cut in the middle, linked from what they were before."""
+    """Results for prompts that were cut in the middle and linked to their earlier versions, by method."""
 
     def write(self, path: Path) -> None:
         """Write the file. Raises ConfigError if it cannot be written."""
@@ -260,7 +263,7 @@ class MeasuredLinks:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredLinks:
-        """The file's content. Raises ConfigError if it cannot be read, or is none."""
+        """Read the file. Raises ConfigError if it cannot be read, or is no file of measurements."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if (version := content.pop("format")) == 1:
@@ -303,11 +306,11 @@ def _methods(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Rightness]:
 
 @dataclass(frozen=True)
 class Gate:
-    """Which methods may be served: those that keep enough of the right answers."""
+    """Lets those methods be served that keep enough of the right answers."""
 
     least: float
-    """1 less the largest loss of right answers, as a share of all prompts, that the method's 95% interval may reach; 0
-    lets every method pass, measured or not."""
+    """The upper end of a method's 95% interval of the loss, a share of all prompts, may be 1 - `least` at most. 0 lets
+    every method pass, measured or not."""
     measured: MeasuredLinks | None = None
 
     def check_model(self, model_id: str) -> None:
@@ -319,7 +322,7 @@ class Gate:
             )
 
     def serves(self, method: str, *, has_gaps: bool = False) -> bool:
-        """Whether a method passes, for prompts with gaps between their positions or for those without."""
+        """Say whether a method passes, for prompts with or without gaps between their positions."""
         score = self._measured(has_gaps).get(method)
         if not self.least or (method == EXACT and not has_gaps):
             return True
@@ -350,11 +353,11 @@ class Gate:
         )
 
     def serves_edits(self, method: str) -> bool:
-        """Whether a method passes for prompts that were edited."""
+        """Say whether a method passes for edited prompts."""
         return not self.least or method == EXACT or self._passes(self._edits.get(method))
 
     def check_edits(self, method: str) -> None:
-        """Raise InvalidRequestError for a method that does not pass for prompts that were edited."""
+        """Raise InvalidRequestError for a method that does not pass for edited prompts."""
         if self.serves_edits(method):
             return
         score = self._edits.get(method)
@@ -392,12 +395,12 @@ class PartLinks:
     num_linked_tokens: int
     """Tokens that would be copied; the others are computed in the prompt."""
     num_missing_tokens: int
-    """Tokens of its source that are not cached, and that would be computed first, apart."""
+    """Tokens of its source that are not cached, and that would be computed separately before the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkExplanation:
-    """What a method would link in a prompt. Whether the cache has the same composition already, it does not say."""
+    """The tokens that a method would link in a prompt, by part. It ignores whether an equal composition is cached."""
 
     method: str
     num_tokens: int
@@ -405,7 +408,7 @@ class LinkExplanation:
     parts: tuple[PartLinks, ...]
     block_size: int
     too_short: tuple[str, ...] = ()
-    """The names of the parts of which no token lies in a whole block of its source: never linked. Each once."""
+    """The names of the parts without a token in a whole block of their source, each once. They are never linked."""
 
     @property
     def num_linked_tokens(self) -> int:
@@ -428,7 +431,7 @@ class LinkExplanation:
 def explain_parts(
     composition: Composition, method: Method, runs: Sequence[tuple[LinkedRun, int]], block_size: int
 ) -> LinkExplanation:
-    """`runs`: those that are copied, each with the tokens that the cache lacks of its source."""
+    """Count linked and missing tokens by part. `runs` are copied; each has the number of uncached source tokens."""
     waiting, parts = deque(runs), []  # each run lies in one part; a method may leave several in a part
     in_blocks: dict[str, bool] = {}
     """Name -> whether any token lies in a whole block of its source."""
@@ -447,17 +450,17 @@ def explain_parts(
 
 @dataclass(frozen=True, slots=True)
 class LinkedAnswer:
-    """A method's answer to a prompt, and how far it is the plain prompt's."""
+    """A method's answer to a prompt, compared with the plain prompt's answer."""
 
     method: str
     text: str
     token_ids: tuple[int, ...]
     num_equal_tokens: int
-    """Its first tokens that are those of the answer of `all`."""
+    """The number of its first tokens that are equal to those of `all`'s answer."""
     is_equal: bool
-    """Whether all of its tokens are those of `all`, and no more or fewer."""
+    """Whether the whole answer has the same tokens as the answer of `all`."""
     link: LinkReport
-    """What became of the prompt's tokens."""
+    """Counts of the prompt's linked, computed and cached tokens."""
     first_token_ms: float
     """Milliseconds from the text to the first token, with the sources cached and nothing else of the prompt."""
 
@@ -465,10 +468,10 @@ class LinkedAnswer:
 def compare_methods(
     methods: Sequence[str], answer: Callable[[Method], tuple[RequestOutput, float]]
 ) -> list[LinkedAnswer]:
-    """The answers of these methods and, last unless it is among them, of `all`.
+    """Return the answers of these methods, and of `all`, which comes last unless it is among them.
 
-    `answer` continues the prompt by one method, and tells the milliseconds to its first token. Raises
-    InvalidRequestError for unknown methods, or none.
+    `answer` continues the prompt by one method, and also returns the milliseconds to its first token. Raises
+    InvalidRequestError for unknown methods, or if no method is given.
     """
     if isinstance(methods, str) or not methods:
         raise InvalidRequestError(f"methods={methods!r} is no list of methods; give some, such as {METHODS}")

@@ -66,7 +66,7 @@ class LLM:
 
     @classmethod
     def of(cls, config: EngineConfig, parts: Assembled) -> LLM:
-        """A model of parts that the caller assembled."""
+        """Make an LLM of parts that the caller assembled."""
         llm = cls.__new__(cls)
         llm._take(config, parts)
         return llm
@@ -75,10 +75,10 @@ class LLM:
         self.config = config
         self.tokenizer = parts.tokenizer
         self.encoded_pictures, self.pictures = parts.pictures, self._read_pictures(parts)
-        """What encodes pictures, and what reads them; None for models that take none."""
+        """The encoder and the reader of pictures; None for models that take no pictures."""
         lacks = "takes pictures, but Pillow is missing (pip install foreword[vision], and start again)"
         self.picture_refusal = lacks if parts.lacks_pillow else "takes no images"
-        """What errors say of a model without `pictures`."""
+        """The words of errors for a model without `pictures`."""
         self.lacks_pillow = parts.lacks_pillow
         """Whether the model would take pictures if Pillow were installed."""
         self._prompts = Prompts(
@@ -90,17 +90,17 @@ class LLM:
             refusal=self.picture_refusal,
         )
         self.embeds = parts.embeds
-        """What reads prompt embeddings; None without `enable_prompt_embeds`."""
+        """The reader of prompt embeddings; None without `enable_prompt_embeds`."""
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.cache_identity = parts.identity
-        """Whose KV the cache holds: digests of the model and of the arithmetic, which are part of all block keys."""
+        """Digests of the model and of the arithmetic that compute the cached KV. They are part of all block keys."""
         self.layout = parts.layout
         """The states that the model's layers keep, and the layout of a block of the pool."""
         self.kv_block_bytes = self.layout.bytes_per_block
         """Bytes of one block of the pool."""
         self.event_addresses = {} if parts.publisher is None else parts.publisher.addresses
-        """Where cache events are published, by the name of the option."""
+        """The addresses at which cache events are published, by the name of the option."""
         self._default_sampling, self.pooling = parts.default_sampling, parts.pooling
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
@@ -122,7 +122,7 @@ class LLM:
 
     @property
     def dtype(self) -> str:
-        """The type in which layers compute, such as "bfloat16"; that of stored KV is `layout.kv_format`."""
+        """The type in which layers compute, such as "bfloat16"; the type of stored KV is `layout.kv_format`."""
         return str(self.cache_identity.facts["model"]["dtype"]).removeprefix("torch.").partition(" as ")[0]
 
     @property
@@ -145,16 +145,17 @@ class LLM:
         link: str | Method | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts; results in their order.
+        """Continue prompts, and return the outputs in the order of the prompts.
 
         A prompt is a text, a prompt of a schema (`pml`) or `{"prompt_token_ids": [...]}` (or `{"prompt": ...}`),
-        optionally with "cache_salt", "priority" and "session_id" (`close_session`); `priority` has one for each prompt.
-        One SamplingParams serves all prompts; a list has one for each prompt. Raises InvalidRequestError, and runs
-        nothing, if a prompt is invalid. With `show_progress=None` a progress bar appears if there are several prompts
-        and standard error is a terminal; `use_tqdm` is vLLM's name for this option. `link` names the method by which
-        documents, or modules of a schema, are reused at any position: approximate, and only with `allow_links=True`.
-        A prompt's "edited_from", a text or token ids, is the earlier prompt of which it was made. `lora_request` names
-        the adapter of all prompts, or a list has one for each, None among them; it needs `enable_lora=True`.
+        optionally with "cache_salt", "priority" and "session_id" (`close_session`). `priority` is a list with one
+        priority for each prompt. One SamplingParams serves all prompts; a list has one for each prompt. Raises
+        InvalidRequestError, and runs nothing, if a prompt is invalid. With `show_progress=None` a progress bar appears
+        if there are several prompts and standard error is a terminal; `use_tqdm` is vLLM's name for this option. `link`
+        names the method by which documents, or modules of a schema, are reused at any position: approximate, and only
+        with `allow_links=True`. A prompt's "edited_from" is the text or token ids of the earlier prompt from which it
+        was made. `lora_request` is the adapter of all prompts, or a list with an adapter or None for each prompt; it
+        needs `enable_lora=True`.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         progress = show_progress if use_tqdm is None else bool(use_tqdm)
@@ -181,15 +182,15 @@ class LLM:
         edited_from: RequestOutput | Sequence[int] | None = None,
         **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or several; results in their order.
+        """Answer one conversation (a list of {"role", "content"}) or several, and return the outputs in the same order.
 
         `tools` are functions in OpenAI's form that the prompt describes. `outputs[0].reply` has content, reasoning and
-        calls; `text` has their markers too. After `thinking_budget` tokens of thinking the model has to answer.
+        calls; `text` has their markers too. After `thinking_budget` tokens of thinking the model must answer.
         `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking": False};
         `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends after the
         last message. With `continue_final_message=True` it ends inside the last message, and the answer continues it.
-        `lora_request` is as in `generate`. With `link` a conversation that was cut or changed in the middle reuses what
-        follows, as in `generate`: `edited_from` is the output of the earlier one, or all its tokens.
+        `lora_request` is as in `generate`. With `link`, a conversation that was cut or changed in the middle reuses the
+        part after the change. `edited_from` is then the output for the earlier conversation, or all its tokens.
         """
         if isinstance(messages, str | Mapping):
             raise InvalidRequestError(
@@ -220,10 +221,10 @@ class LLM:
         dimensions: int | None = None,
         show_progress: bool | None = None,
     ) -> list[npt.NDArray[np.float32]]:
-        """Embeddings of texts, [dimensions] each: the hidden state of the last token, as the model's files say.
+        """Return the embeddings of texts, [dimensions] each: hidden states of last tokens, as the model's files say.
 
-        `dimensions` keeps the first ones, for models that were trained to have fewer. Raises InvalidRequestError for
-        models that give none, such as those that pool otherwise.
+        `dimensions` keeps the first dimensions, for models that were trained for that. Raises InvalidRequestError for
+        models that give no such embeddings, for example because they pool otherwise.
         """
         self.pooling.check(dimensions, self.engine.limits.hidden_size)
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
@@ -232,10 +233,10 @@ class LLM:
         return [self.pooling.embedding(output.hidden_state, dimensions) for output in outputs]
 
     def certificate(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """What answers with `certify` were computed from: digests of weights, model and arithmetic, and of logits.
+        """Return digests of the weights, model, arithmetic and logits from which answers with `certify` were computed.
 
-        `logits` has a digest for each continuation of each output, in order; `adapter` is the digest of their LoRA
-        adapter. Raises InvalidRequestError for outputs of several adapters.
+        `logits` has a digest for each continuation of each output, in order; `adapter` is the digest of the outputs'
+        LoRA adapter, or None. Raises InvalidRequestError for outputs of several adapters.
         """
         identity, adapters = self.cache_identity, {output.adapter_digest for output in outputs} - {None}
         if len(adapters) > 1:
@@ -269,9 +270,9 @@ class LLM:
         link: str | Method | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt, yielding its output (one object, which grows) after every step that
-        brings tokens: one, or several if the engine drafted them.
+        """Continue one prompt, and yield its output after every step that brings tokens.
 
+        The output is always the same object, which grows. A step brings one token, or several if the engine drafted.
         Leaving the loop early aborts the request.
         """
         return self._stream(self._prompt(prompt, link, lora_request), sampling_params)
@@ -300,10 +301,10 @@ class LLM:
     ) -> list[LinkedAnswer]:
         """Answer one prompt of documents or modules by several methods, and by `all`, exact if positions have no gaps.
 
-        Each method finds the sources cached and nothing else of the prompt: its times can be compared. They count from
-        the text on, with the choice of what is linked, and leave out what computing the sources takes. Without
-        `sampling_params` answers have at most 64 tokens, greedy. Raises InvalidRequestError for unknown methods, a
-        prompt without parts, or a model without `allow_links`.
+        Each method finds the sources cached and nothing else of the prompt, so that times can be compared. A time
+        begins with the text and includes the choice of the linked tokens, but not the computation of the sources.
+        Without `sampling_params` answers are greedy and have at most 64 tokens. Raises InvalidRequestError for unknown
+        methods, a prompt without parts, or a model without `allow_links`.
         """
         params = self._constrained(sampling_params or SamplingParams(max_tokens=64, temperature=0.0))
         params = replace(params, seed=0) if params.seed is None else params
@@ -323,14 +324,14 @@ class LLM:
         return compare_methods(methods, answer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What answers are sampled by without `sampling_params`: as the checkpoint's generation_config.json says.
+        """Return the parameters for calls without `sampling_params`, from the checkpoint's generation_config.json.
 
-        The option `generation_config` names another file, or none. A SamplingParams that is given holds as it is.
+        The option `generation_config` names another file, or none. The defaults do not change given SamplingParams.
         """
         return self._default_sampling
 
     def get_tokenizer(self) -> Any:
-        """The model's `transformers.PreTrainedTokenizerBase`. Raises InvalidRequestError if it has none."""
+        """Return the model's `transformers.PreTrainedTokenizerBase`. Raises InvalidRequestError if it has none."""
         return self._prompts.tokenizer_for("get_tokenizer()").hf_tokenizer
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
@@ -338,7 +339,7 @@ class LLM:
         output = engine.add_request(self._next_id(), prompt, self._constrained(params or self._default_sampling))
         last = (0, False)
         try:
-            # Other code may step the engine between two of our turns, so compare the output with the last shown one.
+            # Other code may step the engine between two of our turns, so compare with what was yielded last.
             while not last[1]:
                 progress = (sum(len(completion.token_ids) for completion in output.outputs), output.finished)
                 if progress != last:
@@ -351,7 +352,7 @@ class LLM:
 
     @property
     def num_grammar_bytes(self) -> int:
-        """Bytes of compiled grammars that are kept, estimated."""
+        """The estimated bytes of kept compiled grammars."""
         return 0 if self._grammars is None else self._grammars.kept.num_bytes
 
     def check_priority(self, priority: int) -> None:
@@ -365,13 +366,13 @@ class LLM:
 
     @property
     def grammars(self) -> Grammars:
-        """Constraints for this model's tokenizer. Raises InvalidRequestError if it cannot have any."""
+        """The maker of constraints for this model's tokenizer. Raises InvalidRequestError if it cannot have any."""
         if self._grammars is None:
             self._grammars = load_grammars(self.tokenizer, self.engine.limits)
         return self._grammars
 
     def _constrained(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with a constraint in place of `structured_outputs`."""
+        """Return the parameters with a constraint in place of `structured_outputs`."""
         wish = params.structured_outputs
         if wish is None:
             return params
@@ -420,7 +421,7 @@ class LLM:
         return Prompt(token_ids, message_ends=ends, begins_reply=not continues)
 
     def read_prompt(self, prompt: PromptInput) -> Prompt:
-        """An engine's prompt; any thread may call it. Raises InvalidRequestError."""
+        """Turn a user's prompt into the engine's. Any thread may call it. Raises InvalidRequestError."""
         return self._prompts.read(prompt)
 
     def _prompt(
@@ -429,7 +430,7 @@ class LLM:
         return self._under(self._prompts.read(prompt, link), lora_request)
 
     def _under(self, prompt: Prompt, lora_request: LoRARequest | None) -> Prompt:
-        """The prompt under an adapter. Raises InvalidRequestError if it cannot be loaded."""
+        """Return the prompt with its adapter loaded. Raises InvalidRequestError if the adapter cannot be loaded."""
         if lora_request is None:
             return prompt
         if self.adapters is None:
@@ -439,11 +440,11 @@ class LLM:
         return replace(prompt, adapter=self.adapters.get(lora_request.lora_path))
 
     def link(self, prompt: Prompt, composition: Composition, method: Method) -> Prompt:
-        """An engine's prompt with its parts linked; any thread may call it. Raises InvalidRequestError."""
+        """Return the engine's prompt with its parts linked. Any thread may call it. Raises InvalidRequestError."""
         return self._prompts.link(prompt, composition, method)
 
     def check_choice(self, method: Method) -> None:
-        """Raise InvalidRequestError for a method of linking that chooses by layers that this process has not."""
+        """Raise InvalidRequestError for a method that chooses tokens by layers that this process does not have."""
         check_choice(method, self._deviations)
 
     @property
@@ -469,18 +470,18 @@ class LLM:
         return CacheReport.of(engine.snapshot(), hit_granularity=granularity, state_interval=engine.state_interval)
 
     def close_session(self, session_id: str) -> int | None:
-        """Let what only prompts with this `session_id` left in memory be evicted first; it is found until then.
+        """Let blocks that only prompts with this `session_id` left be evicted first. Until then they can be found.
 
-        Returns the number of blocks that can go; None if nothing is known of the session.
+        Returns the number of such blocks in memory; None if the session is unknown.
         """
         return self.engine.close_session(None, session_id)
 
     def explain_attention(self) -> str:
-        """A text for people: the KV that attention read once for several requests, and the estimated saving."""
+        """Return a text for people: how much KV attention read once for several requests, and the estimated saving."""
         return self._explain_attention()
 
     def explain(self, prompt: PromptInput, *, lora_request: LoRARequest | None = None) -> LookupExplanation:
-        """Look a prompt up without running it: the part that the cache holds now, and why not more.
+        """Look a prompt up without running it: which part the cache holds now, and why not more.
 
         Raises InvalidRequestError for an impossible prompt, ConfigError without `explain_misses` or caching.
         """
@@ -489,15 +490,15 @@ class LLM:
         return self.engine.explain(self._prompt(prompt, lora_request=lora_request))
 
     def explain_links(self, prompt: PromptInput, link: str | Method) -> LinkExplanation:
-        """What a method would link in a prompt now, by part, and whose sources are not cached. Runs nothing.
+        """Say how much of each part a method would link now, and which sources are not cached. Runs nothing.
 
-        Raises InvalidRequestError for an impossible prompt, or one without parts.
+        Raises InvalidRequestError for an impossible prompt, or a prompt without parts.
         """
         linked, composition = self._prompts.read_parts(prompt, method := Method.parse(link))
         return explain_parts(composition, method, self.engine.explain_links(linked), self.layout.block_size)
 
     def take_cache_events(self) -> list[NumberedEvent]:
-        """The cache's events since the last call. Raises ConfigError without `cache_events`."""
+        """Return the cache's events since the last call. Raises ConfigError without `cache_events`."""
         return self.engine.take_cache_events()
 
     def reset_prefix_cache(self) -> None:
@@ -521,7 +522,7 @@ class LLM:
         return self.engine.entries.pin(checked, keep).num_kept_tokens
 
     def unpin_prefix(self, prompt: PromptInput, *, lora_request: LoRARequest | None = None) -> None:
-        """End this prompt's pin: its blocks are evicted like all others, unless another prompt's pin keeps them too."""
+        """End this prompt's pin. Its blocks are then evicted like all others, unless another pin keeps them too."""
         self.engine.entries.unpin(self._prompt(prompt, lora_request=lora_request))
 
     def export_prefix(
@@ -535,9 +536,10 @@ class LLM:
     ) -> ExportReport:
         """Write a prompt's cached blocks to a file for another cache of this model; compute them first if necessary.
 
-        The file has whole blocks only, and neither text nor token ids. `with_text` adds the token ids, and the salt if
-        there is one; then an LLM without `cache_dir` can import it. Whoever has the model may still learn the text
-        from the KV. Raises InvalidRequestError for an impossible prompt, ConfigError for a path that cannot be written.
+        The file has whole blocks only, and neither text nor token ids. `with_text` adds the token ids and the salt, so
+        that an LLM without `cache_dir` can import the file. Even without them, somebody who has the model may learn the
+        text from the KV. Raises InvalidRequestError for an impossible prompt, ConfigError for a path that cannot be
+        written.
         """
         check_shareable(self.config.cache)
         target, checked = Path(path).expanduser(), self._prompt(prompt, lora_request=lora_request)
@@ -552,10 +554,10 @@ class LLM:
         return self.engine.export_prefix(checked, target, facts, with_text=with_text, overwrite=overwrite)
 
     def import_prefixes(self, path: str | Path) -> ImportReport:
-        """Take the blocks of a file of `export_prefix`, if it is sound and of this model and arithmetic.
+        """Take the blocks of a file that `export_prefix` wrote, if it is sound and of this model and arithmetic.
 
-        With `cache_dir` or `cache_store` the blocks go there, and the next request loads them; otherwise they go into
-        memory, for which the file must have token ids (`with_text`). A file that is refused changes nothing, and
+        With `cache_dir` or `cache_store` the blocks go there, and the next request loads them. Otherwise they go into
+        memory, and then the file must have token ids (`with_text`). A refused file changes nothing, and
         `rejected` says why. Raises ConfigError for a path that cannot be read, or if the blocks can go nowhere.
         """
         check_shareable(self.config.cache)
@@ -572,7 +574,7 @@ class LLM:
     def close(self) -> None:
         """Abort the running requests and free the memory; may be called twice. Afterwards nothing else works.
 
-        With tiers it first stores what is not stored yet, for at most 5 seconds. An exit of the program does the same.
+        With tiers, it first stores blocks that are not stored yet, for at most 5 seconds. So does the program's exit.
         """
         self._close_engine()
         self._engine = self._deviations = self.adapters = None
@@ -589,7 +591,7 @@ class LLM:
 def _one_each(
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None, count: int
 ) -> Sequence[LoRARequest | None]:
-    """The adapter of each of `count` prompts. Raises InvalidRequestError for a list of another length."""
+    """Return the adapter of each of `count` prompts. Raises InvalidRequestError for a list of another length."""
     if lora_request is None or isinstance(lora_request, LoRARequest):
         return [lora_request] * count
     if len(lora_request) != count:
@@ -598,7 +600,7 @@ def _one_each(
 
 
 class Chat:
-    """The answers to one conversation, n of them."""
+    """Reads the n answers to one conversation."""
 
     def __init__(
         self, turn: Turn, limits: ModelLimits, tools: Sequence[Mapping[str, Any]], thinking_budget: int | None
@@ -606,10 +608,10 @@ class Chat:
         self._turn, self._limits, self._tools, self._budget = turn, limits, tools, thinking_budget
         self._readers: dict[int, tuple[ReplyReader | None, Reply]] = {}
         self._num_read: dict[int, int] = {}
-        """Characters that went into the reader, by answer."""
+        """The number of characters that the reader has, by the answer's index."""
 
     def limited(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with what limits the thinking. Raises InvalidRequestError for a budget that cannot be kept."""
+        """Return the parameters with a limit of the thinking. Raises InvalidRequestError for an impossible budget."""
         limit = self._turn.limit(
             params.open_constraint,
             budget=self._budget,

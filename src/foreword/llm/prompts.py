@@ -41,36 +41,36 @@ class Prompts:
         embeds: EmbedsReader | None = None,
         refusal: str = "takes no images",
     ) -> None:
-        """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked.
+        """`model`: its name, for errors. `deviations` serves methods that choose by it; None if nothing may be linked.
 
-        `pictures`: what reads them; None: the model takes none, for which errors give the `refusal`. `embeds`: what
-        reads prompt embeddings; None: the option is off.
+        `pictures` reads pictures; None: the model takes no pictures, and errors say the `refusal`. `embeds` reads
+        prompt embeddings; None: the option is off.
         """
         self._refusal, self._embeds = refusal, embeds
         self._model, self._tokenizer, self._deviations, self._pictures = model, tokenizer, deviations, pictures
 
     def read(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
-        """The engine's prompt, with its parts linked by a method if one is given. Raises InvalidRequestError."""
+        """Return the engine's prompt, with its parts linked if a method is given. Raises InvalidRequestError."""
         plain, composition = self._plain(prompt)
         return plain if link is None else self.link(plain, composition, link)
 
     def read_parts(self, prompt: PromptInput, method: Method) -> tuple[Prompt, Composition]:
-        """The engine's prompt, linked, and its parts. Raises InvalidRequestError if it has none."""
+        """Return the engine's prompt, linked, and its parts. Raises InvalidRequestError if it has no parts."""
         plain, composition = self._plain(prompt)
         linked = self.link(plain, composition, method)
         assert composition is not None
         return linked, composition
 
     def link(self, prompt: Prompt, composition: Composition | None, link: str | Method) -> Prompt:
-        """An engine's prompt with its parts linked. Raises InvalidRequestError if it has none."""
+        """Return the engine's prompt with its parts linked. Raises InvalidRequestError if it has no parts."""
         return with_links(prompt, composition, link, self._deviations)
 
     def composition(self, prompt: PromptInput) -> Composition | None:
-        """The parts of a prompt; None if it has none that can be linked."""
+        """Return the parts of a prompt; None if it has no parts that can be linked."""
         return composition_of(prompt, lambda: None if self._tokenizer is None else schema_text(self._tokenizer))
 
     def tokenizer_for(self, purpose: str) -> Tokenizer:
-        """The model's tokenizer. Raises InvalidRequestError if it has none."""
+        """Return the model's tokenizer. Raises InvalidRequestError if the model has no tokenizer."""
         if self._tokenizer is None:
             raise InvalidRequestError(
                 f"model {self._model!r} has no tokenizer, which {purpose} needs; give {{'prompt_token_ids': [...]}}"
@@ -78,7 +78,7 @@ class Prompts:
         return self._tokenizer
 
     def _plain(self, prompt: PromptInput) -> tuple[Prompt, Composition | None]:
-        """The prompt without links, and its parts."""
+        """Return the prompt without links, and its parts."""
         if isinstance(prompt, str | SchemaPrompt):
             return self._plain({"prompt": prompt})
         if not isinstance(prompt, Mapping):
@@ -115,7 +115,7 @@ class Prompts:
         return replace(parsed, session=session), composition
 
     def edited(self, prompt: Prompt, before: str | Sequence[int] | RequestOutput) -> Composition:
-        """The parts of a prompt that was made of an earlier one, given as text, tokens or output.
+        """Return the parts of a prompt that was made from an earlier prompt, `before`: its text, tokens or output.
 
         Raises InvalidRequestError.
         """
@@ -126,7 +126,7 @@ class Prompts:
         return compose_edit(prompt.token_ids, _token_array(before))
 
     def _of_keys(self, prompt: Mapping[str, Any]) -> tuple[Prompt, Composition | None]:
-        """A prompt whose keys were checked."""
+        """Return the prompt and the parts of a mapping whose keys were checked."""
         keys, priority = _extra_keys(prompt.get("cache_salt")), priority_of(prompt.get("priority", 0))
         composition = self.composition(prompt)
         if composition is not None:
@@ -137,7 +137,7 @@ class Prompts:
         return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority), None
 
     def _with_embeds(self, prompt: Mapping[str, Any]) -> Prompt:
-        """The prompt that begins with `prompt_embeds`, as vLLM has them; a text or token ids may follow."""
+        """Return a prompt that begins with `prompt_embeds`, as in vLLM; a text or token ids may follow."""
         if self._embeds is None:
             raise InvalidRequestError("prompt_embeds need an LLM with enable_prompt_embeds=True; open it with that")
         others = {name: value for name, value in prompt.items() if name != "prompt_embeds"}
@@ -154,7 +154,7 @@ class Prompts:
         return replace(plain, token_ids=token_ids, extra_keys=replace(plain.extra_keys, spans=head.spans), embeds=head)
 
     def _with_pictures(self, prompt: Mapping[str, Any]) -> Prompt:
-        """The prompt with `multi_modal_data`, as vLLM has it: a picture for each of the model's signs for one."""
+        """Return a prompt with `multi_modal_data`, as in vLLM: a picture for each of the prompt's picture signs."""
         data = prompt["multi_modal_data"]
         if not isinstance(data, Mapping) or set(data) != {"image"}:
             names = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
@@ -169,7 +169,7 @@ class Prompts:
 
 
 def priority_of(value: Any) -> int:
-    """A prompt's priority. Raises InvalidRequestError unless it is an integer."""
+    """Return a prompt's priority. Raises InvalidRequestError unless it is an integer."""
     if type(value) is not int:
         raise InvalidRequestError(f"priority={value!r} is not an integer; give one, such as 0 (lower goes first)")
     return value
@@ -186,7 +186,7 @@ def _extra_keys(salt: Any) -> ExtraKeys:
 
 
 def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
-    """Token ids as an array. Raises InvalidRequestError unless they are a flat list of integers."""
+    """Return token ids as an array. Raises InvalidRequestError unless they are a flat list of integers."""
     try:
         array = np.asarray(token_ids)
     except ValueError:  # lists of unequal length

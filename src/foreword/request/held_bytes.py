@@ -1,4 +1,4 @@
-"""Memory of what callers send beside tokens, such as files of pictures: counted while requests hold it."""
+"""Counts the memory of data that callers send beside tokens, such as picture files, while requests hold the data."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from foreword.errors import MediaBusyError
 
 
 class HeldBytes:
-    """The bytes that requests hold together. Any thread may call it."""
+    """The number of bytes that all requests hold together. Any thread may call it."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """`limit`: in bytes; None: no limit, because a Python caller holds what it sends in any case."""
+        """`limit`: in bytes; None: no limit, because a Python caller holds the data itself in any case."""
         self.limit = limit
         self.num_bytes = 0
         self._lock = threading.RLock()  # a finalizer may run in the thread that holds it
 
     def __reduce__(self) -> tuple[type[HeldBytes], tuple[int | None]]:
-        """A copy in another process, where nothing is held yet."""
+        """Pickle the limit alone: in another process no bytes are held yet."""
         return HeldBytes, (self.limit,)
 
     def hold(self, thing: object, num_bytes: int) -> None:
@@ -30,7 +30,7 @@ class HeldBytes:
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:
-        """Count bytes for a time. Raises MediaBusyError if requests hold too many."""
+        """Count bytes while the context is open. Raises MediaBusyError if requests hold too many."""
         self._take(num_bytes)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Links: which tokens of a prompt are copied from other sequences, and where each token stands for the rotation.
+"""Links: which tokens of a prompt are copied from other sequences, and the rotary position of each token.
 
     source, computed alone         s0 s1 s2 s3 s4 s5 s6 s7 s8      blocks of 4: s8 is in no whole block
                                          |  |  |  |  |  |
@@ -6,8 +6,8 @@
     index          0  1  2    3  4       5  6  7  8  9  10   11 12 13
                                          run [5, 11)
 
-The index of a token decides what it sees, and which slot it has. Its position decides how its key is turned. A run's
-keys are turned from the positions that they have in the source to those that they have in the prompt.
+The index of a token decides which tokens it sees, and which slot it has. Its position decides how its key is rotated.
+The keys of a run are rotated from their positions in the source to their positions in the prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LinkedRun:
     begin: int
     end: int
     source: IntArray
-    """All tokens of the source: a sequence that is computed by itself, at positions from 0."""
+    """All tokens of the source: a sequence that is computed alone, at positions from 0."""
     first: int
     """The index of the run's first token in the source."""
 
@@ -45,25 +45,25 @@ class LinkedRun:
         return self.first + self.end - self.begin
 
     def num_in_whole_blocks(self, block_size: int) -> int:
-        """The tokens from its first one to the end of the source's last whole block; negative or 0: none of the run."""
+        """Count the tokens from the run's first to the end of the source's whole blocks; 0 or less: none of the run."""
         return len(self.source) // block_size * block_size - self.first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
-    """The runs of one prompt, ascending and apart, and the position of each of its tokens. Its last token is in no run,
-    because its logits are wanted.
+    """The runs of one prompt, ascending and without overlaps, and the rotary position of each prompt token. The last
+    token is in no run, because its logits are needed.
     """
 
     method: str
-    """The name of the method that chose the runs; it decides nothing."""
+    """The name of the method that chose the runs, for reports only."""
     runs: tuple[LinkedRun, ...]
     positions: IntArray
     """[prompt tokens], ascending."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Begin and end of each part of the prompt that could be linked, in runs or not."""
+    """Begin and end of each part of the prompt that could be linked, whether its tokens are in runs or not."""
     has_gaps: bool = field(init=False)
-    """Whether positions are not indices."""
+    """Whether positions differ from indices."""
 
     def __post_init__(self) -> None:
         ends = [0, *itertools.chain.from_iterable((run.begin, run.end) for run in self.runs)]
@@ -72,7 +72,7 @@ class Links:
         object.__setattr__(self, "has_gaps", int(self.positions[-1]) != len(self.positions) - 1)
 
     def in_whole_blocks(self, block_size: int) -> Links:
-        """The part of these links that lies in whole blocks of the sources: only these stay cached."""
+        """Return the part of these links in whole blocks of the sources, because only whole blocks stay cached."""
         runs = []
         for run in self.runs:
             num_tokens = run.num_in_whole_blocks(block_size)
@@ -81,16 +81,16 @@ class Links:
         return replace(self, runs=tuple(runs))
 
     def linked_from_in(self, block_size: int) -> int | None:
-        """`in_whole_blocks(block_size).linked_from`, for links with thousands of runs, too."""
+        """Return `in_whole_blocks(block_size).linked_from`, but fast with thousands of runs."""
         return next((run.begin for run in self.runs if run.num_in_whole_blocks(block_size) > 0), None)
 
     @property
     def sources(self) -> list[IntArray]:
-        """The sources of its runs, each array once: many runs may lie in one."""
+        """The sources of the runs, each array once, because many runs may share a source."""
         return list({id(run.source): run.source for run in self.runs}.values())
 
     def without(self, chosen: BoolArray) -> Links:
-        """These links without the chosen tokens [tokens]: runs are what lies between them."""
+        """Return these links without the chosen tokens, [tokens]; a run is split around its chosen tokens."""
         runs = []
         for run in self.runs:
             edges = np.flatnonzero(np.diff(np.concatenate(([True], chosen[run.begin : run.end], [True])))) + run.begin
@@ -108,15 +108,15 @@ class Links:
         return sum(run.end - run.begin for run in self.runs)
 
     def num_recomputed(self, start: int) -> int:
-        """The number of tokens from `start` on that could be linked and are computed."""
+        """Count the tokens from `start` on that could be linked but are computed."""
         return sum(max(0, end - max(begin, start)) for begin, end in self.spans) - self.num_linked_tokens
 
     def shift(self, run: LinkedRun) -> int:
-        """The number of positions by which a run's keys are turned."""
+        """Return the number of positions by which a run's keys are rotated."""
         return int(self.positions[run.begin]) - run.first
 
     def jumps(self) -> list[int]:
-        """The indices of computed tokens whose position does not follow that of the token before."""
+        """Return the indices of computed tokens whose position is not the next after the previous token's."""
         starts = self._jumps_to(None)
         begins, ends = (np.array([getattr(run, name) for run in self.runs], np.int64) for name in ("begin", "end"))
         after = np.searchsorted(begins, starts, side="right")  # the number of runs that begin before or at the index
@@ -125,22 +125,22 @@ class Links:
         return indices
 
     def jumps_before_links(self, block_size: int) -> tuple[tuple[int, int], ...]:
-        """Index and position of each token before the first link whose position does not follow that of the token
-        before: from there on, KV is not that of the plain prompt.
+        """Return index and position of each jump before the first link: a token whose position is not the next after
+        the previous token's. From the first jump on, KV differs from the plain prompt's.
         """
         starts = self._jumps_to(self.linked_from_in(block_size))
         return tuple(zip(starts.tolist(), self.positions[starts].tolist(), strict=True))
 
     def _jumps_to(self, end: int | None) -> Int64Array:
-        """The indices before `end` whose position does not follow the one before."""
+        """Return the indices before `end` whose position is not the next after the position before."""
         return np.flatnonzero(np.diff(self.positions[:end], prepend=-1) != 1)
 
     def pending_from(self, start: int) -> list[int]:
-        """The numbers of the runs that reach beyond the first `start` tokens."""
+        """Return the numbers of the runs that reach beyond the first `start` tokens."""
         return [number for number, run in enumerate(self.runs) if run.end > start]
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges between `start` and `end` that are computed, ascending and not empty."""
+        """Yield the ranges between `start` and `end` that are computed, ascending and not empty."""
         for run in self.runs:
             if run.begin >= end:
                 break
@@ -151,9 +151,9 @@ class Links:
             yield start, end
 
     def end_after(self, start: int, end: int, budget: int) -> int:
-        """The end of the first `budget` tokens from `start` on that are computed, at most `end`; the last is computed.
+        """Return the index after the first `budget` computed tokens from `start` on, or after the last before `end`.
 
-        `start` itself if the budget is 0.
+        Returns `start` if the budget is 0.
         """
         reached = start
         for first, last in self.ranges(start, end):
@@ -164,11 +164,11 @@ class Links:
         return reached
 
     def num_computed(self, start: int, end: int) -> int:
-        """The number of tokens between `start` and `end` that are computed."""
+        """Count the tokens between `start` and `end` that are computed."""
         return sum(last - first for first, last in self.ranges(start, end))
 
     def positions_of(self, start: int, end: int) -> IntArray:
-        """The positions of tokens `start` to `end` (exclusive); generated tokens follow the prompt's last one."""
+        """Return the positions of tokens `start` to `end` (exclusive); generated tokens follow the prompt's last."""
         of_prompt = self.positions[start:end]
         if len(of_prompt) == end - start:
             return of_prompt
@@ -179,25 +179,25 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What became of a prompt's tokens. Cached, linked, recomputed and computed tokens are the prompt's, each once."""
+    """How a prompt's tokens were obtained. Cached, linked, recomputed and computed tokens add up to the prompt."""
 
     method: str
     num_spans: int
     """The number of its parts that could be linked."""
     linked_tokens: int
-    """Tokens whose KV comes from a source: they saw nothing of the prompt before them."""
+    """Tokens whose KV comes from a source. They saw none of the prompt's tokens before them."""
     recomputed_tokens: int
-    """Tokens of these parts that were computed in the prompt all the same."""
+    """Tokens of linkable parts that were computed in the prompt."""
     computed_tokens: int
     """Other tokens that were computed."""
     cached_tokens: int
-    """Leading tokens that were found in the prefix cache: exact, and the only ones that count as hits."""
+    """Leading tokens that were found in the prefix cache. They are exact, and only they count as hits."""
     copied_tokens: int
-    """The linked tokens that had to be copied; the others were there from an equal composition."""
+    """The linked tokens that had to be copied. The other linked tokens were cached from an equal composition."""
     has_gaps: bool = False
-    """Whether tokens stand at other positions than those of the plain prompt, as a schema may have it."""
+    """Whether tokens have other positions than in the plain prompt; a schema may say so."""
 
     @property
     def exact(self) -> bool:
-        """Whether the answer has the bits of the prompt without links."""
+        """Whether the answer has the same bits as without links."""
         return self.linked_tokens == 0 and not self.has_gaps

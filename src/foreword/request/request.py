@@ -28,7 +28,7 @@ NOTHING_ALLOWED = (
 """Why an answer ended with `content_filter`."""
 NO_ROW = -1
 NO_REPORT = np.iinfo(np.int64).max
-"""Replaces a position: the request reports no log probabilities of prompt tokens."""
+"""Stands in place of a position if the request reports no log probabilities of prompt tokens."""
 FACTS = np.dtype(
     [
         ("num_prompt_tokens", np.int64),
@@ -44,26 +44,26 @@ FACTS = np.dtype(
         ("is_adapted", np.bool_),  # whether an adapter computes some of its tokens
         ("has_pictures", np.bool_),  # whether rows of pictures replace some of its tokens
         ("has_embeds", np.bool_),  # whether it begins with embeddings in place of tokens
-        ("sees_ahead", np.bool_),  # whether some of its tokens see later ones
-        ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
+        ("sees_ahead", np.bool_),  # whether some of its tokens see later tokens
+        ("has_gaps", np.bool_),  # whether the rotary positions of its tokens differ from their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
-        ("has_labels", np.bool_),  # whether its only token is one of some labels
+        ("has_labels", np.bool_),  # whether its answer is one token, chosen among given labels
         ("embeds", np.bool_),  # whether it gives the hidden state of the prompt's last token
-        ("reports_prompt_from", np.int64),  # position whose logits are the first that it reports, or NO_REPORT
+        ("reports_prompt_from", np.int64),  # first position whose logits give a reported prompt token, or NO_REPORT
     ],
     align=True,
 )
-"""Constant facts of a request as a record, so that a step reads those of all requests in one operation."""
+"""Constant facts of a request as a record, so that a step reads the facts of all requests in one operation."""
 FactRows = npt.NDArray[np.void]
 """Records of FACTS."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The adapter that a request asks for, with vLLM's fields. Cached KV belongs to its content, not to its name."""
+    """The adapter that a request asks for, with vLLM's fields. Cached KV belongs to the adapter's content, not name."""
 
     lora_name: str
-    """For people: what a server calls it."""
+    """The adapter's name on a server; only people read it."""
     lora_int_id: int = 0
     """Not used here; vLLM keeps adapters apart by it."""
     lora_path: str = ""
@@ -80,11 +80,11 @@ class Adapter(Protocol):
         """A digest of its content, which is part of block keys."""
 
     def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
-        """The index of the first token of a prompt that it computes; None: none, nor of the answer."""
+        """Return the index of the first prompt token that the adapter computes; None: it does not begin at all."""
 
 
 class Alone:
-    """Replaces a salt for the answers to one prompt, which neither find nor leave encoded rows."""
+    """Replaces the salt of a prompt that skips the cache: its answers share encoded rows with each other alone."""
 
 
 class Picture(Protocol):
@@ -96,14 +96,14 @@ class Picture(Protocol):
 
     @property
     def shape(self) -> Any:
-        """How it is cut for the encoder; its family of models knows the form."""
+        """How the picture is cut for the encoder. The type depends on the family of models."""
 
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """Its pixels, [height, width, 3]: decoded anew at each call, so that waiting pictures take no room."""
+        """Decode the pixels, [height, width, 3], anew at each call, so that waiting pictures take no memory."""
 
 
 class Embeds(Protocol):
-    """Rows with which a prompt begins in place of tokens' embeddings. A request keeps them alive until it ends."""
+    """Rows that replace the embeddings of a prompt's first tokens. A request keeps the rows alive until it ends."""
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -117,25 +117,26 @@ class PlacedPicture:
     places: npt.NDArray[np.int32]
     """[rows]: the index of the token that each row of its encoding replaces, ascending."""
     grid: tuple[int, int] | None = None
-    """Rows and columns in which its tokens turn (`turned_positions`); None: they turn as text does."""
+    """Numbers of rows and columns by which its tokens are rotated (`turned_positions`); None: rotated like text."""
     sees_ahead: bool = False
-    """Whether its tokens see each other, also the later ones: then no step ends among them (`whole_end`)."""
+    """Whether each of its tokens sees all of them, later ones too. Then no step ends among them (`whole_end`)."""
 
     @property
     def offset(self) -> int:
-        """The index of the first of these tokens."""
+        """The index of the picture's first token."""
         return int(self.places[0])
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens from the first of them to the last."""
+        """The number of tokens from the picture's first token to its last."""
         return int(self.places[-1]) + 1 - self.offset
 
 
 def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, limit: int) -> int:
-    """The end of a step from `start` that would end at `end`, moved out of a picture whose tokens see each other.
+    """Return where a step from `start` ends: `end`, unless that is within a picture whose tokens see each other.
 
-    It may grow up to `limit`; `start` if the rest of the picture does not fit.
+    Then the step ends before the picture. If it starts inside, it ends after the picture, or at `start` if that is
+    beyond `limit`.
     """
     for placed in pictures:
         after = placed.offset + placed.num_tokens
@@ -147,9 +148,10 @@ def whole_end(pictures: Sequence[PlacedPicture], start: int, end: int, limit: in
 
 
 def turned_positions(pictures: Sequence[PlacedPicture], start: int, end: int) -> npt.NDArray[np.int32]:
-    """The positions by which heads of tokens `start` to `end` (exclusive) turn: time, row and column, [3, tokens].
+    """Return the rotary positions of tokens `start` to `end` (exclusive): time, row and column, [3, tokens].
 
-    A picture stands at one time and takes as many positions as its longer side (mrope, arXiv 2409.12191).
+    All tokens of a picture have one time. The picture takes as many positions as its longer side has rows or columns
+    (mrope, arXiv 2409.12191).
     """
     places = np.arange(start, end, dtype=np.int32)
     turned, shift = np.tile(places, (3, 1)), 0
@@ -172,11 +174,11 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON text; the beginning of one if the call is not complete."""
+    """JSON text; only its beginning if the call is not complete."""
     is_complete: bool = True
     """Whether the model wrote the call to its end."""
     id: str | None = None
-    """The id that the model gave it, in families whose calls have one."""
+    """The id that the model gave the call; None in families whose calls have no id."""
 
 
 @dataclass(slots=True)
@@ -186,19 +188,19 @@ class Reply:
     content: str = ""
     """Text for the reader of the answer."""
     reasoning: str = ""
-    """What the model thought before it answered."""
+    """The model's thinking before its answer."""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 class DistinctTokens:
-    """Reads one text, to which tokens are appended."""
+    """The distinct tokens of one sequence, to which tokens are appended."""
 
     def __init__(self) -> None:
         self._ids: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._num_read = 0
 
     def of(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """The distinct ones of all tokens, ascending. `token_ids` begin with those of the call before."""
+        """Return the distinct tokens, ascending. `token_ids` must begin with the tokens of the call before."""
         if len(token_ids) > self._num_read:
             new = np.unique(token_ids[self._num_read :]).astype(np.int64)
             places = self._ids.searchsorted(new)
@@ -209,14 +211,14 @@ class DistinctTokens:
 
 
 def named_record(dtype: np.dtype[np.void], **values: Any) -> tuple[Any, ...]:
-    """A record of `dtype` from all its fields by name, as a tuple that an array of records takes."""
+    """Return a record of `dtype` from named values for all its fields, as a tuple that an array of records takes."""
     names = dtype.names or ()
     assert len(values) == len(names), f"the fields are {names}, not {[*values]}"
     return tuple(map(values.__getitem__, names))
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
+    """The stage of a request's life."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -235,7 +237,7 @@ class TokenLogprobs(dict[int, Logprob]):
     """Token id -> Logprob, for one position."""
 
     logits_digest: bytes | None = None
-    """SHA-256 of the logits that they were computed from; None unless `SamplingParams.certify`."""
+    """SHA-256 of the logits that the log probabilities were computed from; None unless `SamplingParams.certify`."""
 
 
 @dataclass(slots=True)
@@ -255,23 +257,23 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class Loaded:
-    """What tiers gave a request while it waited, and what they were offered of it."""
+    """The tokens that tiers gave to a waiting request, and the tokens that were offered to tiers."""
 
     may_ask: bool = True
-    """Whether they are asked for what the pool lacks of its prefix."""
+    """Whether tiers are asked for the part of its prefix that the pool lacks."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """A tier's name, and the span of tokens by which hits grew."""
+    """For each load: the tier's name, and the begin and end of the tokens by which the hit grew."""
     no_room_at: int = -1
-    """The number of loads that had ended when there was last no room for one."""
+    """The number of ended loads when a load last found no room; -1: all loads found room."""
     failure: LoadFailure | None = None
-    """Why the last wait was in vain, if it was."""
+    """Why the last wait for a tier failed; None if it did not."""
     num_offered_tokens: int = 0
-    """Leading tokens that it found cached, or that were offered to tiers."""
+    """The number of leading tokens that the request found cached or that were offered to tiers."""
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
-        """Tokens of a hit by the tier that gave them, and `memory` for the rest; without zeros."""
+        """Count the tokens of a hit by the tier that gave them, with `memory` for the rest; without zeros."""
         counts, at = {"memory": num_cached_tokens}, num_cached_tokens
-        for name, start, end in reversed(self.spans):  # what was evicted and loaded again counts once
+        for name, start, end in reversed(self.spans):  # tokens that were evicted and loaded again count once
             num_tokens = max(0, min(end, at) - start)
             counts["memory"] -= num_tokens
             counts[name] = counts.get(name, 0) + num_tokens
@@ -281,12 +283,12 @@ class Loaded:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What became of the tokens that were drafted."""
+    """How many drafted tokens became part of the answer, and how many did not."""
 
     accepted: dict[str, int] = field(default_factory=dict)
-    """Tokens of the answer that were drafted, by the source of the draft; without zeros."""
+    """The number of drafted tokens in the answer, by the source of the draft; without zeros."""
     rejected: dict[str, int] = field(default_factory=dict)
-    """Other drafted tokens."""
+    """The number of other drafted tokens, by the source of the draft; without zeros."""
 
     @property
     def num_accepted(self) -> int:
@@ -305,37 +307,37 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _LookAhead:
-    """What was found about the tokens of an answer before it came to them."""
+    """Masks and dead ends that were found ahead, for tokens that an answer does not have yet."""
 
     dry_at: set[int] = field(default_factory=set)
-    """Numbers of answer tokens after which nothing was allowed; the drafts before some of them may be wrong."""
+    """The lengths of the answer, drafts included, after which no token was allowed. These drafts may be wrong."""
     masks: dict[int, BoolArray] = field(default_factory=dict)
-    """Number of answer tokens, drafts included -> mask, for the drafts that `cut_drafts` found possible."""
+    """Length of the answer, drafts included -> mask of the next token, for drafts that `cut_drafts` let pass."""
     num_known: int = 0
-    """The number of answer tokens without drafts for which `masks` were made."""
+    """The length of the answer, without drafts, when `masks` were made."""
 
 
 class Request:
-    """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
+    """One continuation of one prompt. The scheduler changes its progress, and the engine reads its progress."""
 
     links: Links | None = None
     """Tokens that are copied from other sequences, and rotary positions; None for a plain prompt."""
     sources: tuple[TokenSequence, ...] = ()
-    """For each run of the links the sequence that it is copied from."""
+    """For each run of the links, the sequence that the run is copied from."""
     num_copied_tokens = 0
-    """Linked tokens that were copied since it was last admitted."""
+    """The number of linked tokens copied since the last admission."""
     adapter: Adapter | None = None
-    """What computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
+    """The adapter that computes its tokens from the keys' `adapter_offset` on; None: the model alone."""
     pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures whose rows replace tokens of the prompt, in their order."""
     rows_salt: str | Alone | None = None
     """The salt under which rows of its pictures are kept."""
-    """Pictures whose rows replace tokens of the prompt, in their order."""
     embeds: Embeds | None = None
-    """Rows in place of its first tokens, which are 0; None: it has none."""
+    """Rows in place of its first tokens, whose ids are 0; None: all tokens have embeddings of the model."""
     tenant: str | None = None
-    """Who sent it, if that is known."""
+    """The tenant who sent the request; None if unknown."""
     hidden_state: npt.NDArray[np.float32] | None = None
-    """The hidden state of the prompt's last token, [width], if it was asked for."""
+    """The hidden state of the prompt's last token, [width]; None unless the parameters have `embeds`."""
     _distinct: DistinctTokens | None = None
 
     def __init__(
@@ -359,12 +361,12 @@ class Request:
         self.max_tokens = max_tokens
         """Most tokens to generate, after all limits."""
         self.stop_token_ids = stop_token_ids
-        """Tokens that end this request: its own and, unless ignored, the model's end tokens."""
+        """Tokens that end this request: its own stop tokens and, unless ignored, the model's end tokens."""
         self.constraint = None if params.open_constraint is None else params.open_constraint()
         self.limits = limits
-        """Tokens that may come, besides what the constraint says; None: any."""
+        """Limits of the allowed tokens that hold beside the constraint; None: no limits."""
         self.may_run_dry = self.constraint is not None or (limits is not None and bool(limits.bad_words))
-        """Whether a step may come in which no token is allowed, or only one that ends the answer."""
+        """Whether a step may come in which no token is allowed, or only tokens that end the answer."""
         self._ahead = _LookAhead()
         self.drafts = DraftCounts()
         self.seed = seed
@@ -397,24 +399,24 @@ class Request:
         self.is_fork = False
         """Whether it is the second or a later answer to its prompt."""
         self.message_ends = message_ends
-        """Prompt positions at which a message ends; later prompts may be equal up to there."""
+        """Prompt positions at which messages end. Later prompts may be equal up to such a position."""
         self.state_positions: list[int] = []
-        """Positions at which recurrent states are saved, besides those at intervals; ascending."""
+        """Positions, ascending, at which recurrent states are saved in addition to regular intervals."""
         self.service_key = (0, 0)
-        """Its place in the queues: rank, then number of arrival; the lowest is served first."""
+        """Its place in the queues: rank, then number of arrival. The request with the lowest key is served first."""
         self.row = NO_ROW
-        """The row in which it runs, which the cache's manager gave it; NO_ROW while it does not run."""
+        """The row that the cache's manager gave it to run in; NO_ROW while it does not run."""
         self.loads = Loaded()
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        """The stop token id or stop string that ended it, if any."""
+        """The stop token id or stop string that ended the request; None if another reason did."""
         self.num_scheduled_tokens = 0
-        """Number of its tokens computed after the planned step; set only if layers are recurrent."""
+        """The number of its tokens that will be computed after the planned step; set only if layers are recurrent."""
         self.num_cached_tokens = 0
-        """Prompt tokens that were hit at the first admission."""
+        """The number of prompt tokens that were hit at the first admission."""
         self.cached_tokens_by_tier: dict[str, int] = {}
-        """Those tokens by the place they came from; see `RequestOutput`."""
+        """The number of these tokens by the place they came from; see `RequestOutput`."""
         self.explanation: LookupExplanation | None = None
         """Result of the lookup at its first admission; None if the cache keeps no ledger."""
         self.num_preemptions = 0
@@ -427,13 +429,13 @@ class Request:
 
     @property
     def running_key(self) -> tuple[int, int]:
-        """Its place among those that run: a tenant's priority does not count against other tenants."""
+        """Its place among running requests. A tenant's priority does not count against other tenants."""
         rank, number = self.service_key
         return (rank if self.tenant is None else 0), number
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Generated tokens: a copy, which decides no block's key, brought up to date when it is read."""
+        """Generated tokens: a copy of the sequence's, brought up to date here. Changing it changes no block key."""
         self._answer += self.sequence.generated_from(len(self._answer))
         return self._answer
 
@@ -449,13 +451,13 @@ class Request:
 
     @property
     def has_run_dry(self) -> bool:
-        """Whether its last token was sampled where nothing was allowed: then it is the last of the answer."""
+        """Whether its last token was sampled where no token was allowed. Then the answer ends with this token."""
         return self.num_output_tokens - 1 in self._ahead.dry_at
 
     def cut_drafts(self, drafts: Sequence[int], vocab_size: int) -> int:
-        """The number of leading drafts that may come next; keeps the masks for them until the next call.
+        """Count the leading drafts that may come next, and keep the masks for these drafts until the next call.
 
-        A draft ends before a token that ends the answer: nothing could follow.
+        The count ends before a token that ends the answer, because no token could follow.
         """
         self._ahead.masks.clear()
         end = next((at for at, token_id in enumerate(drafts) if token_id in self.stop_token_ids), len(drafts))
@@ -473,17 +475,17 @@ class Request:
                 break
             masks[num_known + at] = mask
             answer.append(token_id)
-        if end:  # the mask after the last one is needed too
+        if end:  # the mask after the last draft is needed too
             last = self._mask(constraint, answer[: num_known + end], num_known + end, vocab_size)
             masks[num_known + end] = self._dry_mask(num_known + end, vocab_size) if last is None else last
             self._ahead.masks, self._ahead.num_known = masks, num_known
         return end
 
     def allowed_tokens(self, num_generated: int, vocab_size: int) -> BoolArray | None:
-        """Mask over the vocabulary for the token after `num_generated` tokens of the answer; None: any token may come.
+        """Return the mask over the vocabulary for the token after `num_generated` tokens; None: any token may come.
 
-        The mask overrules `min_tokens` on end tokens. If it allows nothing, the request has run dry, and the mask then
-        allows only the tokens that end answers.
+        The mask overrules `min_tokens` on end tokens. If no token is allowed, the request has run dry, and the returned
+        mask allows only the tokens that end answers.
         """
         if self.constraint is None and self.limits is None:
             return None
@@ -501,14 +503,14 @@ class Request:
     def _mask(
         self, constraint: TokenConstraint | None, answer: Sequence[int], num_generated: int, vocab_size: int
     ) -> BoolArray | None:
-        """The mask after an answer, [vocab]; None if it allows nothing. The `constraint` reads its new tokens."""
+        """Return the mask after an answer, [vocab]; None if no token is allowed. `constraint` reads the new tokens."""
         self._ahead.dry_at.discard(num_generated)
         allowed = None if constraint is None else constraint.allowed(answer)
         needs_more = num_generated < self.params.min_tokens
         return self._limits(vocab_size).narrow(allowed, answer, needs_more=needs_more)
 
     def _dry_mask(self, num_generated: int, vocab_size: int) -> BoolArray:
-        """The mask where nothing is allowed: only the tokens that end answers."""
+        """Note that no token is allowed, and return a mask that allows only the tokens that end answers."""
         self._ahead.dry_at.add(num_generated)
         return self._limits(vocab_size).only_end()
 
@@ -516,7 +518,7 @@ class Request:
         """Note the first admission: the tokens of the hit, those in shared blocks, and the result of the lookup."""
         self.metrics.first_scheduled_time = time.monotonic()
         self.loads.num_offered_tokens = num_shared_tokens
-        linked_from = self.sequence.linked_from  # what comes after is approximate, and no hit
+        linked_from = self.sequence.linked_from  # tokens from here on are approximate, and no hit
         self.num_cached_tokens = min(num_hit_tokens, self.num_prompt_tokens if linked_from is None else linked_from)
         self.cached_tokens_by_tier = self.loads.tokens_by_tier(self.num_cached_tokens)
         if lookup is not None and linked_from is not None:
@@ -540,7 +542,7 @@ class Request:
     def show(self, pictures: tuple[PlacedPicture, ...], alone: Alone) -> None:
         """Have rows of pictures replace tokens of the prompt; call it before the request is queued.
 
-        `alone`: what the answers to one prompt share if they skip the cache.
+        `alone` replaces the salt if the request skips the cache; all answers to one prompt share it.
         """
         self.pictures = pictures
         self.rows_salt = alone if self.skips_cache else self.sequence.extra_keys.salt
@@ -559,7 +561,7 @@ class Request:
         self.facts = named_record(FACTS, **{**facts, name: value})
 
     def link_report(self) -> LinkReport | None:
-        """What became of the prompt's tokens; None for a plain prompt."""
+        """Count which tokens of the prompt were linked, computed or cached; None for a plain prompt."""
         links = self.links
         if links is None:
             return None
@@ -577,10 +579,10 @@ class Request:
         )
 
     def note_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take what a step from position `start` on reported. A resumed request may compute positions again."""
+        """Take the log probabilities of a step from position `start` on; a resumed request may repeat positions."""
         first = self.params.first_reported
         self.prompt_logprobs[max(start, first) - first :] = logprobs
-        end = first + len(self.prompt_logprobs)  # whoever resumes it need not compute those before
+        end = first + len(self.prompt_logprobs)  # if resumed, it need not compute the positions before
         self.sequence.most_hit_tokens = None if end == self.num_prompt_tokens - 1 else end
 
     @property
@@ -596,13 +598,13 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """The tokens so far: the caller's own list. New tokens are appended to it. Changing it changes nothing else, and
-    when the request ends the list holds the whole answer again."""
+    """The tokens so far. New tokens are appended to this list. A caller who changes it affects nothing else, and when
+    the request ends, the list holds the whole answer again."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    """What became of the tokens that were drafted for it."""
+    """The numbers of its accepted and rejected drafted tokens."""
     reply: Reply | None = None
     """Content, reasoning and calls; None unless it is an answer of `LLM.chat`."""
 
@@ -621,32 +623,32 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    """Prompt tokens that the first continuation found in the cache."""
+    """The number of prompt tokens that the first continuation found in the cache."""
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
-    """Those tokens by the place they came from: `memory`, or the tier that they were loaded from. It has no zeros."""
+    """The number of these tokens by the place they came from: `memory`, or a tier's name; without zeros."""
     explanation: LookupExplanation | None = None
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     kept: tuple[CacheEntry, ...] = ()
-    """The entries that the prompt's marks made, in their order, as they were when the prompt was computed."""
+    """The cache entries for the prompt's marks, in their order, as they were when the prompt was computed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     hidden_state: npt.NDArray[np.float32] | None = None
     """The state of the prompt's last token, [width], after the last norm; None unless `SamplingParams.embeds`."""
     link: LinkReport | None = None
-    """What was linked; None for a plain prompt."""
+    """Counts of linked and computed tokens; None for a plain prompt."""
     num_picture_tokens: int = 0
-    """Prompt tokens that rows of pictures replace."""
+    """The number of prompt tokens that rows of pictures replace."""
     adapter_digest: str | None = None
-    """The digest of the LoRA adapter that computes some of the tokens; None: none does."""
+    """The digest of the LoRA adapter that computes some of the tokens; None: the model alone computes them."""
 
     @property
     def finished(self) -> bool:
         return all(output.finished for output in self.outputs)
 
     def logits_digest(self, index: int = 0) -> str:
-        """SHA-256, in hexadecimal digits, of the digests of all logits that were read for a continuation, in order.
+        """Return one SHA-256, in hexadecimal digits, over the digests of all logits that a continuation reports.
 
-        First come those of the reported prompt tokens, then those of the answer. Raises InvalidRequestError unless its
-        parameters have `certify`.
+        The digests for reported prompt tokens come first, then the answer's digests. Raises InvalidRequestError unless
+        the parameters have `certify`.
         """
         reports = [entry for entry in (*(self.prompt_logprobs or ()), *(self.outputs[index].logprobs or ())) if entry]
         digests = [entry.logits_digest for entry in reports if entry.logits_digest is not None]

@@ -22,13 +22,13 @@ MAX_CONSTRAINT_CHARACTERS = 50_000
 MAX_SCHEMA_CHARACTERS = 200_000
 """Most characters of a JSON schema given as text."""
 LARGEST = 1e9
-"""Largest penalty or bias: their sums stay finite in float32."""
+"""Largest penalty or bias. Sums of such numbers stay finite in float32."""
 
 _BESIDE_LABELS = {
     *("label_token_ids", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "embeds", "certify"),
     *("ignore_eos", "skip_reading_prefix_cache", "truncate_prompt_tokens"),
 }
-"""Fields that labels can be combined with; those of sampling have no effect."""
+"""Fields that can be combined with labels. The sampling fields among them have no effect."""
 _REAL_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -36,9 +36,9 @@ class TokenConstraint(Protocol):
     """Decides which tokens may come next in one answer, such as those that a grammar allows."""
 
     def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Mask over the vocabulary, from all tokens of the answer so far. Must not raise.
+        """Return the mask over the vocabulary after all tokens of the answer so far. Must not raise.
 
-        Called in order: each answer begins with that of the call before. A mask that allows nothing ends the answer.
+        Each call's answer begins with the answer of the call before. A mask that allows no token ends the answer.
         """
 
 
@@ -47,21 +47,21 @@ class ForkingConstraint(TokenConstraint, Protocol):
     """A constraint that can look ahead, so that answers under it can be drafted."""
 
     def fork(self) -> TokenConstraint | None:
-        """A constraint at the same place in the answer, which goes its own way; None if it cannot be made."""
+        """Return an independent copy at the same place in the answer; None if a copy cannot be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an answer must have: exactly one of these. Names and meanings are those of vLLM."""
+    """The form that an answer must have: exactly one field is set. Names and meanings are as in vLLM."""
 
     json: Mapping[str, Any] | str | None = None
-    """A JSON schema, or its text. White space stands only where JSON's strings have it."""
+    """A JSON schema, or its text. The answer has white space only inside JSON strings."""
     regex: str | None = None
     """A regular expression (in Rust's syntax, without look-around) of the whole answer."""
     choice: tuple[str, ...] | None = None
-    """Texts, one of which is the answer."""
+    """Texts; the answer is one of them."""
     grammar: str | None = None
-    """A grammar in Lark's form, or in llama.cpp's (GBNF)."""
+    """A grammar in the form of Lark or of llama.cpp (GBNF)."""
     json_object: bool | None = None
     """Any JSON object."""
 
@@ -157,7 +157,7 @@ class SamplingParams:
     certify: bool = False
     """Report digests of the logits that log probabilities were computed from (`RequestOutput.logits_digest`)."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for prompt tokens, from `score_from` on."""
+    """The same number as `logprobs`, for prompt tokens from `score_from` on; None reports no prompt tokens."""
     score_from: int = 0
     """Position of the first prompt token that `prompt_logprobs` reports. Those before it may be read from the cache."""
     embeds: bool = False
@@ -167,7 +167,7 @@ class SamplingParams:
     open_constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one continuation; None: any token may come."""
     prediction_token_ids: tuple[int, ...] = ()
-    """What the answer is likely to say: a source of drafts, which changes its speed and nothing else."""
+    """Tokens that the answer is likely to have: a source of drafts. It changes the answer's speed and nothing else."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt even if it is cached."""
     truncate_prompt_tokens: int | None = None
@@ -227,7 +227,7 @@ class SamplingParams:
 
     @classmethod
     def for_embedding(cls) -> SamplingParams:
-        """Those of a prompt that is embedded. An answer has a token, so one label stands for it."""
+        """Return the parameters for embedding a prompt. Every answer has a token, so label 0 is the only choice."""
         return cls(max_tokens=1, embeds=True, label_token_ids=(0,))
 
     @property
@@ -237,7 +237,7 @@ class SamplingParams:
 
     @property
     def first_reported(self) -> int:
-        """The position whose logits give the first log probability of a prompt token: the one before `score_from`."""
+        """The position whose logits give the first reported prompt token: the position before `score_from`, or 0."""
         return max(0, self.score_from - 1)
 
     @property
@@ -246,7 +246,7 @@ class SamplingParams:
         return not self.skip_reading_prefix_cache and (self.prompt_logprobs is None or self.first_reported > 0)
 
     def _check_labels(self) -> None:
-        """Raise InvalidRequestError for what cannot be combined with labels."""
+        """Raise InvalidRequestError for fields that cannot be combined with labels."""
         _check(self, "label_token_ids", len(set(self.label_token_ids)) == len(self.label_token_ids), "name each once")
         if self.max_tokens != 1:
             raise InvalidRequestError(f"max_tokens={self.max_tokens} with label_token_ids; use 1")
@@ -281,7 +281,7 @@ class SamplingParams:
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Parameters for each of some prompts. Raises InvalidRequestError for a list of another length."""
+    """Return parameters for each of `count` prompts. Raises InvalidRequestError for a list of another length."""
     each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
     if len(each) != count:
         raise InvalidRequestError(f"{count} prompts, but {len(each)} sampling_params; give one, or one each")
@@ -289,7 +289,7 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: in
 
 
 def _not_ints(token_ids: tuple[int, ...]) -> Iterator[object]:
-    """The elements of another type; fast even for as many ids as a vocabulary has."""
+    """Yield the elements whose type is not `int`. It is fast even for as many ids as a vocabulary has."""
     if set(map(type, token_ids)) <= {int}:
         return iter(())
     return (token_id for token_id in token_ids if type(token_id) is not int)
@@ -316,14 +316,14 @@ class TokenLimits:
         forbidden: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`end_token_ids` are the model's, for an answer that can only end; each bad word is a sequence of tokens."""
+        """`end_token_ids`: the model's, which end an answer without `stop_token_ids`. A bad word: its token ids."""
         self._vocab_size = vocab_size
         self._stop = _ids(stop_token_ids)
         self._end = _ids(stop_token_ids or end_token_ids)
         self._allowed = None if allowed is None else _ids(allowed)
         self._forbidden = _ids([*forbidden, *(word[0] for word in bad_words if len(word) == 1)])
         self.bad_words = tuple(tuple(word) for word in bad_words if len(word) > 1)
-        """Bad words of several tokens: the last token may not follow the others."""
+        """Bad words of several tokens. The last token of a word may not follow its other tokens."""
 
     @classmethod
     def of(
@@ -335,7 +335,7 @@ class TokenLimits:
         end_token_ids: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> TokenLimits | None:
-        """The limits of a request; None if only a bias and `min_tokens` apply, which need no mask.
+        """Return the limits of a request; None if only a bias and `min_tokens` apply, because they need no mask.
 
         Raises InvalidRequestError for parameters that allow no first token.
         """
@@ -382,9 +382,9 @@ class TokenLimits:
         return allowed
 
     def narrow(self, mask: BoolArray | None, answer: Sequence[int], *, needs_more: bool) -> BoolArray | None:
-        """The tokens of `mask` (None: all) that may follow an answer, [vocab]; None if none may.
+        """Return a mask of the tokens of `mask` (None: all) that may follow an answer, [vocab]; None if no token may.
 
-        An answer that `needs_more` tokens does not end, unless only ending tokens may follow.
+        With `needs_more`, tokens that end the answer are left out, unless only such tokens may follow.
         """
         allowed = self._without_answer()
         if mask is not None:
@@ -400,7 +400,7 @@ class TokenLimits:
         return allowed if allowed.any() else None
 
     def only_end(self) -> BoolArray:
-        """The tokens for an answer that nothing may follow: end tokens, or any token if the model has none, [vocab]."""
+        """Return the mask for an answer that must end, [vocab]: end tokens, or all if the model has no end token."""
         allowed = np.zeros(self._vocab_size, np.bool_)
         allowed[self._end if len(self._end) else slice(None)] = True
         return allowed
