@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from doors import open_reservations
-from foreword.cluster import RoutingCore, RoutingOptions
+from foreword.cluster import DecisionLog, RoutingCore, RoutingOptions
 from foreword.demo.run import embedded_model
 from foreword.fleet.front import EngineFacts, open_front
 from foreword.fleet.link import Members, ReplicaLostError
@@ -155,8 +155,9 @@ def fleet(
         link = LocalLink(llms)
 
         def open_door(llm: LLM, records: Any, after_step: Any) -> RoutedEngines:
-            core = RoutingCore(RoutingOptions(block_tokens=llm.layout.block_size))
+            core = RoutingCore(RoutingOptions(block_tokens=llm.layout.block_size), log=(log := DecisionLog(300)))
             doors.append(RoutedEngines(llm, records, after_step, core, link, seed=7))
+            assert doors[0].log is core.log is log, "a router's own log is used"
             return doors[0]
 
         front = open_front(one.config, pickle.loads(pickle.dumps(EngineFacts.of(one))))

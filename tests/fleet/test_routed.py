@@ -472,6 +472,8 @@ def test_a_new_replica_starts_warm_and_one_that_leaves_hands_its_prefixes_on() -
             usage = complete(found.url, long_prompt(topic, 9))["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= 160
         assert found.link.requests["a"] == before + 3
+        counts = found.on_loop(core.total_counts)
+        assert counts.decisions == counts.delivered == 15, "what replicas hand over is no client's request"
         assert_nothing_is_left(found)
 
 

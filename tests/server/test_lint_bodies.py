@@ -14,6 +14,7 @@ from live_server import FACTS, MODEL, ServerThread, embedded_llm, post
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
 ADD = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+DOUBLE = {"name": "double", "description": "Doubles.", "parametersJsonSchema": SCHEMA}
 
 
 def call(number: int, arguments: str) -> dict[str, Any]:
@@ -32,6 +33,8 @@ BODIES = {
                 "tool_calls": [call(1, '{"a": 1}'), call(2, '{"a": 1'), call(3, "")],
             },
             {"role": "tool", "tool_call_id": "c1", "content": "2"},
+            {"role": "assistant", "content": None, "tool_calls": [call(4, '{"a": 4}')]},
+            {"role": "tool", "tool_call_id": "c4", "content": "8"},
         ],
         "tools": [{"type": "function", "function": ADD}],
         "max_tokens": 1,
@@ -103,7 +106,7 @@ BODIES = {
                 ],
             },
         ],
-        "tools": [{"functionDeclarations": [{**ADD, "parametersJsonSchema": None}]}],
+        "tools": [{"functionDeclarations": [{**ADD, "parametersJsonSchema": None}, DOUBLE]}],
         "generationConfig": {"maxOutputTokens": 1},
     },
 }

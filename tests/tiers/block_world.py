@@ -62,8 +62,11 @@ def probe(tier: Tier, keys: BlockKeys) -> Report:
     return ticket.report
 
 
-def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES) -> Report:
-    """Load blocks, and check that every block that is DONE is what was stored, and no other memory has changed."""
+def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES, *, may_move: bool = False) -> Report:
+    """Load blocks, and check that every block that is DONE is what was stored, and no other memory has changed.
+
+    `may_move`: eviction may copy a block forward while its old place is read; only then it is found after it failed.
+    """
     out = np.full((len(keys), num_bytes), 0xA5, np.uint8)
     sink = Buffers([row.data for row in out])
     ticket = tier.load(keys, np.full(len(keys), num_bytes), sink, deadline_s=WAIT_S)
@@ -73,8 +76,10 @@ def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES) -> Report:
     assert (out[~done] == 0xA5).all(), "a block that failed was written to the caller's memory"
     failed = np.isin(ticket.report.outcomes, [Outcome.MISSING, Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMEOUT])
     found = tier.lookup(keys.select(failed))
-    if found.any():  # eviction copied them forward while their old places were read
+    if may_move and found.any():
         load(tier, keys.select(failed).select(found), num_bytes)
+    else:
+        assert not found.any(), "a block that failed is still found"
     return ticket.report
 
 

@@ -33,8 +33,8 @@ def life(path, files) -> None:
         for number in range(20):
             store(tier, keys_of(range(8 * number, 8 * number + 8)))
             if number % 7 == 0:
-                load(tier, keys_of(range(0, 8 * number, 3)))
-        load(tier, keys_of(range(160)))
+                load(tier, keys_of(range(0, 8 * number, 3)), may_move=True)
+        load(tier, keys_of(range(160)), may_move=True)
         tier.check_integrity()
         tier.close(WAIT_S)
     with opened(path, SMALL) as healthy:

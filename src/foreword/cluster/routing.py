@@ -213,10 +213,12 @@ class RoutingCore:
         rate = float(self._loads.rates.tokens_per_s[table.usable].max(initial=0)) or 1.0
         return wait_s if wait_s <= MAX_WAIT_SHARE * request.num_tokens / rate else 0.0
 
-    def choose(self, request: RoutingRequest, now: float, exclude: Collection[str] = ()) -> Decision:
+    def choose(
+        self, request: RoutingRequest, now: float, exclude: Collection[str] = (), *, is_counted: bool = True
+    ) -> Decision:
         """Choose a replica outside `exclude` and reserve the work there. Releases the request's earlier attempt.
 
-        Raises NoReplicaError if there is none.
+        `is_counted`: False for work that no client asked for; `counts` and `log` do not have it. Raises NoReplicaError if there is none.
         """
         for peer in [name for name, peer in self._peers.items() if peer.heard_at + self.options.peer_silence_s < now]:
             self.forget_router(peer, now)
@@ -255,9 +257,10 @@ class RoutingCore:
         names = tuple(self._names)
         decision = Decision(reservation, slot, degraded, hit_tokens, fleet, costs, names, self._synced, tuple(excluded))
         self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens, prompt, decision.reason)
-        self.counts[decision.reason].decisions += 1
-        if self.log is not None:
-            self.log.add(decision)
+        if is_counted:
+            self.counts[decision.reason].decisions += 1
+            if self.log is not None:
+                self.log.add(decision)
         return decision
 
     def _fleet(self, request: RoutingRequest, now: float, excluded: list[int]) -> Fleet:

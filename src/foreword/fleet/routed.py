@@ -118,7 +118,7 @@ class RoutedEngines:
         self.num_choices = 0
         self.prefill = PrefillSpeed()
         self.core, self.counts = core, FleetCounts()
-        self.log = core.log = core.log or DecisionLog()
+        self.log = core.log = DecisionLog() if core.log is None else core.log
         self._front, self._records, self._after_step, self._link = front, records, after_step, link
         self._codec = Codec(front)
         self._seeds = random.Random(seed)

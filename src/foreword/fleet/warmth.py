@@ -187,7 +187,7 @@ class Warmth:
         for prefix in alone:
             routing = RoutingRequest(f"hand-over-{os.urandom(8).hex()}", prefix.keys, len(prefix.prompt.token_ids))
             try:
-                decision = self._core.choose(routing, time.monotonic())
+                decision = self._core.choose(routing, time.monotonic(), is_counted=False)
             except NoReplicaError:
                 return
             try:
