@@ -56,7 +56,7 @@ class CacheEntry:
     last_key: BlockHash | None = None
     """The key of its last whole block; None if it has none."""
     lacks_budget: bool = False
-    """Whether blocks are cached but none is kept, because a budget is used up."""
+    """Whether blocks are cached but no block is kept, because a budget is used up."""
 
     @property
     def is_whole(self) -> bool:
@@ -71,15 +71,15 @@ class _Entry:
     refresh_s: float | None
     sequence: TokenSequence
     ends: dict[int, int]
-    """End of the tokens in each block of the entry, by block id."""
+    """Block id -> the position after its last token, for each block of the entry."""
 
 
 MAX_ENTRIES, MAX_ENTRIES_BY_OWNER = 16_384, 4_096
-"""Entries that share their kept blocks take no budget, so their number is bounded too."""
+"""The most entries, in all and of one owner: a budget does not limit entries that share their kept blocks."""
 
 
 class EntryKeeper:
-    """The half of a cache that keeps prefixes, if its eviction policy is a PinnedPolicy."""
+    """The part of KVCacheManager that keeps prefixes, if its eviction policy is a PinnedPolicy."""
 
     def __init__(self, coordinator: KVCacheCoordinator, policy: EvictionPolicy, block_size: int) -> None:
         self.block_size = block_size
@@ -97,15 +97,15 @@ class EntryKeeper:
 
     @property
     def num_broken_pins(self) -> int:
-        """Blocks of entries that were given away because no other block was free."""
+        """The number of blocks of entries that were given away because no other block was free."""
         return 0 if self._pins is None else self._pins.num_broken
 
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
-        """Make an entry of a sequence's cached blocks, or add them to it; its end never moves earlier.
+        """Make an entry of a sequence's cached blocks, or add the blocks to the wish's entry.
 
-        Of several wishes for one entry the longest `refresh_s` counts. The budget may cover fewer tokens than are
-        cached: the head of the prefix is kept first. A tail is kept too, and then like a full block. Raises ConfigError
-        without a PinnedPolicy.
+        The end of an entry never moves earlier. Of several wishes for one entry, the longest `refresh_s` counts. If the
+        budget covers fewer tokens than are cached, the head of the prefix is kept first. A tail is kept too, and then
+        treated like a full block. Raises ConfigError without a PinnedPolicy.
         """
         pins = self._checked_pins()
         self.expire_pins(now)
@@ -130,7 +130,7 @@ class EntryKeeper:
             pins.unpin(name)
             return replace(nothing, lacks_budget=bool(len(block_ids)))
         ends_of_blocks = dict(zip(block_ids.tolist(), ends.tolist(), strict=True))
-        if earlier is not None:  # blocks that were lost count as missing, until others hold their tokens
+        if earlier is not None:  # lost blocks count as missing, until other blocks hold their tokens
             present_ends, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())
             old = {block: end for block, end in earlier.ends.items() if block in has_now or end not in present_ends}
             ends_of_blocks = {**old, **ends_of_blocks}
@@ -160,19 +160,19 @@ class EntryKeeper:
         self._entries.pop(name, None)
 
     def entry(self, name: str) -> CacheEntry | None:
-        """An entry by its name; None if there is none, or if its time is over."""
+        """An entry by its name; None if no entry has this name, or if its time is over."""
         entry = self._entries.get(name)
         return None if entry is None else self._entry(name, entry)
 
     def entries(self, *, count_kept: bool = True) -> list[CacheEntry]:
         """All entries, the oldest first, including those that lost their blocks.
 
-        Counting what is kept reads the ids of all their blocks; without it `num_kept_tokens` is 0.
+        To count the kept tokens, it reads the ids of all their blocks; without `count_kept`, `num_kept_tokens` is 0.
         """
         return [self._entry(name, entry, count_kept=count_kept) for name, entry in self._entries.items()]
 
     def _drop_empty_entries(self) -> None:
-        """End the entries that have lost all their blocks: after a reset."""
+        """End the entries that have lost all their blocks. Called after a reset."""
         if self._pins is not None:
             for name in [name for name in self._entries if not len(self._pins.blocks_of(name))]:
                 self.drop_entry(name)
@@ -205,7 +205,7 @@ class EntryKeeper:
                 self._entries.pop(str(name), None)
 
     def _cached_blocks(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
-        """Cached blocks of a sequence in all groups, in the order of the ends of their tokens, and these ends."""
+        """Cached blocks of a sequence in all groups, in the order of their ends, and the position of each end."""
         tables = self._coordinator.find_longest_cache_hit(sequence).tables
         sizes = self._coordinator.block_sizes
         ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]

@@ -30,25 +30,25 @@ MAY_LIE_BELOW = (*COMPUTED_ELSEWHERE_IF_AT_ALL, MissReason.STATE_NOT_SAVED, Miss
 
 
 class Below(Protocol):
-    """What lies below the pool, as far as explanations ask."""
+    """The tiers below the pool, as far as explanations ask about them."""
 
     def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
-        """The reason, if known below, for the sequence's block after `num_tokens` tokens, which the pool lacks.
+        """Say why the pool lacks the sequence's block after `num_tokens` tokens; None if the tiers know no reason.
 
-        `was_here`: the pool had it once.
+        `was_here`: whether the pool had the block once.
         """
         ...
 
 
 class LoadFailure(enum.StrEnum):
-    """Why a tier below the pool did not give what a request waited for."""
+    """Why a tier below the pool did not give the blocks for which a request waited."""
 
     TIER_SLOW = "tier_slow"
-    """It did not answer in time."""
+    """The tier did not answer in time."""
     TIER_CORRUPT = "tier_corrupt"
-    """What it had was damaged."""
+    """The tier's data was damaged."""
     TIER_ERROR = "tier_error"
-    """The system below it reported an error."""
+    """The system below the tier reported an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class LookupExplanation:
     num_ghost_tokens: int = 0
     """Tokens right after the hit that a pool with twice the blocks would still have held."""
     num_filling_tokens: int = 0
-    """Tokens right after the hit in a block that the same step computes: within a step whole blocks are shared."""
+    """Tokens right after the hit in a block that the same step computes: in a step, only whole blocks are shared."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens of the hit that were loaded while the request waited, by tier."""
     load_failure: LoadFailure | None = None
-    """Why the request waited for a tier in vain, if it did."""
+    """Why the request waited for a tier in vain; None if it did not."""
 
     @property
     def num_missed_tokens(self) -> int:

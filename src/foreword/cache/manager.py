@@ -9,18 +9,19 @@ One request's life, as in vLLM v1:
     allocate_running_slots(rows, num_tokens)       the same for all running requests at once
     take_copies()                                  blocks that the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
-    close_session(session)                         what only this session's requests used is evicted first
+    close_session(session)                         blocks that only this session's requests used are evicted first
 
 `allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. entries.py has pins. Blocks can
 also be filled from elsewhere, or copied to there, while no request holds them:
 
-    tables = find_hit_with(sequence, keys)         the hit if blocks with these keys were in the pool, as ELSEWHERE
-    hold_blocks(...), take_blocks(count)           the part that is here stays; blocks for the part that is not
+    tables = find_hit_with(sequence, keys)         the hit as if blocks with these keys were in the pool (ELSEWHERE)
+    hold_blocks(...), take_blocks(count)           hold the blocks that the pool has; take blocks for the others
     ... somebody fills the taken blocks ...
-    adopt(group, sequence, first, block_ids)       now lookups find them
-    release_blocks(...)                            they are cached like any others
+    adopt(group, sequence, first, block_ids)       now lookups find the filled blocks
+    release_blocks(...)                            the blocks are cached like any others
 
-A taken block is not indexed, so no lookup finds it before it is filled and adopted. What never arrives is released.
+A taken block is not indexed, so no lookup finds it before it is filled and adopted. A block whose content never arrives
+is only released.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch
@@ -77,11 +78,12 @@ class KVCacheManager(EntryKeeper):
 
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
     tokens (default 16), any `index` (default HashIndex). With `groups` a request has one table per
-    group; `block_size` is then that of the sequences, and divides every group's (default: the greatest
-    that does). An `eviction_policy` that is a PinnedPolicy lets prefixes be pinned. With a `ledger` every
-    lookup can explain itself; it costs one key per block, which the radix index does without. `deduplicate`
-    keeps one copy of equal blocks (one full group only): tables are then not append-only, and change in
-    `begin_step`. Raises ConfigError for what does not fit together.
+    group; `block_size` is then the block size of the sequences, and divides every group's block size
+    (default: their greatest common divisor). An `eviction_policy` that is a PinnedPolicy lets prefixes be
+    pinned. With a `ledger` every lookup can explain itself; the ledger needs a key for each block, even with
+    the radix index, which needs no keys. `deduplicate` keeps one copy of equal blocks (one full group only):
+    tables are then not append-only, and change in `begin_step`. Raises ConfigError for options that do not
+    fit together.
     """
 
     def __init__(
@@ -124,23 +126,23 @@ class KVCacheManager(EntryKeeper):
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         coordinator.reserve()
         self.below: Below | None = None
-        """Answers what explanations ask about the tiers below the pool; None: there are none."""
+        """Answers the questions of explanations about the tiers below the pool; None: no tiers are below it."""
         self._explanations: dict[int, LookupExplanation] = {}
         """Row -> the explanation of the lookup that admitted it; empty without a ledger."""
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: Int64Array = np.zeros(16, np.int64)
-        """Row -> tokens that it has room for."""
+        """Row -> number of tokens that the row has room for."""
         self._quiet_until: Int64Array = np.zeros(16, np.int64)
-        """Row -> number of tokens to which it can grow without taking, giving up or filling a block."""
+        """Row -> number of tokens to which it can grow without taking, releasing or filling a block."""
         self._uncomputed_from: dict[int, int] = {}
-        """Row -> computed tokens, if a step failed and they are fewer than the row has room for."""
+        """Row -> number of computed tokens, if a step failed and left fewer than the row has room for."""
         self._copied: dict[int, tuple[int, int]] = {}
-        """Row that began with a copy -> tokens in shared blocks, and tokens in these and the copied blocks."""
+        """Row that began with a copy -> tokens in shared blocks, and tokens in shared and copied blocks together."""
         self._copies: list[tuple[int, int]] = []
         self._held_apart: BlockIds = np.zeros(num_blocks, np.int32)
         """Block -> number of its holders that are not requests."""
         self._session_blocks: SessionBlocks | None = None
-        """None until a request of a session is admitted."""
+        """Which sessions used which blocks; None until a request of a session is admitted."""
 
     # -------------------------------------------------------------------- step
 
@@ -149,7 +151,7 @@ class KVCacheManager(EntryKeeper):
         self._coordinator.begin_step()
 
     def take_copies(self) -> BlockIds:
-        """Blocks to copy before the step writes anything, [copies, (source, target)]; returned only once."""
+        """Return the blocks to copy before the step writes anything, [copies, (source, target)], and forget them."""
         copies = np.array(self._copies, np.int32).reshape(-1, 2)
         self._copies.clear()
         return copies
@@ -170,10 +172,10 @@ class KVCacheManager(EntryKeeper):
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
-        """Why the rest of `sequence` was not found, given its hit (None: the next step's). Changes nothing.
+        """Say why the tokens after the hit of `sequence` were not found (None: after the hit of the next step).
 
-        Call it before the sequence is admitted: later it would find its own blocks. Raises ConfigError
-        without a ledger.
+        Changes nothing. Call this before the sequence is admitted; afterwards a lookup finds the sequence's own blocks.
+        Raises ConfigError without a ledger.
         """
         if self.ledger is None:
             raise ConfigError(
@@ -190,7 +192,10 @@ class KVCacheManager(EntryKeeper):
     # -------------------------------------------------------------- allocation
 
     def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
-        """By request id: `admit` the first time, `grow` later. Returns the newly taken blocks, group by group."""
+        """Admit a request the first time, and grow its row later. Returns the newly taken blocks, group by group.
+
+        Returns None, and changes nothing, if blocks are short.
+        """
         row = self._row_of.get(sequence.request_id)
         if row is None:
             admitted = self._admit(sequence, num_tokens, hit, ())
@@ -208,9 +213,10 @@ class KVCacheManager(EntryKeeper):
     ) -> int | None:
         """Let a request hold the blocks of its `hit` (None: nothing was looked up), and room for `num_tokens` tokens.
 
-        Returns its row in the tables, valid until it is freed; None, and no change, if blocks are short. Blocks that
-        these tokens fill are indexed at once; `save_states_at`: see the method of that name. Raises AllocationError,
-        and changes nothing, for fewer tokens than the hit has, or if the id holds blocks already.
+        Returns the request's row in the tables, valid until the request is freed; None, and no change, if blocks are
+        short. Blocks that these tokens fill are indexed at once. For `save_states_at`, see the method of that name.
+        Raises AllocationError, and changes nothing, for fewer tokens than the hit has, or if the id already holds
+        blocks.
         """
         if sequence.request_id in self._row_of:
             raise AllocationError(
@@ -223,7 +229,7 @@ class KVCacheManager(EntryKeeper):
     def grow(self, row: int, num_tokens: int) -> BlockIds | None:
         """Make room for the first `num_tokens` tokens of a held request; None, and no change, if blocks are short.
 
-        The tokens that earlier calls made room for count as computed; blocks that are no longer needed are given up.
+        The tokens that earlier calls made room for count as computed; blocks that are no longer needed are released.
         Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once. Raises
         AllocationError, and changes nothing, for fewer tokens than there is room for already.
         """
@@ -240,7 +246,7 @@ class KVCacheManager(EntryKeeper):
     def _admit(
         self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
     ) -> tuple[int, BlockIds] | None:
-        """`admit` an id that holds nothing; returns its row and the new blocks."""
+        """Admit a request that holds nothing. Returns its row and the new blocks; None if blocks are short."""
         hit = hit if hit is not None else self._not_looked_up
         if num_tokens < max(1, hit.num_tokens):
             raise AllocationError(
@@ -280,10 +286,10 @@ class KVCacheManager(EntryKeeper):
         """`grow` for many distinct rows, in their order, up to the first that is short of blocks.
 
         Row `rows[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and at most one more than its
-        sequence has, for a token that is expected. Returns the number of rows that were served, all of them from the
-        front; for the others nothing has changed. Blocks, counts and index are the same as after single calls, but one
-        comparison finds the rows that begin or fill a block; the others cost nothing more. Raises AllocationError, and
-        changes nothing, if a row is to get fewer tokens than it has room for.
+        sequence has, for a token that is expected. Returns n if the first n rows were served; the other rows are
+        unchanged. Blocks, counts and index are the same as after single calls, but one comparison finds the rows that
+        begin or fill a block, and the other rows cost nothing more. Raises AllocationError, and changes nothing, if a
+        row is to get fewer tokens than it has room for.
         """
         served = len(rows)
         if (num_tokens < self._num_slots[rows]).any():
@@ -311,18 +317,19 @@ class KVCacheManager(EntryKeeper):
     def retract(self, row: int, num_tokens: int) -> None:
         """Treat a row's slots after the first `num_tokens` as not computed: they hold the KV of wrong drafts.
 
-        None of them is indexed, because only known tokens are. The row keeps its blocks, which it soon fills.
+        No block with such a slot is indexed, because only blocks of known tokens are. The row keeps its blocks, which
+        it soon fills.
         """
         assert num_tokens <= self._num_slots[row]
         self._num_slots[row] = num_tokens
         self._quiet_until[row] = self._end_of_quiet(num_tokens)
 
     def num_quiet_tokens(self, rows: Int64Array) -> int:
-        """The number of tokens by which all these requests can grow without taking, giving up or filling a block."""
+        """The number of tokens by which all these requests can grow without taking, releasing or filling a block."""
         return max(0, int((self._quiet_until[rows] - self._num_slots[rows]).min()))
 
     def _allocate_busy(self, rows: Int64Array, ends: Int64Array) -> int:
-        """Take, give up and index blocks for the first rows for which there are enough; returns their number."""
+        """Take, release and index blocks for rows, in order, until blocks are short; returns the number of rows."""
         starts = self._num_slots[rows]
         served = self._coordinator.grow_each(rows, starts, ends)
         if served < len(rows):
@@ -344,7 +351,7 @@ class KVCacheManager(EntryKeeper):
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)
 
     def has_blocks_for(self, rows: Int64Array, num_tokens: Int64Array) -> bool:
-        """Whether `allocate_running_slots` would surely serve all, whatever blocks they give up."""
+        """Whether `allocate_running_slots` would serve all these rows even if they released no blocks."""
         starts = self._num_slots[rows]
         sizes = (group.block_size for group in self.groups)
         needed = sum(int((-(-num_tokens // size) - -(-starts // size)).sum()) for size in sizes)
@@ -362,11 +369,11 @@ class KVCacheManager(EntryKeeper):
         return end - (end != num_tokens)  # type: ignore[no-any-return]  # int or array, as it came
 
     def allocate_decode_slots(self, rows: Int64Array) -> int:
-        """`allocate_running_slots` for rows that all have grown by one token since their last call."""
+        """Make room for one more token in each row, as `allocate_running_slots` does."""
         return self.allocate_running_slots(rows, self._num_slots[rows] + 1)
 
     def _num_tail_tokens(self, hit: PrefixHit) -> int:
-        """Tokens of the hit that are in a tail."""
+        """The number of the hit's tokens that come from a tail."""
         if hit.partial is None or not self._pool.is_tail(np.array([hit.partial.block_id], np.int32))[0]:
             return 0
         return hit.num_tokens - hit.num_shared_tokens
@@ -390,14 +397,14 @@ class KVCacheManager(EntryKeeper):
             stats.ghost_hits += explanation.num_ghost_tokens
 
     def cache_known_blocks(self, rows: Int64Array) -> None:
-        """Index the blocks of these requests whose slots were allocated when their last token was expected."""
+        """Index these requests' blocks whose last token was not known when its slot was allocated, but is known now."""
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, self._num_slots[rows])
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
         """Save recurrent states after these numbers of tokens too, beyond the groups' intervals.
 
-        Takes effect for steps that end exactly there; numbers that are no multiples of every group's
-        block size are ignored, as no hit could end there.
+        Takes effect for steps that end exactly there. A number that is not a multiple of every group's
+        block size is ignored, because no hit can end there.
         """
         row = self._row_of[request_id]
         positions = list(positions)
@@ -406,7 +413,7 @@ class KVCacheManager(EntryKeeper):
                 manager.ask_for_states(row, positions)
 
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
-        """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
+        """Forget blocks that were indexed early and whose step failed; only computed blocks stay indexed."""
         row = self._row_of[request_id]
         num_shared, num_copied = self._copied.get(row, (0, 0))
         if num_computed_tokens <= num_copied:  # its first step failed, so maybe nothing was copied
@@ -426,7 +433,7 @@ class KVCacheManager(EntryKeeper):
         """Release a request's blocks, last block first, so that tails are evicted before heads.
 
         If the index keeps tails, lookups still find the computed part of its last block: known tokens that have slots.
-        A sequence with an invalid generated token leaves no tail. If it has not `ended`, call `end` when it has.
+        A sequence with an invalid generated token leaves no tail. If the request has not `ended`, call `end` later.
         """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
@@ -454,10 +461,11 @@ class KVCacheManager(EntryKeeper):
             self._give_up(number)
 
     def close_session(self, session: Hashable) -> int | None:
-        """Let blocks that only this session's requests used go before all other cached ones, until they are hit again.
+        """Let blocks that only this session's requests used be evicted before all others, until they are hit again.
 
-        `session` is that of its sequences. Running requests go on, and what they leave goes once all have ended. Pinned
-        blocks, and those that others used, stay. Returns the number of blocks that can go; None if it is unknown here.
+        `session` is the `session` of its sequences. Running requests go on, and their blocks are evicted early once all
+        of them have ended. Pinned blocks, and blocks that others used, keep their order. Returns the number of blocks
+        that are now evicted early; None if the session is unknown here.
         """
         number = None if self._session_blocks is None else self._session_blocks.close(session)
         return None if number is None else self._give_up(number)
@@ -485,7 +493,7 @@ class KVCacheManager(EntryKeeper):
         self._coordinator.forget(as_block_ids(block_ids, self.num_blocks), EvictionCause.REQUESTED)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes and reset the statistics. Raises CacheBusyError while in use."""
+        """Forget all cached prefixes and reset the statistics. Raises CacheBusyError while requests hold blocks."""
         if self._row_of:
             raise CacheBusyError(
                 f"the prefix cache cannot be reset while {len(self._row_of)} requests hold its blocks "
@@ -502,26 +510,27 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.keys_by_group(sequence)
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
-        """The tables of the longest hit if the blocks with these keys, by group, were in the pool too.
+        """Return the tables of the longest hit as if the pool also had the blocks with these keys (a set per group).
 
-        The entry of such a block is ELSEWHERE; it is NULL_BLOCK where a group needs none. Changes and counts nothing.
+        The entry of such a block is ELSEWHERE; an entry is NULL_BLOCK where the group needs no block. Changes and
+        counts nothing.
         """
         return self._coordinator.find_hit_with(sequence, elsewhere)
 
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
-        """For each group, the blocks with the keys of `keys_by_group`; NULL_BLOCK where the pool lacks one.
+        """For each group, the blocks with the keys of `keys_by_group`; NULL_BLOCK where the pool lacks the block.
 
-        Blocks that the present step fills count too, so copy none before its commit.
+        Includes the blocks that the present step fills, so copy the blocks only after the step's commit.
         """
         return self._coordinator.cached_blocks(sequence)
 
     def chance_of_return(self, num_blocks: int) -> float:
-        """Of requests that add `num_blocks` blocks, the share of blocks used again; 1.0 without a learning policy."""
+        """The share of blocks used again, for requests that add `num_blocks` blocks; 1.0 without a learning policy."""
         policy = self._policy
         return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 
     def take_blocks(self, count: int) -> BlockIds | None:
-        """Take blocks to be filled, which nothing finds before `adopt`; None, and no change, if fewer are free."""
+        """Take blocks to fill; no lookup finds them before `adopt`. None, and no change, if fewer blocks are free."""
         if count > self.get_num_free_blocks():
             return None
         block_ids = self._pool.get_new_blocks(count)
@@ -529,18 +538,19 @@ class KVCacheManager(EntryKeeper):
         return block_ids
 
     def next_empty(self, num_blocks: int) -> BlockIds:
-        """Of the blocks that hold nothing, those that are given away next, at most `num_blocks`. Changes nothing."""
+        """The next blocks to be given away that hold nothing, at most `num_blocks`. Changes nothing."""
         return self._pool.next_empty(num_blocks)
 
     def hold_blocks(self, block_ids: BlockIds) -> None:
-        """Keep these (distinct) blocks, which a lookup found, from being given away; no use of them is counted."""
+        """Hold these (distinct) blocks, which a lookup found, so that nobody else gets them. Counts no use of them."""
         self._pool.hold(block_ids)
         self._held_apart[block_ids] += 1
 
     def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
-        """Hold the first blocks of a sequence, to copy them in the next step, and count a use of them.
+        """Hold the first blocks of a sequence, so that the next step can copy them, and count a use of them.
 
-        None, and no change, if the pool lacks one of them, or if the present step fills one. Needs one full group.
+        Returns None, and changes nothing, if the pool lacks such a block or if the present step fills it. Needs one
+        full group.
         """
         [table] = self._coordinator.find_longest_cache_hit(sequence).tables
         if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
@@ -551,15 +561,15 @@ class KVCacheManager(EntryKeeper):
         return block_ids
 
     def release_blocks(self, block_ids: BlockIds) -> None:
-        """Release blocks that were taken or held. Those that are indexed stay cached; the last are evicted first."""
+        """Release blocks that were taken or held. Indexed blocks stay cached; the last blocks are evicted first."""
         self._held_apart[block_ids] -= 1
         self._pool.free_blocks(block_ids[::-1].copy())
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         """Index taken blocks, now filled, as the group's blocks number `first` and on of `sequence`.
 
-        Call it before `begin_step`: the step after that may read them. False, and no change, if the blocks before them
-        are gone or others stand in their place, so that these could not be found.
+        Call this before `begin_step`; the step that begins then may read the blocks. Returns False, and changes
+        nothing, if the blocks before them are gone or were replaced, so that a lookup could not find the new blocks.
         """
         return self._coordinator.adopt(group_id, sequence, first, block_ids)
 
@@ -576,7 +586,7 @@ class KVCacheManager(EntryKeeper):
         return is_one_full_group(self.groups)
 
     def is_cached(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the full block number `block` is cached, given that those before it are."""
+        """Whether the full block number `block` is cached, given that the blocks before it are."""
         return self._coordinator.holds(sequence, block)
 
     def handles(self, request_ids: Iterable[str]) -> Int64Array:
@@ -604,11 +614,11 @@ class KVCacheManager(EntryKeeper):
         return [tables.gather(rows) for tables in self._coordinator.tables.groups]
 
     def sink_block_ids(self) -> BlockIds:
-        """Blocks that hold the groups' sinks, in the order of the groups; in no request's table (a copy)."""
+        """The blocks of the groups' sinks, in the order of the groups (a copy). They are in no request's table."""
         return self._coordinator.held_forever()
 
     def num_required_blocks(self, num_tokens: int, hit: PrefixHit) -> int:
-        """Free blocks that admitting a request with this hit takes, for its first `num_tokens` tokens."""
+        """The number of free blocks needed to admit a request with this hit and room for `num_tokens` tokens."""
         return self._coordinator.num_required_blocks(hit, num_tokens)
 
     def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
@@ -639,11 +649,11 @@ class KVCacheManager(EntryKeeper):
         return len(self._coordinator.index)
 
     def get_num_tails(self) -> int:
-        """Partly filled blocks that hold the end of an indexed prefix; nobody holds them."""
+        """The number of partly filled blocks with the end of an indexed prefix. No request holds such a block."""
         return self._coordinator.index.num_tails
 
     def num_cached_tokens(self) -> int:
-        """Tokens whose KV is cached in full blocks, in the group that has most of them; duplicates count."""
+        """The number of tokens cached in full blocks, for the group with the highest number; duplicates count."""
         counts = self._coordinator.num_indexed_by_group()
         return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
 
@@ -664,15 +674,16 @@ class KVCacheManager(EntryKeeper):
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         """The cached prefixes that were reused most, a parent before its children; None without a radix index.
 
-        With `under_salt`, only prefixes under salts that begin with it.
+        With `under_salt`, only prefixes under salts that begin with that text.
         """
         reuses = None if self.ledger is None else self.ledger.num_reuses()
         return self._coordinator.index.top(limit, reuses, under_salt)
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        """At most `num_tokens` tokens that followed all of a sequence in a cached one, under the same extra keys.
+        """The tokens after a sequence in a cached longer one with the same extra keys; at most `num_tokens` tokens.
 
-        Of several ways to go on, the last one that was cached. Empty if none is known, or if the index has no tokens.
+        If several continuations are cached, the one that was cached last. Empty if no continuation is known, or if the
+        index keeps no tokens.
         """
         return self._coordinator.index.following(sequence, num_tokens)
 

@@ -57,17 +57,17 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class NumberedEvent:
-    """An event and its number in the stream. Numbers have no gaps, so a listener notices what it missed."""
+    """An event and its number in the stream. Numbers have no gaps, so a listener notices missed events."""
 
     number: int
     event: KVCacheEvent
 
 
 class EventLog:
-    """The latest events, in order. Beyond its capacity it drops the oldest ones, with their numbers.
+    """The latest events, in order. Beyond its capacity, the log drops the oldest events, with their numbers.
 
-    Keeps the newest events, up to `capacity` blocks in total; an event without blocks counts as one. `listener` gets
-    each event at once.
+    Keeps the newest events, up to `capacity` blocks in total; an event without blocks counts as one block. `listener`
+    gets each event at once.
     """
 
     def __init__(self, capacity: int = 100_000, *, listener: Callable[[KVCacheEvent], None] | None = None) -> None:
@@ -104,7 +104,7 @@ class HeldBlock(NamedTuple):
 
     parent: BlockHash | None
     tokens: bytes
-    """As int32."""
+    """The tokens as int32."""
     lora_name: str | None
     extra_keys: tuple[str, ...]
     block_size: int
@@ -114,7 +114,7 @@ HeldBlocks = dict[BlockHash, HeldBlock]
 
 
 def apply_event(groups: dict[int, HeldBlocks], event: KVCacheEvent) -> None:
-    """Change the findable blocks of each group as the next event says. Raises KeyError for a removal of others."""
+    """Change the findable blocks of each group as the next event says. Raises KeyError if it removes other blocks."""
     match event:
         case BlockStored():
             held = groups.setdefault(event.group_idx, {})

@@ -54,7 +54,7 @@ class MissReason(enum.StrEnum):
     IN_FLIGHT = "in_flight"
     """Another request is computing it right now."""
     LOADING = "loading"
-    """It is being loaded from a tier, or was when the request stopped waiting for that."""
+    """It is being loaded from a tier, or was being loaded when the request stopped waiting."""
     IN_TIER = "in_tier"
     """A tier has it: a request loads it if that is faster than computing it."""
     DROPPED_BY_ADMISSION = "dropped_by_admission"
@@ -86,7 +86,7 @@ class Eviction:
     time: float
     """Seconds on the ledger's clock."""
     step: int
-    """The number of steps begun by then."""
+    """The number of steps that had begun."""
     pool_usage: float
     """The share of blocks that requests held at that moment, 0.0 to 1.0."""
 
@@ -169,7 +169,7 @@ class GroupLedger:
             self.watcher.stored([keys[at] for at in new])
 
     def removed(self, block_ids: BlockIds, eviction: Eviction) -> int:
-        """Record that blocks were forgotten, ignoring unknown ones. Returns the number of known ones."""
+        """Record that blocks were forgotten; ignores unknown blocks. Returns the number of known blocks."""
         gone: list[BlockHash] = []
         copies = self._num_copies
         num_removed = 0
@@ -195,14 +195,14 @@ class GroupLedger:
     def drop_oldest_ghosts(self) -> None:
         """Keep at most one ghost for each block of the pool.
 
-        Call this only after a request that evicted blocks has stored its own: in a pool of twice the size it would
-        have evicted blocks only for its new tokens.
+        Call this only after a request that evicted blocks has stored its own blocks: in a pool of twice the size, the
+        request would have evicted blocks only for its new tokens.
         """
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 
     def cleared(self) -> None:
-        """Everything was forgotten on request; that leaves no ghosts."""
+        """Record that everything was forgotten on request. No ghosts are left."""
         self._keys.fill(None)
         for table in (self._num_copies, self._ghosts, self._variants, self._variant_of, self._num_salted):
             table.clear()
@@ -210,7 +210,7 @@ class GroupLedger:
             self.watcher.cleared()
 
     def reason(self, sequence: TokenSequence, number: int) -> tuple[MissReason, Eviction | None] | None:
-        """Why the sequence's block `number` is not found, and its eviction if any; None if it is findable."""
+        """Why the sequence's block `number` is not found, and its eviction if any; None if the block is findable."""
         if (number + 1) * self.width > sequence.num_full_blocks:
             return MissReason.PARTIAL_BLOCK, None
         numbers = range(number, number + 1)
@@ -322,8 +322,7 @@ class Tail:
 
 
 class TailAccount:
-    """The tails of one pool, so that a lookup can report that one was evicted. Remembers the last `max_evicted`
-    evicted ones.
+    """The tails of one pool. Remembers the last `max_evicted` evictions of tails, so that a lookup can report them.
 
     A tail is a partly filled block: it has no key of its own. It is identified by the key of the block before it, its
     block's extra keys, and its tokens.
@@ -352,7 +351,7 @@ class TailAccount:
         self._forget_eviction(tail)
 
     def removed(self, block_ids: BlockIds, eviction: Eviction | None) -> None:
-        """Record that these blocks no longer hold tails; `eviction` is None if other blocks hold the same."""
+        """Record that these blocks no longer hold tails; `eviction` is None if other blocks hold the same content."""
         if not self._held:
             return
         for block_id in block_ids.tolist():
@@ -388,7 +387,7 @@ class TailAccount:
         return np.array([salt is not None and salt.startswith(prefix) for salt in salts], np.bool_)
 
     def cleared(self) -> None:
-        """Everything was forgotten on request."""
+        """Record that everything was forgotten on request."""
         self._held.clear()
         self._evicted.clear()
         self._evicted_at.clear()
@@ -483,7 +482,7 @@ class CacheLedger:
         return block_ids[np.logical_or.reduce([*masks, self.tails.under_salt(prefix, block_ids)])]
 
     def cleared(self) -> None:
-        """Everything was forgotten on request; that leaves no ghosts."""
+        """Record that everything was forgotten on request. No ghosts are left."""
         for group in self.groups:
             group.cleared()
         self.tails.cleared()

@@ -1,4 +1,4 @@
-"""Which blocks only one session has used, so that closing it gives up nothing that others share."""
+"""Records which blocks only one session has used, so that closing the session gives up no block that others share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from foreword.cache.block_ids import BlockIds
 Int32Array = npt.NDArray[np.int32]
 
 NOTHING, NOBODY, SEVERAL = 0, -1, -2
-"""In place of a session's number. NOTHING: the block is not cached; NOBODY: nobody gave it back since it was cached or
-given up; SEVERAL: more than one session, or a request without one, used it."""
+"""Values in place of a session's number. NOTHING: the block is not cached; NOBODY: nobody gave the block back since it
+was cached or given up; SEVERAL: more than one session, or a request without a session, used it."""
 MAX_OPEN_SESSIONS = 65_536
-"""Sessions whose blocks are known; of more, the ones that were used last."""
+"""The most sessions without requests to remember; those that were used last are remembered."""
 
 
 class SessionBlocks:
-    """The user of each block, and its place in its prompt. 8 bytes a block, and an entry a session.
+    """The user of each block, and the block's number in its prompt. Takes 8 bytes a block, and an entry a session.
 
     A block belongs to a session if all rows that held its content and gave it back were that session's. A session that
     is forgotten leaves its blocks to nobody: they are evicted like others.
@@ -31,19 +31,19 @@ class SessionBlocks:
         self._depth: Int32Array = np.zeros(num_blocks, np.int32)
         """The number of the block in its prompt."""
         self._numbers: OrderedDict[Hashable, int] = OrderedDict()
-        """Of the open sessions, the one that was used last at the end."""
+        """Open session -> its number; the session that was used last is at the end."""
         self._last = 0
         self._of_request: dict[str, int] = {}
-        """The numbers of requests that have begun and not ended, preempted ones too."""
+        """Request id -> its session's number, for requests that have begun and not ended, even if preempted."""
         self._num_requests: Counter[int] = Counter()
-        """Session's number -> the number of these requests."""
+        """Session's number -> the number of its requests that have begun and not ended."""
         self._closed: set[int] = set()
-        """Numbers that were closed while requests had them."""
+        """Numbers of sessions that were closed while they had requests."""
         self._of_row: dict[int, tuple[int, int]] = {}
-        """Row -> its number, and its leading blocks that everybody may use."""
+        """Row -> its session's number, and the number of its leading blocks that everybody may use."""
 
     def begin(self, session: Hashable, request_id: str, row: int, num_public_blocks: int = 0) -> None:
-        """Let a row count for a session. A request that was preempted counts as when it first began."""
+        """Let a row count for a session. A request that was preempted keeps the number with which it first began."""
         number = self._of_request.get(request_id)
         if number is None:
             number = self._of_request[request_id] = self._number_of(session)
@@ -67,7 +67,7 @@ class SessionBlocks:
         self._of_row.pop(row, None)
 
     def end(self, request_id: str) -> int | None:
-        """Note that a request has ended; returns its session's number if this ends a closed session."""
+        """Note that a request has ended; returns its session's number if it was the last of a closed session."""
         number = self._of_request.pop(request_id, None)
         if number is None:
             return None
@@ -97,20 +97,20 @@ class SessionBlocks:
         self._user[block_ids] = np.where(user == NOTHING, NOTHING, np.where(ours, number, SEVERAL))
 
     def close(self, session: Hashable) -> int | None:
-        """Forget a session; returns the number that its blocks have, None if nothing is known here."""
+        """Forget a session; returns the number that its blocks have, None if the session is unknown."""
         number = self._numbers.pop(session, None)
         if number is not None and number in self._num_requests:
             self._closed.add(number)
         return number
 
     def take(self, number: int) -> BlockIds:
-        """The cached blocks that belong to this number alone, tails before heads; they are nobody's from now on."""
+        """Return the cached blocks that belong to this session alone, tails before heads, and make them NOBODY's."""
         block_ids = np.flatnonzero(self._user == number).astype(np.int32)
         self._user[block_ids] = NOBODY
         return block_ids[np.argsort(-self._depth[block_ids], kind="stable")]
 
     def check_integrity(self, cached: BlockIds, rows: list[int]) -> None:
-        """Raise AssertionError if numbers contradict each other, or if a block that is not cached belongs to one."""
+        """Raise AssertionError if numbers contradict each other, or if a block that is not cached has a user."""
         assert len(set(self._numbers.values())) == len(self._numbers), "two sessions have one number"
         assert self._num_requests == Counter(self._of_request.values()), "the requests of a number are miscounted"
         assert self._closed <= set(self._num_requests), "a closed number without requests is remembered"

@@ -16,7 +16,7 @@ def _counter(meaning: str) -> int:
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Totals since the last reset. A new one needs a field and a line that counts it: readers iterate over the fields.
+    """Totals since the last reset. A new total needs only a field and a line that counts: readers iterate over fields.
 
     `requests`, `queries` and `hits` count each prompt once, when it is first admitted, so they show what earlier
     traffic left in the cache. Two kinds of lookups find tokens of the same prompt; they have counters of their own:
@@ -88,7 +88,7 @@ class CachingMetrics:
         self._hits = 0
 
     def observe(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Count one admitted request, and forget the oldest one beyond the limit."""
+        """Count one admitted request, and forget the oldest request beyond the limit."""
         self._recent.append((num_queried_tokens, num_hit_tokens))
         self._queries += num_queried_tokens
         self._hits += num_hit_tokens

@@ -37,7 +37,7 @@ class BlockPool:
     tails too. Tails go after blocks that hold nothing and before all other cached blocks, the least recently used
     first. The policy does not know tails; it counts them as held.
 
-    Before tails go blocks that were given up, until somebody uses them again. The policy counts those as held, too.
+    Blocks that were given up go before the tails, until somebody uses them again. The policy counts them as held, too.
 
     Without `on_reuse` the pool has an index of its own, which `cache_full_blocks` fills.
     """
@@ -61,7 +61,7 @@ class BlockPool:
         self._tails, self._given_up = _EarlyBlocks(num_blocks), _EarlyBlocks(num_blocks)
         """The blocks that were given up go before the tails."""
         self.users: SessionBlocks | None = None
-        """Records which session used each block; None: nothing does."""
+        """Records which session used each block; None: there is no such record."""
         self._keyed: KeyedPolicy | None = (
             self._free if isinstance(self._free, KeyedPolicy) and self._free.wants_keys else None
         )
@@ -118,7 +118,7 @@ class BlockPool:
         return self.free_block_ids()[:count] if count else NO_BLOCKS
 
     def _take_early(self, count: int) -> BlockIds:
-        """Take blocks where some go before those of the policy."""
+        """Take blocks while tails or given-up blocks go before the policy's."""
         parts = [self._free.popleft(min(count, self._free.num_empty))]
         count -= len(parts[0])
         parts.append(self._given_up.free.popleft(min(count, len(self._given_up.free))))
@@ -128,9 +128,10 @@ class BlockPool:
         return np.concatenate((*parts, self._free.popleft(count - len(parts[-1]))))
 
     def give_up(self, block_ids: BlockIds) -> int:
-        """Let these (distinct) cached blocks go before tails, in this order, held ones once they are free.
+        """Let these (distinct) cached blocks go before tails, in this order; held blocks do so once they are free.
 
-        They go after those that were given up before. Tails stay tails. Returns the number of blocks that now go early.
+        They go after the blocks that were given up earlier. Tails stay tails. Returns the number of blocks that did not
+        go early before.
         """
         tails, given_up = self._tails, self._given_up
         block_ids = block_ids.compress(~(tails.free.holds(block_ids) | given_up.free.holds(block_ids)))
@@ -143,11 +144,11 @@ class BlockPool:
         return len(block_ids)
 
     def take_back(self, block_ids: BlockIds) -> None:
-        """Let the policy order those of these blocks that were given up, as if they were freed just now."""
+        """Return given-up blocks among these to the policy, as if they were freed just now."""
         self._free.append(self._given_up.forget(block_ids))
 
     def touch(self, block_ids: BlockIds) -> None:
-        """Add a holder to these (distinct) blocks, which a lookup found. Free ones leave the free queue."""
+        """Add a holder to these (distinct) blocks, which a lookup found. Free blocks leave the free queue."""
         self.hold(block_ids)
         self.note_use(block_ids)
 
@@ -166,10 +167,10 @@ class BlockPool:
         self._ref_counts[block_ids] = counts + 1
 
     def free_blocks(self, block_ids: BlockIds) -> None:
-        """Remove a holder of these (distinct) blocks. Those without a holder become free, in the order given."""
+        """Remove a holder of these (distinct) blocks. Blocks without a holder become free, in the order given."""
         counts = self._ref_counts.take(block_ids) - 1
         self._ref_counts[block_ids] = counts
-        if np.count_nonzero(counts):  # most often nobody else holds any
+        if np.count_nonzero(counts):  # usually the blocks have no other holder
             assert counts.min() >= 0, "a block was freed more often than it was held"
             block_ids = block_ids.compress(counts == 0)
         self._free.append(self._given_up.release(self._tails.release(block_ids)))
@@ -218,7 +219,7 @@ class BlockPool:
         return self._keyed is not None
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        """The keys of the blocks of the last `note_cached`, in the same order."""
+        """Tell the policy the keys of the blocks of the last `note_cached`, in the same order."""
         if self._keyed is not None:
             self._keyed.note_keys(block_ids, keys)
 
@@ -241,7 +242,7 @@ class BlockPool:
         return int(self._ref_counts[block_id])
 
     def get_cached_block(self, key: BlockHash, group_ids: Iterable[int] = (0,)) -> list[KVCacheBlock] | None:
-        """The block that holds a key in each of these groups, or None if one of them lacks it. Changes nothing."""
+        """The block that holds a key in each of these groups, or None if a group lacks the key. Changes nothing."""
         finders = [self._checked_index().finder(group_id) for group_id in group_ids]
         block_ids = [block_id for finder in finders if (block_id := finder(key)) is not None]
         return [self.block(block_id) for block_id in block_ids] if len(block_ids) == len(finders) else None
@@ -318,7 +319,7 @@ class BlockPool:
         return np.concatenate((self._given_up.free.in_order(), self._tails.free.in_order()))
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
-        """Raise AssertionError unless counts equal `expected_ref_counts` and the free blocks are their zeros."""
+        """Raise AssertionError unless counts equal `expected_ref_counts` and only blocks with count 0 are free."""
         wrong = np.flatnonzero(self._ref_counts != expected_ref_counts)
         assert wrong.size == 0, (
             f"block {wrong[:5]}: counted {self._ref_counts[wrong[:5]]}, held {expected_ref_counts[wrong[:5]]}"
@@ -336,14 +337,14 @@ class BlockPool:
 
 
 class _EarlyBlocks:
-    """Blocks of one kind that go before those of the policy: the free ones in their order, and held ones."""
+    """Blocks of one kind that go before those of the policy: free blocks in their order, and held blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = FreeKVCacheBlockQueue.empty(num_blocks)
         self.held: set[int] = set()
 
     def hold(self, block_ids: BlockIds) -> BlockIds:
-        """Note that these free blocks are held now; returns those that are of another kind."""
+        """Note that these free blocks are held now; returns the blocks that are of another kind."""
         if not len(self.free):
             return block_ids
         ours = self.free.holds(block_ids)
@@ -352,7 +353,7 @@ class _EarlyBlocks:
         return block_ids[~ours]
 
     def release(self, block_ids: BlockIds) -> BlockIds:
-        """Note that these held blocks are free now, in the order given; returns those that are of another kind."""
+        """Note that these held blocks are free now, in this order; returns the blocks that are of another kind."""
         if not self.held:
             return block_ids
         ours = np.array([block_id in self.held for block_id in block_ids.tolist()], np.bool_)
@@ -361,7 +362,7 @@ class _EarlyBlocks:
         return block_ids[~ours]
 
     def forget(self, block_ids: BlockIds) -> BlockIds:
-        """Let these blocks be of this kind no longer; returns the free ones of those that were."""
+        """Remove these blocks from this kind; returns the removed blocks that are free."""
         if self.held:
             self.held.difference_update(block_ids.tolist())
         if not len(self.free):
@@ -388,7 +389,7 @@ class KVCacheBlock:
 
     @property
     def block_hash(self) -> BlockHashWithGroupId | None:
-        """The key under which it is indexed; None if it is not."""
+        """The key under which the block is indexed; None if it is not indexed."""
         return None if self.is_null else self.pool.block_hash(self.block_id)
 
     @property
@@ -399,7 +400,7 @@ class KVCacheBlock:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlocks:
-    """Blocks by group of layers, as objects: vLLM's form of what a request holds (`KVCacheManager.get_blocks`)."""
+    """A request's blocks by group of layers, as objects, in vLLM's form (`KVCacheManager.get_blocks`)."""
 
     blocks: tuple[Sequence[KVCacheBlock], ...]
 

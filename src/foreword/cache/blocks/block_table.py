@@ -124,7 +124,7 @@ class MultiGroupBlockTable:
             tables.close_row(row)
 
     def held(self, row: int, block_sizes: Sequence[int]) -> BlockIds:
-        """All blocks of a row, the one that ends last in the sequence first (a copy)."""
+        """All blocks of a row (a copy), in the order of their ends in the sequence, the last end first."""
         if len(self.groups) == 1:
             table = self.groups[0].row(row)[::-1]
             return table[table >= 0]

@@ -193,7 +193,7 @@ class KeyedBlockQueue:
         return self._num_queued
 
     def append(self, block_ids: BlockIds, keys: npt.NDArray[np.int64]) -> None:
-        """Put blocks that are not in the queue after those of their key, in the order given."""
+        """Put blocks that are not in the queue after the blocks with the same key, in the order given."""
         count = len(block_ids)
         if not count:
             return

@@ -24,7 +24,7 @@ class _Pin:
     owner: str | None
     until: float
     refresh_s: float | None
-    """A hit of its last block keeps it for this time from then on; None: hits do not."""
+    """Seconds for which a hit of its last block keeps it from then on; None: hits do not prolong it."""
     blocks: dict[int, None] = field(default_factory=dict)
     """The blocks that it still has, head first."""
     last: int | None = None
@@ -55,7 +55,7 @@ class PinnedPolicy:
         self.num_pinned = 0
         """The number of pinned blocks, held or free."""
         self.num_pinned_by: Counter[str] = Counter()
-        """The same by owner; a block that two owners pin counts for both."""
+        """The number of pinned blocks by owner; a block that two owners pin counts for both."""
         self.num_broken = 0
         """The number of pinned blocks that were given away because no other block was free."""
         self._pins: dict[Hashable, _Pin] = {}
@@ -68,7 +68,7 @@ class PinnedPolicy:
         self._is_free: npt.NDArray[np.bool_] = np.ones(num_blocks, np.bool_)
         self._queue = FreeKVCacheBlockQueue.empty(num_blocks)
         self._ends: list[tuple[float, int, Hashable]] = []
-        """Heap of (time, number, pin); a pin is examined then, and put back if it was made longer."""
+        """Heap of (time, number, pin). At this time the pin ends, or it is put back if its end has moved later."""
         self._num_pushed = 0
         self._now = -np.inf
 
@@ -84,11 +84,11 @@ class PinnedPolicy:
         owner: str | None = None,
         refresh_s: float | None = None,
     ) -> BlockIds:
-        """Add blocks to the pin of this name, or begin one; returns the blocks that it has now.
+        """Add blocks to the pin of this name, or begin a pin; returns those of the blocks that the pin has now.
 
-        Give the head of a prefix first: the blocks from the first one that the budget does not cover, or that holds
-        nothing cached, get no pin. The pin's end never moves earlier (`set_end` can do that). The longest `refresh_s`
-        counts, and the `owner` of the beginning. Modifies the order of the free blocks.
+        Give the head of a prefix first: pinning stops at the first block that the budget does not cover or that holds
+        nothing cached. The pin's end never moves earlier (`set_end` can do that). The longest `refresh_s` counts, and
+        the `owner` of the first call. Modifies the order of the free blocks.
         """
         held = self._pins.get(pin)
         if held is None:
@@ -109,7 +109,7 @@ class PinnedPolicy:
         return np.array([block_id for block_id in block_ids.tolist() if block_id in held.blocks], np.int32)
 
     def _add(self, name: Hashable, pin: _Pin, block_ids: list[int]) -> Iterator[int]:
-        """Add blocks as long as the budgets last; yields those that no pin had."""
+        """Add blocks as long as the budgets last; yields the blocks that no pin had before."""
         owner = pin.owner
         for block_id in block_ids:
             if block_id in pin.blocks:
@@ -144,7 +144,7 @@ class PinnedPolicy:
             self.unpin(pin)
 
     def unpin(self, pin: Hashable) -> None:
-        """End a pin. Free blocks that no other pin has count as freed now. Does nothing if there is no such pin."""
+        """End a pin. Free blocks without another pin count as freed now. Does nothing if there is no such pin."""
         held = self._pins.get(pin)
         if held is None:
             return
@@ -155,7 +155,7 @@ class PinnedPolicy:
         self.inner.append(freed)
 
     def _release(self, name: Hashable, pin: _Pin, block_ids: Iterable[int]) -> BlockIds:
-        """Take blocks from a pin; returns those that no pin has any more."""
+        """Take blocks from a pin; returns the blocks that no pin has any more."""
         ended = []
         for block_id in block_ids:
             del pin.blocks[block_id]
@@ -178,7 +178,7 @@ class PinnedPolicy:
         return gone
 
     def _note_last(self, name: Hashable, pin: _Pin) -> None:
-        """Keep the index of pins by their last block, for those that hits refresh."""
+        """Update the index of pins by their last block, which has only the pins that hits refresh."""
         last = next(reversed(pin.blocks), None)
         if pin.refresh_s is None or last == pin.last:
             return
@@ -219,12 +219,12 @@ class PinnedPolicy:
         return within and self.num_pinned < self.max_pinned
 
     def end_of(self, pin: Hashable) -> float | None:
-        """The time at which a pin ends; None if there is none of this name."""
+        """The time at which a pin ends; None if no pin has this name."""
         held = self._pins.get(pin)
         return None if held is None else held.until
 
     def blocks_of(self, pin: Hashable) -> BlockIds:
-        """The blocks that a pin still has, head first (a copy); none if there is no such pin."""
+        """The blocks that a pin still has, head first (a copy); empty if there is no such pin."""
         held = self._pins.get(pin)
         return np.array([] if held is None else list(held.blocks), np.int32)
 
@@ -233,7 +233,7 @@ class PinnedPolicy:
         return np.flatnonzero(self._is_pinned).astype(np.int32)
 
     def _push(self, until: float, pin: Hashable) -> None:
-        if len(self._ends) > 2 * len(self._pins) + 16:  # most are of pins that ended before their time
+        if len(self._ends) > 2 * len(self._pins) + 16:  # most entries are of pins that ended early
             self._ends = [(held.until, number, name) for number, (name, held) in enumerate(self._pins.items())]
             heapq.heapify(self._ends)
             self._num_pushed = len(self._ends)

@@ -1,4 +1,4 @@
-"""Eviction policies by use, by priority and by time, and the names of all; `value.py` has the one that learns.
+"""Eviction policies by use, by priority and by time, and the names of all policies; `value.py` has the learning policy.
 
 Each class implements `EvictionPolicy`.
 """
@@ -84,7 +84,7 @@ class RankedPolicy(EmptyFirstPolicy):
         self._rank[block_ids] = 0
 
     def _set_ranks(self, block_ids: BlockIds, ranks: npt.NDArray[np.int64] | int) -> None:
-        """Give these cached blocks ranks. Free ones count as freed just now."""
+        """Give these cached blocks ranks. Free blocks count as freed just now."""
         self._rank[block_ids] = ranks
         freed = block_ids[self._is_free[block_ids]]
         self._queue.remove(freed)
@@ -119,11 +119,11 @@ class AccessTimePolicy(RankedPolicy):
         self._times: npt.NDArray[np.float64] = np.zeros(num_blocks)
         self._depths: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._number: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        """The number of the last time at which each block was used, among all different times."""
+        """For each block, the number of the time of its last use; different times are numbered in order."""
         self._now, self._num_times = -np.inf, 0
 
     def note_accessed(self, block_ids: BlockIds, now: float) -> None:
-        """Note that these blocks were used at a time, which is never earlier than the one before."""
+        """Note that these blocks were used at time `now`, which is not before the `now` of an earlier call."""
         self._num_times += now > self._now
         self._now = now
         self._times[block_ids], self._number[block_ids] = now, self._num_times
@@ -152,7 +152,7 @@ class PriorityPolicy(RankedPolicy):
     """
 
     def set_priority(self, block_ids: BlockIds, priority: int) -> None:
-        """Give these blocks a number. Free ones count as freed just now; those that hold nothing are ignored."""
+        """Give these blocks a number. Free blocks count as freed just now; blocks that hold nothing are ignored."""
         self._set_ranks(block_ids[self._is_cached[block_ids]], priority)
 
 

@@ -1,7 +1,7 @@
-"""Eviction policies: the protocol by which a pool calls one, and the base of those with an order of their own.
+"""Eviction policies: the protocol by which a pool calls a policy, and a base class for orders of cached blocks.
 
-Giving away a free block that holds nothing costs nothing, so every policy gives those away first. The last freed one
-goes first, because its memory is most likely still in a processor's cache. All policies take many blocks per call.
+Giving away a free block that holds nothing costs nothing, so every policy gives such blocks away first. The last freed
+block goes first, because its memory is most likely still in a processor's cache. All policies take many blocks a call.
 
 A good order takes the tail of a prefix before its head: a head without its tail is still a hit, but a tail without its
 head can never be found. Requests free their last block first, so the order of freeing, which breaks ties, does this.
@@ -41,7 +41,7 @@ class EvictionPolicy(Protocol):
     def append(self, block_ids: BlockIds) -> None:
         """Add held blocks that became free, in the order given.
 
-        Those that hold nothing cached will go first, in the order given.
+        Blocks that hold nothing cached will go first, in the order given.
         """
 
     def remove(self, block_ids: BlockIds) -> None:
@@ -68,7 +68,7 @@ class EvictionPolicy(Protocol):
     def note_forgotten(self, block_ids: BlockIds) -> None:
         """Note that the contents of these blocks, free or held, can no longer be found. A second call changes nothing.
 
-        Resets the facts about their contents, and moves the free ones to the blocks that hold nothing.
+        Resets the facts about their contents, and moves the free blocks to those that hold nothing.
         """
 
     def check_integrity(self) -> None:
@@ -84,7 +84,7 @@ class KeyedPolicy(Protocol):
         """Whether to call `note_keys`; a key costs a hash per block."""
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        """The keys of the blocks of the last `note_cached`, in the same order."""
+        """Note the keys of the blocks of the last `note_cached`, in the same order."""
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ class LearningPolicy(Protocol):
 
 
 class EmptyFirstPolicy(ABC):
-    """Blocks that hold nothing, the last freed first; then cached ones, in the subclass's order.
+    """Blocks that hold nothing, the last freed first; then cached blocks, in the subclass's order.
 
     The subclass keeps the free cached blocks (`_add`, `_discard`, `_take`, `_kept`), and may record facts about the
     contents of all cached blocks (`_learn`, `note_hit`, `_unlearn`).

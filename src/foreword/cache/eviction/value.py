@@ -49,23 +49,24 @@ HORIZON = 32
 MIN_REMEMBERED = 1 << 16
 """The least number of uses to remember, however small the pool is."""
 PRIOR_HAZARD = 0.05
-"""The hazard of every bin before there is evidence. Its value falls with age, so the order is that of LRU."""
+"""The hazard of every bin before there is evidence. With it, a block's value falls with age: the order is LRU."""
 PRIOR_WEIGHT = 20.0
 SHRINKAGE = 10.0
 """The number of blocks with which a class moves half way from the average of all classes to its own evidence."""
 MEMORY_USES = 200_000
-"""Evidence counts half after this number of uses..."""
+"""The least number of uses after which evidence counts half."""
 MEMORY_CAPACITIES = 16
-"""...or after this number of capacities, if that is more."""
+"""The number of pool capacities, in uses, after which evidence counts half, unless MEMORY_USES is more."""
 BINS_PER_DOUBLING = 2
 STEPS_PER_DOUBLING = 4
 """Values within one step count as equal, and LRU decides: the estimates are not more precise than that."""
 BATCH_SHARE = 32
-"""The policy sorts the next 1/32 of the free blocks at a time: amortised O(log n) a block."""
+"""After other blocks are used, the order of the first blocks stays valid: a number of blocks that is 1/32 of the pool.
+So sorting costs amortised O(log n) a block."""
 
 
 def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
-    """A nonzero number for each key, from its first and its last bytes; the last may be the number of a group."""
+    """Return a nonzero number for each key, from its first and its last bytes, which may be a group's number."""
     mixed = (int.from_bytes(key[:8], "little") ^ (int.from_bytes(key[-4:], "big") << 32) for key in keys)
     return np.array([number | 1 for number in mixed], np.uint64)
 
@@ -197,7 +198,7 @@ class _Hazards:
         np.add.at(self.reached, (classes[uses], bins), 1.0)
 
     def count(self, history: _History) -> None:
-        """Count the latest uses that reached an edge since the last call."""
+        """Count the uses that reached an edge since the last call and are still the latest of their blocks."""
         now, oldest = history.num_uses, history.oldest
         for number, edge in enumerate(self.edges.tolist()):
             end = now - math.ceil(edge) + 1
@@ -220,7 +221,10 @@ class _Hazards:
 
     @property
     def value(self) -> FloatArray:
-        """The logarithm of the value, by class and bin. Computed on demand, so that hits need not wait for it."""
+        """The logarithm of the value, in whole steps (STEPS_PER_DOUBLING), by class and bin.
+
+        It is computed on demand, so that hits need not wait for it.
+        """
         self._update()
         return self._value
 
@@ -255,7 +259,7 @@ def _size(num_added: int) -> int:
 
 
 def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
-    """The hazards of each class, drawn towards those of all classes where a class has little evidence."""
+    """The hazards of each class, drawn towards the average of all classes where a class has little evidence."""
     everywhere = (hit.sum(axis=0) + PRIOR_WEIGHT * PRIOR_HAZARD) / (reached.sum(axis=0) + PRIOR_WEIGHT)
     hit, reached = _with_neighbours(hit), _with_neighbours(reached)
     ratios = (hit.sum(axis=1) + SHRINKAGE) / (reached @ everywhere + SHRINKAGE)
@@ -275,11 +279,11 @@ def _with_neighbours(counts: FloatArray) -> FloatArray:
 
 
 class ValuePolicy(EmptyFirstPolicy):
-    """Evicts the block with the fewest expected hits per memory and time first; among equals, least recently freed.
+    """Evicts first the block with the fewest expected hits per memory and time; among equals, the least recently freed.
 
     Learns while it runs and needs no settings; until it has evidence, the order is that of `lru`. A flood
     of prompts that nobody repeats gives its class few hits, so it goes before blocks that are reused.
-    It needs blocks' keys (`note_keys`) to learn from evicted blocks; without keys it learns only from those it keeps.
+    It needs keys (`note_keys`) to learn from evicted blocks; without keys it learns only from the blocks that it keeps.
     Amortised O(log n) a block. A ghost takes about 150 bytes; there are up to 32 for each block of the pool.
     """
 
@@ -300,7 +304,7 @@ class ValuePolicy(EmptyFirstPolicy):
         self._ranking: BlockIds = NO_BLOCKS
         self._ranked_entries: Int64Array = np.empty(0, np.int64)
         self._place = self._batch_end = 0
-        """The ranking's next block, and the end of the batch that stays valid although other blocks were used since."""
+        """Places in the ranking: the next block, and the end of the batch, whose order is valid even if it is old."""
         self._next_count = self._next_fade = 0
         self._num_blocks = num_blocks
 
@@ -373,7 +377,7 @@ class ValuePolicy(EmptyFirstPolicy):
         self._tell_time()
 
     def _discard(self, block_ids: BlockIds) -> None:
-        self._end_ranking()  # `_is_free` shows that they are gone, but heads may be worth less without them
+        self._end_ranking()  # `_is_free` shows that these blocks are gone, but their heads may now be worth less
 
     def _take(self, count: int) -> BlockIds:
         parts: list[BlockIds] = [NO_BLOCKS]
@@ -390,7 +394,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return np.concatenate(parts)
 
     def _rank(self) -> None:
-        """Sort all free cached blocks. The order holds until something changes; for one batch, even after that."""
+        """Sort all free cached blocks. The order is valid until something changes; for one batch, even longer."""
         self._ranking = self._by_value(self._is_free & self._is_cached)
         self._ranked_entries = self._entry[self._ranking]
         self._place = 0

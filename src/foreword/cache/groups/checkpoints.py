@@ -1,13 +1,14 @@
-"""Where the states of recurrent layers are worth saving, and where steps must end for it.
+"""Where to save the states of recurrent layers, and where steps must end so that these states exist.
 
-A state takes as much memory as the KV of hundreds of tokens. States after every block would fill the pool; if states
-were saved after whole prompts only, a prompt that only begins alike would never hit one. So states are saved after
+A state takes as much memory as the KV of hundreds of tokens. States after every block would fill the pool. If states
+were saved only after whole prompts, a prompt that shares only a beginning would never hit a state. So states are saved
+after
 
     every `interval` tokens of a prompt
     the end of a prompt, and of each message in it       the next turn begins with them
     the place where a prompt parts from an earlier one   the third prompt that begins alike hits there
 
-each rounded down to a place where a hit can end. The third is Marconi's rule (Pan et al., MLSys 2025): a prefix that
+each rounded down to a place where a hit can end. The third rule is Marconi's (Pan et al., MLSys 2025): a prefix that
 two prompts share is likely to return. Generated tokens are computed one by one and not in cells, so a state after them
 has other bits than the same tokens in a prompt, and is not saved.
 """
@@ -60,12 +61,12 @@ class StateCheckpoints:
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
         """The positions in a new prompt at which states are saved, ascending, besides the multiples of the interval."""
         length = len(sequence)
-        # The prompt alone again must leave a token to compute; a longer one may begin with all of it.
+        # The same prompt again must leave a token to compute; a longer prompt may begin with all of this one.
         positions = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}
         return sorted({self.align(position) for position in positions} - {0})
 
     def next_after(self, positions: Sequence[int], start: int) -> int:
-        """The first position after `start` at which a state is saved; `positions` are those besides the intervals."""
+        """The first position after `start` at which a state is saved; `positions`: saved besides the intervals."""
         at = bisect.bisect_right(positions, start)
         by_interval = (start // self.interval + 1) * self.interval
         return min(by_interval, positions[at]) if at < len(positions) else by_interval
@@ -87,7 +88,7 @@ class StateCheckpoints:
         return min(end, self.next_after(positions, start))
 
     def _note_junction(self, sequence: TokenSequence) -> int:
-        """The length of the beginning that an earlier prompt shares. This prompt now counts as an earlier one."""
+        """Return the length of the longest beginning that an earlier prompt shares, and remember this prompt."""
         width = self.alignment // sequence.block_size
         keys = sequence.block_hashes()[width - 1 :: width]
         seen = self._seen

@@ -31,7 +31,7 @@ def get_kv_cache_coordinator(
     ledger: CacheLedger | None = None,
     deduplicate: bool = False,
 ) -> KVCacheCoordinator:
-    """The coordinator for these groups. `block_size` is that of the sequences, in tokens.
+    """Make the coordinator for these groups. `block_size` is the block size of the sequences, in tokens.
 
     Raises ConfigError for sizes and options that the groups cannot have.
     """

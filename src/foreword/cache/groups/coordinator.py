@@ -29,7 +29,7 @@ from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_NOTES = 1024
-"""The number of notes of filled blocks to keep unread; most steps never read them."""
+"""The number of notes about filled blocks to keep before they are gathered; most steps never need the notes."""
 SequenceOfRow = Callable[[int], TokenSequence]
 Keys = Sequence[BlockHash]
 
@@ -89,19 +89,19 @@ class KVCacheCoordinator(ABC):
     # ------------------------------------------------- blocks that come from elsewhere, or go there
 
     def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
-        """`KVCacheManager.keys_by_group`."""
+        """See `KVCacheManager.keys_by_group`."""
         return [[] for _ in self.managers]
 
     def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
-        """`KVCacheManager.find_hit_with`."""
+        """See `KVCacheManager.find_hit_with`."""
         return self.nothing.tables
 
     def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
-        """`KVCacheManager.cached_blocks`."""
+        """See `KVCacheManager.cached_blocks`."""
         return list(self.nothing.tables)
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
-        """`KVCacheManager.adopt`."""
+        """See `KVCacheManager.adopt`."""
         return False
 
     # ------------------------------------------------------------------- rows' blocks in the index
@@ -178,15 +178,15 @@ class KVCacheCoordinator(ABC):
             self._ledger.begin_step()
 
     def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
-        """Note that this step fills these blocks (a copy), number `first` and on of a prefix."""
+        """Note that this step fills these blocks (a copy): a prefix's blocks from number `first` on."""
         self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
     def _note_adopted(self, block_ids: BlockIds, first: int) -> None:
-        """Note that these blocks, number `first` and on of a prefix, were filled from elsewhere: no step fills them."""
+        """Note that a prefix's blocks from number `first` on were filled from elsewhere: no step fills them."""
         self.pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
     def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """Note that this step fills these blocks (a copy), number `depths` of their prefixes."""
+        """Note that this step fills these blocks (a copy); `depths` are their numbers in their prefixes."""
         self.pool.note_cached(block_ids, depths)
         self._noted.append(block_ids)
         if len(self._noted) > MAX_NOTES:
@@ -205,7 +205,7 @@ class KVCacheCoordinator(ABC):
     # -------------------------------------------------------------- allocation
 
     def num_required_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
-        """The free blocks that a request takes at admission: new ones, and the hit's blocks that nobody holds."""
+        """The number of free blocks that admission takes: new blocks, and the hit's blocks that nobody holds."""
         return self._num_admission_blocks(hit, num_tokens) + self.pool.count_free(self._needed(hit.tables))
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
@@ -234,7 +234,7 @@ class KVCacheCoordinator(ABC):
         return count
 
     def admit(self, hit: PrefixHit, num_tokens: int) -> tuple[int, BlockIds] | None:
-        """Open a row with the hit's blocks and room for `num_tokens`; returns it and the new blocks.
+        """Open a row with the hit's blocks and room for `num_tokens` tokens; returns the row and the new blocks.
 
         None, and no change, if too few blocks are free.
         """
@@ -253,7 +253,7 @@ class KVCacheCoordinator(ABC):
         return row, self._extend(row, hit.num_tokens, num_tokens, num_new)
 
     def grow(self, row: int, start: int, end: int) -> BlockIds | None:
-        """Make room for positions `start` to `end` (exclusive); those before `start` are computed.
+        """Make room for positions `start` to `end` (exclusive); the positions before `start` are computed.
 
         First releases the blocks that are no longer needed. Returns the new blocks; None, and no change, if too few
         blocks are free.
@@ -355,7 +355,7 @@ class KVCacheCoordinator(ABC):
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow, held_apart: BlockIds) -> None:
         """Raise AssertionError if counts, queue, tables and index contradict each other.
 
-        `held_apart`: block -> number of its holders that are no rows.
+        `held_apart`: block -> number of its holders other than rows.
         """
         counts = held_apart.copy()
         counts[self.held_forever()] += 1

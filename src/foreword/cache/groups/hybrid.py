@@ -21,7 +21,8 @@ from foreword.cache.keys.sequence import TokenSequence, keys_of_group
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Any groups, each with its own block size, over one pool, with an index of hash keys.
 
-    Other indexes cannot serve these groups (see `hash_index`). A sequence's block size divides every group's.
+    Other indexes cannot serve these groups (see `hash_index`). A sequence's block size divides every group's block
+    size.
 
     A hit leaves at least one token to compute. The last token's logits need the past of its own position, and its
     window, chunk or state may differ from that of the next position.
@@ -31,7 +32,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
         cells of 4, a prompt of 6 tokens, 3 generated      |0123|45|6|7|8|
         a longer prompt that begins alike                  |0123|4567|89ab|
-        the tokens that one may find of the other           ----
+        the tokens that each may find of the other          ----
     """
 
     index: GroupedHashIndex[BlockHash]
@@ -91,7 +92,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def _cut_or_find(
         self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence, find: BlockFinder
     ) -> tuple[BlockIds, int]:
-        """One group's longest hit within `length` tokens, given an earlier hit, and its length in tokens."""
+        """Find a group's longest hit within `length` tokens, given `table`, an earlier hit; returns its tokens too."""
         manager = self.managers[group_id]
         size = manager.block_size
         if table is not None and (manager.hits_every_prefix or len(table) * size == length):

@@ -36,7 +36,7 @@ BlockFinder = Callable[[BlockHash], int | None]
 
 
 class _Sizes:
-    """Fields that are numbers of tokens or positions. Raises ConfigError for one below 1."""
+    """Fields that are numbers of tokens or positions. Raises ConfigError for a number below 1."""
 
     def __post_init__(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):  # type: ignore[arg-type]
@@ -114,10 +114,10 @@ class SingleTypeKVCacheManager(ABC):
     hits_every_prefix = False
     """Whether each beginning of a hit is a hit."""
     readable_in_same_step = True
-    """Whether a step may read blocks that another request of the same batch writes: KV, but not states."""
+    """Whether a step may read blocks that another request of the same batch writes. It may read KV, but not states."""
 
     def __init__(self, block_size: int, tables: BlockTable, reach: int = 0) -> None:
-        """`reach`: the most positions, itself included, that one position attends to; 0: all."""
+        """Let each position attend to at most `reach` positions, itself included; 0: to all positions before it."""
         self.block_size = block_size
         self.tables = tables
         self._reach = reach
@@ -144,8 +144,8 @@ class SingleTypeKVCacheManager(ABC):
         """Table entries of the longest hit of at most `max_num_tokens` tokens; NULL_BLOCK where no block is needed.
 
         `keys` are the keys of the group's blocks, at least up to `max_num_tokens`. The hit's length in tokens is a
-        multiple of `alignment`, which is a multiple of `block_size`. The search goes from right to left. If a block is
-        missing, no length is a hit that needs this block, so each block is looked up at most once.
+        multiple of `alignment`, which is a multiple of `block_size`. The search goes from right to left. A length that
+        needs a missing block is not a hit, so the search goes on left of that block and looks up no block twice.
         """
         size = self.block_size
         length = max_num_tokens // alignment * alignment
@@ -223,7 +223,7 @@ class SingleTypeKVCacheManager(ABC):
             self._num_released[row] = end
 
     def release_each(self, rows: Int64Array, starts: Int64Array) -> tuple[Int64Array, BlockIds]:
-        """`releasable` and `release` for many rows: the place of its row for each released block, and the blocks."""
+        """Remove the `releasable` blocks of many rows; returns the index into `rows` of each block, and the blocks."""
         released, ends = self._num_released[rows], self.first_needed_block(starts)
         leaving = np.flatnonzero(ends > released)
         if not len(leaving):

@@ -158,7 +158,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
                 self._report(sequences[at], numbers[at], block_ids[at : at + 1], row)
 
     def _report(self, sequence: TokenSequence, first: int, block_ids: BlockIds, row: int | None = None) -> None:
-        """Report that blocks number `first` and on of a sequence were indexed. `row`: the row that fills them."""
+        """Report that a sequence's blocks from number `first` on were indexed. `row`: the row that fills them."""
         if self.pool.wants_keys:
             num_lasting = _num_lasting(sequence, first, len(block_ids))
             self.pool.note_keys(block_ids[:num_lasting], sequence.block_hashes()[first : first + num_lasting])
@@ -217,7 +217,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
 
 def _num_lasting(sequence: TokenSequence, first: int, count: int) -> int:
-    """Of blocks number `first` to `first + count` of a sequence, the number of those before its first linked token."""
+    """Of the `count` blocks from number `first` on, the number of blocks that end before the first linked token."""
     if sequence.linked_from is None:
         return count
     return min(max(sequence.linked_from // sequence.block_size - first, 0), count)

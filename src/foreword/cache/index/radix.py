@@ -51,7 +51,7 @@ NOT_INDEXED = -1
 NO_TAIL = -1
 
 MAX_APPENDED_TOKENS = 4096
-"""Longer nodes are not extended, which bounds the copy when one block is added."""
+"""The length from which a node is not extended; this bounds the copy when one block is added."""
 MAX_CHILDREN = 1024
 """The number of children to show of one node, the latest ones; this bounds the cost."""
 
@@ -73,7 +73,7 @@ class RadixNode:
         self.children: dict[int, RadixNode] = {}
         """Children by first token."""
         self.num_cuts = 0
-        """The number of times that its end was trimmed; other tokens may have followed before."""
+        """The number of times that its end was trimmed; other tokens may then replace the trimmed ones."""
         self.tail = NO_TAIL
         """The block that holds the tokens after the last full block, if this node ends inside a block."""
 
@@ -91,11 +91,11 @@ class RadixIndex:
 
     Forgetting a block also forgets the blocks after it: a suffix without its prefix cannot be found. Duplicates of an
     indexed block wait to take its place, as in `HashIndex`. A tail is unnecessary once a block or a longer tail holds
-    its tokens too. It stays until its owner calls `superseded_tails`, because a block that is still being filled cannot
-    be copied yet.
+    its tokens too. The tail stays until the index's owner calls `superseded_tails`, because a block that is still being
+    filled cannot be copied yet.
 
-    Without `cut_tails`, the beginning of a tail is of no use, as with a recurrent state: lookups find the longest tail
-    whose tokens all begin the sequence, and no tail becomes unnecessary.
+    Without `cut_tails`, the beginning of a tail is of no use, as with a recurrent state. Lookups then find the longest
+    tail whose tokens are all in the sequence, and no tail becomes unnecessary.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, keep_tails: bool = True, cut_tails: bool = True) -> None:
@@ -122,7 +122,7 @@ class RadixIndex:
         self._spans = SpanNumbers(self._num_blocks)
         self._num_indexed = 0
         self._tails: dict[int, RadixNode] = {}
-        """The node that ends with the tail in each block."""
+        """Block of a tail -> the node that ends with this tail."""
         self._superseded: list[int] = []
         """Tails after which blocks or longer tails were inserted."""
 
@@ -225,7 +225,7 @@ class RadixIndex:
         num_known = position // size
         if num_known < first:
             self._trim(node)
-            return False  # the blocks before were forgotten while the request ran, so these could not be found
+            return False  # the blocks before were forgotten while the request ran: no lookup could find these blocks
         if position < len(tokens):
             new_ids = block_ids[num_known - first :].copy()
             self._number_of[new_ids] = np.arange(num_known, num_known + len(new_ids))
@@ -263,7 +263,7 @@ class RadixIndex:
         if position < start or is_found:
             if node.parent is None:
                 self._trim(node)
-            return False  # the blocks before it were forgotten, or lookups find all of it already
+            return False  # the blocks before the tail were forgotten, or lookups find all its tokens already
         if position < node.end:
             node = self._split(node, position - node.start)
         for above in passed if self._cut_tails else ():
@@ -289,10 +289,11 @@ class RadixIndex:
         return np.array(list(self._tails), np.int32)
 
     def _start(self, sequence: TokenSequence, position: int) -> tuple[RadixNode, int]:
-        """The node at which to continue a sequence whose tokens before `position` are in the tree, and its end.
+        """Return the node at which to begin an insertion of a sequence's tokens from `position` on, and the node's end.
 
-        That is the node in which its last insertion ended, if both still end there; otherwise the root. (Others may
-        have made the node longer: then it ends elsewhere, perhaps just where a later hit of this sequence does.)
+        This is the node in which the sequence's last insertion ended, if that insertion and the untrimmed node both end
+        at `position`; otherwise the root. (If other sequences have made the node longer, it may end at `position`
+        although the insertion did not.)
         """
         node, num_cuts, end = self._ends.get(sequence, (None, 0, 0))
         if (
@@ -305,7 +306,7 @@ class RadixIndex:
         return self._root(_namespace(sequence.extra_keys)), 0
 
     def _add_duplicates(self, node: RadixNode, start: int, end: int, first: int, block_ids: BlockIds) -> None:
-        """Note the duplicates among `block_ids` (numbers `first` and on) of blocks that end in node[start:end]."""
+        """Note which of `block_ids` (numbers `first` and on) duplicate a block that ends in node[start:end]."""
         size = self._block_size
         for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
             original = int(node.block_ids[number - node.start // size])
@@ -359,7 +360,7 @@ class RadixIndex:
         return [] if self._replace(node, at) else self._cut(node, at)
 
     def _replace(self, node: RadixNode, at: int) -> bool:
-        """Let a duplicate take the place of the node's block number `at`; False if there is none."""
+        """Let a duplicate take the place of the node's block number `at`; False if the block has no duplicate."""
         block_id = int(node.block_ids[at])
         waiting = self._duplicates.pop(block_id, None)
         if waiting is None:
@@ -393,7 +394,7 @@ class RadixIndex:
         return forgotten
 
     def _drop_tail(self, node: RadixNode) -> list[int]:
-        """Forget the tail at a node's end and return it, if there is one."""
+        """Forget the tail at a node's end. Returns a list of its block, empty if the node has no tail."""
         tail, node.tail = node.tail, NO_TAIL
         if tail == NO_TAIL:
             return []
@@ -420,7 +421,7 @@ class RadixIndex:
         return self._spans.replace(sequence.token_ids, placed) if placed else sequence.token_ids
 
     def _know(self, placed: Sequence[Placed]) -> None:
-        """Give these stretches numbers. If there are too many, first forget those that are in no node any more."""
+        """Give numbers to these stretches. If there are too many numbers, first forget those that no node contains."""
         if self._spans.is_full(placed):
             nodes = list(self._nodes.values())
             for node, tokens in zip(nodes, self._spans.keep(node.tokens.copy() for node in nodes), strict=True):
@@ -434,7 +435,7 @@ class RadixIndex:
     def top(
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
-        """Examines only the children of the returned nodes and of their ancestors. Leaves out tails."""
+        """Examine only the children of the returned nodes and of their ancestors. Tails are left out."""
         nodes: list[PrefixNode] = []
         queue: list[tuple[int, int, int, int | None, str | None, RadixNode]] = []
 
@@ -460,7 +461,7 @@ class RadixIndex:
         return nodes
 
     def _first_tokens(self, node: RadixNode) -> tuple[tuple[int, ...], str | None]:
-        """A node's first tokens, those at which a salt begins among them, and this salt."""
+        """Return a node's first tokens, and the salt that begins at one of them; None if no salt begins there."""
         tokens, salt = [], None
         for token in node.tokens[:MAX_SHOWN_TOKENS].tolist():
             if (first := self._spans.first_token(token)) is not None:
@@ -476,7 +477,7 @@ class RadixIndex:
     # ---------------------------------------------------------------- the tree
 
     def _walk(self, namespace: Namespace, tokens: TokenArray) -> tuple[RadixNode | None, int, list[BlockIds]]:
-        """Follow `tokens` down the tree: the last node touched, the number of tokens matched, the whole blocks."""
+        """Follow `tokens` down the tree. Returns the last node, the number of tokens matched, and the whole blocks."""
         parts: list[BlockIds] = []
         node = self._roots.get(namespace)
         position = 0
@@ -498,10 +499,10 @@ class RadixIndex:
         return position // self._block_size - node.start // self._block_size
 
     def _first_block_ending_after(self, node: RadixNode, position: int) -> int:
-        """A block that holds the token before `position`, which lies in `node`.
+        """Return a block that holds the token before `position`; `position` lies in `node`.
 
-        It ends in the node or in its nearest descendant, or is a tail there. This takes at most block_size
-        steps, because a node in which no block ends lies inside one.
+        The block ends in the node or in its nearest descendant, or is a tail there. The search takes at most
+        block_size steps, because a node in which no block ends lies inside one block.
         """
         at = self._blocks_ending(node, position)
         while at == len(node.block_ids):
@@ -626,7 +627,7 @@ def _namespace(keys: ExtraKeys) -> Namespace:
 
 
 def _most_reuses(node: RadixNode, num_reuses: npt.NDArray[np.int64]) -> int:
-    """The reuses of the node's most reused block, or of the blocks right below if none ends in it."""
+    """The reuses of the node's most reused block or, if no block ends in the node, of the blocks right below."""
     if len(node.block_ids):
         return int(num_reuses[node.block_ids].max())
     below = islice(reversed(node.children.values()), MAX_CHILDREN)

@@ -79,7 +79,7 @@ def make_hash_function(name: str) -> HashFunction:
 
 
 def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction:
-    """128-bit xxh3."""
+    """Make a hash function of 128-bit xxh3."""
     try:
         import xxhash
     except ImportError as error:
@@ -105,7 +105,7 @@ def chain_root(fingerprint: str = "") -> BlockHash:
 ROOT_HASH = chain_root()
 """The parent of every first block when there is no fingerprint."""
 NONE_HASH = ROOT_HASH
-"""vLLM's name for it. Its bytes are ours, and the same in every process: no seed decides them."""
+"""vLLM's name for the root hash. The bytes are foreword's own and need no seed: they are equal in every process."""
 
 
 SpanKind = Literal["media", "link", "jump"]
@@ -117,9 +117,10 @@ class KeyedSpan:
     """Tokens of a prompt whose KV depends on more than the token ids up to them."""
 
     kind: SpanKind
-    """Placeholders of an image, sound or video; tokens that are copied (`keys/links.py`); one whose position jumps."""
+    """media: placeholders of an image, sound or video. link: tokens that are copied (`keys/links.py`). jump: a token
+    whose position jumps."""
     digest: str
-    """What else their KV depends on: of a picture, its content and how it was prepared."""
+    """A digest of what their KV depends on besides, such as the content of a picture and how it was prepared."""
     offset: int
     """Position of the first token."""
     num_tokens: int
@@ -151,12 +152,12 @@ class ExtraKeys:
     """Hash of prompt embeddings that replace token ids; part of every block's keys."""
 
     def __hash__(self) -> int:
-        """Hash only the last span: a prompt with links may have hundreds, and the ledger hashes for each block."""
+        """Hash only the last span: a prompt with links may have hundreds of spans, and the ledger hashes each block."""
         places = self.adapter_offset, self.salt_offset
         return hash((self.adapter, self.salt, places, self.spans[-1:], self.embeddings_hash))
 
     def check(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError unless these fit a prompt of `num_tokens` tokens.
+        """Raise InvalidRequestError unless these keys fit a prompt of `num_tokens` tokens.
 
         Spans must lie inside the prompt, one after the other; neither adapter nor salt may begin before it.
         """

@@ -24,8 +24,8 @@ class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
     `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model; sequences that
-    share an index have the same hash function. Raises InvalidRequestError for token ids below 0 or beyond int32 (those
-    that are generated are checked when they are first read), and for media items that overlap or do not lie inside
+    share an index have the same hash function. Raises InvalidRequestError for token ids below 0 or beyond int32
+    (generated ids are checked when they are first read), and for media items that overlap or do not lie inside
     `token_ids`.
     """
 
@@ -59,11 +59,11 @@ class TokenSequence:
         root: BlockHash = ROOT_HASH,
         linked_from: int | None = None,
     ) -> None:
-        """`linked_from`: the first token whose KV is copied from another sequence; None: there is none."""
+        """Begin a sequence. From token `linked_from` on, KV is copied from another sequence; None: no KV is."""
         self.request_id = request_id
         self.linked_from = linked_from
         self.most_hit_tokens: int | None = None
-        """Leading tokens that a hit may have at most, because the others are computed for their logits; None: all."""
+        """The most leading tokens that a hit may have: the others are computed for their logits. None: no limit."""
         self.session: Hashable | None = None
         """The session that its blocks count for (`close_session`); None: no session."""
         self.block_size = block_size
@@ -97,7 +97,7 @@ class TokenSequence:
 
     @property
     def num_hittable_tokens(self) -> int:
-        """Leading tokens that a hit may have: the last one is always computed."""
+        """The number of leading tokens that a hit may have: the last token is always computed."""
         limit = max(0, len(self) - 1)
         return limit if self.most_hit_tokens is None else min(limit, self.most_hit_tokens)
 
@@ -183,7 +183,7 @@ class TokenSequence:
 
 
 def keys_of_group(keys: list[BlockHash], width: int, first: int, last: int) -> list[BlockHash]:
-    """Of a chain's keys, those of a group's blocks number `first` to `last` (exclusive), each `width` keys wide."""
+    """Pick the keys of a group's blocks number `first` to `last` (exclusive), each of which covers `width` keys."""
     return keys[first:last] if width == 1 else keys[(first + 1) * width - 1 : last * width : width]
 
 

@@ -1,4 +1,4 @@
-"""How many tokens to draft: what is likely to be accepted, against what a longer step costs.
+"""How many tokens to draft: weighs the chance that drafts are accepted against the cost of a longer step.
 
 Everything here only decides how many tokens are drafted, never which tokens are answered.
 """
@@ -14,35 +14,36 @@ import numpy as np
 import numpy.typing as npt
 
 SHARE = 0.01
-"""The share of the steps' time that drafts and guessing may lose in the long run."""
+"""The share of the time of all steps that guessing and wrong drafts may lose in the long run."""
 MOST_S = 0.03
-"""Seconds that may be lost at once. With SHARE, any 5 s lose at most 1.6%, and the excess time of one step."""
+"""Seconds that drafting may lose at once. With SHARE, any 5 s lose at most 1.6%, plus the excess time of one step."""
 NEWEST = 7
-"""The number of newest steps without drafts to keep for each number of rows. The fastest counts: others waited for
-something."""
+"""The number of step times without drafts to keep for each number of rows, the newest. The fastest of them counts,
+because slower steps waited for something."""
 Floats = npt.NDArray[np.float64]
 SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256])
 """Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known. Longer steps,
 such as those that compute prompts, are not timed: drafts may add any number of rows to them."""
 FREE_ROWS, COST_OF_MORE = 8, 0.06
-"""Assumed until steps are timed: FREE_ROWS rows cost as much as one, and each further row adds COST_OF_MORE of that."""
+"""The cost of rows until steps are timed: FREE_ROWS rows cost as much as one row, and each further row adds
+COST_OF_MORE times that cost."""
 KEPT_TIMES, TRIES = 7, 3
-"""The number of measured times to keep for each size, and the number from which they are trusted."""
+"""The number of measured times to keep for each size, and the number of times that a size needs to be trusted."""
 ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
-"""The chance of a token without a record, and the weight in trials of a prior: of this chance, or of the record of all
-requests."""
+"""The chance of a token without a record, and the weight of a prior chance, in trials. The prior of all requests'
+record is ASSUMED_CHANCE; the prior of one request's record is the record of all requests."""
 LEAST_GAIN = 1.1
-"""Drafts must promise this many times the tokens a second: a smaller gain is within the errors of chances and
-times, and times grow with contexts."""
+"""The least ratio of tokens per second with drafts to those without. A smaller gain is within the errors of chances
+and times, and times grow with contexts."""
 FORGOTTEN_AFTER = 512
-"""Steps after which a time that was not measured again is forgotten, so that it is tried again."""
+"""The number of steps after which a size's times are forgotten if it was not timed again. Then it is tried again."""
 
 
 class Allowance:
     """An account of the seconds that drafts may lose.
 
-    A step without drafts adds a little. A step with drafts adds the time that it saves, or takes what it loses:
-    it is compared with the steps that its tokens would have taken without drafts.
+    Each step adds SHARE of its time, and guessing subtracts its time. A step with drafts also adds the time that it
+    saved, or subtracts the time that it lost, compared with the steps that its tokens would have taken without drafts.
     """
 
     def __init__(self) -> None:
@@ -56,31 +57,31 @@ class Allowance:
         return self.left_s > 0 and bool(self._plain_s)
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds of a step without drafts, at the timed number of rows next to `num_rows`; None if none was timed."""
+        """Seconds of a step without drafts at the timed number of rows next to `num_rows`; None before such a step."""
         if not self._plain_s:
             return None
         return min(self._plain_s[min(self._plain_s, key=lambda size: abs(size - num_rows))])
 
     def note_plain(self, num_rows: int, seconds: float, guessing_s: float) -> None:
-        """Note a step without drafts, in which each row gave a token; `guessing_s`: seconds of guessing before it."""
+        """Note a step without drafts, in which each row gave a token, and the seconds of guessing before the step."""
         self._plain_s.setdefault(num_rows, deque(maxlen=NEWEST)).append(seconds)
         self._add(SHARE * seconds - guessing_s, seconds)
 
     def note_drafted(self, num_requests: int, num_tokens: int, seconds: float, guessing_s: float) -> None:
-        """Note a step with drafts that gave `num_tokens` tokens to its requests."""
+        """Note a step with drafts that gave `num_tokens` tokens, and the seconds of guessing before the step."""
         plain_s = self.plain_s(num_requests)
         if plain_s is not None:
             self._add(SHARE * seconds + plain_s * num_tokens / num_requests - seconds - guessing_s, plain_s)
 
     def note_guessing(self, guessing_s: float) -> None:
-        """Note the guessing before a step that computed prompts too: what its drafts saved is not known."""
+        """Note the guessing before a step that also computed prompts: the time that its drafts saved is unknown."""
         self._add(-guessing_s, 0.0)
 
     def _add(self, seconds: float, plain_s: float) -> None:
-        """Add seconds, and limit the account to the time of one step.
+        """Add seconds, which may be negative. The account holds at most one step's time, or MOST_S if that is more.
 
-        That is enough that one wrong draft of a slow model does not end drafting. One step takes no more than that,
-        either: if a process was stopped for seconds, drafts are not the cause.
+        This limit is high enough that one wrong draft of a slow model does not end drafting. One call also subtracts at
+        most this limit: if the process was stopped for seconds, drafts are not the cause.
         """
         limit_s = max(MOST_S, plain_s)
         self.left_s = min(limit_s, self.left_s + max(seconds, -limit_s))
@@ -94,7 +95,7 @@ class StepTimes:
         self._noted_at: list[int] = [0] * len(SIZES)
         self._num_steps = 0
         self._last_slowness = 1.0
-        """The last step's seconds, as a multiple of what is assumed."""
+        """The last step's seconds, as a multiple of the assumed cost of its rows."""
         self._curve: Floats | None = None
 
     @property
@@ -118,14 +119,14 @@ class StepTimes:
         self._noted_at[at] = self._num_steps
 
     def learnt(self) -> dict[str, float]:
-        """The least seconds of each size that was timed TRIES times, for a later process on the same machine."""
+        """The least seconds of each size with at least TRIES times, for a later process on the same machine."""
         sure = (at for at in self._fresh() if len(self._times[at]) >= TRIES)
         return {str(SIZES[at]): min(self._times[at]) for at in sure}
 
     def begin_with(self, learnt: object) -> None:
         """Begin with the times that an earlier process learnt; a value of another form is ignored.
 
-        The times count as if they were measured now: one that is not measured again is forgotten like any other.
+        The times count as if they were measured now: a time that is not measured again is forgotten like any other.
         """
         if not isinstance(learnt, dict):
             return
@@ -136,7 +137,10 @@ class StepTimes:
         self._curve = None
 
     def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
-        """Seconds of steps with these numbers of rows; more rows never take less. Unscaled until a step was timed."""
+        """Seconds of steps with these numbers of rows; more rows never take less time.
+
+        Until times are known, the unit is the time of a step with one row instead.
+        """
         if self._curve is None:
             self._curve = self._measured()
         sizes = SIZES.astype(np.float64)
@@ -144,11 +148,12 @@ class StepTimes:
         return seconds * np.maximum(1.0, _assumed(num_rows) / _assumed(SIZES[-1:]))
 
     def _measured(self) -> Floats:
-        """Seconds at each of SIZES: the least of the last times. Sizes without times follow the assumed shape.
+        """Seconds of a step for each of SIZES, from the least of the size's last times.
 
-        Other work on the machine only adds to a time, so the least is the nearest to the truth. A size with
-        fewer than TRIES times is drawn towards the slowness of the next smaller size that has enough, so that it is
-        tried again. While no size has times, the last step alone shows how slow the machine is.
+        Other work on the machine only adds to a time, so the least is the nearest to the truth. Slowness is the ratio
+        of this time to the assumed cost. If a size has fewer than TRIES times, its slowness is drawn towards that of
+        the next smaller size that has enough times, so that the size is tried again. If a size has no times, its
+        slowness lies between those of the sizes next to it. If no size has times, all have the last step's slowness.
         """
         timed = self._fresh()
         assumed = _assumed(SIZES)
@@ -179,13 +184,13 @@ def _assumed(num_rows: npt.NDArray[np.int64]) -> Floats:
 
 @dataclass(slots=True)
 class Trials:
-    """Guessed tokens that were compared with what came; older ones count less."""
+    """The number of guessed tokens that were compared with the model's, and of right ones; older trials count less."""
 
     weight: float = 0.0
     right: float = 0.0
 
     def note(self, num_trials: int, num_right: int, decay: float) -> None:
-        """Note some trials; earlier ones keep `decay` of their weight at each of them."""
+        """Note some trials. Each of them multiplies the weight of all earlier trials by `decay`."""
         self.weight = self.weight * decay**num_trials + num_trials
         self.right = self.right * decay**num_trials + num_right
 
@@ -196,13 +201,13 @@ class Trials:
 
 @dataclass(slots=True)
 class Record:
-    """Results of guesses: of their first tokens, and of the tokens after right ones."""
+    """Trials of first tokens of guesses, and trials of later tokens, each of which follows right tokens only."""
 
     first: Trials = field(default_factory=Trials)
     later: Trials = field(default_factory=Trials)
 
     def note(self, num_right: int, *, one_was_wrong: bool, decay: float) -> None:
-        """Note a guess of which `num_right` tokens were right, and then perhaps one was wrong."""
+        """Note a guess whose first `num_right` tokens were right; the next token was wrong if `one_was_wrong`."""
         if num_right or one_was_wrong:
             self.first.note(1, min(num_right, 1), decay)
         if num_right:
@@ -210,27 +215,31 @@ class Record:
 
 
 class Acceptance:
-    """How likely guessed tokens are right, by source and length of match.
+    """The chances that guessed tokens are right, by source and length of match.
 
-    A guess whose first token is right mostly goes on rightly. So first tokens and later tokens have separate chances.
+    If the first token of a guess is right, the later tokens mostly are, too. So first tokens and later tokens have
+    separate chances.
     """
 
     KEPT, KEPT_OF_REQUEST = 0.98, 0.9
-    """The weight that earlier trials keep at each new one: in the record of all requests, and in one request's."""
+    """The share of its weight that a trial keeps at each new trial: in all requests' record, and in one request's."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, int], Record] = {}
         """Source and class of match -> record."""
 
     def chances(self, source: str, num_matched: int, record: Record) -> tuple[float, float]:
-        """The chance of a first token, and of each later one if those before it are right; `record`: of the request."""
+        """The chance that the first token of a guess is right, and that a later token is right if all before it are.
+
+        `record` is the request's own.
+        """
         general = self._records.get((source, _class(num_matched)), _NOTHING_KNOWN)
         first = record.first.mixed_with(general.first.mixed_with(ASSUMED_CHANCE))
         later = record.later.mixed_with(general.later.mixed_with(ASSUMED_CHANCE))
         return first, min(0.995, later)
 
     def note(self, source: str, num_matched: int, num_right: int, *, one_was_wrong: bool, record: Record) -> None:
-        """Note a checked guess: `num_right` tokens were right, and then perhaps one was wrong."""
+        """Note a guess whose first `num_right` tokens were right; the next token was wrong if `one_was_wrong`."""
         general = self._records.setdefault((source, _class(num_matched)), Record())
         general.note(num_right, one_was_wrong=one_was_wrong, decay=self.KEPT)
         record.note(num_right, one_was_wrong=one_was_wrong, decay=self.KEPT_OF_REQUEST)
@@ -240,12 +249,12 @@ _NOTHING_KNOWN = Record()
 
 
 def _class(num_matched: int) -> int:
-    """2, 3, 4 to 7, 8 to 15, 16 and more tokens."""
+    """The class of a length of match, named by its least length: 2, 3, 4 to 7, 8 to 15, or 16 and more tokens."""
     return min(num_matched, 3) if num_matched < 4 else min(16, 1 << num_matched.bit_length() - 1)
 
 
 def best_count(rates: Floats) -> int:
-    """The index of the best of some rates; 0 unless it is clearly better than the first."""
+    """The index of the highest rate if it is more than LEAST_GAIN times the first rate; otherwise 0."""
     at = int(rates.argmax())
     return at if rates[at] > LEAST_GAIN * rates[0] else 0
 
@@ -261,8 +270,8 @@ def best_lengths(
     """The number of tokens to draft for each request, so that the step gives the most tokens for each second.
 
     Request r's draft has at most `longest[r]` tokens. `chances[r]` are the probabilities that its first token is
-    right, and that each later one is if those before it are. All requests share the rows that cost little: the
-    likeliest tokens of all come first. Without drafts, the step has `num_rows` rows and gives `num_samples` tokens; at
+    right, and that a later token is right if all tokens before it are. The requests share the added rows: the likeliest
+    tokens of all requests come first. Without drafts, the step has `num_rows` rows and gives `num_samples` tokens; at
     most `room` rows are added.
     """
     owners = np.repeat(np.arange(len(longest)), longest)
