@@ -218,8 +218,9 @@ class RoutingCore:
     ) -> Decision:
         """Choose a replica outside `exclude` and reserve the work there. Releases the request's earlier attempt.
 
-        `is_counted`: False for work that no client asked for; `counts` and `log` do not have it. Raises NoReplicaError if
-        there is none.
+        `is_counted`: False for work that no client asked for; `counts` and `log` do not have it.
+
+        Raises NoReplicaError if there is none.
         """
         for peer in [name for name, peer in self._peers.items() if peer.heard_at + self.options.peer_silence_s < now]:
             self.forget_router(peer, now)
