@@ -37,12 +37,12 @@ from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 
 MAX_PADDING = 1 / 8
-"""The largest share of slots that may stay empty for the sake of fewer groups. It holds for full attention alone too,
-because full attention has the most blocks."""
+"""The largest share of slots that may stay empty so that there are fewer groups. The slots of full attention alone keep
+this limit too, because full attention has the most blocks."""
 MAX_STATE_GROUPS = 24
-"""The most groups for recurrent states: more groups make smaller blocks and finer hits, and cost time in every step."""
+"""The most groups for recurrent states. More groups allow smaller blocks and finer hits, but cost time in each step."""
 MIN_STATE_TOKENS = 64
-"""The least distance between places where a state can be saved. Prefill is cut there, and short pieces are slow."""
+"""The least number of tokens between places where a state can be saved. Prefill is cut there; short pieces are slow."""
 MIN_STATE_INTERVAL = 512
 """The smallest default of `state_interval`, in tokens."""
 
@@ -55,9 +55,9 @@ class LayerLayout:
     key_dim: int
     value_dim: int
     sliding_window: int | None = None
-    """A query at position p sees positions p - sliding_window + 1 to p."""
+    """A query at position p sees positions p - sliding_window + 1 to p; None: there is no window."""
     local_chunk: int | None = None
-    """A query at position p sees positions p // local_chunk * local_chunk to p."""
+    """A query at position p sees positions p // local_chunk * local_chunk to p; None: there are no chunks."""
 
     def token_bytes(self, kv_format: KVFormat) -> tuple[int, int]:
         """Bytes of one token's keys, and of its values."""
@@ -109,7 +109,7 @@ class CacheLayout:
     key_page_bytes: int
     value_page_bytes: int
     state_page_bytes: int = 0
-    """Bytes of each block's extra page, which holds what recurrent states need beyond the pages of all slots."""
+    """Bytes of each block's extra page, which holds the part of recurrent states that the pages of all slots cannot."""
     state_interval: int | None = None
     """Tokens between recurrent states that are always saved; None without recurrent layers."""
 
@@ -123,18 +123,18 @@ class CacheLayout:
 
     @property
     def is_one_full_group(self) -> bool:
-        """Whether all layers need all blocks, so that any index works and hits end at any token."""
+        """Whether all layers need all blocks. Then any index works, and hits can end at any token."""
         return len(self.groups) == 1 and isinstance(self.groups[0].spec, (FullAttentionSpec, SinkFullSpec))
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the sequences; it divides every group's block size."""
+        """Tokens per block in sequences. Each group's block size is a multiple of this number."""
         return math.gcd(*(group.spec.block_size for group in self.groups))
 
     def tokens_in(self, num_blocks: int) -> int:
-        """The tokens of text whose KV fills that number of blocks.
+        """Return the number of tokens of a text whose KV fills `num_blocks` blocks.
 
-        Every group needs blocks of its own for the same text, and recurrent groups a state after every interval.
+        Every group needs blocks of its own for the same text. Recurrent groups need a state after every interval.
         """
         sizes = [
             self.state_interval or spec.block_size if isinstance(spec, MambaSpec) else spec.block_size
@@ -144,7 +144,7 @@ class CacheLayout:
         return num_blocks * whole // sum(whole // size for size in sizes)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """The blocks of all groups that a text of that length takes at most."""
+        """The largest number of blocks, in all groups together, that a text of `num_tokens` tokens takes."""
         return sum(-(-num_tokens // spec.block_size) for spec in self.specs)
 
     def layers_by_kind(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ class LayoutOptions:
     """The choices about a layout."""
 
     block_size: int = 16
-    """Tokens per block of attention layers; blocks get more if a recurrent state does not fit."""
+    """Tokens per block of attention layers; blocks get more tokens if a recurrent state does not fit."""
     state_block_size: int | None = None
     """Recurrent states can be saved after multiples of this number of tokens; None: see `MIN_STATE_TOKENS`.
 
@@ -191,7 +191,7 @@ class LayoutOptions:
     num_sink_tokens: int = 0
     """Shared positions before those of every request; they fill whole blocks and need full attention in every layer."""
     keep_all: bool = False
-    """Treat windows and chunks as full attention, which takes more memory and hits to the token."""
+    """Whether windows and chunks are treated as full attention. This takes more memory, and hits end at any token."""
 
 
 def plan_layout(
@@ -240,7 +240,7 @@ def plan_layout(
 
 
 Kind = tuple[int, int, str, int]
-"""Key and value bytes per token, attention type and reach; layers of one kind can share a table."""
+"""Key and value bytes per token, attention type and reach. Layers of one kind can share a block table."""
 
 
 def _kinds(attention: Mapping[int, LayerLayout], kv_format: KVFormat, options: LayoutOptions) -> dict[Kind, list[int]]:
@@ -268,7 +268,7 @@ def _spec(kind: Kind, block_size: int) -> GroupSpec:
 
 
 def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOptions) -> GroupLayout:
-    """Give the one full group blocks that all requests share. Raises ConfigError if there is no such group."""
+    """Give the group blocks that all requests share. Raises ConfigError unless it is one group of full attention."""
     if has_states or len(groups) != 1 or not isinstance(groups[0].spec, FullAttentionSpec):
         raise ConfigError(
             f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all see every position; "
@@ -284,7 +284,7 @@ def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOpti
 
 
 def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
-    """The number of slots: the largest one with which all attention groups leave few slots empty (`MAX_PADDING`)."""
+    """Return the largest number of slots of which attention groups leave at most the share `MAX_PADDING` empty."""
     counts = [len(layers) for layers in kinds.values()]
     full = [len(layers) for kind, layers in kinds.items() if kind[2] == "full"]
 
@@ -295,7 +295,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """The multiple of the block size that each kind's blocks hold. It makes pages equal: smaller tokens get more."""
+    """The multiple of the block size in each kind's blocks: larger for smaller tokens, so that pages are equal."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:
@@ -315,7 +315,10 @@ def _fitting_block_size(
 
 
 def _states_per_group(block_bytes: int, state_bytes: int, num_states: int, has_attention: bool) -> int:
-    """The number of layers in a recurrent group: an even share that fits into a block; all if none has attention."""
+    """The number of layers in a recurrent group: all if no layer has attention, else an even share.
+
+    The share fits into a block, unless there would be more than MAX_STATE_GROUPS groups.
+    """
     if not has_attention:
         return num_states
     max_states = max(-(-num_states // MAX_STATE_GROUPS), block_bytes // state_bytes)

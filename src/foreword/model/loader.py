@@ -50,7 +50,7 @@ class LoadedModel:
     """A written decoder, or a model of transformers."""
     device: torch.device
     config: Mapping[str, Any]
-    """The facts that decide what it computes: a decoder's spec, or the fields of transformers' config."""
+    """The facts that determine the results: a decoder's spec, or the fields of transformers' config."""
     layers: dict[int, LayerLayout]
     """Attention layers."""
     states: dict[int, StateLayout]
@@ -66,9 +66,9 @@ class LoadedModel:
     rotation: KeyRotation | None
     """The way to move cached keys to other positions; None: nobody asked for links."""
     exact: bool
-    """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
+    """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row. On a CPU, bits never do."""
     pictures: EncodedPictures | None = None
-    """The encoder of pictures; None: the model takes none."""
+    """The encoder of pictures; None if the model takes no pictures."""
     lacks_pillow: bool = False
     """Whether it would take pictures if Pillow were installed."""
 
@@ -81,7 +81,7 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Decoder:
-        """The written decoder; only for models that are one."""
+        """The written decoder; only for models of a written family."""
         assert isinstance(self.network, Decoder), "a model of transformers"
         return self.network
 
@@ -123,9 +123,9 @@ class LoadedModel:
         return plan_layout(self.layers, self.states, self.kv_format, options)
 
     def can_link(self, layout: CacheLayout) -> bool:
-        """Whether tokens may be moved between blocks of this layout; False if nobody asked.
+        """Whether tokens may be moved between blocks of this layout; False if nobody asked for links.
 
-        Raises UnsupportedModelError if they were to be and cannot.
+        Raises UnsupportedModelError if somebody asked for links and the layout does not allow them.
         """
         if self.rotation is not None:
             check_linkable(layout)
@@ -134,7 +134,7 @@ class LoadedModel:
     def deviations(self, max_model_len: int, sink_token_ids: Sequence[int]) -> LinkDeviations | None:
         """A meter of the deviation of linked tokens; None if nobody asked for links.
 
-        `max_model_len`: tokens of the longest prompt and its answer; `sink_token_ids`: those before every prompt.
+        `max_model_len`: tokens of the longest prompt and its answer; `sink_token_ids`: the tokens before every prompt.
         """
         if self.rotation is None:
             return None
@@ -157,7 +157,7 @@ class LoadedModel:
         return LoadedAdapters(self.network.spec, options.max_loras, options.max_lora_rank)
 
     def embeds_reader(self, options: ModelConfig, max_rows: int, block_size: int) -> EmbedsReader | None:
-        """A reader of prompt embeddings; None if prompts have none. Raises ConfigError if the model takes none."""
+        """A reader of prompt embeddings; None if not enabled. Raises ConfigError if the model takes no embeddings."""
         if not options.enable_prompt_embeds:
             return None
         if self.hidden_size is None or self.pictures is not None or self.lacks_pillow:
@@ -176,7 +176,7 @@ class LoadedModel:
 
 
 def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
-    """A model that is written down. Raises UnreadableError or UnwrittenError if transformers is to read it."""
+    """Read a model of a written family. Raises UnreadableError or UnwrittenError if transformers must read it."""
     stored = read_stored(options)
     spec = _spec_of(stored)
     check_shapes(spec, stored.weights)
@@ -184,16 +184,17 @@ def _read_written(options: ModelConfig) -> tuple[StoredModel, DecoderSpec]:
 
 
 def why_not_written(folder: Path, dtype: Dtype = "auto") -> str | None:
-    """Why a folder's model runs in transformers' modules on a CPU, if anywhere; None if it does not. Reads headers.
+    """Return why a folder's model runs in transformers' modules on a CPU. Reads headers only.
 
-    Raises ModelLoadError if weights are missing: then nobody can say.
+    None: the model runs as a written decoder, or nowhere. Raises ModelLoadError if weights are missing, as nobody can
+    say then.
     """
     check_complete(folder)
     try:
         _read_written(ModelConfig(str(folder), dtype=dtype))
     except (UnreadableError, UnwrittenError) as reason:
         return str(reason)
-    except ForewordError:  # no server runs it
+    except ForewordError:  # the model runs nowhere
         return None
     return None
 
@@ -226,7 +227,7 @@ def load_model(options: ModelConfig) -> LoadedModel:
 
 
 def _has_tied_head(weights: Mapping[str, Weight]) -> bool:
-    """Whether the head in a file is the embedding's table. Raises OSError."""
+    """Whether the head in a file equals the embedding's table. Raises OSError."""
     table, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     if isinstance(table, CodedRows) and isinstance(head, CodedRows):
         return table.equals(head)
@@ -241,14 +242,14 @@ def _spec_of(stored: StoredModel) -> DecoderSpec:
 
 
 def load_foreign_model(options: ModelConfig) -> LoadedModel:
-    """A model in transformers' modules, made fast where a trial shows equal bits, though its family may be written."""
+    """Load a model in transformers' modules, fused where a trial shows equal bits, even if its family is written."""
     from foreword.model.checkpoint.read import read_checkpoint
 
     return _accelerated(load_plain(read_checkpoint(options), options))
 
 
 def _load_with_transformers(options: ModelConfig, reason: Exception) -> LoadedModel:
-    """Have transformers read a checkpoint. `reason`: why it is not read here."""
+    """Have transformers read a checkpoint. `reason`: why foreword does not read it."""
     from foreword.model.checkpoint.read import read_checkpoint
 
     if options.weight_arithmetic == "int8":
@@ -299,7 +300,7 @@ def load_plain(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
 
 
 def _accelerated(model: LoadedModel) -> LoadedModel:
-    """Fuse modules while their weights are plain, and pack weights; what a trial refuses stays transformers' own."""
+    """Fuse modules while their weights are plain, then pack weights. Modules that fail a trial stay as they are."""
     from foreword.model.foreign.modules import fuse, pack_linears
 
     fuse(model.flat.module)
@@ -308,7 +309,7 @@ def _accelerated(model: LoadedModel) -> LoadedModel:
 
 
 def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
-    """Run a model that transformers has read by its spec. Raises UnwrittenError if nobody has written it."""
+    """Make a written decoder from a model that transformers has read. Raises UnwrittenError if no spec describes it."""
     module = checkpoint.module
     detached = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
     tensors = experts_apart(detached, checkpoint.config.model_type)
@@ -316,11 +317,11 @@ def _load_written(checkpoint: Checkpoint, options: ModelConfig) -> LoadedModel:
         raise UnwrittenError("weights of several types")
     values = checkpoint.config.to_dict()
     if type(module).__module__.startswith("transformers."):
-        values.pop("auto_map", None)  # names code of the checkpoint's own, which does not run
+        values.pop("auto_map", None)  # it names the checkpoint's own code, which does not run
     spec = find_spec(values, tensors)
     head, embedding = tensors.get("lm_head.weight"), tensors["model.embed_tokens.weight"]
     if spec.tied and head is not None and head.data_ptr() != embedding.data_ptr():
-        spec = replace(spec, tied=False)  # transformers ties no weights that differ in the file, whatever it says
+        spec = replace(spec, tied=False)  # transformers ties no weights that differ in the file, whatever configs say
     for part in module.modules():
         part._parameters.clear()  # each weight is freed when it has been packed
     weights: dict[str, Weight] = {**tensors}
@@ -335,9 +336,9 @@ def _written(
     options: ModelConfig,
     quantized: object = None,
 ) -> LoadedModel:
-    """Build the decoder of a spec, which takes its weights out of the mapping.
+    """Build the decoder of a spec. Its weights are removed from the mapping.
 
-    `quantized`: what the config says of quantized weights; the model's KV depends on it.
+    `quantized`: the config's entry about quantized weights; the model's KV depends on it.
     """
     kv_format = _kv_format_of(read, options, latent=spec.latent is not None)
     try:
@@ -368,7 +369,7 @@ def _written(
 
 
 def _report_integers(parts: Counter[str], options: ModelConfig) -> None:
-    """Say which formats are multiplied in integers, and which are not. Raises ConfigError if none is."""
+    """Log which formats are multiplied in integers, and which exactly. Raises ConfigError if none is in integers."""
     formats = list(dict.fromkeys(name for part in parts if part != "in one program" for name in part.split(", ")))
     integers = [name.removesuffix(INTEGERS) for name in formats if name.endswith(INTEGERS)]
     others = [name for name in formats if not name.endswith(INTEGERS)]
@@ -379,7 +380,7 @@ def _report_integers(parts: Counter[str], options: ModelConfig) -> None:
 
 
 def _refuse_integers(options: ModelConfig, reason: str) -> NoReturn:
-    """Say that a model cannot run in integers, and what can. Raises ConfigError."""
+    """Raise ConfigError: the model cannot run in integers. The error says which models can."""
     raise ConfigError(
         f"weight_arithmetic='int8' needs weights in codes of whole numbers (GGUF, GPTQ, AWQ, MXFP4), a family that is "
         f"written down, and a CPU with AVX2; model {options.model!r} has no such products: {reason}; leave it out"
@@ -402,6 +403,6 @@ def _kv_format_of(read: StoredModel | Checkpoint, options: ModelConfig, *, laten
 
 
 def _facts_of(read: StoredModel | Checkpoint, options: ModelConfig) -> dict[str, Any]:
-    """The facts of a checkpoint, as fields of a loaded model, that do not depend on the code that runs it."""
+    """Return the fields of `LoadedModel` that do not depend on the code that runs the checkpoint."""
     names = ("device", "dtype", "max_positions", "eos_token_ids")
     return {"exact": options.exact, **{name: getattr(read, name) for name in names}}

@@ -5,7 +5,7 @@ is moved to p + d by one more turn of d:
 
     R(p + d) k = R(d) R(p) k
 
-Models that nobody has written down are refused: how their keys turn would have to be guessed.
+Models that nobody has written down are refused, because nobody knows how their keys turn.
 
 `KeyMover` moves KV from slots to slots: values are copied, keys are copied and turned. A key is turned once, in
 float32, from the canonical key at its source, and rounded once. So a moved key's bits depend on the source's key and on
@@ -40,7 +40,7 @@ _BITS: dict[KVFormat, tuple[torch.dtype, Any, Callable[..., None]]] = {
     KVFormat(torch.bfloat16): (torch.int16, np.uint16, kernels.turn_rows_bf16),
     KVFormat(torch.float32): (torch.float32, np.float32, kernels.turn_rows_f32),
 }
-"""Formats that a kernel turns: how torch and numpy see their bits, and the kernel."""
+"""Formats that a kernel turns -> the types in which torch and numpy see an element's bits, and the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class Turn:
     """One way to turn the first elements of a key."""
 
     table: Table | None
-    """None: keys do not depend on the position."""
+    """The function that gives cosines and sines; None: keys do not depend on the position."""
     width: int = 0
     """The number of elements that turn."""
     interleaved: bool = False
     """Whether elements 2i and 2i + 1 make a pair, not i and i + width / 2. The table has a pair's angle at both."""
 
     def cosines(self, shift: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each pair's angle for a shift, [width / 2] float32; scaled tables are divided out."""
+        """Cosine and sine of each pair's angle for a shift, [width / 2] float32. A table's scale is divided out."""
         assert self.table is not None
         cosine, sine = (part[0] for part in self.table(torch.tensor([abs(shift)])))
         chosen = slice(0, None, 2) if self.interleaved else slice(0, self.width // 2)
@@ -65,8 +65,8 @@ class Turn:
 
     @property
     def places(self) -> tuple[int, int, int]:
-        """Where pairs lie in a key: the first element of the first pair, the distance to the next pair's, and the
-        distance between the two elements of a pair.
+        """Where pairs lie in a key: the first element of the first pair, the distance from a pair's first element to
+        the next pair's, and the distance between the two elements of a pair.
         """
         return (0, 2, 1) if self.interleaved else (0, 1, self.width // 2)
 
@@ -88,11 +88,11 @@ class KeyRotation:
     """How the keys of all layers turn."""
 
     turns: dict[int, Turn]
-    """Layer -> its way."""
+    """Layer -> the way in which its keys turn."""
 
     @classmethod
     def of(cls, spec: DecoderSpec, rotaries: Sequence[Rotary]) -> KeyRotation:
-        """How the keys of a written decoder turn: as its spec says."""
+        """Return how the keys of a written decoder turn, as its spec says."""
         turns, still = [Turn(r.table, r.spec.turned, r.spec.interleaved) for r in rotaries], Turn(None)
         return cls(
             {number: still if layer.rotary is None else turns[layer.rotary] for number, layer in enumerate(spec.layers)}
@@ -100,7 +100,7 @@ class KeyRotation:
 
 
 def refuse_links(reason: str) -> NoReturn:
-    """Raise UnsupportedModelError: links were allowed, and the model cannot have them."""
+    """Raise UnsupportedModelError, because links were allowed and the model cannot have links."""
     raise UnsupportedModelError(f"allow_links=True, but this model's prompts cannot be linked: {reason}; leave it out")
 
 
@@ -121,7 +121,7 @@ class KeyMover:
     """Moves KV within one storage, for one thread at a time."""
 
     def __init__(self, storage: KVStorage, rotation: KeyRotation, *, compiled: bool | None = None) -> None:
-        """`compiled`: whether to move with compiled kernels; None: if they take this storage. Bits are the same."""
+        """`compiled`: whether to use compiled kernels, which give the same bits; None: if they take this storage."""
         self._storage, self._rotation = storage, rotation
         self._turns_of = functools.lru_cache(maxsize=1024)(Turn.cosines)
         layers = storage.blocks.values()
@@ -163,7 +163,7 @@ class KeyMover:
             kernels.copy_rows(_bits(blocks.format, part).reshape(-1, part.shape[2] * part.shape[3]), sources, targets)
 
     def _turn(self, layer: int, turn: Turn, targets: Int64Array, owners: Int64Array, tables: Tables) -> None:
-        """Turn keys where they are, each by its owner's angles."""
+        """Turn the keys in the slots `targets` in place, each by the angles of its owner, a move."""
         blocks = self._storage.blocks[layer]
         if self._is_compiled:
             cosines, sines = (table.numpy() for table in tables)

@@ -27,7 +27,8 @@ from foreword.model.vision.encoded import PictureRows
 from foreword.request import Picture
 
 EXACT_ROWS = 256
-"""Rows of every pass on a GPU that keeps equal bits: a GPU's libraries choose their method by the number of rows.
+"""The number of rows of every pass on a GPU that keeps equal bits. It is fixed because a GPU's libraries choose their
+method by the number of rows.
 
 With about this number, arithmetic takes as long as reading the weights (docs/decisions/0014)."""
 
@@ -55,8 +56,8 @@ class ForwardPass:
 
     num_tokens: int
     rows: Tensor
-    """[3 + groups, padded tokens] int32: token ids, positions, positions minus rows, slots of each attention group; or
-    [5 + groups, padded tokens], with positions of three numbers."""
+    """[3 + groups, padded tokens] int32: token ids, positions, positions minus rows, slots of each attention group.
+    Where positions have three numbers: [5 + groups, padded tokens]."""
     keep: Tensor
     """[padded] int32: rows whose logits are computed."""
     num_kept: int
@@ -68,7 +69,7 @@ class ForwardPass:
     columns: Tensor | None = None
 
     def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
-        """Write the KV and return logits [num_kept, vocab], or of `columns` alone."""
+        """Write the KV and return logits [num_kept, vocab], or only those of the tokens `columns`."""
         rows = self.rows.long()
         end = len(rows) - len(self.groups) - 1
         token_ids, positions, offsets, slots = rows[0], rows[1:end], rows[end], rows[end + 1 :]
@@ -85,15 +86,16 @@ class ModelRunner:
     """Runs batches on one model. `execute` is called by one thread at a time."""
 
     def __init__(self, model: LoadedModel, storage: KVStorage, *, pass_rows: int | None = None) -> None:
-        """`pass_rows`: rows of the passes that batches are cut into; None: `EXACT_ROWS` for an exact model on a GPU.
+        """`pass_rows`: the number of rows of the passes into which batches are cut.
 
-        Batches of a model with recurrent layers stay whole: these layers compute requests, not rows.
+        None: `EXACT_ROWS` for an exact model on a GPU, else batches stay whole. Batches of a model with recurrent
+        layers always stay whole, because these layers compute requests, not rows.
         """
         self._model = model
         self._storage = storage
         self._device = model.device
         self.encoder = model.pictures
-        """The encoder of pictures; None: the model takes none."""
+        """The encoder of pictures; None if the model takes no pictures."""
         self._mover = None if model.rotation is None else KeyMover(storage, model.rotation)
         self._plain_attention = ReferenceAttention()
         self._is_device_attention = isinstance(model.kernel, DeviceAttention)
@@ -116,7 +118,7 @@ class ModelRunner:
             self.pad_rows = RowPadding.fixed(pass_rows or 1)
         else:
             threads = torch.get_num_threads()
-            dtype = torch.float32 if model.routes_in_float32 else model.dtype  # its products need the most rows
+            dtype = torch.float32 if model.routes_in_float32 else model.dtype  # float32 products need the most rows
             self.pad_rows = RowPadding.for_model(model.activation_widths(), dtype, threads, packed=model.is_packed)
         if not on_gpu:
             compile_draws()  # now, not when the first request asks for it
@@ -181,7 +183,7 @@ class ModelRunner:
     def _run(self, passes: list[ForwardPass]) -> Tensor:
         """Run passes and join the logits that they keep, in the model's type."""
         logits = [forward_pass.run(self._model, self._storage) for forward_pass in passes]
-        parts = [part for part in logits if len(part)] or logits[:1]  # without rows, the width may be another
+        parts = [part for part in logits if len(part)] or logits[:1]  # an empty part may have another width
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _plan(self, batch: Batch, logit_rows: Rows, columns: Rows | None = None) -> list[ForwardPass]:
@@ -234,7 +236,7 @@ class ModelRunner:
         return GroupPlan(kernel, kernel.plan(batch.of_group(group_id, scrap), scrap, size, self._device))
 
     def kernel_of(self, group_id: int) -> AttentionKernel:
-        """The kernel of a group's layers. The CPU's compiled kernel needs blocks without gaps between them."""
+        """Return the kernel of a group's layers. The CPU's compiled kernel takes no blocks with gaps between them."""
         kernel = self._model.kernel
         if self._is_device_attention or self._storage.is_contiguous(group_id):
             return kernel

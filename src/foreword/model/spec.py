@@ -1,13 +1,13 @@
 """DecoderSpec: what a decoder computes, as facts that can be checked against a paper.
 
-`decoder/families.py` fills it in and `decoder/decoder.py` runs it. One layer, in which a family without some part has
-None or 1 in its place:
+`decoder/families.py` fills it in and `decoder/decoder.py` runs it. The formula of one layer follows. A family that
+lacks a part has None or 1 in its place:
 
     x = x + residual_scale * after_attention(output(attention(turn(head_norm(project(before_attention(x)))))))
     x = x + residual_scale * after_network(down(gate(before_network(x)) * up(before_network(x))))
 
-A family with latent KV stores one vector of a token for all heads (arXiv 2405.04434). A head's keys and values are
-products with it, which are taken apart, so that nothing but the vector is stored and read:
+A family with latent KV stores one vector per token for all heads (arXiv 2405.04434). A head's keys and values are
+products of the vector. These products move to the query and to the result, so that only the vector is stored:
 
     query     = up_query(norm(down_query(x)))                        or one product of x
     latent    = norm(down(x)[: latent]), turn(down(x)[latent :])
@@ -18,7 +18,7 @@ In a layer with experts the network is the sum of the experts that a router choo
 
     network(x) = sum of weight(expert) * down(gate(x) * up(x)) + sigmoid(shared_gate(x)) * shared(x)
 
-Experts may be in groups: then those of the groups with the best scores can be chosen alone.
+Experts may form groups. Then only experts of the groups with the best scores can be chosen.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class NormSpec:
 
     epsilon: float
     scales: Literal["rounded", "in float32", "one more"] = "rounded"
-    """Scales of the normalised row: the weight, after the row was rounded to the model's type; the weight in float32;
-    or the weight plus one in float32."""
+    """The factors of the normalised row. "rounded": the weight, after the row was rounded to the model's type; "in
+    float32": the weight in float32; "one more": the weight plus one in float32."""
     centred: bool = False
     """Whether the row's mean is subtracted first."""
 
@@ -59,10 +59,10 @@ class RotarySpec:
     in_float32: bool = False
     """Whether heads are turned in float32 and then rounded, not in the model's type."""
     rounded_tables: bool = False
-    """Whether cosines and sines are rounded to the model's type before that."""
+    """Whether cosines and sines are rounded to the model's type before heads are turned."""
     axes: tuple[int, ...] | None = None
-    """By which number of a position each pair turns, where positions have three: time, row and column
-    (arXiv 2409.12191); text has three equal ones. None: positions have one."""
+    """For each pair, the number of a position by which it turns, if positions have three numbers: time, row and column
+    (arXiv 2409.12191). In text the three are equal. None: a position is one number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class LayerSpec:
     """The facts that differ from layer to layer."""
 
     window: int | None = None
-    """A query at position p sees positions p - window + 1 to p; None: all."""
+    """A query at position p sees positions p - window + 1 to p; None: it sees all positions up to p."""
     rotary: int | None = 0
     """Index into `DecoderSpec.rotaries`; None: heads are not turned."""
     has_experts: bool = False
@@ -103,11 +103,11 @@ class ExpertSpec:
 
     count: int
     chosen: int
-    """The number of experts of a row."""
+    """The number of experts that are chosen for each row."""
     width: int
-    """The intermediate size of one."""
+    """The intermediate size of one expert."""
     weights: Literal["softmax of all", "softmax of chosen", "sigmoid"] = "softmax of all"
-    """The function that makes weights of the router's scores."""
+    """The function that turns the router's scores into weights."""
     normalised: bool = False
     """Whether the weights of chosen experts are then divided by their sum."""
     scale: float = 1.0
@@ -119,21 +119,22 @@ class ExpertSpec:
     group_best: int = 1
     """A group's score is the sum of this many best weights in it."""
     correction: str | None = None
-    """Name of a number for each expert that is added to weights for the choice alone (arXiv 2408.15664)."""
+    """Name of a tensor with one number per expert, added to weights for the choice alone (arXiv 2408.15664)."""
     routes_in_float32: bool = False
     """Whether the router multiplies in float32."""
     shared_width: int | None = None
-    """The intermediate size of one more network that every row passes; None: there is none."""
+    """The intermediate size of the shared network, which every row passes; None: there is no shared network."""
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
-    """Name of an expert's product, by its number; `up` and `down` too."""
+    """Name of an expert's product, with {} for the expert's number, as in `up` and `down`."""
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
     shared: NetworkNames | None = None
     shared_gate: str | None = None
-    """None: that network's result is added as it is."""
+    """Name of the product that weighs the shared network's result; None: the result is added as it is."""
     stack: str | None = None
-    """Name of tensors [experts, in, out], in which outputs of gate and up alternate; None: there are none."""
+    """Name of tensors [experts, in, out], in which outputs of gate and up alternate; None: experts are not stacked
+    so."""
 
     def network(self, expert: int) -> NetworkNames:
         """Names of the weights of one expert."""
@@ -151,9 +152,9 @@ class LatentSpec:
     """One vector of a token in place of all heads' keys and values; see the top of this module."""
 
     size: int
-    """Elements of the vector that are normalised, and of which keys and values are products."""
+    """The number of the vector's elements that are normalised. Keys and values are products of these elements."""
     turned: int
-    """Elements that follow, and turn with the position: the end of every head's key."""
+    """The number of the vector's last elements. They turn with the position, and are the end of every head's key."""
     plain: int
     """Elements of a head's query and key that do not turn."""
     value: int
@@ -164,7 +165,7 @@ class LatentSpec:
     """Epsilon of its norms; the model's other norms may have another."""
     norm: str = "self_attn.kv_a_layernorm"
     up: str = "self_attn.kv_b_proj"
-    """Name of the product: of each head first the key's outputs, then the value's."""
+    """Name of the product that makes keys and values. For each head, the key's outputs come first, then the value's."""
     query_norm: str = "self_attn.q_a_layernorm"
     query_up: str = "self_attn.q_b_proj"
 
@@ -185,7 +186,7 @@ class LatentSpec:
         return sizes if self.query_rank is None else {**sizes, self.query_norm: self.query_rank}
 
     def shapes(self, num_heads: int) -> dict[str, tuple[int, int]]:
-        """The shapes of products that are not of the layer's rows."""
+        """The shapes of the products whose inputs are not the layer's rows."""
         shapes = {self.up: (num_heads * (self.plain + self.value), self.size)}
         if self.query_rank is not None:
             shapes[self.query_up] = num_heads * (self.plain + self.turned), self.query_rank
@@ -194,7 +195,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Names of a layer's weights, below "model.layers.N."; several names make one product, outputs end to end."""
+    """Names of a layer's weights, below "model.layers.N."; several names make one product with joined outputs."""
 
     project: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
@@ -206,11 +207,11 @@ class WeightNames:
     query_norm: str | None = None
     key_norm: str | None = None
     sinks: str | None = None
-    """A score for each head that takes its share of the softmax and has no value (arXiv 2309.17453)."""
+    """Name of a tensor with one score per head, which takes part in the softmax but has no value (arXiv 2309.17453)."""
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Names of attention's weights that multiply rows, each perhaps with a bias beside it."""
+        """Names of the weights that multiply rows in attention; each may have a bias."""
         return (*self.project, self.output)
 
     @property
@@ -238,19 +239,19 @@ class DecoderSpec:
     score_scale: float
     names: WeightNames = WeightNames()
     head_norm: Literal["each head", "all heads"] = "each head"
-    """The rows that norms of queries and keys normalise, if the family has such norms."""
+    """Whether norms of queries and keys normalise each head or the row of all heads, if the family has such norms."""
     latent: LatentSpec | None = None
     """The vector that stands for keys and values; None: each head has its own."""
     activation: ActivationName = "silu"
     clamp: GateClamp | None = None
-    """Limits of gate and up, in place of the activation."""
+    """The gate with limits that replaces the activation; None: the activation is used."""
     experts: ExpertSpec | None = None
     parallel: bool = False
     """Whether the network reads the rows that attention reads: x = x + attention(norm(x)) + network(norm(x))."""
     tied: bool = False
     """Whether the embedding is also the output head."""
     score_cap: float | None = None
-    """Scores become cap * tanh(score / cap)."""
+    """Scores become cap * tanh(score / cap); None: scores stay as they are."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -258,7 +259,10 @@ class DecoderSpec:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of queries, keys and values, each of all heads; with latent KV, of queries' part and the vector."""
+        """Widths of the queries, keys and values of all heads.
+
+        With latent KV: the width of the queries, or of the row that makes them, and the width of the vector.
+        """
         latent = self.latent
         if latent is not None:
             return latent.query_rank or self.num_heads * (latent.plain + latent.turned), latent.width

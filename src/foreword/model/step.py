@@ -31,14 +31,14 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class GivenRows:
-    """Rows that enter the first layer and are no token's embedding."""
+    """Rows that enter the first layer in place of tokens' embeddings."""
 
     places: Tensor
-    """[given] int64: which rows of the step they are."""
+    """[given] int64: their row numbers in the step."""
     values: Tensor
     """[given, width], in the model's type."""
     added: tuple[Tensor, ...] = ()
-    """[given, width]: what is added to these rows after each of the first layers (DeepStack, arXiv 2406.04334)."""
+    """[given, width]: terms to add to these rows after each of the first layers (DeepStack, arXiv 2406.04334)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StateRun:
     write_block: int
     """The block for the state after `end` tokens."""
     prompt_end: int
-    """Positions from this on hold generated tokens."""
+    """The first position of generated tokens."""
 
     def cells(self, grid: int) -> list[tuple[int, int]]:
         """Cut the run into spans of positions: a prompt at multiples of the grid, an answer after every token.
@@ -92,7 +92,7 @@ class Step:
     token_ids: Tensor
     """[rows] int64"""
     positions: Tensor
-    """[rows] int64: the positions that turn heads; or [3, rows], where they have three numbers."""
+    """[rows] int64: the positions that turn heads; [3, rows] where positions have three numbers."""
     keep: Tensor
     """[padded] int64: rows whose logits are computed, ascending; padding after the first `num_kept`."""
     num_kept: int
@@ -104,14 +104,14 @@ class Step:
     offsets: Tensor | None = None
     """[rows] int64: positions minus rows, for models of transformers."""
     adapted: AdaptedRows | None = None
-    """The rows that adapters change; None: none."""
+    """The rows that adapters change; None if no adapter changes a row."""
     given: GivenRows | None = None
-    """The rows that are no tokens' embeddings; None: all are."""
+    """The rows that are not embeddings of tokens; None if every row is an embedding."""
     columns: Tensor | None = None
     """[n] int64, ascending: the tokens whose logits are computed; None: all."""
 
     def deltas(self, layer: int) -> LayerDeltas:
-        """What adapters add to the results of a layer's products."""
+        """The terms that adapters add to the results of a layer's products."""
         return NO_DELTAS if self.adapted is None else self.adapted.layer(layer)
 
     @property

@@ -34,7 +34,7 @@ class KVStorage:
     def __init__(
         self, layout: CacheLayout, num_blocks: int, device: torch.device, *, compiled: bool | None = None
     ) -> None:
-        """`compiled`: whether to write and copy with Triton's kernels; None: only on their own device."""
+        """`compiled`: whether to write and copy with Triton's kernels; None: if `writes_with_triton` says so."""
         self.layout = layout
         self.num_blocks = num_blocks
         most_tokens = max(spec.block_size for spec in layout.specs)
@@ -53,7 +53,7 @@ class KVStorage:
         self._slots = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
         self._pages = [*(pages for slot in self._slots for pages in slot), pages(layout.state_page_bytes)]
         self._kernels: BlockKernels | None = None
-        """None: plain torch."""
+        """The kernels that write and copy blocks; None: plain torch does it."""
         if writes_with_triton(device) if compiled is None else compiled:
             self._kernels = make_block_kernels(self._pages)
         self.blocks: dict[int, KVBlocks] = {}
@@ -63,7 +63,8 @@ class KVStorage:
         self.state_group_of: dict[int, int] = {}
         """Recurrent layer -> its group."""
         self._pieces: dict[int, list[tuple[slice, Tensor]]] = {}
-        """Recurrent layer -> the parts of its state, and where each lies: [num_blocks + 1, bytes]."""
+        """Recurrent layer -> for each part of its state: the part's bytes in the state, and its pages [num_blocks + 1,
+        bytes]."""
         for group_id, group in enumerate(layout.groups):
             if isinstance(group.spec, MambaSpec):
                 self._place_states(group_id, group)
@@ -71,9 +72,10 @@ class KVStorage:
                 self._place_attention(group_id, group)
 
     def pages(self, num_slots: int | None = None) -> list[Tensor]:
-        """The pages of the first slots, keys before values, [num_blocks + 1, bytes] each; those without bytes not.
+        """Return the pages of the first slots, keys before values, [num_blocks + 1, bytes] each, except those without
+        bytes.
 
-        None: the pages of all slots, and the extra page.
+        `num_slots`: None: return the pages of all slots, and the extra page.
         """
         chosen = self._pages if num_slots is None else self._pages[: 2 * num_slots]
         return [page for page in chosen if page.shape[1]]
@@ -149,7 +151,7 @@ class KVStorage:
     # -------------------------------------------------------------------- states
 
     def load_state(self, layer: int, block_id: int) -> list[Tensor]:
-        """Copy a recurrent layer's state out of a block: one tensor [1, ...] for each that its layout names."""
+        """Copy a recurrent layer's state out of a block: return one tensor [1, ...] for each tensor of its layout."""
         layout = self.layout.states[layer]
         raw = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._pages[0].device)
         for part, pages in self._pieces[layer]:
@@ -179,7 +181,7 @@ PROVIDED_BYTES = 8 << 20
 
 
 class BlockBytes:
-    """The blocks of the KV memory as bytes, for tiers. Any thread may call it; the caller keeps others off its block.
+    """The blocks of the KV memory as bytes, for tiers. Any thread may call it, if no other thread uses the same block.
 
     A group's block consists of the pages that its layers use, one after the other: for attention the keys and values of
     its slots, for recurrent layers all pages of the block, over which their states lie.
@@ -192,7 +194,7 @@ class BlockBytes:
             for group in storage.layout.groups
         ]
         self._arrays: list[list[npt.NDArray[np.uint8]]] | None = None
-        """Numpy arrays of the same memory, whose copies cost less to begin; None on a device."""
+        """Numpy arrays of the same memory, because numpy begins a copy faster than torch; None on a device."""
         if all(page.device.type == "cpu" for pages in self._pages for page in pages):
             self._arrays = [[page.numpy() for page in pages] for pages in self._pages]
 
@@ -201,7 +203,7 @@ class BlockBytes:
         return sum(page.shape[1] for page in self._pages[group_id])
 
     def write(self, group_id: int, block_id: int, payload: memoryview) -> None:
-        """Fill a block from its `payload_bytes`."""
+        """Fill a block from a payload of `payload_bytes` bytes."""
         at, source = 0, np.frombuffer(payload, np.uint8)
         if self._arrays is not None:
             for array in self._arrays[group_id]:
@@ -217,7 +219,7 @@ class BlockBytes:
         _wait_for(whole)
 
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
-        """Copy a block to `out`, which has `payload_bytes`."""
+        """Copy a block to `out`, which has `payload_bytes` bytes."""
         at, target = 0, np.frombuffer(out, np.uint8)
         if self._arrays is not None:
             for array in self._arrays[group_id]:
@@ -228,9 +230,9 @@ class BlockBytes:
         target[:] = torch.cat([page[block_id] for page in self._pages[group_id]]).cpu().numpy()
 
     def provide(self, block_ids: BlockIds) -> Iterator[None]:
-        """Let the system provide the memory of blocks before they are used, some megabytes before each pause.
+        """Let the system provide the memory of blocks before they are used. Pauses after every few megabytes.
 
-        What they hold stays. On a device there is nothing to do.
+        The contents of the blocks stay. On a device there is nothing to do.
         """
         if self._arrays is None or not len(block_ids):
             return

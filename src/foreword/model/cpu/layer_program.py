@@ -1,14 +1,14 @@
-"""Decoder layers as one program: threads run the operations of each without returning to Python in between.
+"""Decoder layers as one program: threads run the operations of all layers without a return to Python in between.
 
 Norms, products, heads and attention are operations here; rows wait between them in one memory. Weights may have any
 format whose products are operations (`RowProduct`): 12 bits in bfloat16, the codes of a file in float32.
 `model/spec.py` has the formula of such layers.
 
-In a step of few rows an operation takes 10 to 500 us. Running each from Python cost a quarter of such a step: weights
-had driven Python's code and data from the caches, and threads had to be woken.
+In a step of few rows an operation takes 10 to 500 us. Running each operation from Python cost a quarter of such a step,
+because weights had pushed Python's code and data out of the caches, and because threads had to be woken.
 
     memory    written by                                  read by
-    rows      a layer's last sum                          the next one's sum after attention
+    rows      a layer's last sum                          the next layer's sum after attention
     wide      project, heads, attention; later gate, up   heads, attention, output; later down
     normed    norms                                       project, gate
     added     output; later down; norms after them        the sums after them
@@ -44,7 +44,7 @@ _LINE = 64
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines [1, rows, turned]."""
 _NUMBERS = len(rotary.STEP_ARGUMENTS) + len(cpu_attention.STEP_ARGUMENTS)
-"""Numbers of a step for layers of one kind."""
+"""The number of step arguments for layers of one kind."""
 
 
 class ProductPart(Protocol):
@@ -60,7 +60,7 @@ class RowProduct(Protocol):
     dtype: torch.dtype
     """The type of the rows and of the result."""
     row_scratch: int
-    """Bytes of scratch memory for each row, before that of threads."""
+    """Bytes of scratch memory for each row. This memory comes before the scratch memory of threads."""
 
     @property
     def width(self) -> int:
@@ -85,7 +85,7 @@ class LayerParts:
     before_network: Norm
     after_network: Norm | None
     project: RowProduct
-    """Rows to queries, keys and values."""
+    """The product that makes queries, keys and values from rows."""
     output: RowProduct
     gate_up: RowProduct
     down: RowProduct
@@ -100,7 +100,7 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Addresses of the memory between operations, for some number of rows."""
+    """Addresses of the memory between operations, for `num_rows` rows."""
 
     num_rows: int
     rows: int
@@ -132,7 +132,7 @@ class Workspace:
         self._thread_scratch = max(self._thread_scratch, *thread_scratch)
 
     def places(self, num_rows: int) -> Places:
-        """Addresses for a number of rows: the same object until memory moves."""
+        """Return addresses for `num_rows` rows: the same object until the number changes or memory moves."""
         wide, narrow = (_in_lines(num_rows * width * self.dtype.itemsize) for width in (self._wide, self._narrow))
         num_bytes = wide + 4 * narrow + num_rows * self._row_scratch
         num_bytes += torch.get_num_threads() * self._thread_scratch
@@ -201,7 +201,7 @@ class LayerOperations:
         }
 
     def take_adapters(self) -> Sequence[LowRankOperation]:
-        """Add operations for what adapters add to the four products, and return them."""
+        """Add operations that add the terms of adapters to the four products, and return these operations."""
         self._changes, self._bound = [LowRankOperation() for _ in range(PRODUCTS)], None
         names = [name for name in self.operations if name.endswith(": adapters")]
         self.operations.update({name: [change] for name, change in zip(names, self._changes, strict=True)})
@@ -214,7 +214,7 @@ class LayerOperations:
         return sum(len(self.operations[name]) for name in names[names.index("heads") + 1 :])
 
     def sizes(self) -> tuple[int, int, Sequence[RowProduct]]:
-        """Elements of a row of `wide`, and of the other memory; the products, which need scratch memory."""
+        """Elements of a row in `wide`, elements of a row in the other memory, and the products, which need scratch."""
         project, width, gate_up = self._widths
         heads = project + (self._query_bytes + self._mixed_bytes) // self._item_bytes
         network = gate_up if self._gate is None else gate_up + gate_up // 2
@@ -231,7 +231,7 @@ class LayerOperations:
         self.attention.set_layer(blocks, self._shapes.query_heads, self._options, self._dtype, kernel.bfloat16)
 
     def wires(self, first: int) -> Iterator[tuple[Operation, str, int]]:
-        """Arguments that change in a step, and the places of their numbers from `first` on."""
+        """Yield the arguments that change in a step, each with the index of its number, from `first` on."""
         arguments = enumerate(rotary.STEP_ARGUMENTS, first)
         yield from ((self._rotary, argument, number) for number, argument in arguments)
         for number, argument in enumerate(cpu_attention.STEP_ARGUMENTS, first + len(rotary.STEP_ARGUMENTS)):
@@ -239,9 +239,9 @@ class LayerOperations:
             yield self.attention.merges, argument, number
 
     def bind_rows(self, places: Places, rows: int, *, is_normed: bool, span: tuple[int, int] | None = None) -> None:
-        """Set the address of the layer's rows; `is_normed`: their norm is in its place already.
+        """Set the address of the layer's rows; `is_normed`: whether the norm of these rows is in its place already.
 
-        `span`: the first of the rows that are computed after attention, and their number; None: all.
+        `span`: the first row that is computed after attention, and the number of such rows; None: all rows.
         """
         if self._bound == (places, rows, is_normed, span):
             return
@@ -300,32 +300,33 @@ class LayerChain:
             layer.end_with(following)
         self._head, self._head_operations = head, head.operations()
         self._adapter_wires: Wires | None = None
-        """None until adapters come: models without them have no operations for them."""
+        """The step arguments of adapters' operations; None until adapters come, as the program lacks these
+        operations."""
         self._is_adapted = False
         """Whether adapters' operations may have rows."""
         self._make_program()
         self._storage: Callable[[], KVStorage | None] = lambda: None
-        """Weak: a model outlives engines, whose blocks must be freed."""
+        """A weak reference, because a model outlives engines, whose blocks must be freed."""
         self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
         self._kinds: list[tuple[int, int, LayerOperations]] = []
-        """For layers of one group, shape and rotary embedding: the group, the bytes of a token in all of them, and one
-        of them."""
+        """For layers of equal group, shape and rotary embedding: the group, the bytes of a token in all these layers,
+        and one of the layers."""
         self._wires = Wires([])
         self._turns: object = None
-        """Tensors that the step's numbers are addresses of, if the caller may not keep them."""
+        """The tensors whose addresses are numbers of the step. The caller may not keep them."""
 
     def _make_program(self) -> None:
-        self._is_made = False  # an interrupt must not leave a program whose operations count elsewhere
+        self._is_made = False  # after an interrupt, the old program does not fit `_of_layers`
         self._of_layers = [part for layer in self.layers for parts in layer.operations.values() for part in parts]
         self.program = Program([*self._of_layers, *self._head_operations])
         self._is_made = True
 
     def logits(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> Tensor | None:
-        """Logits [num_kept, vocab] from the rows [rows, width] that enter; None if the program cannot run such a step.
+        """Return logits [num_kept, vocab] of entering rows [rows, width]; None if the program cannot run such a step.
 
-        `turns`: of each rotary embedding cosines and sines [1, rows, turned]. For rows before the first and after the
-        last of those that are kept, the last layer computes only attention.
+        `turns`: cosines and sines [1, rows, turned] of each rotary embedding. Before the first kept row and after the
+        last kept row, the last layer computes only attention.
         """
         if not self._can_run(rows, step):
             return None
@@ -347,7 +348,7 @@ class LayerChain:
         return logits
 
     def run_layers(self, rows: Tensor, turns: Sequence[Turns], step: Step) -> bool:
-        """Compute the normed rows of those that are kept, and no logits; False if the program cannot run the step."""
+        """Compute the norms of the kept rows, without logits; return False if the program cannot run the step."""
         if not self._can_run(rows, step):
             return False
         keep, x = step.keep[: step.num_kept], rows.contiguous()
@@ -379,7 +380,7 @@ class LayerChain:
         return self._is_for_storage and rows.dtype == self._space.dtype and takes_adapters
 
     def _bind(self, x: Tensor, turns: Sequence[Turns], step: Step, *, span: tuple[int, int] | None = None) -> Places:
-        """Bind all layers. The last one leaves the rows of `span` where the others do."""
+        """Bind all layers. The last layer leaves only the rows of `span`, where other layers leave these rows."""
         if step.adapted is not None:
             self._take_adapters(step.adapted)
         if not self._is_made:
@@ -399,7 +400,7 @@ class LayerChain:
         return places
 
     def _take_adapters(self, adapted: AdaptedRows) -> None:
-        """Make room for what adapters add, and their operations if these are the first ones."""
+        """Make scratch memory for adapters. If these are the first adapters, add their operations."""
         self._space.widen_scratch(adapted.thread_scratch)
         if self._adapter_wires is None:
             self._is_made = False
@@ -410,7 +411,7 @@ class LayerChain:
     def _bind_adapters(
         self, adapted: AdaptedRows | None, num_rows: int, span: tuple[int, int] | None, scratch: int
     ) -> None:
-        """Set the rows that adapters change; None: none. After attention the last layer has those of `span`."""
+        """Set the rows that adapters change; None: no rows. After attention, the last layer has only `span`."""
         assert self._adapter_wires is not None
         products = np.arange(PRODUCTS * len(self.layers))
         numbers = np.zeros((len(products), len(adapters.STEP_ARGUMENTS)), np.int64)
@@ -420,12 +421,12 @@ class LayerChain:
                 firsts[1 - PRODUCTS :], counts[1 - PRODUCTS :] = span
             changed = adapted.is_changed[products]
             numbers[changed] = adapted.step_numbers(products, firsts, counts, scratch)[changed]
-        self._is_adapted = True  # until all operations are known to have none
+        self._is_adapted = True  # until every operation is known to have no rows
         self._adapter_wires.carry(numbers)
         self._is_adapted = adapted is not None
 
     def _lay_wires(self, storage: KVStorage) -> None:
-        """Wire layers; those of one kind take the same numbers of a step."""
+        """Wire layers. Layers of one kind take the same numbers of a step."""
         kinds: dict[tuple[object, ...], list[LayerOperations]] = {}
         for layer in self.layers:
             kind = storage.group_of[layer.layer], layer.attention.shape, layer.rotary

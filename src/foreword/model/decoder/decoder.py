@@ -35,13 +35,13 @@ _FORMS = {"rounded": ROUND_NORM, "in float32": 0, "one more": ADD_ONE}
 
 
 class RowNorm:
-    """Rows [..., width] to the same shape and type. A row's bits do not depend on other rows."""
+    """A norm of rows [..., width]; the result has the same shape and type. A row's bits do not depend on other rows."""
 
     def __init__(self, weight: Tensor, spec: NormSpec, kernels: RowKernels) -> None:
         self.weight, self._spec, self._kernels = weight.detach(), spec, kernels
         takes = not spec.centred and weight.device.type == "cpu" and kernels.can_take(len(weight), weight.dtype)
         self.norm = Norm(self.weight, spec.epsilon, _FORMS[spec.scales]) if takes else None
-        """The compiled norm, if there is one."""
+        """The compiled norm; None if no kernel takes this norm."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self.norm is not None:
@@ -67,7 +67,7 @@ class Decoder:
     """A model of a written family. One thread at a time may call it; meanwhile, other threads may call `run`."""
 
     def __init__(self, spec: DecoderSpec, weights: MutableMapping[str, Weight]) -> None:
-        """Pack `weights`, named as in checkpoints of the family. They are taken out, so that plain copies are freed."""
+        """Pack `weights`, named as in checkpoints of the family, and empty the mapping to free plain copies."""
         self.spec, kernels = spec, RowKernels()
         norm = weights.pop("model.norm.weight")
         assert isinstance(norm, Tensor)
@@ -82,7 +82,7 @@ class Decoder:
         self._head = Linear([embedding if spec.tied else weights.pop("lm_head.weight")], None)
         self._embedding = Embedding(embedding, self._head if spec.tied else None, self.dtype)
         self.chain = self._make_chain()
-        """The program of all layers, if there is one."""
+        """The program of all layers; None: Python calls the operations one by one."""
         self._last_normed: Tensor | None = None
         self._keep = torch.empty(0, dtype=torch.int64)
 
@@ -114,14 +114,14 @@ class Decoder:
         mixed = last.attend(normed, turns, step)
         if not step.num_kept:
             return rows.new_empty(0, self._head.out_features)
-        keep = step.keep  # padded as all rows are
+        keep = step.keep  # with padding, like all rows
         deltas = NO_DELTAS if step.adapted is None else step.adapted.of(keep).layer(last.number)
         _, normed = last.add(rows[keep], normed[keep], mixed[keep], self._norm, step.num_kept, deltas)
         self._last_normed = normed
-        return self._logits(normed, step.columns)[: step.num_kept]  # all rows: see `passes.py`
+        return self._logits(normed, step.columns)[: step.num_kept]  # computed for padding too: see `passes.py`
 
     def _logits(self, normed: Tensor, columns: Tensor | None) -> Tensor:
-        """Logits of normed rows [rows, width], of all tokens or of some."""
+        """Logits of normed rows [rows, width]: those of the tokens `columns`, or of all tokens."""
         if columns is None:
             return self._scaled(self._head(normed))
         if self.spec.logit_cap is not None:  # bits of its tanh may depend on an element's place
@@ -136,7 +136,7 @@ class Decoder:
         return self.chain.normed_rows(self._keep, self.spec.hidden_size)
 
     def run(self, step: Step, *, until: int) -> None:
-        """Write the keys and values of the first `until` layers, by any thread."""
+        """Write the keys and values of the first `until` layers. Any thread may call this."""
         turns = [rotary.turns(step.positions, self.dtype) for rotary in self.rotaries]
         rows = self.embed(step)
         normed = _normed(rows, self.layers[0].before_attention)
@@ -174,7 +174,7 @@ class Decoder:
 
     @property
     def options(self) -> list[AttentionOptions]:
-        """Each layer's options of attention."""
+        """The attention options of each layer."""
         return [layer.attention for layer in self.layers]
 
     @property
@@ -195,7 +195,7 @@ class Decoder:
         return "plain" not in self.parts()
 
     def parts(self) -> Counter[str]:
-        """The number of products in each format of weights, and of layers that run as one program."""
+        """Count the products in each format of weights, and the layers that run as one program."""
         counts = Counter(part.format for layer in self.layers for part in layer.products)
         counts[self._head.format] += 1
         counts["in one program"] = 0 if self.chain is None else len(self.layers)
@@ -214,7 +214,7 @@ class DecoderLayer:
         rotaries: list[Rotary],
         like: Tensor,
     ) -> None:
-        """`like`: a tensor of the type and on the device of all others."""
+        """`like`: a tensor with the type and the device of all others."""
         self.number, self._spec = number, spec
         self._layer, names = spec.layers[number], spec.names
         place = f"model.layers.{number}."
@@ -264,7 +264,7 @@ class DecoderLayer:
         return self._project, self._output, *self._network.products, *latent
 
     def attend(self, normed: Tensor, turns: list[Turns], step: Step) -> Tensor:
-        """Write keys and values, and attend: rows [rows, width] to mixed values [rows, spec.mixed_width]."""
+        """Write keys and values of rows [rows, width], and attend. Return mixed values [rows, spec.mixed_width]."""
         queries, group = self.write(normed, turns, step), step.group(self.number)
         mixed = group.kernel.attend(queries, step.storage.blocks[self.number], group.plan, self.attention)
         return (mixed if self._latent is None else self._latent.values(mixed)).flatten(1)
@@ -285,7 +285,10 @@ class DecoderLayer:
         return queries
 
     def _split(self, projected: Tensor, turns: list[Turns]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [rows, heads, head_dim], normalised and turned; vectors twice if KV is latent."""
+        """Return queries, keys and values [rows, heads, head_dim], normalised and turned.
+
+        With latent KV, the vectors [rows, 1, width] stand in both places.
+        """
         if self._latent is not None:
             assert self._rotary is not None
             assert self._layer.rotary is not None
@@ -311,9 +314,9 @@ class DecoderLayer:
         count: int,
         deltas: LayerDeltas = NO_DELTAS,
     ) -> tuple[Tensor, Tensor]:
-        """The layer's result from its rows, their norm and mixed values; and the result's norm for the next layer.
+        """Return the layer's result from its rows, their norm and mixed values, and the result normed by `following`.
 
-        `count`: the number of rows before padding; `deltas`: what adapters add.
+        `count`: the number of rows before padding; `deltas`: the terms that adapters add to the products' results.
         """
         added = _normed(self._output(mixed, deltas.output), self._after_attention)
         scale = self._spec.residual_scale
@@ -325,7 +328,7 @@ class DecoderLayer:
         return _sum(rows, added, following, scale)
 
     def _rotary_kernel(self, dtype: torch.dtype) -> RotaryKernel | None:
-        """One pass over the heads, if there is one that computes what this layer does."""
+        """Return the kernel that prepares heads in one pass; None if it does not compute this layer's formula."""
         spec, rotary = self._spec, self._rotary
         if spec.latent is not None:
             return None
@@ -344,7 +347,7 @@ class DecoderLayer:
         return RotaryKernel(shapes, query, key)
 
     def parts(self) -> LayerParts | None:
-        """This layer's parts for a program; None if a program cannot run one of them, or computes another formula."""
+        """Return this layer's parts for a program; None if programs lack the layer's formula or cannot run a part."""
         spec, heads, network = self._spec, self._heads, self._network
         has_own_norms = spec.head_norm == "all heads" and any(self._head_norms)
         if heads is None or has_own_norms or spec.parallel or isinstance(network, Experts):
@@ -372,7 +375,7 @@ def _add_given(given: GivenRows, layer: int, rows: Tensor, normed: Tensor, norm:
 
 
 def _sum(x: Tensor, y: Tensor, norm: RowNorm | None, scale: float) -> tuple[Tensor, Tensor]:
-    """x + scale * y and its norm; the sum twice if there is no norm."""
+    """Return x + scale * y and the norm of this sum; without a norm, return the sum twice."""
     if norm is not None:
         return norm.of_sum(x, y, scale)
     total = x + (y if scale == 1.0 else y * scale)
@@ -383,11 +386,11 @@ RowFunction = Callable[[Tensor], Tensor]
 
 
 class LatentHeads:
-    """Attention over one vector a token, from which the keys and values of all heads could be made (arXiv 2405.04434).
+    """Attention over one vector per token, which stands for the keys and values of all heads (arXiv 2405.04434).
 
-    Nothing makes them. A head's query is multiplied by the transposed product that would make its keys, so that it
-    meets the vector itself, and its mixture of vectors by the product that would make its values:
-
+    No key or value is made from it. A head's query is multiplied by the transposed product that would make the head's
+    keys, so that scores need the vector alone. The mixture of vectors is multiplied by the product that would make the
+    head's values:
         query . (up_key latent, turned)  =  (up_key^T query, turned query) . (latent, turned)
         sum of weight * (up_value latent)  =  up_value (sum of weight * latent)
 
@@ -396,7 +399,7 @@ class LatentHeads:
     """
 
     def __init__(self, spec: DecoderSpec, up: Tensor, take: Take, norm: Callable[[str, float], RowFunction]) -> None:
-        """`up`: the weight `LatentSpec.up`; `norm`: makes a norm of its name and epsilon."""
+        """`up`: the weight `LatentSpec.up`; `norm`: makes a norm from a name and an epsilon."""
         assert spec.latent is not None
         latent = self._spec = spec.latent
         self._norm, self._query_norm, self._query_up = norm(latent.norm, latent.epsilon), None, None
@@ -411,7 +414,7 @@ class LatentHeads:
         return *queries, self._to_vectors, self._to_values
 
     def split(self, projected: Tensor, turn: RowFunction) -> tuple[Tensor, Tensor]:
-        """Queries [rows, heads, width] and vectors [rows, 1, width] of projections; `turn`: turns heads."""
+        """Split projections into queries [rows, heads, width] and vectors [rows, 1, width]; `turn`: turns heads."""
         spec = self._spec
         sizes = [projected.shape[1] - spec.width, spec.size, spec.turned]
         queries, latent, key_end = torch.split(projected, sizes, 1)
@@ -427,7 +430,7 @@ class LatentHeads:
         return output, torch.cat((self._norm(latent.contiguous())[:, None], ends[:, -1:]), -1)
 
     def values(self, mixed: Tensor) -> Tensor:
-        """Mixtures of vectors [rows, heads, size] to mixtures of values [rows, heads, value]."""
+        """Return mixtures of values [rows, heads, value], made from mixtures of vectors [rows, heads, size]."""
         output = mixed.new_empty(*mixed.shape[:2], self._spec.value)
         self._to_values(mixed, output)
         return output

@@ -1,7 +1,7 @@
-"""The families of decoders that are written down, each as what differs from llama.
+"""The families of decoders that are written down. Each function gives the facts that differ from llama.
 
-A field that nobody here has read, and that is not known to change nothing, may change what a model computes: then the
-model runs in transformers' own modules.
+A config field may change a model's results. If a config has a field that was not read here, and `_NO_MATTER` does not
+list it, the model runs in transformers' own modules.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NO_MATTER = frozenset(
     "seq_aux _sliding_window_pattern sliding_window_pattern torch_dtype transformers.js_config transformers_version "
     "unk_token_id unsloth_fixed use_cache".split()
 )
-"""Fields that change no number of a loaded model. Biases are where the file has them, and a quantized file has become
-plain numbers."""
+"""Fields that change no number of a loaded model. The weights in the file show which biases there are, and quantized
+weights were read before."""
 _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
     "linear": ("factor",),
@@ -50,7 +50,7 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
 
 
 class UnwrittenError(Exception):
-    """Nobody has written down what this model computes; the message says what is unknown."""
+    """The model's formula is not written down. The message says which fact is unknown."""
 
 
 class Fields:
@@ -67,13 +67,13 @@ class Fields:
         return default if value is None else value
 
     def expect(self, name: str, *values: object) -> None:
-        """Raise UnwrittenError if a field is there and has none of these values."""
+        """Raise UnwrittenError if a field is present and has another value than these."""
         value = self(name, values[0])
         if value not in values:
             raise UnwrittenError(f"{name}={value!r}")
 
     def unread(self) -> list[str]:
-        """Fields that say something, and that nobody has read."""
+        """Names of the fields that have a value, may change results and were not read."""
         return sorted(
             name
             for name, value in self._values.items()
@@ -146,7 +146,7 @@ def _products(spec: DecoderSpec, layer: LayerSpec) -> Iterator[str]:
 
 
 def _plain(c: Fields, **facts: Any) -> DecoderSpec:
-    """The spec of llama, with other `facts`."""
+    """Return the spec of llama from config fields, changed by `facts`."""
     hidden, heads = c("hidden_size"), c("num_attention_heads")
     head_dim = c("head_dim", hidden // heads)
     c.expect("hidden_act", "silu", "gelu_pytorch_tanh")
@@ -207,7 +207,7 @@ def _axes(sections: Sequence[int], num_pairs: int, interleaved: bool) -> tuple[i
 
 
 def _layers(c: Fields, *, turns: Callable[[int, str], int | None] = lambda layer, kind: 0) -> tuple[LayerSpec, ...]:
-    """Layers with a window where `layer_types` says "sliding_attention"; `turns`: a layer's rotary embeddings."""
+    """Layers with a window where `layer_types` says "sliding_attention"; `turns`: the index of a layer's rotary."""
     kinds = c("layer_types", ["full_attention"] * c("num_hidden_layers"))
     window = c("sliding_window")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -245,7 +245,7 @@ def mistral(c: Fields) -> DecoderSpec:
 
 def qwen2(c: Fields) -> DecoderSpec:
     """arXiv 2407.10671: queries, keys and values have biases."""
-    c("use_sliding_window")  # has become the layers' types
+    c("use_sliding_window")  # the layers' types include it
     return _plain(c, layers=_layers(c))
 
 
@@ -275,7 +275,7 @@ def granite(c: Fields) -> DecoderSpec:
 
 
 def gemma2(c: Fields) -> DecoderSpec:
-    """arXiv 2408.00118: norms before and after, capped scores and logits, windows in turn."""
+    """arXiv 2408.00118: norms before and after, capped scores and logits, alternating windows."""
     c.expect("use_bidirectional_attention", False)
     return _plain(
         c,
@@ -290,7 +290,7 @@ def gemma2(c: Fields) -> DecoderSpec:
 
 
 def gemma3(c: Fields) -> DecoderSpec:
-    """arXiv 2503.19786: as gemma2 with norms of heads instead of capped scores; windows turn by angles of their own."""
+    """arXiv 2503.19786: gemma2 with norms of heads instead of capped scores; layers with windows have other angles."""
     c.expect("use_bidirectional_attention", False)
     kinds = "full_attention", "sliding_attention"
     rope = c("rope_parameters")
@@ -338,7 +338,7 @@ def olmo2(c: Fields) -> DecoderSpec:
 
 
 def cohere2(c: Fields) -> DecoderSpec:
-    """arXiv 2504.00698: attention and network side by side, one centred norm; layers with windows turn heads."""
+    """arXiv 2504.00698: attention and network side by side, one centred norm; only layers with windows turn heads."""
     c.expect("use_qk_norm", False)
     c.expect("use_gated_activation", True)
     c.expect("use_parallel_block", True)
@@ -375,7 +375,7 @@ def mixtral(c: Fields) -> DecoderSpec:
 
 
 def _qwen_experts(c: Fields, layers: tuple[LayerSpec, ...], **facts: Any) -> dict[str, Any]:
-    """Experts in every layer of a grid but those that a list names."""
+    """Experts in every `decoder_sparse_step`-th layer, except the layers that `mlp_only_layers` names."""
     step, without = c("decoder_sparse_step", 1), c("mlp_only_layers", [])
     chosen = [(number + 1) % step == 0 and number not in without for number in range(len(layers))]
     experts = ExpertSpec(
@@ -390,7 +390,7 @@ def _qwen_experts(c: Fields, layers: tuple[LayerSpec, ...], **facts: Any) -> dic
 
 
 def qwen2_moe(c: Fields) -> DecoderSpec:
-    """arXiv 2407.10671: experts, and one network with a gate that all tokens pass."""
+    """arXiv 2407.10671: experts, and a shared network with a gate, which all rows pass."""
     c("use_sliding_window")
     parts = ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (f"mlp.shared_expert.{part}" for part in parts)
@@ -406,9 +406,9 @@ def qwen3_moe(c: Fields) -> DecoderSpec:
 
 
 def gpt_oss(c: Fields) -> DecoderSpec:
-    """arXiv 2508.10925: sinks, windows in turn, and experts with a clamped gate and biases."""
+    """arXiv 2508.10925: sinks, alternating windows, and experts with a clamped gate and biases."""
     for name in ("experts_per_token", "initial_context_length"):
-        c(name)  # other names of fields that are there
+        c(name)  # second names of fields that are read
     experts = ExpertSpec(
         c("num_local_experts"),
         c("num_experts_per_tok"),
@@ -451,7 +451,7 @@ def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -
 
 
 def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[str, Any]:
-    """Experts in all layers but the dense ones, beside some that all rows pass, which are one network."""
+    """Experts in all layers but the `dense` ones, and shared experts, which are one network that all rows pass."""
     c.expect("moe_layer_freq", 1)
     width, count, chosen = c("moe_intermediate_size"), c("n_routed_experts"), c("num_experts_per_tok")
     groups, of_groups = facts.get("groups", 1), facts.get("chosen_groups", 1)
@@ -473,7 +473,7 @@ def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[st
 
 
 def deepseek_v2(c: Fields) -> DecoderSpec:
-    """arXiv 2405.04434: latent KV, and experts by softmax, perhaps of the groups with the best ones."""
+    """arXiv 2405.04434: latent KV; experts by softmax, in some models only from the groups with the best experts."""
     c.expect("scoring_func", "softmax")
     c.expect("topk_method", "greedy", "group_limited_greedy")
     c.expect("norm_topk_prob", False)
@@ -560,4 +560,4 @@ FAMILIES: Mapping[str, Callable[[Fields], DecoderSpec]] = {
     "minicpm3": minicpm3,
     "youtu": youtu,
 }
-"""`model_type` of configs -> its facts."""
+"""`model_type` of configs -> the function that makes a spec."""

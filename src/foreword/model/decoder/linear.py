@@ -1,8 +1,8 @@
 """Linear layers that own their weights, in the format that this processor multiplies fastest.
 
 Formats are 12 bits a weight (`cpu/product.py`), the codes of a file (`cpu/coded_product.py`), oneDNN's packed order,
-and plain tensors. Every product of few rows reorders a plain weight again, or reads it in strides. It reads a packed
-one as a stream: decoding becomes up to twice as fast. With packed weights, a row's bits do not depend on the number of
+and plain tensors. Every product of few rows reorders a plain weight again, or reads it in strides. A packed weight is
+read as a stream: decoding becomes up to twice as fast. With packed weights, a row's bits do not depend on the number of
 rows, not even on whether the row is alone (docs/decisions/0009-packed-weights.md has the measurements).
 """
 
@@ -34,27 +34,27 @@ class Product(Protocol):
 
     @property
     def format(self) -> str:
-        """The format's name. In "plain" alone, a row's bits may depend on the number of rows."""
+        """The format's name. Only in "plain" may a row's bits depend on the number of rows."""
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features]: a plain copy, perhaps made on every access."""
+        """[out_features, in_features]: the plain weight; some formats make a copy on every access."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows [..., in_features] to [..., out_features], with the bias."""
+        """Multiply rows [..., in_features] and add the bias; return [..., out_features]."""
 
 
 class Linear:
-    """Rows [..., in_features] to [..., out_features], of one type."""
+    """A product of rows [..., in_features]; the results [..., out_features] have the same type."""
 
     def __init__(self, weights: Sequence[Weight], bias: Tensor | None) -> None:
-        """Join `weights` [any, in_features], whose outputs follow each other; `bias` [out_features]."""
+        """Join `weights` [any, in_features] to one product, with outputs end to end; `bias` [out_features]."""
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self._product = _product_of(weights, bias)
 
     @property
     def in_program(self) -> RowProduct | None:
-        """The product, if a program can run it."""
+        """The product; None if a program cannot run it."""
         product = self._product
         if isinstance(product, CodedLinear):
             return product if product.in_program else None
@@ -62,7 +62,7 @@ class Linear:
 
     @property
     def coded(self) -> CodedLinear | None:
-        """The product with a file's codes, if the weight has codes."""
+        """The product with a file's codes; None if the weight has no codes."""
         return self._product if isinstance(self._product, CodedLinear) else None
 
     @property
@@ -74,23 +74,24 @@ class Linear:
         return self._product.weight
 
     def some(self, rows: Tensor, outputs: Tensor) -> Tensor:
-        """Columns `outputs` [n] int64 of the result without adapters, [..., n], with the bits that they have there.
+        """Columns `outputs` [n] int64 of the result without adapters, [..., n], with the same bits as in the whole
+        result.
 
-        Products whose panels are computed apart multiply the panels of these outputs. oneDNN chooses how it adds up by
-        the sizes of both sides, so a weight of its own is multiplied whole.
+        Products whose panels are computed apart multiply only the panels of these outputs. In oneDNN, the order of
+        addition depends on the sizes of both sides, so weights in oneDNN's order are multiplied whole.
         """
         if isinstance(self._product, CompactProduct | CodedLinear):
             return self._product.some(rows, outputs.numpy())
         return self._product(rows)[..., outputs]
 
     def __call__(self, rows: Tensor, deltas: Deltas | None = None) -> Tensor:
-        """`deltas`: what adapters add; rows without an adapter have the same bits with and without them."""
+        """`deltas`: the terms that adapters add; rows without an adapter have the same bits with and without them."""
         result = self._product(rows)
         return result if deltas is None else deltas.add(rows, result)
 
 
 def _product_of(weights: Sequence[Weight], bias: Tensor | None) -> Product:
-    """The product that suits these weights and this processor best."""
+    """Make the product that suits these weights and this processor best."""
     coded = [weight for weight in weights if isinstance(weight, CodedRows) and CodedProduct.can_take(weight)]
     if len(coded) == len(weights) and all(weight.has_order_of(coded[0]) for weight in coded):
         return CodedLinear(coded, bias)
@@ -109,7 +110,7 @@ def plain_weights(weights: Sequence[Weight]) -> list[Tensor]:
 
 
 class PlainProduct:
-    """A plain tensor."""
+    """A product with a plain tensor."""
 
     format = "plain"
 
@@ -121,7 +122,7 @@ class PlainProduct:
 
 
 class PackedProduct:
-    """oneDNN's packed order."""
+    """A product with a weight in oneDNN's packed order."""
 
     format = "packed"
 
@@ -181,7 +182,7 @@ class GatedLinear:
         self._activation, self._clamp, self._kernels = activation, clamp, kernels
         is_silu = activation == "silu" and clamp is None
         self.compact: CompactProduct | None = None
-        """Gate, up and the multiplication as one operation, if this processor has instructions for it."""
+        """Gate, up and the multiplication as one operation; None if this processor or these weights do not allow it."""
         self.product: Linear | None = None
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         if is_silu and len(plain) == len(weights) and CompactProduct.can_take(plain[0]):
@@ -193,12 +194,12 @@ class GatedLinear:
 
     @property
     def gate(self) -> Gate | None:
-        """The operation after the product; None if there is none, or if the product does it."""
+        """The operation after the product; None if the product includes it or no compiled operation does it."""
         return None if self.product is None else self._gate
 
     @property
     def in_program(self) -> RowProduct | None:
-        """The product, if a program can run it and what follows."""
+        """The product; None if a program cannot run both the product and the gate."""
         if self.product is None:
             return self.compact
         product = self.product.in_program
@@ -210,7 +211,7 @@ class GatedLinear:
         return "12 bits" if self.product is None else self.product.format
 
     def __call__(self, rows: Tensor, deltas: Deltas | None = None) -> Tensor:
-        """`deltas`: what adapters add to gate and up; rows without an adapter have the same bits either way."""
+        """`deltas`: the terms that adapters add to gate and up; rows without an adapter keep their bits."""
         if self.product is not None:
             return self._gated(self.product(rows, deltas))
         assert self.compact is not None
@@ -222,7 +223,7 @@ class GatedLinear:
         return result
 
     def _gated(self, both: Tensor) -> Tensor:
-        """activation(gate) * up, of rows that are gate and up end to end."""
+        """Return activation(gate) * up; `both`: rows with gate and up end to end."""
         if self._gate is not None and RowKernels.can_take(self._width, both.dtype):
             return self._kernels.gate(self._gate, both)
         # Contiguous, so that a row's bits do not depend on its place: see `passes.py`.
@@ -241,10 +242,10 @@ _ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
 
 
 class Embedding:
-    """The rows of a table by their numbers. A table of codes stays in its codes; a head with the same one shares it."""
+    """The rows of a table by their numbers. A table of codes stays in codes; a head with the same table shares them."""
 
     def __init__(self, table: Weight, head: Linear | None, dtype: torch.dtype) -> None:
-        """`head`: the product with this table, if there is one; `dtype`: the type of the rows."""
+        """`head`: the product with this table, if the head is tied to it; `dtype`: the type of the rows."""
         self._dtype, self._coded, self._plain = dtype, None, None
         if isinstance(table, CodedRows) and CodedProduct.can_take(table):
             self._coded = CodedLinear([table], None) if head is None else head.coded
@@ -252,7 +253,7 @@ class Embedding:
             self._plain = table if isinstance(table, Tensor) else table.plain(dtype)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Numbers [rows] to rows [rows, width]."""
+        """Return the rows [rows, width] with these numbers [rows]."""
         if self._coded is not None:
             return self._coded.rows(numbers).to(self._dtype)
         assert self._plain is not None

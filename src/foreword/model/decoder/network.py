@@ -1,7 +1,7 @@
 """A layer's feed-forward network: one for all rows, or experts of which a router chooses some for each row.
 
 An expert multiplies the rows that chose it, however many there are, by products in which a row's bits depend on that
-row alone. A row's experts are added up in the order in which it chose them.
+row alone. The results of a row's experts are added in the order of choice, the best first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Network:
 
     @property
     def gate(self) -> Gate | None:
-        """The operation after the product with gate and up, if there is one."""
+        """The operation after the product with gate and up; None if there is no such operation."""
         return self._gate.gate
 
     @property
@@ -39,17 +39,17 @@ class Network:
         return self._gate, self._down
 
     def __call__(self, rows: Tensor, count: int, deltas: LayerDeltas = NO_DELTAS) -> Tensor:
-        """Rows [rows, width] to the same shape; all are computed, though only the first `count` are no padding."""
+        """Return results of rows [rows, width], same shape. Rows from `count` on are padding, computed too."""
         return self._down(self._gate(rows, deltas.gate), deltas.down)
 
 
 class Experts:
-    """The sum of the networks that a router chooses for a row, and perhaps of one that all rows pass."""
+    """The sum of the networks that a router chooses for a row, and of a shared network if the model has one."""
 
     def __init__(
         self, spec: DecoderSpec, take: Take, kernels: RowKernels, plain: Callable[[str], Tensor], dtype: torch.dtype
     ) -> None:
-        """`plain`: takes a tensor that is no product's; `dtype`: of rows."""
+        """`plain`: takes a tensor that belongs to no product; `dtype`: the type of rows."""
         assert spec.experts is not None
         self._spec, experts = spec.experts, spec.experts
         router, bias = take(experts.router)
@@ -70,9 +70,9 @@ class Experts:
         return (*(part for network in networks for part in network.products), *gates)
 
     def __call__(self, rows: Tensor, count: int, deltas: LayerDeltas = NO_DELTAS) -> Tensor:
-        """Rows [rows, width] to the same shape; rows from `count` on are padding, and no expert computes them.
+        """Return results of rows [rows, width], same shape. Rows from `count` on are padding, which no expert computes.
 
-        No adapter changes experts.
+        `deltas` has nothing for experts: no adapter changes them.
         """
         weights, chosen = self._route(rows)
         pairs, choices = chosen[:count].flatten(), self._spec.chosen
@@ -94,7 +94,7 @@ class Experts:
         return mixed + torch.sigmoid(gate) * self._shared(rows, count)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights of each row's experts and their numbers, both [rows, chosen], the best first."""
+        """The weights of each row's experts and the experts' numbers, both [rows, chosen], the best first."""
         spec = self._spec
         scores = self._router(rows.float() if spec.routes_in_float32 else rows).float()
         if spec.weights == "softmax of chosen":
@@ -109,7 +109,7 @@ class Experts:
         return weights if spec.scale == 1.0 else weights * spec.scale, chosen
 
     def _of_best_groups(self, ranks: Tensor) -> Tensor:
-        """Ranks [rows, experts], with the least number for experts of groups that may not be chosen."""
+        """Ranks [rows, experts], with minus infinity for experts of groups that may not be chosen."""
         spec, groups = self._spec, ranks.view(len(ranks), self._spec.groups, -1)
         of_groups = _sum_in_order(groups.topk(spec.group_best).values.transpose(1, 2))
         chosen = of_groups.topk(spec.chosen_groups).indices
@@ -126,7 +126,7 @@ def _sum_in_order(parts: Tensor) -> Tensor:
 
 
 def unstack(spec: DecoderSpec, weights: MutableMapping[str, Weight], place: str) -> None:
-    """Name the experts of a layer one by one, if they are in one tensor."""
+    """Replace the tensors that hold all experts of a layer, if there are such tensors, by tensors of each expert."""
     facts = spec.experts
     if facts is None or facts.stack is None:
         return
@@ -142,9 +142,9 @@ def unstack(spec: DecoderSpec, weights: MutableMapping[str, Weight], place: str)
 
 
 def experts_apart(weights: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Weights of transformers' modules by their names in files: transformers joins the experts of a layer."""
+    """Name weights of transformers' modules as in files, and split the experts that transformers joins."""
     if family == "gpt_oss":
-        return dict(weights)  # joined in the file, too
+        return dict(weights)  # the file joins experts, too
     mixtral, stored = family == "mixtral", dict[str, Tensor]()
     network, parts = (
         ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))

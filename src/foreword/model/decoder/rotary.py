@@ -56,7 +56,7 @@ class Rotary:
 
 
 def frequencies_of(spec: RotarySpec) -> tuple[Tensor, float]:
-    """The angle of each pair for one position, [turned / 2] float32, and the factor of cosines and sines."""
+    """The angle that each pair turns per position, [turned / 2] float32, and the factor of cosines and sines."""
     exponents = torch.arange(0, spec.turned, 2, dtype=torch.int64).float() / spec.turned
     powers = spec.theta**exponents
     return _KINDS[spec.kind](spec, powers, spec.parameters)
@@ -73,7 +73,7 @@ def _linear(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tuple[
 
 
 def _llama3(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """arXiv 2407.21783: slow angles are divided, fast ones kept, those between are mixed."""
+    """arXiv 2407.21783: slow angles are divided, fast angles are kept, and angles in between are mixed."""
     original, low, high = (
         rope[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
@@ -114,7 +114,7 @@ def _yarn(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tuple[Te
 
 
 def _longrope(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """arXiv 2402.13753, up to the original context: the longer one has other angles, which would change a prefix."""
+    """arXiv 2402.13753, up to the original context: a longer one has other angles, which would change a prefix."""
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or spec.max_positions / original
     scale = rope.get("attention_factor")
@@ -125,7 +125,7 @@ def _longrope(spec: RotarySpec, powers: Tensor, rope: Mapping[str, Any]) -> tupl
 
 _KINDS: Mapping[str, Callable[[RotarySpec, Tensor, Mapping[str, Any]], tuple[Tensor, float]]] = {
     "default": _default,
-    "dynamic": _default,  # up to the original context, beyond which a prefix would change
+    "dynamic": _default,  # up to the original context; in a longer one, a prefix would change
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -1,7 +1,7 @@
-"""The halves that see of each family of models: Idefics3 and SmolVLM, Gemma 3, Pixtral and Mistral 3, InternVL, Qwen.
+"""The vision half of each family of models: Idefics3 and SmolVLM, Gemma 3, Pixtral and Mistral 3, InternVL, Qwen.
 
-Encoders and image processors are transformers'. Each family says how a picture is cut, and what stands for it in
-prompts.
+Encoders and image processors are transformers'. Each family says how a picture is cut, and which text stands for the
+picture in prompts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from foreword.model.vision.encoded import Vision
 logger = logging.getLogger(__name__)
 
 MOST_TILES = 64
-"""Tiles of a picture of InternVL."""
+"""The most tiles of a picture in InternVL."""
 _QWEN_ENCODERS = {
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
@@ -45,10 +45,10 @@ Tiles = tuple[int, int]
 
 
 def load_vision(files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, *, max_tokens: int) -> Vision | None:
-    """The half of a model that sees; None without Pillow, which the model serves text without.
+    """Load the vision half of a model; None without Pillow: the model then serves text alone.
 
-    `spec`: of the language half; `max_tokens`: of one picture, where the family leaves it open. Raises ModelLoadError,
-    and ConfigError for a limit that is too small.
+    `spec`: the spec of the language half; `max_tokens`: the most tokens of one picture, where the family sets no limit.
+    Raises ModelLoadError, and ConfigError for a limit that is too small.
     """
     try:
         import PIL  # noqa: F401
@@ -68,7 +68,7 @@ def load_vision(files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec, *, ma
 
 
 def load_weights(parts: Mapping[str, Any], files: VisionFiles, dtype: torch.dtype) -> None:
-    """Give modules on the device "meta" their weights, named by their part first."""
+    """Load weights into modules on the device "meta"; each weight's name begins with its part's name."""
     module = torch.nn.ModuleDict(parts)
     module.load_state_dict({name: place.stored().to(dtype) for name, place in files.weights.items()}, assign=True)
     if unfilled := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
@@ -89,7 +89,7 @@ def without_pixels(height: int, width: int) -> npt.NDArray[np.uint8]:
 
 @contextmanager
 def loading(files: VisionFiles) -> Iterator[None]:
-    """Turn what files that do not fit together raise into ModelLoadError."""
+    """Turn errors of files that do not fit together into ModelLoadError."""
     try:
         yield
     except ConfigError:
@@ -103,13 +103,13 @@ def loading(files: VisionFiles) -> Iterator[None]:
 
 
 class _Half(Vision):
-    """The half of one model that sees. Raises ModelLoadError for files that do not fit together."""
+    """The vision half of one model. Raises ModelLoadError for files that do not fit together."""
 
     _processor: Any
     """The image processor."""
 
     def _name(self, config: Any, dtype: torch.dtype) -> None:
-        """Note the token of pictures, and a digest of all besides pixels and weights on which their rows depend."""
+        """Set the token of pictures, and a digest of everything but pixels and weights that changes pictures' rows."""
         import PIL
         import transformers
 
@@ -130,7 +130,7 @@ class _Half(Vision):
         return self._processor(pictures, return_tensors="pt", input_data_format="channels_last", **options)
 
     def _check_rows(self, side: tuple[int, int], spec: DecoderSpec, expected: tuple[str, int] | None = None) -> None:
-        """Raise ValueError unless a picture's rows have the language half's width, and the number that a field says."""
+        """Raise ValueError unless a picture's rows have the language half's width and the `expected` number."""
         rows = self.encode(np.zeros((*side, 3), np.uint8))
         if rows.shape[-1] != (1 + self.num_added) * spec.hidden_size:
             raise ValueError(f"pictures become rows of {rows.shape[-1]} numbers, and hidden_size is {spec.hidden_size}")
@@ -139,19 +139,19 @@ class _Half(Vision):
 
 
 class Idefics3Vision(_Half):
-    """SmolVLM and Idefics3: a picture is cut into tiles ((0, 0): it is not), and the whole is one more."""
+    """SmolVLM and Idefics3: a picture is cut into tiles ((0, 0): it is not); the whole picture is one more tile."""
 
     def __init__(self, files: VisionFiles, dtype: torch.dtype) -> None:
         with loading(files):
             self._processor, config, self._tower, self._connector = _idefics3_parts(files, dtype)
             side, scale = self._processor.max_image_size["longest_edge"], config.scale_factor
-            patches = side // config.vision_config.patch_size  # pixels beyond the last whole one are not seen
+            patches = side // config.vision_config.patch_size  # pixels after the last whole patch are not seen
             if patches % scale:
                 raise ValueError(
                     f"{patches} patches of a tile of {side} pixels are no multiple of scale_factor, {scale}"
                 )
             self._tile_rows: int = (patches // scale) ** 2
-            self._sizes = copy.copy(self._processor)  # cuts pictures without pixels, by its own code
+            self._sizes = copy.copy(self._processor)  # by its code, cuts pictures that have no pixels
             self._sizes.resize = functools.partial(_resized, type(self._processor).__module__)
             shape, tiles = self.shape(side, side), self._tiles(np.zeros((side, side, 3), np.uint8))
             if len(tiles) != shape[0] * shape[1] + 1 or tiles.shape[-2:] != (side, side):
@@ -181,7 +181,7 @@ class Idefics3Vision(_Half):
         return "".join(tiles) + (f"\n{whole}" if shape[0] else whole)
 
     def _tiles(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """The tiles of a picture, and the whole: [tiles, 3, side, side]."""
+        """The tiles of a picture and the whole picture, [tiles, 3, side, side]."""
         tiles: Tensor = self._prepare([[pixels]])["pixel_values"][0]
         return tiles
 
@@ -220,7 +220,7 @@ def _idefics3_parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, A
 
 
 class Gemma3Vision(_Half):
-    """Gemma 3: all pictures are brought to one size and have one number of tokens, which see each other."""
+    """Gemma 3: all pictures get the same size and number of tokens; the tokens of a picture see each other."""
 
     sees_ahead = True
     written_sign = _GEMMA_SIGN, f"\n\n{_GEMMA_SIGN}\n\n"
@@ -301,7 +301,7 @@ class PixtralVision(_Half):
         self._name(config, dtype)
 
     def shape(self, height: int, width: int) -> Tiles:
-        """Raises InvalidRequestError if nothing of a side is left."""
+        """Raises InvalidRequestError if the picture is so flat that resizing leaves nothing of a side."""
         if max(height, width) > self._longest * min(height, width):
             raise InvalidRequestError(
                 f"a picture has {width} x {height} pixels, and is too flat for the {self._longest} pixels of a side "
@@ -347,7 +347,7 @@ def _pixtral_parts(files: VisionFiles, dtype: torch.dtype) -> tuple[Any, Any, An
 
 
 class InternVLVision(_Half):
-    """InternVL: a picture is cut into tiles, and the whole is one more unless there is one tile."""
+    """InternVL: a picture is cut into tiles; the whole picture is one more tile, unless there is only one tile."""
 
     def __init__(self, files: VisionFiles, dtype: torch.dtype, spec: DecoderSpec) -> None:
         with loading(files):
