@@ -1,9 +1,9 @@
 """Products of float32 rows and coded weights, compiled by numba for any x86-64 processor with AVX2.
 
 Panels of codes (`coded.py`) and rows are memory addresses here. Threads take units, some panels x some rows, from a
-counter. A unit expands up to eight steps of a panel to numbers in its first cache, and multiplies all its rows by them;
-a single row is multiplied as they are expanded. An element of the result is computed in one order, which the number of
-rows does not change:
+counter. A unit expands up to eight steps of a panel to numbers in the first-level cache, and multiplies all its rows by
+the numbers. A single row is multiplied during the expansion. An element of the result is computed in one order, which
+the number of rows does not change:
 
     of a group     two chains of fused multiply-adds, of the even and of the odd inputs, which are then added
     of all groups  one chain: result = scale * (that sum) + result, and result = offset * (sum of inputs) + result
@@ -58,9 +58,9 @@ _FEATURES = llvm.get_host_cpu_features()
 HAS_INSTRUCTIONS = all(_FEATURES.get(name) for name in ("avx2", "fma", "f16c"))
 """Whether this processor has instructions for such products."""
 MOST_ROWS = 8 if _FEATURES.get("avx512f") else 3
-"""Rows that are multiplied at once: their chains fill the processor's registers."""
+"""The number of rows that are multiplied at once. Their chains fill the processor's registers."""
 UNIT_ROWS = 96
-"""Most rows of a unit: what a panel costs to expand is then a few hundredths of its products."""
+"""The most rows of a unit. With this number, expanding a panel costs a few hundredths of its products."""
 UNIT_PANELS = 8
 VALUES_BYTES = 4 * STEP * PANEL
 SCALES, OFFSETS_AT = VALUES_BYTES, VALUES_BYTES + 128
@@ -82,12 +82,12 @@ def _bytes(value: int) -> ir.Constant:
 
 
 def _number(builder: Any, codes: Any) -> Any:
-    """Signed bytes as float32."""
+    """Convert signed bytes to float32."""
     return builder.sitofp(builder.sext(codes, I32S), F32S)
 
 
 def _e4m3(builder: Any, codes: Any) -> Any:
-    """Bits of e4m3 as those of float16, as float32."""
+    """Take the bits of e4m3 as bits of float16, which gives 2 ** -8 times the value, and convert them to float32."""
 
     def shifted(mask: int, places: int) -> Any:
         bits = builder.zext(builder.and_(codes, _bytes(mask)), I16S)
@@ -97,7 +97,7 @@ def _e4m3(builder: Any, codes: Any) -> Any:
 
 
 def _head(builder: Any, kind: CodeFormat, source: Any) -> list[Any]:
-    """The scales, and perhaps the offsets, of a head."""
+    """Load the scales of a head, and its offsets if the format has offsets."""
     if kind.scale == "none":
         return [emit.constant(1.0)]
     if kind.scale == "exponent":
@@ -133,7 +133,7 @@ def _codes(builder: Any, planes: Sequence[Any], kind: CodeFormat, octet: Any) ->
 
 
 def _values(builder: Any, kind: CodeFormat, planes: Planes, octet: Any) -> list[Any]:
-    """The numbers of eight inputs, each of 16 outputs."""
+    """The numbers of eight inputs; each is a vector of 16 outputs."""
     if kind.planes == (WHOLE,):
         start = builder.add(planes.addresses[0], builder.mul(octet, emit.integer(8 * 2 * PANEL)))
         if kind.is_bfloat16:
@@ -153,7 +153,7 @@ def _values(builder: Any, kind: CodeFormat, planes: Planes, octet: Any) -> list[
 
 
 Octet = Callable[[Any], list[Any]]
-"""The number of eight inputs of a step -> their numbers, each of 16 outputs."""
+"""Number of a group of eight inputs in a step -> the inputs' numbers, each a vector of 16 outputs."""
 
 
 class Planes(NamedTuple):
@@ -161,13 +161,13 @@ class Planes(NamedTuple):
 
     addresses: list[Any]
     zeros: Any
-    """A vector, if the step has some."""
+    """A vector of zero points; None if the format has no zero points."""
 
 
 def for_steps(
     builder: Any, kind: CodeFormat, source: Any, num_steps: Any, carried: list[Any], body: Callable[..., list[Any]]
 ) -> list[Any]:
-    """`carried = body(step, scales, planes, *carried)` for some steps; `scales`: [parts][groups] vectors."""
+    """Run `carried = body(step, scales, planes, *carried)` for each step; `scales`: [parts][groups] vectors."""
     shared = _head(builder, kind, source) if kind.head_steps > 1 else None
     stride = kind.step_bytes if kind.head_steps > 1 else kind.super_bytes
     num_groups = STEP // kind.group
@@ -211,7 +211,7 @@ def _expand(builder: Any, kind: CodeFormat, source: Any, num_steps: Any, target:
 expand = emit.by_rows(
     "aia", range(len(FORMS)), lambda builder, form, arguments: _expand(builder, FORMS[form], *arguments)
 )
-"""Expand some steps: the number of the format; the first step, with its head; the number of steps; the target."""
+"""Expand steps. Arguments: the number of the format; the first step, with its head; the number of steps; the target."""
 
 
 # ----------------------------------------------------------------------------------------------- products
@@ -220,9 +220,9 @@ expand = emit.by_rows(
 def _of_group(
     builder: Any, rows: Sequence[Any], first: int, size: int, octet: Octet, scales: Sequence[Any], sums: Sequence[Any]
 ) -> list[Any]:
-    """The sums of rows after a group of `size` inputs, from input `first` of their step on.
+    """Add to rows' sums the products of a group of `size` inputs, from input `first` of the step on.
 
-    `scales`: the group's scale and perhaps its offset, and then for each row the sum of these inputs.
+    `scales`: the group's scale; if there are offsets, also its offset, and then for each row the sum of these inputs.
     """
 
     def of_octet(number: Any, *chains: Any) -> list[Any]:
@@ -302,16 +302,16 @@ def _multiply_one(builder: Any, form: int, arguments: Sequence[Any]) -> None:
 
 
 multiply_one = emit.by_rows("aiaaa", range(len(FORMS)), _multiply_one)
-"""`expand` and `multiply` of one row without the memory between: the number of the format; the first step, with its
-head; the number of steps; the row; its sums of inputs; its sums.
+"""Do `expand` and `multiply` for one row, without memory in between. Arguments: the number of the format; the first
+step, with its head; the number of steps; the row; the row's sums of inputs; the row's sums.
 """
 multiply = emit.by_rows(
     "aiaiaai", [16 * kind + count for kind in range(4) for count in range(1, MOST_ROWS + 1)], _multiply
 )
 """Add products of rows and expanded steps to sums; the first argument is 16 * kind + the number of rows.
 
-Arguments: rows, the bytes from one to the next; expanded steps, their number; sums; sums of inputs from the first step
-on, and the bytes from one row's to the next row's.
+Arguments: rows, and the bytes from a row to the next; expanded steps, and their number; sums; sums of inputs from the
+first step on, and the bytes from a row's sums of inputs to the next row's.
 """
 
 
@@ -390,7 +390,7 @@ def _multiply_panel(a: Any, scratch: int, panel: int, first: int, count: int) ->
 
 @functools.cache
 def compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes units until none is left."""
+    """Compile the function that every thread runs: it computes units until no unit is left."""
 
     @worker(CODED)
     def multiply_units(arguments: Any) -> None:

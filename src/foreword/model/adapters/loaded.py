@@ -1,8 +1,8 @@
-"""The adapters of one model that are in memory: read when they are asked for, the least recently used dropped first.
+"""The adapters of one model that are in memory. They are read on demand; the least recently used is dropped first.
 
-A folder whose files have changed is read again. Requests that run or wait hold adapters, too, so all that are alive
-share one limit in bytes. Nothing in a folder is unpickled, nothing outside its two files is read, and a tensor is read
-only when its shape fits the model.
+A folder whose files have changed is read again. Requests that run or wait hold adapters, too, so one limit in bytes
+counts all adapters in memory. Nothing in a folder is unpickled, nothing outside its two files is read, and a tensor is
+read only when its shape fits the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_MATTER = frozenset(
     "loftq_config megatron_config megatron_core peft_version qalora_group_size revision runtime_config task_type "
     "ensure_weight_tying peft_type alora_invocation_string exclude_modules".split()
 )
-"""Fields that change nothing of what the file's matrices compute."""
+"""Fields that do not change what the file's matrices compute."""
 _READ = frozenset(
     "r lora_alpha use_rslora rank_pattern alpha_pattern layers_to_transform layers_pattern target_modules bias "
     "init_lora_weights alora_invocation_tokens".split()
@@ -45,16 +45,16 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _MOST_PATTERN, _MOST_REPEATS, _MOST_GROUPS = 512, 4, 4
 _MOST_KEYS, _MOST_REPEATING_KEYS = 1024, 32
-"""Most keys of rank_pattern and alpha_pattern. PEFT writes one for each module; those with repeats take longest."""
+"""Most keys of rank_pattern and alpha_pattern. PEFT writes a key for each module; keys with repeats take longest."""
 _REPEATS, _NESTED = re.compile(r"(?<!\\)[*+{]|(?<!\\)(?<!\()\?"), re.compile(r"\)[*+{?]|\\\d|\(\?[^:]")
 Match = Callable[[str], bool]
 Patterns = Sequence[tuple[re.Pattern[str], Any]]
 SETTLED_S = 2.0
-"""A file that changed less than this before it was read may change again without a new date."""
+"""Seconds. A file that changed less than this time before it was read may change again without a new date."""
 MOST_NAMES = 1024
-"""Folders whose adapters' names are remembered by a process that computes nothing."""
+"""The most folders of which a process that computes nothing remembers the adapters' names."""
 HELD = 2
-"""Limit of the bytes of all that are alive, over those of a full table: requests may hold as many again."""
+"""The limit of the bytes of all adapters, divided by the bytes of a full table: requests may hold as many again."""
 Stamp = tuple[tuple[int, ...], ...]
 
 
@@ -63,7 +63,7 @@ class _RefusedError(Exception):
 
 
 def read_adapter(folder: str, spec: DecoderSpec, max_rank: int) -> AdapterWeights:
-    """The adapter in a folder, for a model. Raises InvalidRequestError, whose message is one line."""
+    """Read the adapter in a folder, for a model. Raises InvalidRequestError, whose message is one line."""
     try:
         config = _read_config(Path(folder))
         return _read(Path(folder), config, spec, max_rank)
@@ -74,12 +74,12 @@ def read_adapter(folder: str, spec: DecoderSpec, max_rank: int) -> AdapterWeight
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """The fields that matter."""
+    """The fields of an adapter's config that matter."""
 
     rank: int
     alpha: float
     by_root: bool
-    """Whether a change is divided by the root of its rank."""
+    """Whether a change is divided by the root of its rank, not by the rank."""
     ranks: Patterns
     alphas: Patterns
     is_target: Match
@@ -95,7 +95,7 @@ class _Config:
 
 
 def _read_config(folder: Path) -> _Config:
-    """Raises _RefusedError or OSError."""
+    """Read the fields that matter. Raises _RefusedError or OSError."""
     if not folder.is_dir():
         raise _RefusedError("it is no folder of this machine; download the adapter first")
     path = folder / CONFIG
@@ -173,7 +173,7 @@ def _pattern(text: Any) -> re.Pattern[str]:
 
 
 def _patterns(name: str, fields: Mapping[str, Any]) -> Patterns:
-    """Each value of a field with what matches its modules' names. Raises _RefusedError."""
+    """Return each value of a field with the pattern of its modules' names. Raises _RefusedError."""
     values = fields.get(name) or {}
     if not isinstance(values, dict):
         raise _RefusedError(f"{name}={values!r:.80} must be an object")
@@ -194,7 +194,7 @@ def _by_pattern(patterns: Patterns, module: str, default: Any) -> Any:
 
 
 def _targets(fields: Mapping[str, Any]) -> Match:
-    """Whether a module is one of `target_modules`, in one of `layers_to_transform`."""
+    """Return a function that says if a module is a target. A regex ignores `layers_to_transform`, as in PEFT."""
     targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")
     if isinstance(targets, str):
         if targets.lower() == "all-linear":
@@ -276,15 +276,15 @@ class LoadedAdapters:
     """Reads and keeps adapters. Any thread may call it."""
 
     def __init__(self, spec: DecoderSpec, max_adapters: int, max_rank: int) -> None:
-        """Keep at most `max_adapters` of them, besides those that requests hold, with ranks up to `max_rank`."""
+        """Keep at most `max_adapters` adapters of ranks up to `max_rank`, besides the adapters that requests hold."""
         self.spec, self._max_adapters, self._max_rank = spec, max_adapters, max_rank
         self._max_bytes = HELD * max_adapters * most_bytes(spec, max_rank)
         self._adapters: OrderedDict[str, tuple[Stamp | None, AdapterWeights]] = OrderedDict()
-        """Folder -> its adapter, the one used last at the end, and the state of its files; None: read it again."""
+        """Folder -> the state of its files (None: read them again), and its adapter; the last used folder is last."""
         self._alive: WeakValueDictionary[str, AdapterWeights] = WeakValueDictionary()
-        """Digest -> the adapter, as long as a request or the table holds it: equal ones are in memory once."""
+        """Digest -> the adapter, as long as a request or the table holds it. So equal adapters are in memory once."""
         self._lock = threading.Lock()
-        """For the tables alone: files may take long to read."""
+        """Held for the tables alone, because files may take long to read."""
 
     def get(self, folder: str) -> AdapterWeights:
         """The adapter that is in a folder now. Raises InvalidRequestError or AdaptersBusyError."""
@@ -304,7 +304,7 @@ class LoadedAdapters:
     def named(self, name: AdapterName) -> AdapterWeights:
         """The adapter that another process has read: from memory, or else from its folder.
 
-        Raises InvalidRequestError, also if the folder has another one by now, or AdaptersBusyError.
+        Raises AdaptersBusyError, or InvalidRequestError, also if the folder has another adapter by now.
         """
         with self._lock:
             held = self._alive.get(name.digest)
@@ -316,13 +316,13 @@ class LoadedAdapters:
         return adapter
 
     def _admit(self, read: AdapterWeights) -> AdapterWeights:
-        """Make room for one more; those that nobody holds leave memory with the tables' entry."""
+        """Make room for one more adapter. Adapters that no request holds leave memory with their entry in the table."""
         dropped: list[tuple[str, Stamp | None, str]] = []
         while self._adapters and self.num_bytes + read.num_bytes > self._max_bytes:
             folder, (stamp, adapter) = self._adapters.popitem(last=False)
             dropped.append((folder, stamp, adapter.digest))
             del adapter
-        for folder, stamp, digest in reversed(dropped):  # those that requests hold take no less memory without
+        for folder, stamp, digest in reversed(dropped):  # dropping adapters that requests hold frees no memory
             held = self._alive.get(digest)
             if held is not None:
                 self._adapters[folder] = stamp, held
@@ -340,7 +340,7 @@ class LoadedAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that are alive."""
+        """Bytes of all adapters in memory."""
         return sum(adapter.num_bytes for adapter in list(self._alive.values()))
 
 
@@ -372,12 +372,12 @@ class AdapterNames:
 
 
 def _stamp(folder: Path) -> Stamp | None:
-    """The state of an adapter's files, taken before they are read; None if it does not show later changes."""
+    """The state of an adapter's files, taken before they are read; None if later changes may not show in it."""
     try:
         stats = [(folder / name).stat() for name in (CONFIG, WEIGHTS)]
     except OSError:
         return None
-    # A program may set st_mtime, as `cp -p` does; st_ctime logs every change, that one too.
+    # A program may set st_mtime, as `cp -p` does; st_ctime logs every change, also the change of st_mtime.
     if max(file.st_ctime for file in stats) > time.time() - SETTLED_S:
         return None
     return tuple((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns) for file in stats)

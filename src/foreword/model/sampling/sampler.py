@@ -8,8 +8,8 @@ The host plans a step's sampling from the requests; the device that holds the lo
 
     requests --SamplingPlan.make--> arrays --put--> tensors;  logits --draw--> Drawn --packed--> ints --read--> samples
 
-Log probabilities are computed where the logits are, and read where requests are. Only the chosen token's id and rank
-and the likeliest tokens of each row, and tokens that were asked for by id, leave the device.
+Log probabilities are computed on the logits' device, and read on the host. For each row, only the chosen token, its
+rank, the likeliest tokens, and the tokens that were asked for by id leave the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_TOKENS: Int32s = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Reports of rows that ask for the same; all tensors are on the device."""
+    """Reports of rows whose requests want the same report; all tensors are on the device."""
 
     token_ids: Tensor
     """[rows]: the chosen tokens."""
@@ -47,13 +47,13 @@ class LogprobRows:
     ranks: Tensor
     """[rows]: 1 is the likeliest token."""
     others: Tensor
-    """[rows, k]: the likeliest tokens, and those that were asked for."""
+    """[rows, k]: the likeliest tokens, and then the tokens that were asked for."""
     values: Tensor
     """[rows, k] float32: their log probabilities."""
     num_likeliest: int
-    """The number of `others` that are the likeliest, from rank 1 on; those after them were asked for."""
+    """The number of likeliest tokens in `others`, from rank 1 on. The tokens after these were asked for."""
     digests: list[bytes] | None = None
-    """[rows]: of the logits; None: nobody asked."""
+    """[rows]: digests of the logits; None: nobody asked for digests."""
 
     @classmethod
     def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int, more_ids: Tensor | None = None) -> LogprobRows:
@@ -81,7 +81,7 @@ class LogprobRows:
         """Unpack `packed` on the host: one report per row."""
         rows, count = self.values.shape
         token_ids, chosen, ranks, others, values = np.split(packed, np.cumsum([rows, rows, rows, rows * count]))
-        places = [*range(1, self.num_likeliest + 1), *[0] * (count - self.num_likeliest)]  # a rank reads a whole row
+        places = [*range(1, self.num_likeliest + 1), *[0] * (count - self.num_likeliest)]  # 0: a rank reads a whole row
         reports: list[TokenLogprobs] = []
         columns = zip(
             token_ids.tolist(),
@@ -102,7 +102,7 @@ class LogprobRows:
 
 
 def _ranks(logprobs: Tensor, chosen: Tensor) -> Tensor:
-    """One more than the number of values in each row above its `chosen` [rows, 1]; [rows] int32."""
+    """The rank of each row's `chosen` [rows, 1]: one more than the number of larger values; [rows] int32."""
     if logprobs.device.type != "cpu":
         return (logprobs > chosen).sum(1, dtype=torch.int32) + 1
     pairs = zip(logprobs.numpy(), chosen.numpy(), strict=True)  # row by row: six times as fast as torch
@@ -110,7 +110,7 @@ def _ranks(logprobs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def digests(logits: Tensor, token_ids: Sequence[int] = ()) -> list[bytes]:
-    """SHA-256 of each row of logits [rows, n]: `token_ids` as int64, if they alone are read, then logits as float32.
+    """SHA-256 of each row of logits [rows, n] as float32. If only `token_ids` have logits, their int64 ids come first.
 
     All are little-endian. Rows on another device are waited for.
     """
@@ -131,13 +131,13 @@ class Sampled:
     facts: FactRows
     """[rows]"""
     num_generated: Int64Array
-    """[rows]: the number of answer tokens so far, including drafts and those that a running step will produce."""
+    """[rows]: the number of answer tokens so far, including drafts and the tokens that a running step will produce."""
     drafts: Sequence[Int32s] | None = None
-    """For each row the drafts that count as answer tokens; None: no row has any."""
+    """For each row the drafts that count as answer tokens; None: no row has drafts."""
 
     @classmethod
     def of(cls, entries: Entries) -> Sampled:
-        """The entries of a step that sample; those with drafts have a row for each, and one more."""
+        """Take the entries of a step that sample. An entry with drafts has a row for each draft, and one more."""
         if entries.drafts:
             return cls._of_drafts(entries)
         if entries.samples.all():
@@ -162,7 +162,7 @@ class Sampled:
         )
 
     def answered(self) -> list[tuple[Request, Int32s]]:
-        """For each row its request, and the drafts that count as the end of its answer."""
+        """For each row its request, and the drafts that count as the end of the request's answer."""
         drafts = self.drafts if self.drafts is not None else (_NO_TOKENS,) * len(self.requests)
         return list(zip(self.requests, drafts, strict=True))
 
@@ -182,7 +182,7 @@ class Drawn:
         return torch.cat([token_ids, *(report.packed() for _, report in self.reports)]) if self.reports else token_ids
 
     def read(self, packed: Int32s) -> tuple[Int32s, dict[int, TokenLogprobs]]:
-        """Unpack `packed` on the host: tokens [rows], a view of it, and reports by row."""
+        """Unpack `packed` on the host: tokens [rows], a view of `packed`, and reports by row."""
         start = len(self.token_ids)
         logprobs: dict[int, TokenLogprobs] = {}
         for rows, report in self.reports:
@@ -193,21 +193,21 @@ class Drawn:
 
 
 class Reported(NamedTuple):
-    """Rows that report the same about their tokens."""
+    """Rows with the same kind of report about their tokens."""
 
     numbers: list[int]
     rows: Tensor
     """The same numbers, on the device."""
     num_likeliest: int
     more_ids: Tensor | None
-    """More tokens to report; None: none. With `places`, the only ones that may come."""
+    """More tokens to report; None: no more tokens. With `places`, they are labels, and no other token may come."""
     places: Tensor | None
     """The columns of `more_ids` in the logits, for rows that have labels."""
     certifies: bool
     """Whether the logits' digests are reported."""
 
     def read(self, logits: Tensor) -> tuple[Tensor, list[bytes] | None]:
-        """The log probabilities of its rows, [rows, tokens or labels], and perhaps the logits' digests."""
+        """Return log probabilities of its rows, [rows, tokens or labels], and the logits' digests if it certifies."""
         logits = logits[self.rows]
         if self.places is None:
             return logits.log_softmax(-1), digests(logits) if self.certifies else None
@@ -216,7 +216,7 @@ class Reported(NamedTuple):
         return logits.log_softmax(-1), digests(logits, self.more_ids.tolist()) if self.certifies else None
 
     def report(self, logprobs: Tensor, logit_digests: list[bytes] | None, token_ids: Tensor) -> LogprobRows:
-        """The report. In rows that have labels, writes the likeliest one into `token_ids` [all rows]."""
+        """Return the report. For rows with labels, write the likeliest label into `token_ids` [all rows]."""
         if self.places is None:
             report = LogprobRows.of(logprobs, token_ids[self.rows], self.num_likeliest, self.more_ids)
             return replace(report, digests=logit_digests)
@@ -233,19 +233,19 @@ class SamplingPlan:
     """How the rows of a step are sampled; its tensors are on the logits' device."""
 
     repetition: Changes | None
-    """Divisors of positive logits, factors of negative ones."""
+    """Numbers by which positive logits are divided and negative logits are multiplied."""
     penalties: Changes | None
     """Amounts to subtract."""
     biases: Changes | None
     """Amounts to add."""
     constrained: tuple[Tensor, Tensor] | None
-    """Rows [n] int64, and a mask of the tokens each may take: [n, ceil(vocab / 8)] uint8, lowest bit first."""
+    """Rows [n] int64, and a mask of the tokens each row may take: [n, ceil(vocab / 8)] uint8, lowest bit first."""
     forbidden: Tensor | None
     """Indices into the flattened logits: end tokens that would come too early, in rows without a mask."""
     random: Draws | None
     """The draws of rows that are not greedy."""
     greedy: Tensor | None
-    """Rows [n] int64 that are, beside random ones; None: all are, or none is."""
+    """Greedy rows [n] int64, if there are random rows, too; None: all rows are greedy, or no row is."""
     reported: list[Reported]
     """Rows that report log probabilities."""
     has_labels_alone: bool
@@ -255,7 +255,7 @@ class SamplingPlan:
     def make(cls, sampled: Sampled, vocab: int, put: Put, columns: Int64Array | None = None) -> SamplingPlan:
         """Plan a step in which row r of the logits [rows, vocab] belongs to `sampled.requests[r]`.
 
-        `columns`: the tokens that the logits are of, ascending, if they are not of all; then all rows have labels.
+        `columns`: the only tokens that have logits, ascending; then all rows have labels. None: all tokens have logits.
         """
 
         def entries(changes: Iterable[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]) -> Changes | None:
@@ -299,7 +299,7 @@ class SamplingPlan:
 
     @property
     def needs_float32(self) -> bool:
-        """Whether logits are changed or reported, beyond drawing from them or taking the largest."""
+        """Whether logits are changed or reported, and not only drawn from or searched for the largest."""
         changes = (self.repetition, self.penalties, self.biases, self.constrained, self.forbidden)
         return bool(self.reported) or any(change is not None for change in changes)
 
@@ -407,7 +407,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _largest_bits(bits: npt.NDArray[np.int16]) -> Int64Array | None:
-    """`_largest` for bfloat16 compared by their bits: positive numbers have the order of their bits.
+    """Return `_largest` of bfloat16 numbers, compared by their bits: for positive numbers, the order is the same.
 
     None unless each row's largest is positive and no logit is NaN. Takes half the time of a conversion to float32.
     """

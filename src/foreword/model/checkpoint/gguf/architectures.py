@@ -1,7 +1,7 @@
-"""GGUF's architectures: metadata becomes the fields of a config.json, tensors get the names of weights, and what
-llama.cpp's converter did to them is undone.
+"""GGUF's architectures: metadata becomes the fields of a config.json, tensors get the names of weights, and the changes
+that llama.cpp's converter made to tensors are undone.
 
-Facts are of llama.cpp's converter and its `src/models`. A key or a tensor that nobody here has read may change what a
+The facts come from llama.cpp's converter and its `src/models`. A key or a tensor that is unknown here may change what a
 model computes, so it is refused by its name.
 """
 
@@ -37,7 +37,7 @@ _PLAIN_NAMES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Tensor of a layer -> weight, as llama has them."""
+"""Name of a layer's tensor -> name of its weight, for llama."""
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -52,7 +52,7 @@ _EXPERTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-"""Tensors that hold all experts of a layer, [experts, ...], have a place for the expert's number."""
+"""The same for experts. If a tensor holds all experts of a layer, [experts, ...], {} is the expert's number."""
 _MIXTRAL = {
     name: place.replace("mlp", "block_sparse_moe").replace(old, new)
     for (name, place), (old, new) in zip(
@@ -77,7 +77,7 @@ Order = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Keys:
-    """A file's metadata below the architecture's name, and which of it was read."""
+    """A file's metadata below the architecture's name, and the keys that were read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._prefix = f"{architecture}."
@@ -87,21 +87,21 @@ class Keys:
         self._read: set[str] = set()
 
     def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """A number of things. Raises UnsupportedModelError for another value, or if there is none and no default."""
+        """Return a count. Raises UnsupportedModelError for another value, or if both key and default are missing."""
         value = self._value(name, default)
         if type(value) is not int or not least <= value < 1 << 31:
             raise UnsupportedModelError(f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is not a count")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """A finite number. Raises as `count` does."""
+        """Return a finite number. Raises as `count` does."""
         value = self._value(name, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise UnsupportedModelError(f"the GGUF file says {self._prefix}{name}={value!r:.60}, which is not a number")
         return float(value)
 
     def word(self, name: str, default: str) -> str:
-        """A text, or what stands there as one."""
+        """Return the value as a text, whatever its type."""
         return str(self._value(name, default))
 
     def _value(self, name: str, default: Any) -> Any:
@@ -150,7 +150,7 @@ class Architecture:
 
 
 def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
-    """Windows in all layers but each `pattern`-th."""
+    """Return fields for windows in all layers except every `pattern`-th layer."""
     step = keys.count("attention.sliding_window_pattern", pattern)
     if step != pattern:
         raise UnsupportedModelError(
@@ -161,7 +161,7 @@ def _windows(keys: Keys, pattern: int) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys, wide: int) -> dict[str, Any]:
-    """`wide`: the number of layers of the size that scales scores by the width of a head's share of the rows."""
+    """`wide`: the number of layers of the one model whose scores are scaled by the hidden size per head."""
     heads, dim = keys.count("attention.head_count"), keys.count("attention.key_length", 256)
     share = keys.count("embedding_length") // heads
     return {
@@ -229,9 +229,9 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
 
 
 def _chosen(keys: Keys, number: str, softmax: int = 1) -> dict[str, Any]:
-    """The number of experts (`number`: the field's name), and the number that a row chooses.
+    """Return two fields: the number of experts, named `number`, and the number of experts that a row chooses.
 
-    `softmax`: llama.cpp's number of the way in which scores become weights.
+    `softmax`: llama.cpp's number of the function that makes weights from scores; no other function is accepted.
     """
     if keys.word("expert_weights_norm", "True") != "True" or keys.real("expert_weights_scale", 1.0) not in (0.0, 1.0):
         raise UnsupportedModelError(
@@ -288,11 +288,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("olmo2", names={**_FOUR_NORMS, **_HEAD_NORMS}),
     "cohere2": Architecture("cohere2", _cohere2),
 }
-"""`general.architecture` -> what it is; Mixtral's is "llama", too."""
+"""`general.architecture` -> its facts. Mixtral's files say "llama", too."""
 
 
 def architecture_of(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
-    """The architecture of a file, and its name. Raises UnsupportedModelError if nobody has written it down."""
+    """Return the name and the facts of a file's architecture. Raises UnsupportedModelError if it is unknown."""
     name = metadata.get("general.architecture")
     kind = metadata.get("general.type", "model")
     if kind != "model":
@@ -308,7 +308,7 @@ def architecture_of(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
 
 
 def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """The fields of the config.json that such a model has. Raises UnsupportedModelError."""
+    """Return the fields that the model's config.json would have. Raises UnsupportedModelError."""
     name, architecture = architecture_of(metadata)
     keys = Keys(metadata, name)
     if "token_embd.weight" not in tensors:
@@ -356,13 +356,13 @@ def _expect_turned(keys: Keys, head_dim: int) -> None:
 
 
 def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """`rope_parameters`. Factors of angles are tensors: one for any length (Llama 3), or two (Phi 3)."""
+    """Return `rope_parameters`. Factors of angles are in one tensor for any length (Llama 3), or in two (Phi 3)."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base", 10_000.0)}
     kind = keys.word("rope.scaling.type", "none")
     factors = [_factors(tensors[name], fields) for name in _ROPE_TENSORS if name in tensors]
     if factors:
         for name in ("rope.scaling.factor", "rope.scaling.original_context_length"):
-            keys.has(name)  # what the factors were made from
+            keys.has(name)  # the converter made the factors from it
         original = fields.get("original_max_position_embeddings", fields["max_position_embeddings"])
         return {
             **rope,
@@ -386,7 +386,7 @@ def _rope(keys: Keys, fields: Mapping[str, Any], tensors: Mapping[str, GgufTenso
 
 
 def _factors(tensor: GgufTensor, fields: Mapping[str, Any]) -> list[float]:
-    """Divisors of angles. Raises UnsupportedModelError if they are not one for each pair of a head at most."""
+    """Return divisors of angles. Raises UnsupportedModelError if there are more divisors than pairs in a head."""
     head_dim = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     if len(tensor.shape) != 1 or tensor.shape[0] > head_dim // 2:
         raise UnsupportedModelError(f"tensor {tensor.name!r} of shape {tensor.shape} does not fit heads of {head_dim}")
@@ -398,15 +398,15 @@ def _factors(tensor: GgufTensor, fields: Mapping[str, Any]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The source of a weight, and what to undo."""
+    """The source of a weight, and the converter's changes that are to be undone."""
 
     tensor: GgufTensor
     order: Order | None = None
-    """Row i is the tensor's row order[i]; None: as they lie."""
+    """Row i of the weight is the tensor's row order[i]; None: rows are in order."""
     minus: float = 0.0
     """The number that was added to each value."""
     expert: int | None = None
-    """The weight is this part of a tensor [experts, ...]; None: all of it."""
+    """The weight is this expert's part of a tensor [experts, ...]; None: the weight is the whole tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -414,7 +414,7 @@ class Weight:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     def rows(self, first: int, end: int, *, in_order: bool = True) -> npt.NDArray[np.uint8]:
-        """The bytes [rows, bytes of a row] of some of its rows, in their order or as they lie. Raises OSError."""
+        """Read rows as bytes [rows, bytes of a row], in the weight's order or in the file's. Raises OSError."""
         start = 0 if self.expert is None else self.expert * math.prod(self.shape[:-1])
         if self.order is None or not in_order:
             return self.tensor.rows(start + first, start + end)
@@ -466,7 +466,7 @@ def weights_of(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> di
 
 
 def _unturned(num_rows: int, num_heads: int) -> Order:
-    """Pairs of rows (2i, 2i + 1) of each head become rows (i, i + half)."""
+    """Return the order by which rows (2i, 2i + 1) of each head become rows (i, i + half)."""
     if num_rows % (2 * num_heads):
         raise UnsupportedModelError(
             f"{num_rows} rows cannot be split into {num_heads} heads; the GGUF file is damaged: download it again"

@@ -5,11 +5,11 @@
     tensors    name, number of dimensions u32, dimensions u64 (the length of a row first), type u32, offset u64
     data       from the next multiple of `general.alignment` (32), each tensor at its offset from there
 
-Files come from strangers. Each count is compared with the bytes that are left before anything of its size is made, so
-that a lie costs neither memory nor time, and every fault is an UnsoundGgufError that says where.
+Files come from strangers. Each count is compared with the bytes that are left before memory of its size is taken, so a
+wrong count costs neither memory nor time. Every fault is an UnsoundGgufError that says where it is.
 
-A block of values lies within one row. `d` and `m` are its scale and offset in float16, `q` are codes; facts are of
-gguf-py's `quants.py`, with which tests compare every type, value by value.
+A block of values lies within one row. `d` and `m` are its scale and offset in float16, `q` are codes. The facts come
+from gguf-py's `quants.py`; tests compare every type with it, value by value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MOST_DIMENSIONS, LONGEST_NAME, DEEPEST = 4, 1 << 12, 4
 MOST_SPLITS = 1000
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
-"""Type of a value -> numpy's name of it. Beside them 7 is a truth value of one byte, 8 a text, 9 an array."""
+"""Number of a type -> numpy's name of the type. Other types are 7, a truth value of one byte, 8, a text, 9, an
+array."""
 
 
 def read_bytes(path: Path, start: int, into: Bytes) -> None:
@@ -64,7 +65,7 @@ class GgufTensor:
     blocks: Blocks
     path: Path
     start: int
-    """Its first byte in the file."""
+    """The tensor's first byte in the file."""
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +88,7 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads values one after the other, none beyond the end."""
+    """Reads values one after the other, never beyond the end of the file."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data, self._path = data, path
@@ -115,7 +116,7 @@ class _Cursor:
         return self.take(length, what).decode("utf-8", "replace")
 
     def _texts(self, count: int, what: str) -> list[str]:
-        """The result of `count` calls of `text`, in less time: vocabularies have 300,000."""
+        """The result of `count` calls of `text`, in less time, because vocabularies have 300,000 texts."""
         texts, data, length_at = [], self._data, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if self.at + 8 > len(data):
@@ -129,7 +130,7 @@ class _Cursor:
         return texts
 
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
-        """A value of metadata. Numbers of an array are a numpy array, texts a list."""
+        """Read a value of metadata. An array of numbers becomes a numpy array, other arrays become lists."""
         if kind in _NUMBERS:
             [number] = np.frombuffer(self.take(np.dtype(_NUMBERS[kind]).itemsize, what), _NUMBERS[kind])
             return float(str(number)) if kind == 6 else number.item()  # 1e-06, not 9.99999997e-07
@@ -289,7 +290,7 @@ class Blocks:
     """Bytes of a block."""
     kind: CodeFormat
     split: Callable[[Bytes], Codes]
-    """Blocks [count, num_bytes] -> their codes, as of `count` outputs."""
+    """Blocks [count, num_bytes] -> their codes, with one output for each block."""
 
     @property
     def name(self) -> str:
@@ -311,13 +312,13 @@ class Blocks:
 
 
 def _halves(blocks: Bytes, *places: int) -> npt.NDArray[np.uint16]:
-    """The bits of the float16 at some bytes of each block, [count, 1, places]."""
+    """The bits of the float16 numbers at the bytes `places` of each block, [count, 1, places]."""
     halves = [np.ascontiguousarray(blocks[:, at : at + 2]).view(np.uint16) for at in places]
     return np.concatenate(halves, axis=1)[:, None]
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[count, n] -> [count, 2 n]: all low halves, then all high ones."""
+    """[count, n] -> [count, 2 n]: all low halves of bytes, then all high halves."""
     return np.concatenate((packed & 15, packed >> 4), axis=1)
 
 
@@ -327,12 +328,12 @@ def _bits(packed: Bytes) -> Bytes:
 
 
 def _whole(b: Bytes) -> Codes:
-    """The value itself."""
+    """Values of 16 bits, which are their own codes."""
     return Codes(np.ascontiguousarray(b).view(np.uint16), None)
 
 
 def _q4_0(b: Bytes) -> Codes:
-    """d; 16 bytes: value i low, value i + 16 high. d (q - 8); or q says a number of a table."""
+    """d; 16 bytes: code i in the low half, code i + 16 in the high half. d (q - 8), or d table[q]."""
     return Codes(_nibbles(b[:, 2:]), _halves(b, 0))
 
 
@@ -357,7 +358,7 @@ def _q8_0(b: Bytes) -> Codes:
 
 
 def _quarters(packed: Bytes) -> Bytes:
-    """[count, 64] -> [count, 256]: of each 32 bytes the lowest two bits, then the next ones."""
+    """[count, 64] -> [count, 256]: from each 32 bytes the lowest two bits, then the next two, and so on."""
     halves = packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     quarters: Bytes = (halves & 3).astype(np.uint8).reshape(-1, 256)
     return quarters
@@ -366,7 +367,7 @@ def _quarters(packed: Bytes) -> Bytes:
 def _with_minima(
     codes: npt.NDArray[Any], halves: npt.NDArray[np.uint16], scales: npt.NDArray[Any], minima: npt.NDArray[Any]
 ) -> Codes:
-    """d s q - dmin m, as an offset of (-dmin) m."""
+    """d s q - dmin m; the offset is stored as (-dmin) m."""
     halves[..., 1] ^= _SIGN
     return Codes(codes, halves, np.stack((scales, minima), axis=-1).view(np.int8))
 
@@ -392,7 +393,7 @@ def _six_bits(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _pairs(packed: Bytes) -> Bytes:
-    """[count, 128] -> [count, 256]: of each 32 bytes the low halves, then the high ones."""
+    """[count, 128] -> [count, 256]: from each 32 bytes the low halves, then the high halves."""
     return np.stack((packed.reshape(-1, 4, 32) & 15, packed.reshape(-1, 4, 32) >> 4), axis=2).reshape(-1, 256)
 
 
@@ -416,7 +417,7 @@ def _q6_k(b: Bytes) -> Codes:
 
 
 def _iq4_xs(b: Bytes) -> Codes:
-    """d; eight scales of six bits, whose high two come first; per 32 values 16 bytes, low halves then high ones."""
+    """d; eight scales of six bits, the high two bits of all scales first; codes: 16 bytes per 32 values, as Q4_0."""
     high = np.ascontiguousarray(b[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack((b[:, 4:8] & 15, b[:, 4:8] >> 4), axis=2).reshape(-1, 8)
     scales = (low | high.astype(np.uint8) << 4).view(np.int8) - 32
