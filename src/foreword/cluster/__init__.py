@@ -1,4 +1,4 @@
-"""Many replicas: what each of them holds and has to do, and which one a request goes to.
+"""Many replicas: their caches and loads, and the choice of a replica for a request.
 
 `RoutingCore` is the door. This room is pure: no sockets, threads or clocks.
 """

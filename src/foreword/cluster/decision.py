@@ -1,10 +1,10 @@
-"""A request as a router sees it; why it went where it went, and whether the replica had what that counted on.
+"""A request as a router sees it, the decision about it, the reason, and whether the predicted hit came true.
 
 A decision has one of four reasons:
 
-    hit       no replica that could be chosen has less to compute: none holds more of the prompt, or of its sources
-    load      another one holds more, but its work costs more than the difference
-    no hit    no replica that could be chosen is known to hold any of it: the least work
+    hit       no usable replica has fewer tokens to compute than the chosen one
+    load      another usable replica has fewer tokens to compute, but its other costs are higher
+    no hit    no usable replica is known to hold a part of the prompt or its sources: the least work decided
     hashed    no cache is known: the hash ring decided (degraded)
 """
 
@@ -30,7 +30,7 @@ from foreword.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A prompt by its block keys, which include adapter, salt and media: other tenants' blocks cannot match."""
+    """A prompt as block keys. A key includes adapter, salt and media, so other tenants' blocks cannot match."""
 
     request_id: str
     keys: list[Key]
@@ -39,9 +39,9 @@ class RoutingRequest:
     """Leading blocks up to the deepest boundary that later requests share, such as the end of the system prompt and the
     tools. Used only where nothing is known of the caches; None: all blocks."""
     session: str | None = None
-    """Replaces the boundary if there is one."""
+    """The session; used instead of `stable_blocks` unless it is None."""
     runs: tuple[CopiedRun, ...] = ()
-    """Of a linked prompt, in the order of the prompt."""
+    """The runs of a linked prompt that are copied, in the order of the prompt."""
 
     @classmethod
     def of_sequence(
@@ -51,21 +51,21 @@ class RoutingRequest:
         session: str | None = None,
         runs: Sequence[CopiedRun] = (),
     ) -> RoutingRequest:
-        """The request of a tokenised prompt, with the engine's own keys."""
+        """Make the request for a tokenised prompt, with the engine's own keys."""
         stable = None if stable_tokens is None else stable_tokens // sequence.block_size
         return cls(sequence.request_id, list(sequence.block_hashes()), len(sequence), stable, session, tuple(runs))
 
     @property
     def most_hit_tokens(self) -> int:
-        """The most tokens that can be hits: the last one is computed, and none is a hit from the first link on."""
+        """The most tokens that can be hits: never the last token, and no token from the first link on."""
         return min([self.num_tokens - 1, *(run.begin for run in self.runs[:1])])
 
     def without_keys(self) -> RoutingRequest:
-        """The same numbers, for a log."""
+        """A copy without keys, for a log."""
         return replace(self, keys=[], runs=tuple(run._replace(keys=[]) for run in self.runs[:1]))
 
     def affinity(self) -> object:
-        """What the hash ring places: the session, else the stable boundary, else the request itself."""
+        """The value that the hash ring hashes: the session, the key at the stable boundary, or the request id."""
         if self.session is not None:
             return self.session
         stable = self.keys[: self.stable_blocks]
@@ -73,12 +73,12 @@ class RoutingRequest:
 
 
 class Reservation(NamedTuple):
-    """Work that a router has placed on a replica; also its key in every later call."""
+    """Work that a router has placed on a replica. Every later call about this work names it by this value."""
 
     router: str
     request_id: str
     attempt: int
-    """1, or more after a rejection or a death. A late echo of an earlier attempt therefore releases nothing."""
+    """1, or more after a rejection or a death. So a late message about an earlier attempt releases nothing."""
     replica: str
 
 
@@ -86,7 +86,7 @@ class Reservation(NamedTuple):
 class Fleet:
     """Arrays with one entry for each slot, as a rule sees them for one request. Read only.
 
-    Those after `decode_s` are views, valid until the next call of the core.
+    Some of the arrays after `decode_s` are views, valid until the next call of the core.
     """
 
     request: RoutingRequest
@@ -95,30 +95,30 @@ class Fleet:
     """Whether the replica may be chosen."""
     hit_blocks: Int64Array
     computed_tokens: Int64Array
-    """Tokens that the replica would have to compute: the rest of the prompt; of a linked one, the rest that is not
-    copied, and what is missing of its sources."""
+    """Tokens that the replica would have to compute: the rest of the prompt. For a linked prompt: the part of the rest
+    that is not copied, and the missing blocks of its sources."""
     backlog_s: FloatArray
-    """Time until the replica has computed the prompts that it already has."""
+    """Seconds until the replica has computed the prompts that it already has."""
     prefill_s: FloatArray
-    """Time of the tokens to compute."""
+    """Seconds for the tokens to compute."""
     reuse_s: FloatArray
-    """What computing once more what another replica holds costs the requests that wait, less what it saves those that
-    will want it here; at least minus the prefill seconds."""
+    """Seconds that waiting requests lose because blocks of another replica are computed once more here, minus the
+    seconds that later requests save with the new copy. Never below minus the prefill seconds."""
     price_s: FloatArray
-    """Time to compute the evicted blocks again, times the chance that they would have been used."""
+    """Seconds to compute the evicted blocks again, times the chance that they would have been used."""
     decode_s: FloatArray
-    """Delay by the answers that the replica generates meanwhile."""
+    """Seconds of delay by the answers that the replica generates meanwhile."""
     num_waiting: Int64Array
     """Requests without a first token."""
     num_open: Int64Array
-    """Requests without an end."""
+    """Unfinished requests."""
     waiting_tokens: FloatArray
-    """Prompt tokens to compute before the first tokens of the requests that wait."""
+    """Prompt tokens to compute for the requests without a first token."""
     free_blocks: Int64Array
     num_blocks: Int64Array
-    """Capacity."""
+    """Capacity of each replica, in blocks."""
     sources: SourceHits | None = None
-    """Of a linked prompt."""
+    """The sources of a linked prompt; None for other prompts."""
 
 
 class Standing(StrEnum):
@@ -126,7 +126,7 @@ class Standing(StrEnum):
 
     KNOWN = "known"
     UNKNOWN = "unknown"
-    """It could be chosen, but what its cache holds is not known, so it counts as no hit."""
+    """It could be chosen, but the content of its cache is not known, so it counts as no hit."""
     EXCLUDED = "excluded"
     """The caller excluded it, usually after a rejection or a death."""
     RETIRED = "retired"
@@ -135,23 +135,23 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One replica in the eyes of one decision."""
+    """One replica as one decision saw it."""
 
     chosen: bool
     replica: str
     standing: Standing
     hit_tokens: int
     source_tokens: int
-    """The part of a linked prompt's sources that it has, or does not need; 0 of other prompts."""
+    """Tokens of a linked prompt's sources that the replica has or does not need; 0 for other prompts."""
     uncached_tokens: int
-    """Tokens to compute: the rest of the prompt; of a linked one, what is not copied, and the rest of its sources."""
+    """Tokens to compute, at least 1; see `Fleet.computed_tokens`."""
     backlog_s: float
     prefill_s: float
     reuse_s: float
     price_s: float
     decode_s: float
     cost_s: float
-    """Infinite: the replica was not usable."""
+    """Sum of the costs, in seconds; infinite if the replica was not usable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,9 @@ class Decision:
     reservation: Reservation
     slot: int
     degraded: bool
-    """No usable replica's cache was known, so the hash ring decided."""
+    """Whether no usable replica's cache was known, so that the hash ring decided."""
     hit_tokens: int
-    """The part of the prompt that the chosen replica is expected to have."""
+    """Prompt tokens that the chosen replica is expected to have."""
     fleet: Fleet
     costs: FloatArray
     names: tuple[str, ...]
@@ -180,7 +180,7 @@ class Decision:
 
     @property
     def reason(self) -> Reason:
-        """What decided."""
+        """The reason of the choice."""
         if self.degraded:
             return Reason.HASHED
         sources, usable = self.fleet.sources, self.fleet.usable
@@ -192,13 +192,13 @@ class Decision:
 
     @property
     def source_tokens(self) -> int:
-        """The tokens of a linked prompt's sources that are not the prompt's own; 0 of other prompts."""
+        """Tokens of a linked prompt's sources that are not also the prompt's; 0 for other prompts."""
         sources = self.fleet.sources
         return 0 if sources is None else sources.num_blocks * self.fleet.block_tokens
 
     @property
     def predicted_ttft_s(self) -> float:
-        """The expected time to the first token; for admission and Retry-After."""
+        """The expected seconds to the first token, for admission and Retry-After."""
         return float(self.fleet.backlog_s[self.slot] + self.fleet.prefill_s[self.slot])
 
     def candidates(self) -> list[Candidate]:
@@ -233,7 +233,7 @@ class Decision:
 
 
 class Reason(StrEnum):
-    """What decided."""
+    """The reason of a choice; the module's docstring explains the values."""
 
     HIT = "hit"
     LOAD = "load"
@@ -249,14 +249,14 @@ class Explanation:
     reason: Reason
     prompt_tokens: int
     predicted_tokens: int
-    """The part of the prompt that the chosen replica is expected to have."""
+    """Prompt tokens that the chosen replica was expected to have."""
     source_tokens: int
-    """Tokens of a linked prompt's sources, each once; 0 of other prompts."""
+    """Tokens of a linked prompt's sources that are not also the prompt's; 0 for other prompts."""
     delivered_tokens: int | None
-    """The part that it had; None until the first token has come."""
+    """Prompt tokens that the replica had; None until the first token has come."""
     predicted_ttft_s: float
     candidates: tuple[Candidate, ...]
-    """Every replica, the cheapest first; those that could not be chosen last."""
+    """All replicas, the cheapest first; replicas that could not be chosen come last."""
 
     @classmethod
     def of_decision(cls, decision: Decision, delivered_tokens: int | None = None) -> Explanation:
@@ -278,7 +278,7 @@ class Explanation:
         return next(each for each in self.candidates if each.chosen)
 
     def as_dict(self) -> dict[str, Any]:
-        """Values of JSON; the cost of a replica that could not be chosen is None."""
+        """The explanation as JSON values. The cost of a replica that could not be chosen is None."""
         router, request_id, attempt, replica = self.reservation
         return {
             "request_id": request_id,
@@ -339,7 +339,7 @@ class RoutingCounts:
 
     decisions: int = 0
     delivered: int = 0
-    """Decisions whose first token has come; the sums below are theirs."""
+    """Decisions whose first token has come. The sums below are over these decisions."""
     prompt_tokens: int = 0
     predicted_tokens: int = 0
     delivered_tokens: int = 0
@@ -354,7 +354,7 @@ class _Entry:
 
 
 class DecisionLog:
-    """The newest decisions, by request, with what their replicas delivered. Explains on demand, not at the decision."""
+    """Keeps the newest decisions and the hits that their replicas delivered. Explanations are made only on demand."""
 
     def __init__(self, capacity: int = 256) -> None:
         """Keeps the decisions of the newest `capacity` attempts. Raises ConfigError if that is below 1."""
@@ -371,20 +371,20 @@ class DecisionLog:
         return map(_explanation, reversed(self._entries))
 
     def add(self, decision: Decision) -> None:
-        """Keep a decision; the oldest one goes if there are too many. Keys of blocks are not kept."""
+        """Keep a decision without its block keys. If there are too many, the oldest decision is dropped."""
         fleet, request = decision.fleet, decision.fleet.request.without_keys()
         sources = None if fleet.sources is None else fleet.sources.counts()
         self._entries.append(_Entry(replace(decision, fleet=replace(fleet, request=request, sources=sources))))
 
     def note_delivered(self, reservation: Reservation, cached_tokens: int) -> None:
-        """The first token of an attempt has come; the replica had `cached_tokens` of the prompt."""
+        """Note that an attempt's first token has come, and that the replica had `cached_tokens` of the prompt."""
         for entry in reversed(self._entries):
             if entry.decision.reservation == reservation and entry.delivered_tokens is None:
                 entry.delivered_tokens = cached_tokens
                 return
 
     def of_request(self, request_id: str) -> list[Explanation]:
-        """The explanations of a request's attempts, the first one first; empty if none is kept."""
+        """The explanations of a request's attempts, oldest first; empty if the log has none of them."""
         return [_explanation(entry) for entry in self._entries if entry.decision.reservation.request_id == request_id]
 
 

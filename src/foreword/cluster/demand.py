@@ -1,7 +1,7 @@
-"""Who wants the same beginning of a prompt, and the part of a lost hit that one request answers for.
+"""Which requests share a beginning of prompts, and which part of a lost hit's cost one request answers for.
 
-Prompts lie in a tree whose nodes are runs of blocks. As many blocks are remembered as the replicas have together, the
-last used prompts.
+Prompts lie in a tree whose nodes are runs of blocks. The tree keeps the last used prompts, up to as many blocks as all
+replicas have together.
 
     system prompt                conversations 3, under way 2
     |-- first conversation       conversations 1, under way 1
@@ -27,19 +27,20 @@ from foreword.cluster.reuse_ages import FloatArray
 
 @dataclass(slots=True, eq=False)
 class PromptNode:
-    """A run of blocks that the same prompts have, after its parent's."""
+    """A run of blocks that the same prompts have. It follows the run of its parent."""
 
     parent: PromptNode | None
     keys: list[Key]
     conversations: int = 1
-    """Prompts that part from each other in or after this run; one that goes on where another ended counts with it."""
+    """Prompts that have this run and differ from each other in or after it. A prompt that goes on where another ended
+    is the same conversation."""
     under_way: int = 0
     """Requests without a first token whose prompts have this run."""
     children: dict[Key, PromptNode] = field(default_factory=dict)
-    """By their first keys."""
+    """Child nodes by their first keys."""
 
     def path(self) -> Iterator[PromptNode]:
-        """This node and those before it, without the root."""
+        """Yield this node and its ancestors, without the root."""
         node: PromptNode = self
         while node.parent is not None:
             yield node
@@ -47,7 +48,7 @@ class PromptNode:
 
 
 class Stretch(NamedTuple):
-    """The leading blocks of a prompt up to `end`, from the stretch before."""
+    """Consecutive blocks of a prompt, from the end of the stretch before up to `end` (exclusive)."""
 
     end: int
     conversations: int
@@ -55,16 +56,16 @@ class Stretch(NamedTuple):
 
 
 class Demand:
-    """The tree. Keys name all that is before their block, so equal keys are equal beginnings."""
+    """The tree. A key identifies all tokens before its block too, so equal keys mean equal beginnings."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
         self._root = PromptNode(None, [])
         self._leaves: OrderedDict[PromptNode, None] = OrderedDict()
-        """Those used last at the end."""
+        """Leaves of the tree, the last used at the end."""
 
     def of_prompt(self, keys: Sequence[Key]) -> list[Stretch]:
-        """Who wants this prompt's blocks, as far as they are remembered."""
+        """The stretches of a prompt's remembered blocks, each with the numbers of requests that want it."""
         node, end, at = self._find(keys)
         stretches = []
         for each in node.path():
@@ -74,7 +75,7 @@ class Demand:
         return stretches
 
     def enter(self, keys: Sequence[Key], max_blocks: int) -> PromptNode:
-        """A request is under way until `leave` gets the returned node. Forgets old prompts beyond `max_blocks`."""
+        """Add a request, under way until `leave` gets the returned node. Old prompts beyond `max_blocks` go."""
         node, depth, at = self._find(keys)
         if at < len(node.keys):
             node = self._split(node, at)
@@ -92,12 +93,12 @@ class Demand:
         return node
 
     def leave(self, node: PromptNode) -> None:
-        """The request has its first token, or ended without one."""
+        """Note that a request has its first token, or ended without one."""
         for each in node.path():
             each.under_way -= 1
 
     def _find(self, keys: Sequence[Key]) -> tuple[PromptNode, int, int]:
-        """The last node that has blocks of the prompt, the prompt's known blocks, and those of the node among them."""
+        """The last node with blocks of the prompt, the number of known blocks, and the number of these in the node."""
         node, depth = self._root, 0
         while depth < len(keys) and (child := node.children.get(keys[depth])) is not None:
             end = depth + len(child.keys)
@@ -108,7 +109,7 @@ class Demand:
         return node, depth, len(node.keys)
 
     def _split(self, node: PromptNode, at: int) -> PromptNode:
-        """Part a node before its block `at`. Returns the new node, with the first blocks."""
+        """Split a node before its block `at`. Returns the new node, which has the first blocks."""
         assert node.parent is not None
         first = PromptNode(node.parent, node.keys[:at], node.conversations, node.under_way, {node.keys[at]: node})
         node.parent.children[node.keys[0]] = first
@@ -168,15 +169,15 @@ class Demand:
 
 
 def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) -> tuple[Int64Array, FloatArray]:
-    """Blocks that each replica lacks and another one holds, and the part of them that this request answers for.
+    """The number of blocks that each replica lacks and another one holds, and the part that this request answers for.
 
-    `hits` [replicas]: leading blocks that each holds. `scale`: requests under way at all routers, for each one known
-    here. The part of a block is the smaller of
+    `hits` [replicas]: leading blocks that each replica holds. `scale`: requests under way at all routers, divided by
+    those of this router. Both results are [replicas]. The part of one block is the smaller of
 
         1 / (1 + requests under way that want it / replicas that hold it)     those that come next to a copy share it
         replicas / conversations that want it                                 a copy serves its replica's conversations
 
-    A block of one conversation counts in full; one that everybody asks for costs almost nothing.
+    A block of one conversation counts in full. A block that all requests have costs almost nothing.
     """
     held = hits.tolist()
     num_at = Counter(held)
@@ -197,6 +198,6 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
 
 
 def _num_equal(keys: Sequence[Key], depth: int, node_keys: Sequence[Key]) -> int:
-    """The number of keys from `depth` on that a node has too. After the first key that differs, all differ."""
+    """The number of equal keys of a prompt from `depth` on and of a node. After the first difference, all differ."""
     length = min(len(node_keys), len(keys) - depth)
     return bisect_left(range(length), True, key=lambda at: keys[depth + at] != node_keys[at])

@@ -1,13 +1,14 @@
-"""Follower: keeps a copy of what a remote cache holds right, though messages are lost, repeated and reordered.
+"""Follower: keeps a correct copy of a remote cache's content, though messages are lost, repeated and reordered.
 
-It gets every batch that arrives, tells its `Sink` what to store and remove, and says what it needs next (`Need`):
+It gets every batch that arrives, tells its `Sink` which blocks to store and remove, and says what to ask for (`Need`):
 
     first batch   ─> SNAPSHOT, or REPLAY from 0          a publisher's very first batch needs neither
-    gap           ─> REPLAY of what is missing ─> if too old: SNAPSHOT ─> if there is none: an incomplete copy
-    reset         ─> nothing: what is missing before it does not matter
+    gap           ─> REPLAY of missing batches ─> if too old: SNAPSHOT ─> if not available: an incomplete copy
+    reset         ─> nothing: batches that are missing before it do not matter
     other publisher id, numbers that start again, silence ─> as at the first batch
 
-While it needs something, it keeps later batches and applies them afterwards. Repeated batches are ignored.
+While it waits for a replay or a snapshot, it keeps later batches and applies them afterwards. Repeated batches are
+ignored.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Protocol
 from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 MAX_BUFFERED = 100_000
-"""Most batches that wait for a missing one; beyond, the follower starts again."""
+"""Most batches that wait for a missing one. If there are more, the follower starts again."""
 NUM_REMEMBERED = 1024
-"""Applied batches whose repetition is recognized without a publisher id."""
+"""The number of applied batches to remember without a publisher id, so that a repeated batch is recognized."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownEvent:
-    """An event of a later version of a publisher."""
+    """An event that this version does not know; a later version of a publisher may send it."""
 
     tag: str
 
@@ -40,13 +41,13 @@ class EventBatch:
     """Events that a cache published together; a snapshot has the same form. Without events it is a heartbeat."""
 
     publisher_id: bytes | None
-    """Names one life of the publisher's process. None: it does not say, so a number that goes back means that it may be
-    another process."""
+    """Identifies one life of the publisher's process. None: the publisher gives no id. Then a number that goes back may
+    mean that it has restarted."""
     number: int
-    """Consecutive from 0 in each life. Of a snapshot: the last batch that it includes, -1 for none."""
+    """Consecutive from 0 in each life. In a snapshot: the number of the last batch that it includes, or -1."""
     events: tuple[Event, ...] = ()
     time: float = 0.0
-    """By the publisher's clock."""
+    """Time in seconds by the publisher's clock."""
 
 
 class Sink(Protocol):
@@ -56,20 +57,20 @@ class Sink(Protocol):
         """Add consecutive blocks."""
 
     def remove(self, event: BlockRemoved) -> bool:
-        """Remove blocks. False: the copy lacks one of them, so it is wrong."""
+        """Remove blocks. False: the copy lacks a block to remove, so the copy is wrong."""
 
     def clear(self) -> None:
         """Remove all blocks."""
 
 
 class Witness(Protocol):
-    """Sees the events that happen while it looks, not those of a snapshot, in order."""
+    """Sees all events in order, except the events in a snapshot."""
 
     def note(self, time: float, event: Event) -> None:
-        """An event, before the sink gets it."""
+        """See an event before the sink gets it."""
 
     def end_batch(self, time: float) -> None:
-        """The last event of a batch is applied."""
+        """Hear that the last event of a batch was applied."""
 
 
 class Need(enum.Enum):
@@ -88,24 +89,24 @@ class Follower:
         self.need = Need.REPLAY if has_replay and not has_snapshot else Need.NOTHING
         self.publisher_id: bytes | None = None
         self.counts: Counter[str] = Counter()
-        """The numbers of batches, repeated, bad, gaps, restarts, silences, resyncs, snapshots, failed requests,
-        and unknown events."""
+        """Counts by name: batches, repeated, bad, gaps, restarts, silences, resyncs, snapshots, failed (requests),
+        incomplete_replays and unknown_events."""
         self._sink = sink
         self._has_replay, self._has_snapshot = has_replay, has_snapshot
         self._next: int | None = None
         """The number of the next batch to apply; None before the copy has a beginning."""
         self._last = -1
-        """The highest number that was heard of."""
+        """The highest batch number that has arrived."""
         self._is_complete = self._is_wrong = False
-        """Wrong: the events contradict the copy, so only a snapshot or a reset helps."""
+        """`_is_wrong`: the events contradict the copy, so only a snapshot or a reset helps."""
         self._later: dict[int, EventBatch] = {}
-        """Batches that wait for others."""
+        """Batches that wait for earlier ones, by number."""
         self._applied: dict[int, int] = {}
-        """Hashes of the latest applied batches of a publisher without an id."""
+        """For a publisher without an id, the hashes of the latest applied batches, by number."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the copy has all that the publisher held at its last batch."""
+        """Whether the copy equals the publisher's cache as of its last batch."""
         return self._is_complete and self.need is Need.NOTHING and self._has_all
 
     @property
@@ -129,7 +130,7 @@ class Follower:
     # -------------------------------------------------------------- what arrives
 
     def take(self, batch: EventBatch) -> None:
-        """A batch as it is published."""
+        """Take a batch as it is published."""
         if self._is_of_other(batch):
             self._start_again("restarts", batch)
         elif self._next is not None and batch.number < self._next:
@@ -141,12 +142,12 @@ class Follower:
             self._go_on()
 
     def take_replayed(self, batch: EventBatch) -> None:
-        """A batch of a replay; `end_replay` comes after the last one."""
+        """Take a batch of a replay. Call `end_replay` after the last batch."""
         if batch.number >= self.next_number and not self._is_of_other(batch):
             self._later.setdefault(batch.number, batch)
 
     def end_replay(self) -> None:
-        """A replay has ended: apply it. If it left a hole, only a snapshot helps."""
+        """Apply a replay that has ended. If batches are still missing, only a snapshot helps."""
         self.need = Need.NOTHING
         if self._next is None and 0 in self._later:
             self._begin(0, complete=True)
@@ -160,7 +161,7 @@ class Follower:
             self._go_on_without()
 
     def install(self, snapshot: EventBatch) -> None:
-        """The publisher's whole state. Ignores one that is older than an exact copy."""
+        """Take the publisher's whole state. A snapshot that is older than an exact copy is ignored."""
         if any(batch.publisher_id != snapshot.publisher_id for batch in self._later.values()):
             self._start_again("restarts", None)  # it restarted meanwhile; we cannot know which life is the later one
             return
@@ -177,7 +178,7 @@ class Follower:
         self._go_on()
 
     def request_failed(self) -> None:
-        """No usable answer came in time."""
+        """Note that a request for a replay or snapshot got no usable answer in time."""
         self.counts["failed"] += 1
         if self.need is Need.REPLAY:
             self.end_replay()
@@ -185,32 +186,32 @@ class Follower:
             self.need = Need.REPLAY
 
     def lose_one(self) -> None:
-        """A batch came that cannot be read."""
+        """Note that a batch came that cannot be read."""
         self.counts["bad"] += 1
         self._miss()
 
     def fall_silent(self) -> None:
-        """A publisher that sends heartbeats sends none: do not trust the copy until it speaks."""
+        """Drop the copy because the publisher's heartbeats stopped. It is followed anew when it sends again."""
         self._start_again("silences", None)
         self.need = Need.NOTHING
 
     # ------------------------------------------------------------------- order
 
     def _is_of_other(self, batch: EventBatch) -> bool:
-        """Whether the batch comes from another process than those before."""
+        """Whether the batch comes from another process than the earlier batches."""
         if self.publisher_id is None and self._next is None and not self._later:
             self.publisher_id = batch.publisher_id
         return self.publisher_id != batch.publisher_id
 
     def _take_old(self, batch: EventBatch) -> None:
-        """A number again: the same batch, or, if there are no ids, a publisher that has restarted."""
+        """Take a batch with an old number: a repeated batch or, without ids, one of a publisher that has restarted."""
         if batch.publisher_id is not None or self._applied.get(batch.number) == hash(batch.events):
             self.counts["repeated"] += 1
         else:
             self._start_again("restarts", batch)
 
     def _start_again(self, reason: str, first: EventBatch | None) -> None:
-        """Forget everything of the publisher; `first` is the first batch of its next life."""
+        """Forget everything about the publisher. `first` is the first batch of its next life."""
         self.counts[reason] += 1
         self._later, self._last, self.publisher_id = {}, -1, None
         self._reset()
@@ -232,7 +233,7 @@ class Follower:
         return Need.SNAPSHOT if self._has_snapshot else Need.REPLAY if self._has_replay else Need.NOTHING
 
     def _add(self, batch: EventBatch) -> None:
-        """Keep a batch until its turn comes. After a reset of the cache its turn is now."""
+        """Keep a batch until its turn comes. A batch that resets the cache has its turn at once."""
         is_next = self._next == batch.number and not self._is_wrong
         if not is_next and any(isinstance(event, AllBlocksCleared) for event in batch.events):
             self._sink.clear()
@@ -241,13 +242,13 @@ class Follower:
         self._last = max(self._last, batch.number)
 
     def _begin(self, number: int, *, complete: bool) -> None:
-        """The copy is right before batch `number`."""
+        """Go on with batch `number`: the copy is right as of the batch before it."""
         self._next, self._is_complete, self._is_wrong, self.need = number, complete, False, Need.NOTHING
         self._later = {other: batch for other, batch in self._later.items() if other >= number}
         self._last = max(self._later, default=-1)
 
     def _go_on(self) -> None:
-        """Apply the batches that are next; find out whether one is missing."""
+        """Apply the batches that are next, and find out whether a batch is missing."""
         if self._next is None and 0 in self._later:
             self._begin(0, complete=True)  # nothing was published before
         elif self._next is None and self._later and self.need is Need.NOTHING:
@@ -297,7 +298,7 @@ class Follower:
                 self.counts["unknown_events"] += 1
 
     def _miss(self) -> None:
-        """A batch is missing or unreadable, or contradicts the copy."""
+        """Ask for a replay or a snapshot: a batch is missing or unreadable, or contradicts the copy."""
         if self.need is not Need.NOTHING:
             return
         if self._has_replay and not self._is_wrong:
@@ -308,7 +309,7 @@ class Follower:
             self._go_on_without()
 
     def _go_on_without(self) -> None:
-        """Nobody has the missing batches: go on after them with an incomplete copy."""
+        """Go on after batches that nobody has, with an incomplete copy."""
         self._reset()
         self.need, self._last = Need.NOTHING, -1
         if self._later:

@@ -1,20 +1,20 @@
 """Which replicas hold which blocks: one table for all replicas, so that one walk along a prompt serves them all.
 
-A key's holders are the bits of one integer. The walk ANDs the integers of the prompt's keys: a replica is as deep as
-its bit survives.
+A key's holders are the bits of one integer. The walk ANDs the integers of the prompt's keys. A replica's depth is the
+number of keys after which its bit is still set.
 
     keys of the prompt      k0    k1    k2    k3
     holders (slots 2 1 0)   111   011   011   001
     AND up to here          111   011   011   001       depths: slot 0: 4, slot 1: 3, slot 2: 1
 
-A linked prompt's tokens are copied from sources (`SourceHits`). A replica first computes what it lacks of a source,
-apart. Then it copies the run, which costs next to nothing:
+Parts of a linked prompt are copied from sources (`SourceHits`). A replica first computes the blocks of a source that it
+lacks, separately from the prompt. Then it copies the run, which costs next to nothing:
 
     prompt     |==== cached ====|--- computed ---|~~~ copied ~~~|--- computed ---|~~~ copied ~~~|--- computed ---|
     sources                             |== cached ==|- computed -|            |======= cached =======|
 
-A run that lies in the cached beginning needs no source. What a source shares with the prompt or with other sources,
-such as the instructions, is computed once.
+A run that lies in the cached beginning needs no source. Blocks that a source shares with the prompt or with other
+sources, such as the instructions, are computed once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HolderIndex:
     def depths_of_each(
         self, prefixes: Sequence[list[Key]], among: int, num_slots: int, closed: bool = False
     ) -> Int64Array:
-        """The `depths` of each of many prefixes, [prefixes, num_slots]; the bits of all are found at once."""
+        """The `depths` of each of many prefixes, [prefixes, num_slots]. Faster than one call for each."""
         if not among or not prefixes:
             return np.zeros((len(prefixes), num_slots), np.int64)
         num_bytes, begins = -(-num_slots // 8), list[int]()
@@ -208,7 +208,7 @@ class SourceHits:
         return list(dict.fromkeys(key for run, depth in self._needed(slot) for key in run.keys[depth:]))
 
     def last_held(self, slot: int) -> list[Key]:
-        """The last block that this replica has of each source that it would use."""
+        """For each source that this replica would use, the key of the last block of it that the replica has."""
         return list(dict.fromkeys(run.keys[depth - 1] for run, depth in self._needed(slot) if depth))
 
     def _needed(self, slot: int) -> list[tuple[CopiedRun, int]]:

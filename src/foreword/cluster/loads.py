@@ -1,20 +1,21 @@
-"""What each replica has to do: reservations, added up by slot.
+"""The load of each replica: reservations, added up by slot.
 
-Prompts wait in the order of their reservations. The first one counts as computed at the replica's rate since the one
-before it ended, so a replica that hangs keeps its backlog:
+Prompts wait in the order of their reservations. Only the first prompt is taken as being computed, at the replica's
+rate, since the prompt before it ended. So a replica that hangs keeps its backlog:
 
     waiting_tokens   |== head ==|== second ==|== third ==|
     computed by now  |=====|                                 at most the head
 
-A replica's prefill rate is learnt from the prompts that it computes. A rate that an operator or a simulation declares
-is corrected by what is measured. One that nobody knows is the mean of all such replicas, as they mostly run on equal
+A replica's prefill rate is learnt from the prompts that it computes. If an operator or a simulation declares a rate,
+measurements correct it. All replicas without a declared rate share their measurements, because they mostly run on equal
 machines and a measurement is noisy:
 
-    own rate      mean of the replica's measurements; late ones, and many, count more
-    its rate      the mean of all until the replica's own measurements outweigh `DOUBT`, and while it is `ALIKE`
+    own mean      mean of the replica's measurements; newer ones have more weight
+    mean of all   mean of all such replicas' measurements
+    its rate      both, weighted: the mean of all counts as `DOUBT` measurements. Near the mean of all (`ALIKE`), that
 
-So a slow first prompt, which compiled something, keeps no replica from requests: what it measured fades while others
-are measured. A replica that is really slower is measured again, and found slower again.
+So a slow first prompt, which compiled something, does not keep requests from a replica for long: its weight fades while
+other replicas are measured. A replica that is really slower is measured again, and found slower again.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from foreword.cluster.reuse_ages import FloatArray
 RATE_WEIGHT = 0.1
 """Weight of the newest measurement of a declared rate."""
 MAX_RATE_STEP = 4.0
-"""A measurement that is further from what is known counts as this many times more, or less."""
+"""Limits a measurement to this many times the known rate, and to the known rate divided by this."""
 DOUBT = 4.0
-"""The number of measurements that the mean of all counts as."""
+"""The weight of the mean of all, in measurements, against a replica's own."""
 FADING = 0.9
-"""What a measurement of any replica leaves of the weight of earlier ones."""
+"""Factor by which a measurement of any replica lowers the weight of all earlier ones."""
 ALIKE = 0.25
-"""Replicas whose rates differ from the mean by less than this share count as equal: their caches are filled evenly."""
+"""Replicas whose rates differ from the mean by less than this share get the mean, so that their caches fill evenly."""
 MIN_RATE_TOKENS = 64
 """Prompts with fewer computed tokens measure latency, not the rate."""
 
 
 class Rates:
-    """The rates of all slots."""
+    """The prefill rates of all slots, in tokens per second."""
 
     def __init__(self) -> None:
         self.tokens_per_s: FloatArray = np.zeros(0)
         self._measured: FloatArray = np.zeros(0)
         """Means of the replicas' own measurements."""
         self._trust: FloatArray = np.zeros(0)
-        """The number of measurements that count."""
+        """The weight of each replica's measurements: 1 for a new one, fading."""
         self._is_pooled: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def grow(self) -> None:
@@ -61,17 +62,17 @@ class Rates:
         self._is_pooled = np.append(self._is_pooled, False)
 
     def join(self, slot: int, tokens_per_s: float, *, is_known: bool) -> None:
-        """A replica takes a slot. `is_known`: whether its rate is declared; otherwise it is a guess."""
+        """Put a replica into a slot. `is_known`: whether its rate is declared; otherwise it is a guess."""
         self.tokens_per_s[slot], self._measured[slot], self._trust[slot] = tokens_per_s, 0.0, 0.0
         self._is_pooled[slot] = not is_known
         self._share()
 
     def leave(self, slot: int) -> None:
-        """A replica is gone."""
+        """Forget the measurements of a replica that is gone."""
         self._is_pooled[slot], self._trust[slot] = False, 0.0
 
     def note(self, slot: int, measured: float) -> None:
-        """A replica computed this many tokens a second."""
+        """Note a measurement: a replica computed this number of tokens a second."""
         rate = self.tokens_per_s[slot]
         measured = min(max(measured, rate / MAX_RATE_STEP), rate * MAX_RATE_STEP)
         if not self._is_pooled[slot]:
@@ -83,7 +84,7 @@ class Rates:
         self._share()
 
     def _share(self) -> None:
-        """The rates of those whose rate nobody declared."""
+        """Set the rates of the replicas without a declared rate."""
         total = self._trust.sum()
         if total <= 0.0:
             return
@@ -141,10 +142,10 @@ class Loads:
         self.rates = Rates()
         self.open: dict[Reservation, Work] = {}
         self._waiting: list[OrderedDict[Reservation, int]] = []
-        """Tokens to compute of the requests without a first token, by slot."""
+        """For each slot, the requests without a first token, with their tokens to compute."""
 
     def add_slot(self) -> int:
-        """A new slot, in no use yet."""
+        """Add a slot that is not in use yet, and return it."""
         self.table.grow()
         self.rates.grow()
         self._waiting.append(OrderedDict())
@@ -162,7 +163,7 @@ class Loads:
             self._begin_head(work.slot, now)
 
     def note_prefilled(self, reservation: Reservation, now: float, computed_tokens: int | None = None) -> bool:
-        """The prompt is computed; given the tokens that this took, learn the rate. False if it was already."""
+        """Note that a prompt is computed. `computed_tokens`, if given, teach the rate. False: it was noted before."""
         work = self.open.get(reservation)
         if work is None or reservation not in self._waiting[work.slot]:
             return False
@@ -182,7 +183,7 @@ class Loads:
         return True
 
     def release(self, reservation: Reservation, now: float) -> bool:
-        """The request has ended, or never began. False if it was released before."""
+        """Remove a request that has ended or never began. False: it was removed before."""
         if reservation not in self.open:
             return False
         self.note_prefilled(reservation, now)

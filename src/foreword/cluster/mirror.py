@@ -1,7 +1,7 @@
-"""What one replica holds: an exact mirror from its events, and what the requests sent to it will add.
+"""The blocks of one replica: an exact mirror from its events, and the blocks that requests sent to it will add.
 
-Its `Follower` says whether the mirror equals the replica's index as of the last batch (`is_synced`); if not, it is not
-used.
+Its `Follower` says whether the mirror equals the replica's index as of the last batch (`is_synced`). Otherwise the
+mirror is not used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foreword.cluster.holders import HolderIndex, Key
 from foreword.cluster.reuse_ages import ReuseAges
 
 MEDIUM, GROUP = "device", 0
-"""Whose blocks are mirrored."""
+"""The storage medium and the cache group whose blocks are mirrored."""
 
 
 class ReplicaMirror:
@@ -25,24 +25,24 @@ class ReplicaMirror:
         self.slot = slot
         self.follower = Follower(self, has_replay=False, has_snapshot=True)
         self.parents: dict[Key, Key | None] = {}
-        """The replica's blocks, each with the block before it."""
+        """For each block of the replica, the key of the block before it."""
         self._holders, self._ages = holders, ages
         self._now = 0.0
         self._claims: dict[int, list[Key]] = {}
-        """Blocks that requests under way will leave, by claim."""
+        """Keys of the blocks that requests under way will add, by claim."""
         self._next_claim = 0
         self._ends: OrderedDict[Key, float] = OrderedDict()
-        """Last blocks of prefixes and the times of their last uses, about in the order of eviction."""
+        """The last block of each prefix, with the time of its last use; about in the order of eviction."""
 
     @property
     def is_synced(self) -> bool:
-        """Whether it equals the replica's index."""
+        """Whether the mirror equals the replica's index."""
         return self.follower.is_exact
 
     # ------------------------------------------------------------------ events
 
     def learn(self, tell_follower: Callable[[], object], now: float) -> None:
-        """Let the follower take what has arrived. Claims end with the replica's process, and with its events."""
+        """Let the follower take messages. Claims end if the replica has restarted, or its events have stopped."""
         counts, self._now = self.follower.counts, now
         lives = counts["restarts"] + counts["silences"]
         tell_follower()
@@ -103,17 +103,17 @@ class ReplicaMirror:
     def unclaim(self, claim: int) -> None:
         """End a claim; later calls change nothing. Blocks that no event has reported are dropped.
 
-        Another claim may have the same blocks, if the replica evicted them in between; they lose their credit too.
+        If the replica evicted blocks in between, another claim may have the same blocks. It loses them too.
         """
         keys = self._claims.pop(claim, ())
         self._holders.discard([key for key in keys if key not in self.parents], self.slot)
 
     def oldest_use(self, now: float) -> float:
-        """The time of the last use of what is evicted next (an estimate)."""
+        """The time of the last use of the block that is evicted next (an estimate)."""
         return next(iter(self._ends.values()), now)
 
     def check_integrity(self, keys: Sequence[Key]) -> None:
-        """Compare the mirror with the shared index, for all keys that exist."""
+        """Compare the mirror with the shared index; `keys`: all keys that exist."""
         claimed = {key for claim in self._claims.values() for key in claim}
         for key in keys:
             held = self._holders.holds(key, self.slot)

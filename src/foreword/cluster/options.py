@@ -1,4 +1,4 @@
-"""How a router weighs its replicas, and what a replica says of itself.
+"""How a router weighs its replicas, and the facts that a replica gives when it joins.
 
 Knows numbers and their ranges; decides nothing.
 """
@@ -12,10 +12,10 @@ from foreword.errors import ConfigError
 
 TURN_S = 0.005
 FIRST_RATE = 1000.0
-"""Prefill tokens a second that a router assumes of an engine until it has measured."""
+"""Prefill tokens a second that a router assumes for an engine until it has measurements."""
 DECODE_TOKENS = 32.0
-"""Prompt tokens that an answer under way weighs as much as: without a weight, a common prompt would gather all answers
-at the replica that has it."""
+"""The weight of an answer under way, in prompt tokens. Without it, all requests with a common prompt would go to the
+replica that has the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,16 @@ class RoutingOptions:
     price_weight: float = 1.0
     """Weight of the evicted blocks' price; 0 leaves it out."""
     load_slack: float = 0.25
-    """Without knowledge of the caches: a replica may have this share more than its fair part of the open requests."""
+    """If no cache is known, a replica may have its fair part of the open requests and this share of it more."""
     expectation_s: float = 60.0
-    """Time from the first token until blocks that no event has reported are no longer expected."""
+    """Seconds from the first token until blocks that no event has reported are no longer expected."""
     share_load: bool = False
     """Whether `take_updates` has updates for other routers."""
     peer_silence_s: float = 5.0
-    """Time after which the reservations of a silent router end."""
+    """Seconds without an update after which another router's reservations end."""
     turn_s: float = TURN_S
-    """Length of a router's turn in a burst; longer than updates take to reach other routers, and than their clocks
-    differ. 0: routers take no turns."""
+    """Seconds of a router's turn in a burst. Must be longer than updates take to reach other routers, and than their
+    clocks differ. 0: routers take no turns."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -48,24 +48,24 @@ class RoutingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What a replica says when it joins."""
+    """The facts that a replica gives when it joins."""
 
     num_blocks: int
     tokens_per_s: float
-    """Prefill tokens a second; corrected by what is measured."""
+    """Prefill tokens a second; measurements correct it."""
     is_rate_known: bool = True
-    """False: the rate is a guess; the mean of what is measured at such replicas takes its place (`loads.py`)."""
+    """False: the rate is a guess, and the mean of measurements at such replicas replaces it (`loads.py`)."""
     decode_s: float = 0.0
-    """Delay of a new request's first token by each answer that the replica generates."""
+    """Seconds by which each answer that the replica generates delays a new request's first token."""
     decode_tokens: float = 0.0
-    """Prompt tokens that the answer of each request there weighs as much as, begun or not; besides `decode_s`."""
+    """A second delay, in prompt tokens, by the answer of each request at the replica, whether it has begun or not."""
     is_prefix_closed: bool = False
-    """Whether the replica never holds a block without those before it, as foreword's radix index; decisions are faster
-    if all replicas say so."""
+    """Whether the replica never holds a block without the blocks before it, as with foreword's radix index. Decisions
+    are faster if that is true of all replicas."""
 
     @classmethod
     def of_engine(cls, num_blocks: int, *, is_prefix_closed: bool) -> ReplicaSpec:
-        """What an engine says that knows nothing of its speed."""
+        """The facts of an engine that does not know its speed."""
         return cls(
             num_blocks,
             FIRST_RATE,
@@ -86,11 +86,11 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What one replica has to do, as far as its routers know."""
+    """The load of one replica, as far as its routers know."""
 
     num_blocks: int
     num_open: int
-    """Requests without an end."""
+    """Unfinished requests."""
     waiting_tokens: int
-    """Prompt tokens to compute."""
+    """Prompt tokens that wait to be computed."""
     tokens_per_s: float

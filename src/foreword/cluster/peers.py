@@ -1,8 +1,8 @@
-"""How several routers share their reservations: numbered updates, a whole state after a gap, an end by silence.
+"""How several routers share their reservations: by numbered updates, and by a whole state after a gap.
 
-Routers share load and not blocks: all of them read the replicas' events.
+The reservations of a router that falls silent end. Routers share load but not blocks: each reads the replicas' events.
 
-Routers that decide at the same moment do so in turn, each after it has heard what the others have chosen.
+Routers that decide at the same moment take turns, so that each knows the choices of the others before its own.
 
 Time is cut into slots, router after router (`time_to_turn`):
 
@@ -27,7 +27,7 @@ class Change(StrEnum):
     PREFILLED = "prefilled"
     RELEASED = "released"
     ALIVE = "alive"
-    """Nothing; the router still runs."""
+    """No change; the update only says that the router still runs."""
 
 
 class LoadUpdate(NamedTuple):
@@ -35,7 +35,7 @@ class LoadUpdate(NamedTuple):
 
     router: str
     life: str
-    """Names one life of the router's process."""
+    """Identifies one life of the router's process."""
     number: int
     """Consecutive from 0 in each life."""
     change: Change
@@ -51,14 +51,14 @@ class RouterLoad:
     router: str
     life: str
     number: int
-    """The last update that is included; -1 for none."""
+    """The number of the last update that is included; -1 before the first."""
     updates: tuple[LoadUpdate, ...]
-    """What makes these reservations, with numbers that mean nothing."""
+    """Updates that make these reservations; their `number` has no meaning."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """Another router, as far as its updates have come."""
+    """Another router, and how far its updates have arrived."""
 
     heard_at: float
     life: str | None = None
@@ -95,12 +95,12 @@ class Outbox:
         self.next_number += 1
 
     def take(self) -> list[LoadUpdate]:
-        """The updates since the last call."""
+        """Return the updates since the last call."""
         updates, self._updates = self._updates, []
         return updates
 
     def whole(self, changes: Iterable[tuple[Change, Reservation, int, int]]) -> RouterLoad:
-        """The state that these changes make, as of the newest update."""
+        """Pack changes that make the whole state, as of the newest update."""
         updates = tuple(LoadUpdate(self.router, self.life, -1, *change) for change in changes)
         return RouterLoad(self.router, self.life, self.next_number - 1, updates)
 

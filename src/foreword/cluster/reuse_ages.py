@@ -12,30 +12,30 @@ NUM_DOUBLINGS = 24
 
 
 class ReuseAges:
-    """Learns, for each doubling of the age, the share of the prefixes reaching it that are used again within it.
+    """Learns how many prefixes that reach an age are used again before the age doubles, for each doubling of the age.
 
-    A block that a pool takes in stays for about the age at which that pool evicts. Room for it costs the older blocks a
-    doubling or so of their age, hence about `chances(age)` uses for each block (hazard rate times age).
+    A new block stays in a pool for about the age at which the pool evicts. To make room for it, older blocks lose about
+    one doubling of their age. So each new block costs about `chances(age)` uses (hazard rate times age).
     """
 
     def __init__(self) -> None:
         self._ended: FloatArray = np.zeros(NUM_DOUBLINGS)
         self._reused: FloatArray = np.zeros(NUM_DOUBLINGS)
         self._chances: FloatArray | None = None
-        """For each doubling; None after a note."""
+        """The chance of each doubling; None if it must be computed anew."""
 
     def note_reuse(self, age_s: float) -> None:
-        """A prefix was used again at this age."""
+        """Note that a prefix was used again at this age, in seconds."""
         self._reused[_doubling(age_s)] += 1
         self.note_eviction(age_s)
 
     def note_eviction(self, age_s: float) -> None:
-        """A prefix was evicted at this age."""
+        """Note that a prefix was evicted at this age, in seconds."""
         self._ended[_doubling(age_s)] += 1
         self._chances = None
 
     def chances(self, ages_s: FloatArray) -> FloatArray:
-        """The expected uses that are lost for each block evicted at these ages, 0 to 1."""
+        """The expected number of uses lost per block that is evicted at these ages, 0 to 1."""
         if self._chances is None:
             self._chances = self._reused / (np.cumsum(self._ended[::-1])[::-1] + 1)
         doublings = np.log2(np.maximum(ages_s, 1)).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Where a request goes when nothing is known of the caches: consistent hashing with bounded loads.
+"""Chooses a replica when no cache is known: consistent hashing with bounded loads.
 
-The method is that of Mirrokni, Thorup and Zadimoghaddam (2018): clockwise from the request's point, the first replica
-that has room takes it, where room is `1 + slack` times the fair share.
+The method is that of Mirrokni, Thorup and Zadimoghaddam (2018). Clockwise from the request's point, the first replica
+with room takes the request. A replica has room up to `1 + slack` times its fair share of the open requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HashRing:
     def find(self, key: object, usable: npt.NDArray[np.bool_], num_open: Int64Array, slack: float) -> int:
         """The slot of the first usable replica with room, clockwise from the key's point.
 
-        `num_open` [slots] counts open requests. One replica always has room: the one with the fewest.
+        `num_open` [slots] counts open requests. The replica with the fewest requests always has room.
         """
         room = math.ceil((1 + slack) * (int(num_open[usable].sum()) + 1) / int(np.count_nonzero(usable)))
         start = bisect_left(self._points, (_point(key), -1))

@@ -1,30 +1,30 @@
-"""RoutingCore: which replica a request goes to, and the reservation of its work, in one call.
+"""RoutingCore: chooses a replica for a request and reserves the work there, in one call.
 
-Knows keys, tokens, replicas' names and times that callers pass in; knows no text, sockets, threads or clocks, and draws
-no random numbers: equal calls give equal decisions. One request's life:
+Knows keys, tokens, replicas' names, and times, which callers pass in. Knows no text, sockets, threads or clocks, and
+draws no random numbers: equal calls give equal decisions. One request's life:
 
     decision = choose(request, now)              the cheapest replica; its work is reserved, its blocks are expected
     note_first_token(reservation, now, cached)   the work is done; compares the hit with the predicted one
     release(reservation, now)                    the end, a rejection or a death; may be called again
-    choose(request, now, exclude)                a further attempt; the one before is released
+    choose(request, now, exclude)                a further attempt; the earlier attempt is released
 
 The cost of a replica, in seconds:
 
     backlog + to compute / rate + reuse + price of the evicted blocks + decode pressure
 
-The first two are the request's own wait. `reuse` is what its choice costs others: a block that another replica holds
-and that is computed once more takes time t here, so each request that waits at a replica, of which there are q on
-average, waits t longer. Who comes next to the new copy shares it, so the request answers for a part p of that cost:
+The first two are the request's own wait. `reuse` is the cost of the choice for other requests. A block that another
+replica holds is computed once more here, in time t. So the requests that wait at a replica, q on average, each wait t
+longer. Later requests will share the new copy, so this request answers only for a part p of that cost:
 
     reuse = sum of t * ((1 + q) * p - 1)       p: 1 for a conversation's own blocks, towards 0 for a prefix that
                                                everybody asks for (demand.py)
 
-What it has to compute is the rest of the prompt. Of a linked prompt it is the rest that is not copied, and what the
-replica lacks of the sources (holders.py), which it will have, too; there p is 1.
+`to compute` is the rest of the prompt. For a linked prompt it is the part of the rest that is not copied, and the
+missing blocks of the sources (holders.py), which the replica will then have too. For linked prompts p is 1.
 
-Whatever the cost chooses has the least, so for every other replica j: backlog - backlog(j) <= (1 + q) * (the prefill
-seconds that the hit saves against j) + (price and decode seconds of j - its own). A request never queues longer for its
-hit than that.
+The chosen replica has the least cost. So for every other replica j: backlog - backlog(j) <= (1 + q) * (the prefill
+seconds that the hit saves against j) + (price and decode seconds of j - its own). This limits how much longer a request
+queues for its hit.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from foreword.cluster.ring import HashRing
 from foreword.errors import ConfigError, NoReplicaError
 
 MAX_WAIT_SHARE = 0.01
-"""Share of a prompt's prefill time that it may wait for its router's turn."""
+"""Longest wait of a prompt for its router's turn, as a share of its prefill time."""
 Rule = Callable[[Fleet], FloatArray]
-"""The cost of each slot; the lowest of the usable ones is chosen."""
+"""Returns the cost of each slot, [slots]. The usable slot with the lowest cost is chosen."""
 
 
 @dataclass(slots=True)
 class _Expected:
-    """Blocks that a reservation's replica is going to have, sources too, and the hit that the decision counted on."""
+    """The blocks, of sources too, that a reservation's replica will have, and the hit that the decision counted on."""
 
     mirror: ReplicaMirror
     claim: int
@@ -89,15 +89,15 @@ class RoutingCore:
         self._mirrors: list[ReplicaMirror] = []
         self._slot_of: dict[str, int] = {}
         self._synced = 0
-        """Bits of the slots whose mirrors are synced, and below of those that may be chosen."""
+        """Bits of the slots whose mirrors are synced. `_usable`, below: bits of the slots that may be chosen."""
         self._usable = 0
         self._open_prefixes = 0
-        """Bits of the slots whose replicas may hold a block without those before it."""
+        """Bits of the slots whose replicas may hold a block without the blocks before it."""
         self._attempts: dict[str, Reservation] = {}
         """The latest open reservation of each of this router's requests."""
         self._expected: dict[Reservation, _Expected] = {}
         self._expectations: deque[tuple[float, _Expected]] = deque()
-        """Blocks expected until a time, in its order."""
+        """Expected blocks, each with the time at which the expectation ends; in the order of these times."""
         self._outbox = Outbox(router, life)
         self._peers: dict[str, Peer] = {}
 
@@ -114,7 +114,7 @@ class RoutingCore:
         return self._usable != 0
 
     def join(self, name: str, spec: ReplicaSpec) -> None:
-        """Add a replica of which nothing is known yet, or take a retired one back."""
+        """Add a replica, or take a retired one back. Nothing is known of a new replica's cache."""
         if name not in self._slot_of:
             slot = self._names.index("") if "" in self._names else self._loads.add_slot()
             mirror = ReplicaMirror(slot, self._holders, self._ages)
@@ -129,7 +129,7 @@ class RoutingCore:
         table.decode_s[slot], table.decode_tokens[slot] = spec.decode_s, spec.decode_tokens
 
     def retire(self, name: str) -> None:
-        """Send no more requests to a replica; those that it has go on."""
+        """Send no more requests to a replica. Its present requests go on."""
         slot = self._slot(name)
         self._usable &= ~(1 << slot)
         self._loads.table.usable[slot] = False
@@ -156,7 +156,7 @@ class RoutingCore:
         return slot
 
     def loads(self) -> dict[str, ReplicaLoad]:
-        """What each replica has to do."""
+        """The load of each replica, by name."""
         table = self._loads.table
         return {
             name: ReplicaLoad(
@@ -179,14 +179,14 @@ class RoutingCore:
         return self.learn(name, lambda follower: follower.install(snapshot), now)
 
     def learn(self, name: str, tell: Callable[[Follower], object], now: float) -> bool:
-        """Let `tell` give a replica's follower what has arrived. False: its cache is not known now."""
+        """Call `tell` with a replica's follower, to pass on what has arrived. False: its cache is not known now."""
         slot = self._slot(name)
         mirror = self._mirrors[slot]
         mirror.learn(lambda: tell(mirror.follower), now)
         return self._note_mirror(slot, now)
 
     def mirror(self, name: str) -> ReplicaMirror:
-        """What is known of a replica's cache. Read only."""
+        """The copy of what a replica's cache holds. Read only."""
         return self._mirrors[self._slot(name)]
 
     def unsynced(self) -> list[str]:
@@ -203,10 +203,10 @@ class RoutingCore:
     # ------------------------------------------------------------------ decisions
 
     def wait_s(self, request: RoutingRequest, clock_s: float) -> float:
-        """Seconds to wait before `choose`, so that routers decide in turn about requests that meet; 0.0 if alone.
+        """Seconds to wait before `choose`, so that routers decide one after the other; 0.0 if there is one router.
 
-        `clock_s` is of a clock that all routers share, such as `time.time()`. Short prompts do not wait: a choice that
-        another router did not know of delays others by the time of its prompt, and a wait has to be much less.
+        `clock_s` is the time of a clock that all routers share, such as `time.time()`. Short prompts do not wait. If
+        another router does not know a choice, requests are delayed by that prompt's time. A wait must be much shorter.
         """
         wait_s = time_to_turn(self.router, self._peers, self.options.turn_s, clock_s)
         table = self._loads.table
@@ -216,9 +216,9 @@ class RoutingCore:
     def choose(
         self, request: RoutingRequest, now: float, exclude: Collection[str] = (), *, is_counted: bool = True
     ) -> Decision:
-        """Choose a replica outside `exclude` and reserve the work there. Releases the request's earlier attempt.
+        """Choose a replica that is not in `exclude` and reserve the work there. Releases an earlier attempt.
 
-        `is_counted`: False for work that no client asked for; `counts` and `log` do not have it.
+        `is_counted`: False for work that no client asked for; `counts` and `log` leave it out.
 
         Raises NoReplicaError if there is none.
         """
@@ -305,7 +305,7 @@ class RoutingCore:
     def _reuse_s(
         self, request: RoutingRequest, usable: npt.NDArray[np.bool_], hits: Int64Array, computed: Int64Array
     ) -> FloatArray:
-        """What lost reuse costs the fleet beyond the request's own wait, [slots]."""
+        """The cost of lost reuse for other requests, in seconds, [slots]."""
         table, size, reuse = self._loads.table, self.options.block_tokens, np.zeros(len(usable))
         waiting = table.num_waiting[usable]
         num_waiting = float(waiting.sum())
@@ -328,11 +328,11 @@ class RoutingCore:
         self._tell(Change.RESERVED, reservation, work.prompt_tokens, work.computed_tokens)
 
     def note_first_token(self, reservation: Reservation, now: float, cached_tokens: int) -> None:
-        """The first token has come; the replica had `cached_tokens` of the prompt, exact ones."""
+        """Note that the first token has come, and that the replica had `cached_tokens` exact tokens of the prompt."""
         work, expected = self._loads.open.get(reservation), self._expected.get(reservation)
         if work is None or expected is None:
             return
-        # What a linked prompt computes besides is known from the choice alone.
+        # The tokens that a linked prompt computes for its sources are known from the choice alone.
         computed = work.computed_tokens + expected.hit_tokens - cached_tokens
         if not self._loads.note_prefilled(reservation, now, computed):
             return
@@ -351,11 +351,11 @@ class RoutingCore:
         self._expire(now)
 
     def total_counts(self) -> RoutingCounts:
-        """The counts of all reasons."""
+        """The sum of the counts of all reasons."""
         return RoutingCounts(*map(sum, zip(*map(astuple, self.counts.values()), strict=True)))
 
     def release(self, reservation: Reservation, now: float) -> bool:
-        """The request has ended, was rejected or died with its replica. False, and no change, if it was released."""
+        """Release a request that has ended, was rejected or died with its replica. False: it was released before."""
         if not self._loads.release(reservation, now):
             return False
         expected = self._expected.pop(reservation, None)
@@ -385,7 +385,7 @@ class RoutingCore:
         self._tell(Change.ALIVE, Reservation(self.router, "", 0, ""))
 
     def export_load(self) -> RouterLoad:
-        """All of this router's open reservations, for a peer that has missed updates."""
+        """Return all open reservations of this router, for a peer that has missed updates."""
         changes = []
         for reservation, work in self._loads.open.items():
             if reservation.router == self.router:
@@ -408,7 +408,7 @@ class RoutingCore:
         return list(lost)
 
     def install_load(self, load: RouterLoad, now: float) -> None:
-        """Take the whole state of another router's reservations. Ignores one that is older than the updates seen."""
+        """Take all reservations of another router. A state that is older than the updates seen is ignored."""
         peer = self._peers.setdefault(load.router, Peer(now))
         peer.heard_at = now
         if peer.is_synced and peer.life == load.life and load.number < peer.next_number - 1:
@@ -419,7 +419,7 @@ class RoutingCore:
             self._apply(update, now)
 
     def forget_router(self, router: str, now: float) -> None:
-        """Another router has ended; its reservations end too."""
+        """End all reservations of a router that has ended."""
         self._peers.pop(router, None)
         self._release_all(router, now)
 
@@ -445,7 +445,7 @@ class RoutingCore:
             self._outbox.put(change, reservation, prompt_tokens, computed_tokens)
 
     def check_integrity(self, keys: Sequence[Key]) -> None:
-        """Compare sums and mirrors with what they are made from, for all keys that exist."""
+        """Check sums against reservations, and mirrors against the index; `keys`: all keys that exist."""
         self._loads.check_integrity()
         self._demand.check_integrity()
         for name, slot in self._slot_of.items():
@@ -456,7 +456,7 @@ class RoutingCore:
 
 
 def _least(costs: FloatArray, fleet: Fleet) -> int:
-    """The slot with the least cost; among equals the one with the most free blocks, then with the fewest requests."""
+    """The slot with the least cost; among equals, the slot with the most free blocks, then with the fewest requests."""
     ties = np.flatnonzero(costs == costs.min())
     if len(ties) > 1:
         ties = ties[np.lexsort((ties, fleet.num_open[ties], -fleet.free_blocks[ties]))]

@@ -1,6 +1,6 @@
-"""Answering: what a client already has of one request's answer, whichever replica made it.
+"""Answering: the part of one request's answer that the client already has, whichever replica made it.
 
-From it another replica can go on.
+Another replica can continue from there.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job, Sh
 
 
 class Acceptance:
-    """Requests of one stream wait for each other: all are accepted, or none. One that tries again may come late."""
+    """Lets the requests of one stream wait until all are accepted. A request that tries again may come late."""
 
     def __init__(self, num_requests: int) -> None:
         self._num_missing = num_requests
         self._all = asyncio.Event()
 
     async def wait(self) -> bool:
-        """Wait for the others; True for the last one, which need not wait. Whoever is cancelled counts no more."""
+        """Wait for the other requests. True for the last request, which need not wait. Cancelled ones do not count."""
         if self._all.is_set():
             return False
         self._num_missing -= 1
@@ -39,10 +39,12 @@ class Acceptance:
 
 
 class Answering:
-    """The answer of one job of a stream, as it comes in."""
+    """The answer of one job of a stream, as it arrives."""
 
     def __init__(self, stream: AnswerStream, job: Job, first_choice: int, clock: Callable[[], float]) -> None:
-        """`first_choice`: the place of its choices among those of the stream; `clock`: by which entries end here."""
+        """`first_choice`: index of the job's first choice among the stream's choices. `clock`: this process's engine
+        clock, in seconds.
+        """
         self.is_closed = False
         choices = [CompletionOutput(index) for index in range(job.params.n)]
         record = job.record
@@ -54,11 +56,11 @@ class Answering:
         self._ended = [False] * job.params.n
         """Whether the end of each choice was handed over."""
         self._whole: dict[int, Delta] = {}
-        """For a client that waits for the end: the joined deltas of each choice."""
+        """The joined deltas of each choice, for a client that waits for the end."""
 
     @property
     def shown(self) -> list[Shown]:
-        """What was handed over of each choice."""
+        """For each choice, the part of the answer that was handed over."""
         return [
             Shown(tuple(choice.token_ids), len(choice.text), ended)
             for choice, ended in zip(self.output.outputs, self._ended, strict=True)
@@ -89,7 +91,7 @@ class Answering:
         return cached
 
     def finish(self) -> None:
-        """Tell the client that the answer is complete, if it is."""
+        """If the answer is complete, tell the client."""
         if not self.output.finished:
             return
         if self._whole:
@@ -99,7 +101,7 @@ class Answering:
             self._stream.put([Finished()])
 
     def _note_prompt(self, message: PromptComputed) -> None:
-        """Usage shows the first lookup only: what a later replica found saved nobody anything."""
+        """Note the facts of a computed prompt. Only the first replica's count: a later one's hits saved no time."""
         record, theirs = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return
@@ -116,7 +118,7 @@ class Answering:
         output.kept = tuple(replace(entry, until=entry.until + moved) for entry in theirs.kept)
 
     def _note(self, delta: Delta) -> Delta:
-        """Note a delta; returns it with the place of its choice among those of the stream."""
+        """Note a delta. Returns it with the index of its choice in the stream."""
         choice = self.output.outputs[delta.choice]
         self._ended[delta.choice] = delta.finish_reason is not None
         choice.text += delta.text
@@ -126,8 +128,9 @@ class Answering:
         return replace(delta, choice=self._first_choice + delta.choice)
 
     def _note_end(self, output: RequestOutput) -> None:
-        """Compare the replica's whole answer with what was handed over, and note how it ended. Drafts are those of this
-        replica: what one that was lost has drafted, nobody knows.
+        """Compare the replica's whole answer with the deltas, and note how it ended.
+
+        Counts of drafts are from this replica only: those of a lost replica are not known.
         """
         for ours, theirs in zip(self.output.outputs, output.outputs, strict=True):
             assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text), "a replica made other bits"

@@ -1,7 +1,7 @@
 """Calls: verbs that every replica's engine runs, and the changes that a replica has missed.
 
-A change that did not reach a replica (a reset, a smaller share, an entry's end) runs there before it takes requests
-again.
+If a change (a reset, a smaller share, an entry's end) did not reach a replica, the replica runs it before it takes
+requests again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from foreword.server.verbs import T, Ts, Verb
 logger = logging.getLogger(__name__)
 
 CALL_S = 60.0
-"""Longest time that one replica may take for a verb; the others' results count without it."""
+"""Seconds that one replica may take for a verb. After that, its result is left out."""
 AGAIN_S = 0.2
 """Seconds between two attempts to make a change that was missed."""
 MAKE_UP_S = 60.0
-"""Longest time that a replica which refuses a change may keep its other requests waiting for it."""
+"""Seconds for which a missed change is tried again if the replica refuses it."""
 MOST_MISSED = 1_000
-"""Changes that are remembered for one replica; the oldest go first, and a log line says so."""
+"""The most missed changes to remember for one replica. Beyond that the oldest are dropped, with a line in the log."""
 ENGINE_FAILED = "engine_failed"
-"""Code of what a replica refuses because its engine takes no requests any more."""
+"""Code of a refusal by a replica whose engine takes no requests any more."""
 
 
 class Calls:
-    """Belongs to the event loop."""
+    """Runs verbs on replicas. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -43,31 +43,34 @@ class Calls:
         still: Collection[str],
         then: Callable[[str], None],
     ) -> None:
-        """`names`: the replicas; `still`: those of them that stand still, which changes. `then` is called with a
-        replica that has made up for what it missed.
+        """`names` returns the replicas; `still` holds the replicas that stand still, and changes. `then` is called with
+        the name of a replica that has run all missed changes.
         """
         self._link, self._names, self._still, self._then = link, names, still, then
         self._missed: dict[str, list[bytes]] = {}
         self._making_up: dict[str, asyncio.Task[None]] = {}
 
     async def read(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb at every replica that goes on. Raises APIError 503 if none is reached, 501 if none knows it."""
+        """Run a verb on every replica that does not stand still.
+
+        Raises APIError 503 if no replica is reached, 501 if no replica knows the verb.
+        """
         data = asking(verb, arguments)
         names = [name for name in self._names() if name not in self._still]
         results = await asyncio.gather(*(self._call(name, data) for name in names), return_exceptions=True)
         return _merged(results, verb.merge)
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """The same for a verb that changes something: replicas that it does not reach run it later.
+        """Run a verb that changes something. A replica that is not reached runs it later.
 
-        Raises APIError 501 if any replica that it reaches does not know it.
+        Raises APIError 501 if a replica that is reached does not know the verb.
         """
         data, names = asking(verb, arguments), self._names()
         results = await asyncio.gather(*(self._change(name, data) for name in names), return_exceptions=True)
         return _merged(results, verb.merge, by_all=True)
 
     def catch_up(self, name: str) -> bool:
-        """Have a replica that goes on make up for what it missed, and then call `then`; False if it missed nothing."""
+        """Have a replica run the changes that it missed, and then call `then`. False: it has missed none."""
         if name not in self._missed:
             return False
         if name not in self._making_up:
@@ -76,13 +79,13 @@ class Calls:
         return True
 
     def leave(self, name: str) -> None:
-        """A replica is gone, with all that it had."""
+        """Forget the missed changes of a replica that is gone."""
         self._missed.pop(name, None)
         if (task := self._making_up.pop(name, None)) is not None:
             task.cancel()
 
     def stop(self) -> None:
-        """Make up for nothing more."""
+        """Stop running missed changes."""
         for name in list(self._making_up):
             self.leave(name)
 
@@ -141,7 +144,7 @@ class Calls:
             self.catch_up(name)
 
     async def _call(self, name: str, data: bytes) -> Any:
-        """The result of one replica. Raises ReplicaLostError if it does not answer or its engine has failed."""
+        """Get one replica's result. Raises ReplicaLostError if it does not answer or its engine has failed."""
         try:
             async with asyncio.timeout(CALL_S):
                 answer = await self._link.call(name, data)
@@ -163,9 +166,10 @@ class Calls:
 
 
 def _merged(results: list[Any], merge: Callable[[list[T]], T], *, by_all: bool = False) -> T:
-    """One answer from those of the replicas that were reached and know the verb. Raises what one of these raises.
+    """Merge the answers of the replicas that were reached and know the verb. An error among the answers is raised.
 
-    Raises APIError 501 if none of them knows it, with `by_all` if any does not.
+    Raises APIError 503 if no replica was reached, and 501 if no replica knows the verb; with `by_all`, 501 if any
+    replica does not know it.
     """
     answers: list[T] = []
     refused: APIError | None = None
@@ -185,7 +189,7 @@ def _merged(results: list[Any], merge: Callable[[list[T]], T], *, by_all: bool =
 
 
 def none_ready() -> APIError:
-    """What a call is refused with if no replica takes it."""
+    """The error of a call that no replica takes."""
     return APIError(
         503,
         "No replica takes requests now; try again in 5 s.",

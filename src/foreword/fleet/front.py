@@ -1,4 +1,4 @@
-"""A model without its weights: what a server needs to read, check and key requests that other processes compute.
+"""A model without its weights, with which a server reads, checks and keys requests that other processes compute.
 
 Knows how an engine is assembled; computes nothing.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a front must know of its engines. It is the same for all of them."""
+    """The facts that a front must know about its engines. They are the same for all engines."""
 
     layout: CacheLayout
     identity: CacheIdentity
@@ -35,15 +35,15 @@ class EngineFacts:
     num_blocks: int
     """Blocks of one engine's pool."""
     inexactness: str | None
-    """Why the machine breaks the promise of equal bits."""
+    """Why answers on this machine may have other bits; None: they have not."""
     pictures: Any = None
-    """What cuts and names pictures, without weights; None: the model takes none."""
+    """The object that cuts and names pictures, without weights; None: the model takes no pictures."""
     lacks_pillow: bool = False
-    """Whether it would take pictures if Pillow were installed."""
+    """Whether the model would take pictures if Pillow were installed."""
     embeds: Any = None
-    """What reads prompt embeddings; None: prompts have none."""
+    """The object that reads prompt embeddings; None: prompts have no embeddings."""
     decoder: DecoderSpec | None = None
-    """What adapters must fit; None if requests may name none."""
+    """The model's shape, which adapters must fit; None: requests may not name adapters."""
 
     @classmethod
     def of(cls, llm: LLM) -> EngineFacts:
@@ -56,7 +56,7 @@ class EngineFacts:
 
 
 def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
-    """An LLM that checks requests as the engines do, and computes none. Raises ModelLoadError without a tokenizer."""
+    """Make an LLM that checks requests as the engines do, but computes nothing. Raises ModelLoadError."""
     files = unfolded(config.model)
     tokenizer = load_tokenizer(files)
     keys = block_keys(config, facts.identity)

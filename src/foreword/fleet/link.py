@@ -1,4 +1,4 @@
-"""Link: how a front reaches its replicas. Knows names, bytes and messages; `ray_link.py` is one, tests have others."""
+"""Link: how a front reaches its replicas. Knows names, bytes and messages. `RayLink` is a link; tests have others."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ class ReplicaLostError(ForewordError):
     def __init__(self, message: str, *, died: bool, comes_back: bool = False, may_be_healthy: bool = False) -> None:
         super().__init__(message)
         self.comes_back = comes_back
-        """Whether it may be chosen again as soon as it takes requests."""
+        """Whether the request may choose the replica again as soon as it takes requests."""
         self.may_be_healthy = may_be_healthy
-        """Whether it could not be reached for a reason that may pass, such as the network."""
+        """Whether the replica could not be reached for a reason that may pass, such as the network."""
         self.died = died
-        """Whether it ended while it had the request. Once the request has begun there, it may be the reason."""
+        """Whether the replica ended while it had the request. If the request had begun there, it may be the cause."""
 
 
 class Members(Protocol):
-    """Who is told which replicas there are."""
+    """Receives news about which replicas there are."""
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
-        """A replica is ready."""
+        """Hear that a replica is ready."""
 
     def leave(self, name: str) -> None:
-        """A replica is gone, or is going to be."""
+        """Hear that a replica is gone, or will be soon."""
 
 
 class Link(Protocol):
     """The way to replicas by name. All methods are for the event loop."""
 
     def start(self, members: Members) -> None:
-        """Begin to tell which replicas there are."""
+        """Begin to tell `members` which replicas there are."""
 
     async def stop(self) -> None:
-        """End it."""
+        """Stop telling."""
 
     def generate(self, replica: str, data: bytes) -> AsyncGenerator[list[Told]]:
-        """`Replica.generate` there. Closing the iterator aborts the request. Raises ReplicaLostError."""
+        """Call `Replica.generate` at a replica. Closing the iterator aborts the request. Raises ReplicaLostError."""
 
     async def call(self, replica: str, data: bytes) -> bytes:
-        """`Replica.call` there. Raises ReplicaLostError."""
+        """Call `Replica.call` at a replica. Raises ReplicaLostError."""
 
     async def complaint(self, replica: str) -> str | None:
-        """`Replica.complaint` there. Waits for a process that is stopped. Raises ReplicaLostError."""
+        """Call `Replica.complaint` at a replica. Waits as long as its process is stopped. Raises ReplicaLostError."""

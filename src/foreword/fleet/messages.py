@@ -1,7 +1,7 @@
-"""What a front and its replicas say to each other, and the bytes of a request.
+"""The messages between a front and its replicas, and a request as bytes.
 
-A request may hold constraints, which hold the tokenizer and its grammars. Those are not sent: a pickled request names
-them, and the replica puts its own in their place.
+A request may hold constraints, which refer to the tokenizer and its grammars. These two are not sent: the pickled
+request has their names, and the replica puts its own objects in their place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNKNOWN_VERB = "unknown_verb"
-"""Code of what a replica refuses because another version of foreword asks it, or answers in a form unknown here."""
+"""Code of an error between two versions of foreword: a verb or an answer that the other side cannot read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Submission:
     request_id: str
     prompt: Prompt
     params: SamplingParams
-    """With a seed, so that another replica can go on."""
+    """Parameters with a seed, so that another replica can continue the answer."""
     answered: tuple[Shown, ...] = ()
-    """For each choice, what clients already have."""
+    """For each choice, the part of the answer that the client already has."""
     is_streamed: bool = True
-    """Whether somebody waits for each token; otherwise tokens are sent in larger pieces."""
+    """Whether the client waits for each token; otherwise tokens are sent in larger pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class PromptComputed:
-    """The first token has come."""
+    """The prompt is computed, and the first token has come."""
 
     output: RequestOutput
-    """Without tokens."""
+    """The output without tokens."""
     num_queued_s: float
     """Seconds from the request's arrival at the replica to its first step."""
     clock: float
-    """The replica's engine time, by which entries end."""
+    """The replica's engine time in seconds, the clock of the entries' ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The replica cannot answer the request: an `APIError` in pieces."""
+    """The replica cannot answer the request. Holds the fields of an `APIError`."""
 
     status: int
     message: str
@@ -86,11 +86,11 @@ class Refused:
 
     @classmethod
     def of(cls, error: APIError) -> Refused:
-        """The pieces of an error."""
+        """Take the fields of an error."""
         return cls(error.status, str(error), error.kind, error.param, error.code)
 
     def error(self) -> APIError:
-        """The error again."""
+        """Make the error again."""
         return APIError(self.status, self.message, kind=self.kind, param=self.param, code=self.code)
 
 
@@ -98,16 +98,17 @@ Told = Queued | PromptComputed | Delta | Complete | Refused
 
 
 def asking(verb: Verb[T, *Ts], arguments: tuple[*Ts]) -> bytes:
-    """A verb for a replica, as data: this version, its name, and values. Raises TypeError for a function among them."""
+    """Pack this version, a verb's name and its arguments for a replica. Raises TypeError for a function among them."""
     if any(map(callable, arguments)):
         raise TypeError(f"the verb {verb.name!r} got a function in {arguments!r:.200}; send values to replicas")
     return pickle.dumps((__version__, verb.name, pickle.dumps(arguments)))
 
 
 def asked_for(data: bytes) -> Callable[[Engine], Any]:
-    """What an engine is to run. Raises APIError 501 for what another version asks, and for what cannot be read.
+    """Unpack what `asking` packed, for an engine to run. Raises APIError 501 if another version packed it, or if it
+    cannot be read.
 
-    Values of another version are not read: fields pickle by position, so a new one would shift the others.
+    Arguments from another version are not read: fields pickle by position, so a new field would shift the others.
     """
     version = name = "(unknown)"
     try:
@@ -126,13 +127,13 @@ def asked_for(data: bytes) -> Callable[[Engine], Any]:
 
 
 def unknown_verb(message: str) -> APIError:
-    """What two versions of foreword that do not understand each other are refused with."""
+    """The error between two versions of foreword that do not understand each other."""
     message += "; upgrade the older one."
     return APIError(501, message, kind="server_error", code=UNKNOWN_VERB)
 
 
 class Codec:
-    """Turns submissions into bytes, and back into those of its own model."""
+    """Turns submissions into bytes, and bytes into submissions for its own model."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._lock = llm, threading.Lock()
@@ -145,10 +146,11 @@ class Codec:
         return file.getvalue()
 
     def decode(self, data: bytes) -> Submission:
-        """A submission from its bytes. Compiles its grammar, which takes up to a second; any thread may call it.
+        """Read a submission from its bytes. Any thread may call this method.
 
-        Reads its adapter, too. Raises APIError for one that cannot be read, InvalidRequestError for a grammar that
-        cannot be followed. The bytes are trusted: they come from a front.
+        Compiles its grammar, which takes up to a second, and reads its adapter. Raises APIError for an adapter that
+        cannot be read, and InvalidRequestError for a grammar that cannot be followed. The bytes are trusted: they come
+        from a front.
         """
         with self._lock:  # grammars belong to one thread at a time
             submission: Submission = _Unpickler(io.BytesIO(data), self._llm).load()
@@ -158,7 +160,7 @@ class Codec:
         return replace(submission, prompt=prompt)
 
     def _adapter(self, name: AdapterName) -> Adapter:
-        """Raises AdaptersBusyError, or APIError 503 without the folder, which is the operator's alone to know."""
+        """Load an adapter. Raises AdaptersBusyError, or APIError 503, whose text hides the folder from the client."""
         try:
             return cast("LoadedAdapters", self._llm.adapters).named(name)
         except InvalidRequestError as error:
@@ -183,7 +185,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _moved(prompt: Prompt, seconds: float) -> Prompt:
-    """The prompt by another clock: the times at which its marks end are moved."""
+    """Convert a prompt to another clock: add `seconds` to the times at which its marks end."""
     if not any(mark.keep.until for mark in prompt.marks):
         return prompt
     marks = tuple(

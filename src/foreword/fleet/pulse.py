@@ -1,8 +1,7 @@
-"""Pulse: which replicas stand still. Asks each one that keeps a request waiting whether its engine goes on.
+"""Pulse: finds replicas that stand still. Asks each replica with waiting requests whether its engine still works.
 
-A replica's event loop answers beside the steps of its engine, however long they take, so one that does not answer is
-stopped, or its machine is. One whose engine's thread has not come round for longer than a step can take says so itself
-(`Replica.complaint`).
+A replica's event loop answers even during a long step of its engine. So if a replica does not answer, its process or
+machine is stopped. If its engine's thread makes no step for too long, the replica says so itself (`Replica.complaint`).
 """
 
 from __future__ import annotations
@@ -17,44 +16,44 @@ from foreword.fleet.link import Link, ReplicaLostError
 logger = logging.getLogger(__name__)
 
 LOOK_S = 3.0
-"""Seconds between two questions to a replica that keeps somebody waiting."""
+"""Seconds between two questions to a replica with waiting requests."""
 ANSWER_S = 12.0
-"""Longest time that a replica may take for an answer."""
+"""Seconds that a replica may take for an answer."""
 LATE_S = 1.0
-"""A question that ends so long after its time limit says that this process stood still, and nothing of the other."""
+"""If a question ends this many seconds after its time limit, this process stood still, and the question is repeated."""
 
 
 class Pulse:
-    """Belongs to the event loop."""
+    """Watches replicas. Belongs to the event loop."""
 
     def __init__(self, link: Link, on_still: Callable[[str], None], on_again: Callable[[str], None]) -> None:
         """`on_still` is called with a replica that stands still, before its requests are ended; `on_again` when it
         goes on.
         """
         self.still: dict[str, str] = {}
-        """The replicas that stand still, and what is wrong with each."""
+        """The replicas that stand still, each with its complaint."""
         self._link, self._on_still, self._on_again = link, on_still, on_again
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, set[asyncio.Timeout]] = {}
-        """The requests that wait for each replica."""
+        """For each replica, the time limits of the requests that wait for it."""
 
     def follow(self, name: str) -> None:
-        """A replica is there."""
+        """Begin to watch a replica."""
         self._tasks[name] = asyncio.create_task(self._follow(name))
 
     def leave(self, name: str) -> None:
-        """It is gone. What it had fails by itself."""
+        """Stop watching a replica that is gone. Its requests fail by themselves."""
         self._tasks.pop(name).cancel()
         self.still.pop(name, None)
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop watching all replicas."""
         for task in self._tasks.values():
             task.cancel()
 
     @asynccontextmanager
     async def wait_for(self, name: str) -> AsyncGenerator[None]:
-        """A request waits for a replica. Raises ReplicaLostError once that stands still."""
+        """Run the body while a request waits for a replica. Raises ReplicaLostError once the replica stands still."""
         waiting = self._waiting.setdefault(name, set())
         limit = asyncio.timeout(None)
         waiting.add(limit)

@@ -39,7 +39,7 @@ class Front:
         self._engine, self._model, self._options, self._config = engine, model, options, config
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Called by Serve, once."""
+        """Make the server's app. Serve calls this once."""
         link = RayLink(serve.get_replica_context().app_name, self._engine)
         engine = EngineConfig.from_options(self._model, **self._options)
         front = open_front(engine, await link.facts_of_engine())
@@ -51,7 +51,7 @@ class Front:
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application for Serve's `import_path`. Raises ConfigError for arguments that are unknown or do not fit."""
+    """Build the application for Serve's `import_path`. Raises ConfigError for an unknown or wrong argument."""
     options = dict(args)
     model, fronts = options.pop("model", None), options.pop("fronts", 1)
     if not isinstance(model, str):
@@ -78,7 +78,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """A value of a YAML file as the option has it: paths are texts there, tuples are lists."""
+    """Convert a value of a YAML file to the option's type: YAML has texts for paths and lists for tuples."""
     if name in ("keys_file", "record") and value is not None:
         return Path(value)
     if name == "share_prefix":

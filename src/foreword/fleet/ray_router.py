@@ -1,7 +1,7 @@
-"""Ray Serve's request router: it sends a call to the replica that the front has chosen, and reports who is there.
+"""Ray Serve's request router: sends a call to the replica that the front has chosen, and reports running replicas.
 
-Serve copies this module's class into the process of each handle by value, so the class names no globals: it imports the
-functions of the process's own module. The first argument of every call is the replica's id; "" is any.
+Serve copies this module's class into the process of each handle by value. So the class uses no globals: it imports the
+functions of the process's own module. The first argument of every call is the replica's id; "" means any replica.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 Replicas = dict[str, dict[str, Any]]
 """Names of replicas, and their metadata."""
 listeners: dict[str, set[Callable[[Replicas, str], None]]] = {}
-"""For each application with fronts in this process: functions to call with its replicas and a dead one's name."""
+"""For each application with fronts in this process: functions to call with its replicas and a dead replica's name."""
 running: dict[str, Replicas] = {}
 """The running replicas of each application, as Serve reports them."""
 
 
 def note_replicas(app_name: str, replicas: Replicas, dead: str = "") -> None:
-    """Pass Serve's list of running replicas to the listeners; `dead`: one that was found dead, and is not in it.
+    """Pass Serve's list of running replicas to the listeners. `dead`: a replica that was found dead; not in the list.
 
     Any thread may call this function.
     """
@@ -35,18 +35,18 @@ def note_dead(app_name: str, name: str) -> None:
 
 
 class ChosenReplicaRouter(RequestRouter):
-    """Obeys the choice that a call carries. `RoutingCore` has made it, and has reserved the work."""
+    """Sends a call to the replica that it names. `RoutingCore` has chosen it, and has reserved the work."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica alone. If it is gone, any other takes the call, and refuses it at once."""
+        """Return the chosen replica alone. If it is gone, any other replica gets the call, and refuses it at once."""
         target = pending_request.args[0] if pending_request is not None and pending_request.args else ""
         chosen = [replica for replica in candidate_replicas if replica.replica_id.unique_id == target]
         return [chosen or list(candidate_replicas)]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve calls this when its list of running replicas has changed."""
+        """Report Serve's new list of running replicas."""
         from foreword.fleet.ray_router import note_replicas  # the module of this process, not a copy of it
 
         super().update_replicas(replicas)
@@ -54,7 +54,7 @@ class ChosenReplicaRouter(RequestRouter):
         note_replicas(self._deployment_id.app_name, facts)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Serve calls this when a call has found a replica dead; Serve's own list shows that only later."""
+        """Report that a call has found a replica dead; Serve's own list shows that only later."""
         from foreword.fleet.ray_router import note_dead
 
         super().on_replica_actor_died(replica_id)

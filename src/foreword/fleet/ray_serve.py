@@ -5,7 +5,7 @@ Knows Ray; decides nothing. Serve starts, replaces and scales the replicas; `Rou
     front process                              an actor for each replica
     RoutedEngines ── RayLink ── handle ──>     EngineReplica ── Replica ── LLM
          ^             |  ChosenReplicaRouter obeys the choice
-         |             note_replicas(): Serve's list of who runs
+         |             note_replicas(): Serve's list of running replicas
          +──────── ZeroMQ: cache events ──────
 """
 
@@ -44,30 +44,30 @@ T = TypeVar("T")
 
 DEPLOYMENT = "engine"
 ANY = ""
-"""In place of a replica's id: whichever Serve takes."""
+"""Used in place of a replica's id: Serve may choose any replica."""
 ELSEWHERE = "replica_gone"
-"""Code of a call that reached another replica than the chosen one."""
+"""Error code of a call that reached another replica than the chosen one."""
 MAX_ONGOING = 100_000
-"""Calls that Serve lets one replica have: so many that it never rejects a choice. The server has limits of its own."""
+"""Calls that Serve lets one replica have: so large that it never rejects a choice. The server has limits of its own."""
 FRONT_SILENCE_S = 10.0
-"""Time after which a front that says nothing is no longer named to others."""
+"""Seconds after which a silent front is no longer in the list of fronts."""
 FAREWELL_S = 2.0
-"""Longest time for an answer of a replica that Serve no longer names: it may stop in order, or Ray may find it dead."""
+"""Seconds to wait for the answer of a replica that is no longer in Serve's list: it may be stopping in order."""
 DRAIN_S = 600.0
-"""Longest time that a replica which Serve stops may take for its answers."""
+"""Seconds that a replica may take to finish its answers when Serve stops it."""
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_gcs_server_port_wait_time_s": "120",  # a busy machine starts Ray in more than its 30 s
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # an engine that stands still finishes no answers
 }
-"""Ray's own environment variables, unless the user sets them."""
+"""Values of Ray's own environment variables, where the user has not set them."""
 
 
 # --------------------------------------------------------------------- the replica's side
 
 
 class EngineReplica:
-    """One engine in an actor. The first argument of each call is the id of the replica that it is meant for."""
+    """One engine in an actor. The first argument of each call is the id of the replica for which it is meant."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         self._host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -85,12 +85,12 @@ class EngineReplica:
         return self._replica
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """What Serve hands to every router."""
+        """Return the facts that Serve gives to every router."""
         facts = self._start().facts(self._host)
         return {"spec": asdict(facts.spec), "events": facts.events, "process_id": facts.process_id}
 
     async def check_health(self) -> None:
-        """Serve replaces a replica whose engine has failed, or stands still."""
+        """Raise RuntimeError if the engine has failed or stands still; Serve then replaces the replica."""
         if (complaint := self._replica.complaint()) is not None:
             raise RuntimeError(complaint)
 
@@ -103,15 +103,15 @@ class EngineReplica:
             yield messages
 
     async def call(self, target: str, data: bytes) -> bytes | None:
-        """Answer a question on the engine's thread; None from another replica than the one that is meant."""
+        """Run a verb on the engine's thread; None if the call was meant for another replica."""
         return await self._start().call(data) if target == self._id else None
 
     async def complaint(self, target: str) -> str | None:
-        """Why this replica is to get no requests; "" for no reason, None from another replica."""
+        """Return why this replica must get no requests, or "". None: the call was meant for another replica."""
         return self._replica.complaint() or "" if target == self._id else None
 
     async def facts_of_engine(self, target: str) -> bytes:
-        """What a front needs to check requests; the same for all replicas."""
+        """Return the pickled facts with which a front checks requests. They are the same for all replicas."""
         return pickle.dumps(self._replica.facts_of_engine())
 
     async def __del__(self) -> None:
@@ -119,7 +119,7 @@ class EngineReplica:
 
 
 def application(model: str, options: Mapping[str, Any], fleet: FleetConfig) -> serve.Application:
-    """The replicas as an application of Ray Serve. `options`: of the engine."""
+    """Make the application of Ray Serve that runs the replicas. `options` are the engine's."""
     number: dict[str, Any] = {"num_replicas": fleet.replicas}
     if fleet.max_replicas is not None:
         scaling = AutoscalingConfig(min_replicas=fleet.replicas, max_replicas=fleet.max_replicas)
@@ -147,16 +147,16 @@ def application(model: str, options: Mapping[str, Any], fleet: FleetConfig) -> s
 
 
 class RayLink:
-    """Leads to the replicas of one application by its handle."""
+    """The link to the replicas of one application, through its handle."""
 
     def __init__(self, app_name: str, handle: Any = None) -> None:
-        """`handle`: of the replicas, if the caller has one."""
+        """`handle`: the handle of the replicas; None: get it from Serve."""
         self._app_name = app_name
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app_name) if handle is None else handle
         self._members: Members | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: dict[str, asyncio.Future[bool]] = {}
-        """For each replica that is there, what is done when it leaves: whether it was found dead."""
+        """For each present replica, a future that is done when it leaves. Its result: whether it was found dead."""
 
     def start(self, members: Members) -> None:
         self._members, self._loop = members, asyncio.get_running_loop()
@@ -167,7 +167,7 @@ class RayLink:
         listeners[self._app_name].discard(self.note_replicas)
 
     def note_replicas(self, replicas: dict[str, dict[str, Any]], dead: str = "") -> None:
-        """Serve's list; any thread may call it."""
+        """Take Serve's list of replicas. Any thread may call this method."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended before Serve
                 self._loop.call_soon_threadsafe(self._take, replicas, dead)
@@ -189,18 +189,21 @@ class RayLink:
             self._members.join(name, facts)
 
     async def facts_of_engine(self) -> EngineFacts:
-        """Waits until a replica is ready."""
+        """Get the engines' facts from any replica. Waits until one is ready."""
         facts: EngineFacts = pickle.loads(await self._handle.facts_of_engine.remote(ANY))
         return facts
 
     @property
     def host(self) -> str:
-        """Where other machines of the cluster reach this process."""
+        """The address of this machine for other machines of the cluster."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return host
 
     async def find_fronts(self, address: str) -> list[str]:
-        """Make a front known to the others of this application; returns all. Raises ConnectionError."""
+        """Add a front's address to the list of this application's fronts, and return the list.
+
+        Raises ConnectionError.
+        """
         name = f"fronts of {self._app_name}"
         options = {"name": name, "get_if_exists": True, "lifetime": "detached", "namespace": "serve", "num_cpus": 0}
         board: Any = ray.remote(_Board).options(**options).remote()
@@ -234,7 +237,7 @@ class RayLink:
         return complaint or None
 
     async def _ask(self, replica: str, method: Any, *args: Any) -> Any:
-        """What a method returns there. Raises ReplicaLostError."""
+        """Call a method of a replica and return its result. Raises ReplicaLostError."""
         gone = self._leaving(replica)
         response = method.remote(replica, *args)
         try:
@@ -260,7 +263,7 @@ def _lost(replica: str, error: Exception) -> ReplicaLostError:
 
 
 async def _unless(gone: asyncio.Future[bool], answer: Awaitable[T], lost: str) -> T:
-    """A replica's answer, unless the replica leaves before it. Serve itself would wait forever."""
+    """Wait for a replica's answer. Raises ReplicaLostError if the replica leaves first: Serve would wait forever."""
     coming = asyncio.ensure_future(answer)
     try:
         await asyncio.wait((coming, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -275,7 +278,7 @@ async def _unless(gone: asyncio.Future[bool], answer: Awaitable[T], lost: str) -
 
 
 class _Board:
-    """The fronts that live. It holds nothing that a second would not bring back, so it may be lost."""
+    """The list of running fronts. It may be lost: all fronts report to it again within a second."""
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = {}
@@ -297,7 +300,7 @@ def _brief(error: BaseException) -> str:
 
 @contextmanager
 def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_name: str) -> Iterator[RayLink]:
-    """Run replicas, and lead to them. Those of a local Ray end with the context.
+    """Run replicas, and yield the link to them. A local Ray ends with the context.
 
     Raises ConfigError for a Ray that does not answer, or if the replicas do not start.
     """
@@ -320,7 +323,7 @@ def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_
 def _connect(fleet: FleetConfig) -> None:
     """Join a running Ray, or start a local one. Raises ConfigError for an address that does not answer.
 
-    The kernel ends a local Ray with the thread that calls this, however that ends, and Ray's workers end without it.
+    The kernel ends a local Ray when the calling thread ends, for any reason. Then Ray's workers end too.
     """
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)  # noqa: TID251  # Ray reads them nowhere else
@@ -346,7 +349,7 @@ def _connect(fleet: FleetConfig) -> None:
             namespace="serve",
             _node_ip_address="127.0.0.1",
         )
-    except Exception as error:  # Ray raises plain ones too, for a process that did not start in time
+    except Exception as error:  # Ray raises plain exceptions too, for a process that did not start in time
         raise ConfigError(
             f"the local Ray did not start: {_brief(error)}; its logs lie in ray/session_latest/logs of the folder for "
             "temporary files; give the address of a running one as ray_address"

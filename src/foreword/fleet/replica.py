@@ -1,4 +1,4 @@
-"""Replica: one engine that answers a front's requests. It is what runs in each actor."""
+"""Replica: one engine that answers a front's requests. Each actor runs one replica."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from foreword.server.records import Records, RequestRecord
 logger = logging.getLogger(__name__)
 
 PIECE_S = 0.1
-"""Seconds between two pieces of an answer that nobody reads before its end."""
+"""Seconds between two pieces of an answer if the client waits only for its end."""
 STEPS_STILL = 20.0
-"""An engine is stalled if a step takes longer than this number of times its longest step, and `LEAST_STILL_S`."""
+"""An engine is stalled if a step takes longer than `LEAST_STILL_S` and than this number of times its longest step."""
 LEAST_STILL_S = 120.0
 MOST_STILL_S = 600.0
-"""An engine is stalled if a step takes longer than this. Only this counts before its first step has ended."""
+"""An engine is stalled if a step takes longer than this. Until its first step has ended, this is the only limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a replica says of itself when it joins."""
+    """The facts that a replica gives when it joins."""
 
     spec: ReplicaSpec
     events: dict[str, str]
-    """The addresses of its cache events and of their snapshots, by the name of the option; none without a cache."""
+    """The addresses of its cache events and their snapshots, by the name of the option; empty without a cache."""
     process_id: int
 
 
@@ -51,7 +51,7 @@ class Replica:
         self._thread = EngineThread(llm.engine, self._records)
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start the engine's thread."""
         self._thread.start()
 
     async def stop(self) -> None:
@@ -59,7 +59,7 @@ class Replica:
         await self._thread.stop()
 
     def complaint(self) -> str | None:
-        """Why another replica should take this one's place: its engine has failed, or stands still."""
+        """Why this replica should be replaced: its engine has failed or stands still. None: it is healthy."""
         if self._thread.failure is not None:
             return self._thread.failure
         still_s = self._thread.still_s()
@@ -70,11 +70,11 @@ class Replica:
         return None
 
     def facts_of_engine(self) -> EngineFacts:
-        """What a front needs to check requests."""
+        """The facts with which a front checks requests."""
         return EngineFacts.of(self._llm)
 
     def facts(self, host: str) -> ReplicaFacts:
-        """What a router needs. `host`: where other machines reach this one."""
+        """The facts that a router needs. `host`: the address of this machine for other machines."""
         cache = self._llm.config.cache
         is_closed = cache.prefix_index == "radix" and self._llm.layout.is_one_full_group
         spec = ReplicaSpec.of_engine(self._llm.engine.snapshot().num_blocks, is_prefix_closed=is_closed)
@@ -82,11 +82,11 @@ class Replica:
         return ReplicaFacts(spec, {name: reachable(address, host) for name, address in addresses.items()}, os.getpid())
 
     async def generate(self, data: bytes) -> AsyncGenerator[list[Told]]:
-        """Answer a submission. Closing the iterator aborts it."""
+        """Answer a submission. Closing the iterator aborts the request."""
         try:
             submission = await asyncio.to_thread(self._codec.decode, data)
             stream = self._submit(submission)
-        except Exception as error:  # nothing of it would come out right at another replica
+        except Exception as error:  # another replica could not answer it either
             if not isinstance(error, ForewordError):
                 logger.exception("a request could not be read")
             yield [Refused.of(from_error(error))]
@@ -145,6 +145,6 @@ def _computed(output: RequestOutput, clock: float) -> PromptComputed:
 
 
 def _bare(output: RequestOutput) -> RequestOutput:
-    """The output without what the front has: the prompt. Lists are copied, because the engine goes on with its own."""
+    """The output without the prompt, which the front has. Lists are copied, because the engine still changes them."""
     answers = [replace(each, token_ids=list(each.token_ids)) for each in output.outputs]
     return replace(output, prompt_token_ids=[], outputs=answers)

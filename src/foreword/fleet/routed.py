@@ -47,14 +47,14 @@ from foreword.server.verbs import SHRINK, T, Ts, Verb
 
 logger = logging.getLogger(__name__)
 MAX_DEATHS = 2
-"""Replicas that may end while they work for one request; then it may be the reason, and is not tried again."""
+"""After this number of replicas died while they worked for one request, the request may be the cause, and it fails."""
 MAX_SENT_DEATHS = 20
-"""The same for replicas that end before they have queued it: most of them were dead before it was sent."""
+"""The same number for replicas that die before they have queued the request: most of them were dead already."""
 AVOIDED_S = 1.0
-"""Seconds after which a request tries replicas again that could not be reached, if no others take requests."""
+"""If no other replica takes requests, seconds until a request tries replicas again that it could not reach."""
 READY_S = 300.0
-"""Longest time that a request waits for a replica if none takes requests: replicas are replaced, on a busy machine in
-minutes. A request's own time limit may end it earlier."""
+"""Longest wait of a request, in seconds, if no replica takes requests. A busy machine replaces replicas in minutes. The
+request's own time limit may end the wait earlier."""
 
 
 _GAUGES = {
@@ -69,11 +69,11 @@ class FleetCounts:
     """Sums since the start."""
 
     deaths: int = 0
-    """Replicas that ended while they had a request, begun or not; counted by request."""
+    """Deaths of replicas while they had a request, begun or not; a death counts once for each request."""
     resumed: int = 0
-    """Attempts that went on with an answer that another replica had begun."""
+    """Attempts that continued an answer which another replica had begun."""
     given_up: int = 0
-    """Requests that killed `MAX_DEATHS` replicas."""
+    """Requests that ended with an error because too many replicas died under them."""
 
 
 @dataclass(slots=True)
@@ -85,15 +85,15 @@ class _Request:
     answering: Answering
     num_attempts: int = 0
     num_deaths: int = 0
-    """Replicas that ended after they had queued it."""
+    """The number of replicas that died after they had queued the request."""
     num_sent_deaths: int = 0
-    """Replicas that ended before."""
+    """The number of replicas that died before they had queued the request."""
     num_returns: int = 0
-    """Times that it tried replicas again which it could not reach."""
+    """The number of times that it tried unreachable replicas again."""
     avoided: set[str] = field(default_factory=set)
     """Replicas that were lost."""
     unreached: set[str] = field(default_factory=set)
-    """Replicas that could not be reached, and may be healthy."""
+    """Replicas that could not be reached but may be healthy."""
 
 
 class RoutedEngines:
@@ -112,7 +112,7 @@ class RoutedEngines:
     ) -> None:
         """`after_step` is called with requests that have ended.
 
-        `open_peers`: opens the link to other fronts of the same replicas; `seed`: of requests that have none.
+        `open_peers` opens the link to other fronts of the same replicas. `seed`: seeds requests without one.
         """
         self.failure: str | None = None
         self.num_choices = 0
@@ -125,11 +125,11 @@ class RoutedEngines:
         self._feed = CoreFeed(core)
         self._tasks: dict[AnswerStream, asyncio.Task[None]] = {}
         self._outcomes: dict[AnswerStream, str] = {}
-        """Why streams were aborted."""
+        """For each aborted stream, the outcome to record."""
         self._joined = asyncio.Event()
         self._shrinking: set[asyncio.Task[None]] = set()
         self.facts: dict[str, ReplicaFacts] = {}
-        """What each replica has said of itself."""
+        """The facts that each replica gave when it joined."""
         self._open_peers = open_peers
         self._peers: PeerLink | None = None
         self._warmth = Warmth(core, link, self._codec)
@@ -146,7 +146,7 @@ class RoutedEngines:
         return len(self.core.replicas)
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
-        """Send requests to a replica, once it has what requests use most; at once if there is no other replica."""
+        """Send requests to a new replica, once it has computed the hottest prefixes; at once if it is the first one."""
         self.facts[name] = facts
         hot = self._warmth.for_new_replica(facts.spec)
         self.core.join(name, facts.spec)
@@ -160,8 +160,9 @@ class RoutedEngines:
             self._ready(name)
 
     def _ready(self, name: str) -> None:
-        """A replica takes requests from now on, or again: unless it has left, stands still, is not warm yet, or has
-        missed changes, which come first.
+        """Send requests to a replica from now on. Does nothing if it has left, stands still or is not warm yet.
+
+        A replica that has missed changes makes them first.
         """
         if name not in self.core.replicas or name in self.pulse.still or self._warmth.is_warming(name):
             return
@@ -174,7 +175,7 @@ class RoutedEngines:
         self._joined = asyncio.Event()
 
     def leave(self, name: str) -> None:
-        """Send no more requests to a replica. Those that it has fail by themselves, if it is gone."""
+        """Send no more requests to a replica. If it is gone, its present requests fail by themselves."""
         if name in self.core.replicas:
             logger.info("replica %s has left", name)
             alone = [] if self._has_tiers else self._warmth.only_at(name)
@@ -189,7 +190,7 @@ class RoutedEngines:
                 self._warmth.hand_over(alone)
 
     def _retire(self, name: str) -> None:
-        """A replica stands still."""
+        """Send no more requests to a replica that stands still."""
         self.core.retire(name)
         self._note_fewer()
 
@@ -200,14 +201,14 @@ class RoutedEngines:
     # ------------------------------------------------------------------ the server's side
 
     def start(self) -> None:
-        """Wait for replicas, and meet other fronts."""
+        """Begin to listen for replicas, and connect to other fronts."""
         self._link.start(self)
         if self._open_peers is not None:
             self._peers = self._open_peers()
             self._peers.start()
 
     async def stop(self) -> None:
-        """End all answers, and follow no replica."""
+        """End all answers, and stop following replicas."""
         self.failure = self.failure or "the server has been stopped"
         for stream in list(self._tasks):
             self.abort(stream, "failed")
@@ -222,7 +223,7 @@ class RoutedEngines:
         await self._feed.close()
 
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
-        """Submit prompts. The stream's first event says whether replicas have queued them: all or none."""
+        """Submit prompts. The stream's first event says whether replicas have queued all of them, or failed."""
         if self.failure is not None:
             raise engine_failed(self.failure)
         stream = AnswerStream(self, jobs, whole=whole)
@@ -233,7 +234,7 @@ class RoutedEngines:
         return stream
 
     def abort(self, stream: AnswerStream, outcome: str) -> None:
-        """Abort an answer that nobody waits for."""
+        """Abort an answer for which no client waits."""
         if (task := self._tasks.get(stream)) is not None:
             self._outcomes[stream] = outcome
             task.cancel()
@@ -242,7 +243,7 @@ class RoutedEngines:
         """Nothing to do: the stream's task ends by itself."""
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
-        """Each replica may hold `max_blocks` of the namespace."""
+        """Tell each replica that it may hold only `max_blocks` blocks of the namespace."""
         task = asyncio.create_task(self._shrink(namespace, max_blocks))
         self._shrinking.add(task)
         task.add_done_callback(self._shrinking.discard)
@@ -252,17 +253,20 @@ class RoutedEngines:
             await self.change(SHRINK, namespace, max_blocks)
 
     async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb on every replica that goes on. Raises APIError 503 if none is reached, 501 if none knows it."""
+        """Run a verb on every replica that does not stand still.
+
+        Raises APIError 503 if no replica is reached, 501 if no replica knows the verb.
+        """
         return await self._calls.read(verb, *arguments)
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """The same; replicas that it does not reach run the verb before they take requests again."""
+        """Run a verb that changes something. A replica that is not reached runs it before it takes requests again."""
         return await self._calls.change(verb, *arguments)
 
     # ------------------------------------------------------------------ what operators see
 
     def report(self) -> dict[str, Any]:
-        """The replicas, and what routing has done since the start."""
+        """The replicas, and the counts of routing since the start."""
         return {
             "front": {"name": self.core.router, "process_id": os.getpid()},
             "replicas": self.replicas(),
@@ -272,7 +276,7 @@ class RoutedEngines:
         }
 
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """Explanations of decisions. `request_id`: a response's id, or that of one of its prompts."""
+        """Explanations of decisions, at most `limit`. `request_id`: the id of a response or of one of its prompts."""
         if request_id is None:
             explanations = list(self.log)
         else:
@@ -281,7 +285,7 @@ class RoutedEngines:
         return [each.as_dict() for each in explanations[:limit]]
 
     def replicas(self) -> list[dict[str, Any]]:
-        """Each replica: what is known of its cache, and what it has to do."""
+        """For each replica, the known facts about its cache and its load."""
         loads = self.core.loads()
         return [
             {
@@ -299,7 +303,7 @@ class RoutedEngines:
         ]
 
     def numbers(self) -> list[Number]:
-        """The same for metrics."""
+        """The numbers of replicas and routing, for metrics."""
         replicas, counts = self.replicas(), self.core.total_counts()
         of = {key: {each["name"]: float(each[key]) for each in replicas} for key in (*_GAUGES, "is_synced")}
         gauges = [Number(f"replica_{key}", meaning, of[key], "replica") for key, meaning in _GAUGES.items()]
@@ -321,7 +325,7 @@ class RoutedEngines:
     # ------------------------------------------------------------------ one stream
 
     async def _answer(self, stream: AnswerStream) -> None:
-        """Answer all jobs of a stream; whatever happens, its records are closed and nothing stays reserved."""
+        """Answer all jobs of a stream. In any case, its records are closed and no reservation stays."""
         requests: list[_Request] = []
         try:
             requests += self._checked(stream)
@@ -347,7 +351,7 @@ class RoutedEngines:
             del self._tasks[stream]
 
     def _checked(self, stream: AnswerStream) -> list[_Request]:
-        """The requests of a stream. Raises InvalidRequestError for one that no replica could serve."""
+        """Check a stream's jobs and make their requests. Raises InvalidRequestError if no replica could serve a job."""
         requests, first_choice = list[_Request](), 0
         for job in stream.jobs:
             if job.params.seed is None:
@@ -388,7 +392,10 @@ class RoutedEngines:
                 self.core.release(decision.reservation, time.monotonic())
 
     def _take(self, request: _Request, decision: Decision, messages: Sequence[object], has_begun: bool) -> bool:
-        """Take messages of a replica; True after the last one. Raises APIError if the replica refuses the request."""
+        """Take messages of a replica. Returns True after the last message.
+
+        Raises APIError if the replica refuses the request, and ReplicaLostError if its engine has failed.
+        """
         for message in messages:
             if isinstance(message, Refused):
                 if message.code == ENGINE_FAILED:  # before it had this request, or under it
@@ -410,7 +417,7 @@ class RoutedEngines:
         return self._codec.encode(Submission(name, job.prompt, job.params, answered, is_streamed=not stream.whole))
 
     async def _choose(self, request: _Request) -> Decision:
-        """Choose and reserve. Waits for a replica if none takes requests. Raises APIError 503."""
+        """Choose a replica and reserve the work. Waits while no replica takes requests. Raises APIError 503."""
         if wait_s := self.core.wait_s(request.routing, time.time()):
             await asyncio.sleep(wait_s)  # other fronts decide first
         try:
@@ -437,7 +444,7 @@ class RoutedEngines:
                 request.unreached.clear()
 
     def _note_lost(self, request: _Request, decision: Decision, lost: ReplicaLostError, has_begun: bool) -> None:
-        """A replica was lost under a request. Raises APIError 500 if the request may be the reason."""
+        """Note that a replica was lost while it had a request. Raises APIError 500 if the request may be the cause."""
         logger.warning("request %s: %s", request.job.record.request_id, lost)
         if lost.may_be_healthy:
             request.unreached.add(decision.replica)
@@ -458,7 +465,7 @@ class RoutedEngines:
             )
 
     def _close(self, stream: AnswerStream, requests: Sequence[_Request], outcome: str) -> None:
-        """Close what is still open of a stream that ends early."""
+        """Close the open records of a stream that ends early."""
         for request in requests:
             self._close_one(request, outcome)
         for job in stream.jobs[len(requests) :]:

@@ -1,6 +1,6 @@
 """`foreword serve --replicas N`: starts the replicas, and the server in front of them.
 
-Knows Ray's application, the front and the server; each is made elsewhere.
+Knows Ray's application, the front and the server, which are made elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ APPLICATION = "foreword"
 
 
 def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig, fleet: FleetConfig) -> bool:
-    """`serve` with several engines. `options`: of each engine. Raises ConfigError."""
+    """Run the server with several engines; `options` are those of each engine. Raises ConfigError."""
     engine = EngineConfig.from_options(model, **options)
     logger.info("starting %d replicas", fleet.replicas)
     with replicas_of(model, options, fleet, APPLICATION) as link:
@@ -41,7 +41,7 @@ def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig,
 
 
 def door_to(link: RayLink) -> OpenDoor:
-    """What opens a server's door to the replicas of a link."""
+    """Return the function that opens a server's door to the replicas of a link."""
 
     def open_door(front: LLM, records: Records, after_step: Sequence[AfterStep]) -> RoutedEngines:
         life = os.urandom(8).hex()

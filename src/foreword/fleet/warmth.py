@@ -1,4 +1,4 @@
-"""Warm caches for replicas that join, and new places for what a replica that left had alone.
+"""Warms the caches of replicas that join, and moves prefixes that only a replica that left had.
 
 A prefix travels as tokens, which the other replica
 computes; where replicas share a tier below the pool, its KV is there already.
@@ -29,13 +29,13 @@ from foreword.request import SamplingParams
 MAX_PREFIXES = 512
 MAX_TOKENS = 2_000_000
 HALF_LIFE = 2_000
-"""The number of notes after which a use counts half as much as a new one."""
+"""The number of notes after which the weight of a use is halved."""
 logger = logging.getLogger(__name__)
 WARM_S = 20.0
-"""Longest time that a new replica takes no requests because it computes what they use, and that others may take for one
-prefix of a replica that left."""
+"""Longest time in seconds that a new replica computes hot prefixes before it takes requests. Also the longest time for
+one prefix of a replica that left."""
 HAND_OVER_TOKENS = 100_000
-"""Most tokens of a replica that left which others compute."""
+"""The most tokens that other replicas compute after a replica has left."""
 LEAST_USES = 2.0
 """Prefixes with fewer uses are not handed over."""
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -46,15 +46,15 @@ class HotPrefix:
     """A cached prefix that requests used."""
 
     key: Key
-    """Of its last block."""
+    """Key of its last block."""
     keys: list[Key]
-    """Of all its blocks."""
+    """Keys of all its blocks."""
     prompt: Prompt
     """Its tokens, without marks."""
     weight: float
-    """Uses; late ones count more."""
+    """Number of uses; recent uses count more."""
     last: int
-    """The number of the note that used it last."""
+    """The number of the note of its last use."""
 
 
 class HotPrefixes:
@@ -63,12 +63,12 @@ class HotPrefixes:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._prefixes: OrderedDict[Key, HotPrefix] = OrderedDict()
-        """The least recently used first."""
+        """Prefixes by the keys of their last blocks, the least recently used first."""
         self._num_tokens = 0
         self._num_notes = 0
 
     def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
-        """A request found this part of its prompt. Prefixes of less than a block are not noted."""
+        """Note that a request found the first `num_cached_tokens` of its prompt. Less than a block is ignored."""
         num_blocks = min(num_cached_tokens // self._block_tokens, len(keys))
         if not num_blocks or prompt.pictures or prompt.embeds is not None:  # a part of it would lack them
             return
@@ -89,7 +89,7 @@ class HotPrefixes:
             self._num_tokens -= len(dropped.prompt.token_ids)
 
     def hottest(self, max_tokens: int, least_uses: float = 1.0) -> list[HotPrefix]:
-        """The most used ones that fit into `max_tokens` together, the most used first."""
+        """The most used prefixes that fit into `max_tokens` together, the most used first."""
         chosen: list[HotPrefix] = []
         for prefix in sorted(self._prefixes.values(), key=self._faded, reverse=True):
             length = len(prefix.prompt.token_ids)
@@ -105,27 +105,27 @@ class HotPrefixes:
 
 
 class Warmth:
-    """Belongs to the event loop."""
+    """Has replicas compute hot prefixes. Belongs to the event loop."""
 
     def __init__(self, core: RoutingCore, link: Link, codec: Codec) -> None:
         self._core, self._link, self._codec = core, link, codec
         self._hot = HotPrefixes(core.options.block_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
         self._warming: dict[str, asyncio.Task[None]] = {}
-        """The replicas that compute what requests use, before they take any."""
+        """The tasks of new replicas that compute hot prefixes before they take requests."""
 
     def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
-        """A request found this part of its prompt."""
+        """Note that a request found the first `num_cached_tokens` of its prompt."""
         self._hot.note(prompt, keys, num_cached_tokens)
 
     def for_new_replica(self, spec: ReplicaSpec) -> list[HotPrefix]:
-        """What a replica should have before it takes requests: up to half of its pool; nothing for the first one."""
+        """Hot prefixes, up to half of its pool, for a new replica to compute first; nothing for the first replica."""
         if not self._core.replicas:
             return []
         return self._hot.hottest(spec.num_blocks * self._core.options.block_tokens // 2)
 
     def only_at(self, name: str) -> list[HotPrefix]:
-        """The hot prefixes that no other replica has."""
+        """The hot prefixes that this replica has and no other one."""
         mirrors = {each: self._core.mirror(each).parents for each in self._core.replicas}
         lost = mirrors.pop(name)
         return [
@@ -135,7 +135,7 @@ class Warmth:
         ]
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
-        """Have a new replica compute these prefixes, for a while, and then call `then`, unless it has left."""
+        """Have a new replica compute these prefixes, for at most `WARM_S`. Then call `then`, unless it has left."""
         task = self._warming[name] = self._begin(self._warm_up(name, hot))
         task.add_done_callback(lambda task: self._end(name, task, then))  # also if it ends before its first step
 
@@ -145,25 +145,25 @@ class Warmth:
             then()
 
     def is_warming(self, name: str) -> bool:
-        """Whether it computes prefixes, and is not to take requests yet."""
+        """Whether a replica still computes prefixes and must not take requests yet."""
         return name in self._warming
 
     def leave(self, name: str) -> None:
-        """A replica has left; if it comes again, it has another life."""
+        """Forget a replica that has left."""
         if (task := self._warming.pop(name, None)) is not None:
             task.cancel()
 
     def hand_over(self, alone: Sequence[HotPrefix]) -> None:
-        """Have others compute these prefixes, one after the other."""
+        """Have other replicas compute these prefixes, one after the other."""
         self._begin(self._hand_over(alone))
 
     def hurry(self) -> None:
-        """No replica takes requests: those that are warming up are to take them now."""
+        """Let replicas that are warming up take requests now, because no other replica does."""
         for task in list(self._warming.values()):
             task.cancel()
 
     def stop(self) -> None:
-        """Compute nothing more."""
+        """Stop computing prefixes."""
         for task in self._tasks:
             task.cancel()
 
