@@ -220,7 +220,7 @@ class RoutingCore:
 
         `is_counted`: False for work that no client asked for; `counts` and `log` leave it out.
 
-        Raises NoReplicaError if there is none.
+        Raises NoReplicaError if no replica can take the request.
         """
         for peer in [name for name, peer in self._peers.items() if peer.heard_at + self.options.peer_silence_s < now]:
             self.forget_router(peer, now)

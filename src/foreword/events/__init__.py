@@ -1,1 +1,1 @@
-"""Many engines: what their caches hold, told to others."""
+"""Cache events: how an engine tells others which blocks it holds, and how they follow."""

@@ -1,4 +1,4 @@
-"""Keeps a router's mirrors right: a subscriber for each replica, read by the event loop, to which the core belongs.
+"""Keeps a router's mirrors right: a subscriber for each replica, which the event loop of the core reads.
 
 Decides nothing.
 """
@@ -18,15 +18,15 @@ from foreword.events.subscriber import PAUSE_S, Subscriber
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 30.0
-"""Longest time without a message of a replica, which sends one each second."""
+"""A replica sends a message each second. After this many seconds without a message it counts as silent."""
 MAX_SOCKETS = 8192
-"""Most sockets of a router: three for each replica."""
+"""The most sockets of a router, which has three for each replica."""
 TROUBLES = {
     "bad": "an event of replica %s cannot be read",
     "failed": "no snapshot of replica %s",
     "silences": "replica %s has sent no events: its cache is not known",
 }
-"""What a follower counts, and the warning about it."""
+"""Names of a follower's counts, each with the warning to log when it grows."""
 
 
 class CoreFeed:
@@ -39,17 +39,17 @@ class CoreFeed:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
     def follow(self, name: str, events: str, snapshots: str) -> None:
-        """Follow a replica, by the addresses of its events and of its snapshots."""
+        """Follow a replica; `events` and `snapshots` are addresses."""
         self.leave(name)
         self._tasks[name] = asyncio.create_task(self._follow(name, events, snapshots), name=f"events of {name}")
 
     def leave(self, name: str) -> None:
-        """Follow a replica no longer."""
+        """Stop following a replica."""
         if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
 
     async def close(self) -> None:
-        """Follow none, and close the sockets."""
+        """Stop following all replicas, and close the sockets."""
         tasks = list(self._tasks.values())
         for name in list(self._tasks):
             self.leave(name)
@@ -75,7 +75,7 @@ class CoreFeed:
 
 
 async def _readable(sockets: Sequence[zmq.Socket[bytes]], timeout_s: float) -> None:
-    """Wait until something may be read, at most `timeout_s` seconds."""
+    """Wait until a socket may be read, at most `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     numbers = [int(socket.getsockopt(zmq.FD)) for socket in sockets]

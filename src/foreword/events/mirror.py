@@ -1,6 +1,6 @@
 """Mirror: the blocks that a remote cache holds, with their tokens, from its events.
 
-Knows events; a `Follower` keeps it right. The functions at the end give a follower the messages of a publisher.
+Knows events; a `Follower` keeps the mirror right. The functions at the end give a follower a publisher's messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foreword.cluster.follower import Follower
 from foreword.events.wire import UNAVAILABLE, WireError, decode_live, decode_replay, decode_snapshot
 
 Key = BlockHash
-"""A block's key as the publisher sends it: whole, or a number."""
+"""A block's key as the publisher sends it: the whole key, or a number."""
 BlockName = tuple[str, int, Key]
 """Medium, group and hash of a block."""
 
@@ -26,7 +26,7 @@ class MirroredBlock:
 
     parent: Key | None
     token_ids: tuple[int, ...] | None
-    """None if the publisher left blocks out, so that tokens and blocks do not correspond."""
+    """The block's tokens; None if the publisher left out blocks, so that tokens and blocks do not correspond."""
     block_size: int
     lora_name: str | None
     extra_keys: tuple[Any, ...] | None
@@ -34,11 +34,11 @@ class MirroredBlock:
 
 @dataclass(frozen=True, slots=True)
 class CommonPrefix:
-    """A prefix that several cached sequences begin with."""
+    """A prefix that several cached sequences have."""
 
     num_tokens: int
     num_ends: int
-    """The number of sequences that begin with it."""
+    """The number of cached sequences that begin with the prefix."""
 
 
 class Mirror:
@@ -47,15 +47,15 @@ class Mirror:
     def __init__(self) -> None:
         self.blocks: dict[BlockName, MirroredBlock] = {}
         self.children: dict[tuple[str, int, Key | None], dict[Key, None]] = {}
-        """The blocks after each block, and those that begin a sequence after None; the newest come last."""
+        """The blocks after each block, the newest last. Blocks that begin a sequence are after None."""
         self.num_tokens = 0
         self.num_blocks: Counter[tuple[str, int]] = Counter()
         """The number of blocks by medium and group."""
         self.counts: Counter[str] = Counter()
-        """The number of blocks stored and removed, and of unknown removed ones."""
+        """Counts of stored blocks, removed blocks, and removals of unknown blocks."""
 
     def remove(self, event: BlockRemoved) -> bool:
-        """Remove blocks. Counts those that it does not hold, because a mirror may be incomplete."""
+        """Remove blocks. Unknown blocks are only counted, because a mirror may be incomplete."""
         for key in event.block_hashes:
             is_known = self._forget((event.medium, event.group_idx, key))
             self.counts["removed" if is_known else "removed_unknown"] += 1
@@ -97,7 +97,7 @@ class Mirror:
         return True
 
     def common_prefixes(self, limit: int) -> list[CommonPrefix]:
-        """Where sequences part: the prefixes with which most of them begin, by blocks. Looks at each block once."""
+        """The prefixes after which sequences differ, the most common first. Looks at each block once."""
         lengths, ends = self._lengths(), Counter[BlockName]()
         for name in reversed(lengths):  # a block comes after all that follow it
             ends[name] += name not in self.children
@@ -108,9 +108,9 @@ class Mirror:
         return [CommonPrefix(lengths[name], count) for name, count in parted.most_common(limit)]
 
     def _lengths(self) -> dict[BlockName, int]:
-        """The tokens up to the end of each block, as far as blocks before it are known; a block before its children.
+        """The tokens up to the end of each block, from the first known block on. Blocks come before their children.
 
-        A publisher may send a ring of blocks: it ends where it is met again.
+        A publisher may send a ring of blocks: its path ends at the first block that comes again.
         """
         lengths, begun = dict[BlockName, int](), set[BlockName]()
         for name in self.blocks:

@@ -1,8 +1,8 @@
 """How the routers of several fronts tell each other their reservations, over ZeroMQ.
 
-Knows sockets and `RoutingCore`; decides nothing. Each front publishes its changes at once, and once a second all that
-it has reserved: whoever joins late or misses a message is right again after a second. Silence ends a front's
-reservations (`RoutingOptions.peer_silence_s`). It belongs to the event loop, as the core does.
+Knows sockets and `RoutingCore`; decides nothing. Each front publishes its changes soon, and once a second all its
+reservations. So a front that joins late or misses a message is right again after a second. If a front falls silent, its
+reservations end (`RoutingOptions.peer_silence_s`). The link belongs to the event loop, as the core does.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from foreword.cluster.peers import Change
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.02
-"""Longest time until a change is published; `flush` publishes it at once."""
+"""Longest time until a change is published, in seconds; `flush` publishes it at once."""
 WHOLE_S = 1.0
-"""Time between two messages with all reservations."""
+"""Seconds between two messages with all reservations."""
 MEET_S = 30.0
-"""Longest time to wait for the addresses of the fronts."""
+"""Longest time to wait for the addresses of the fronts, in seconds."""
 
 FindPeers = Callable[[str], Awaitable[list[str]]]
-"""Makes an address known, and returns those of all fronts."""
+"""Adds a front's address to the list of fronts, and returns the addresses of all fronts."""
 
 
 class PeerLink:
-    """Shares one core's reservations with those of other fronts."""
+    """Exchanges the reservations of one core with the cores of other fronts."""
 
     def __init__(self, core: RoutingCore, host: str, find_peers: FindPeers) -> None:
-        """`host`: where other fronts reach this one; the port is any that is free."""
+        """`host`: the address of this machine for other fronts. Any free port is taken."""
         self._core, self._find_peers = core, find_peers
         self._context = zmq.asyncio.Context()
         self._out = self._context.socket(zmq.PUB)
@@ -47,7 +47,7 @@ class PeerLink:
         self._in = self._context.socket(zmq.SUB)
         self._in.subscribe(b"")
         self._fronts = {self.address}
-        """The addresses that it listens to, and its own."""
+        """The addresses of the fronts to which it listens, and its own."""
         self._is_due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.num_bad = 0
@@ -59,11 +59,11 @@ class PeerLink:
             self._tasks.append(asyncio.create_task(work))
 
     def flush(self) -> None:
-        """Publish what has changed at once, because other routers decide next."""
+        """Publish changes at once, because other routers decide next."""
         self._is_due.set()
 
     async def close(self) -> None:
-        """Say no more. Others end this front's reservations."""
+        """Stop publishing and listening. Other fronts then end this front's reservations."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -98,7 +98,7 @@ class PeerLink:
                 self._core.merge(message, time.monotonic())
 
     def _connect(self, fronts: set[str]) -> None:
-        """Listen to these fronts alone."""
+        """Listen to exactly these fronts."""
         for address in fronts - self._fronts:
             logger.info("shares reservations with the front at %s", address)
             self._in.connect(address)
@@ -109,7 +109,7 @@ class PeerLink:
             self._fronts.discard(address)
 
     async def _meet(self) -> None:
-        """Find fronts that are new, for as long as this one lives."""
+        """Look for new fronts again and again."""
         while True:
             try:
                 async with asyncio.timeout(MEET_S):
@@ -121,7 +121,7 @@ class PeerLink:
 
 
 def encode(message: list[LoadUpdate] | RouterLoad) -> bytes:
-    """The bytes of changes, or of all reservations of a router."""
+    """Encode changes, or all reservations of a router."""
     if isinstance(message, RouterLoad):
         head: list[Any] = [message.router, message.life, message.number]
         return bytes(msgpack.packb([head, [_plain(update) for update in message.updates]]))
@@ -129,7 +129,7 @@ def encode(message: list[LoadUpdate] | RouterLoad) -> bytes:
 
 
 def decode(data: bytes) -> list[LoadUpdate] | RouterLoad:
-    """The message in these bytes. Raises ValueError for others, such as those of another version."""
+    """Decode a message. Raises ValueError for other bytes, such as a message of another version."""
     try:
         head, rows = msgpack.unpackb(data)
         updates = [_update(*row) for row in rows]

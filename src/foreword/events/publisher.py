@@ -1,10 +1,10 @@
-"""Publisher: an engine's cache events over ZeroMQ, their replay, and snapshots of what the cache holds.
+"""Publisher: sends an engine's cache events over ZeroMQ, and answers requests for replays and snapshots.
 
 The two sides share a `Feed`:
 
     engine's thread                           publisher's thread, the only one that touches sockets
     note(event) ── append, ring the bell ──>  take a batch, number it, publish it, keep it for replays
-                ── what the cache holds ──>   copy it between two events, answer a snapshot piece by piece
+                ── the cache's blocks ────>   copy them between two events, answer a snapshot piece by piece
 
 The engine never waits: if the publisher is too slow, the feed drops events, and the publisher then leaves out a
 sequence number. So every consumer sees the gap.
@@ -58,19 +58,19 @@ from foreword.events.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BLOCKS = 100_000
-"""Most blocks in events that wait to be published; the feed drops events beyond."""
+"""Most blocks in events that wait to be published. The feed drops further events."""
 MAX_KEPT_BATCHES = 10_000
 """Most batches that are kept for replays."""
 MAX_KEPT_BYTES = 256 * 2**20
-"""Most bytes of these batches."""
+"""Most bytes of the batches that are kept for replays."""
 MAX_UNSENT = 100_000
-"""Most messages that wait for one slow consumer; ZeroMQ drops later ones, and the consumer sees the gap."""
+"""Most messages that wait for one slow consumer. ZeroMQ drops later messages, and the consumer sees the gap."""
 SNAPSHOT_BLOCKS = 1024
-"""Blocks in one batch of a snapshot; other messages are handled between two batches."""
+"""Blocks in one batch of a snapshot. Other messages are handled between two batches."""
 HEARTBEAT_S = 1.0
 LINGER_MS = 200
 SPARE_READS = 100
-"""Attempts to copy what the cache holds while events come in."""
+"""Attempts to copy the cache's blocks while events come in."""
 
 
 class Feed:
@@ -84,11 +84,11 @@ class Feed:
         self._max_blocks = max_blocks
         self._events: deque[tuple[int, KVCacheEvent]] = deque()
         self._next_number = 0
-        """The number of the next event. It counts dropped events too, and follows the append."""
+        """The number of the next event, dropped events counted. It is raised after the event is appended."""
         self._num_in = self._num_out = 0
-        """Blocks that were put in and taken out; each is written by one thread."""
+        """Numbers of blocks that were put in and taken out. Each number is written by one thread only."""
         self._num_taken = 0
-        """Events that were taken, or are known to be dropped."""
+        """The number of events that were taken, or are known to be dropped."""
         self._groups: dict[int, HeldBlocks] | None = {} if keeps_blocks else None
         self._version = 0
         """Odd while the engine's thread changes something."""
@@ -125,7 +125,7 @@ class Feed:
         self._has_rung = False
 
     def take(self, end: int | None = None) -> Iterator[list[KVCacheEvent] | None]:
-        """All waiting events before number `end`, in runs without gaps; None for each gap."""
+        """Yield all waiting events before number `end`, in runs without gaps, and None for each gap."""
         end = self._next_number if end is None else end  # all events before it were appended, or dropped
         run: list[KVCacheEvent] = []
         while self._events and self._events[0][0] < end:
@@ -145,10 +145,9 @@ class Feed:
             yield None
 
     def read(self) -> tuple[int, dict[int, HeldBlocks]] | None:
-        """A copy of what the cache holds, by group, and the number of the first event after it.
+        """Copy the cache's blocks, by group. Returns the number of the first event after the copy, and the copy.
 
-        The engine's thread goes on meanwhile; a copy during which it changed something is thrown away. None if all
-        were.
+        The engine's thread goes on meanwhile. A copy during which the cache changed is thrown away; None if all were.
         """
         assert self._groups is not None
         for _ in range(SPARE_READS):
@@ -160,15 +159,15 @@ class Feed:
         return None
 
     def close(self) -> None:
-        """Close the bell; events are still counted, but nobody hears of them."""
+        """Close the bell. Events are still counted, but the publisher is not woken."""
         self.bell.close()
         self._rope.close()
 
 
 def chains(held: HeldBlocks, group: int) -> Iterator[BlockStored]:
-    """Events that store these blocks, each after its parent: one for each run of blocks that has no other parent.
+    """Yield events that store these blocks, parents before children; one event for each run of consecutive blocks.
 
-    All blocks of an event are under one adapter, or none.
+    All blocks of an event have the same adapter, or no adapter.
     """
     done: set[BlockHash] = set()
     for last in reversed(held):  # the newest first, because its chain is the longest
@@ -196,7 +195,7 @@ def chains(held: HeldBlocks, group: int) -> Iterator[BlockStored]:
 
 
 def group_kinds(specs: Sequence[GroupSpec]) -> tuple[GroupKind, ...]:
-    """What events say of these groups: nothing of a single one that attends to everything."""
+    """The kinds of these groups, as events give them; empty for a single group that attends to everything."""
     kinds = tuple(map(_kind, specs))
     return () if kinds == (GroupKind("full_attention"),) else kinds
 
@@ -222,7 +221,7 @@ class _Snapshot(NamedTuple):
 
 
 class Publisher:
-    """Publishes what `note` is told, until `close`. Its addresses are the real ones, with the ports that were free."""
+    """Publishes the events that `note` gets, until `close`. `addresses` have the ports that were free."""
 
     def __init__(
         self,
@@ -240,7 +239,7 @@ class Publisher:
         self._has_snapshots = config.kv_events_snapshot is not None
         self._feed = Feed(max_waiting_blocks, keeps_blocks=self._has_snapshots)
         self.note = self._feed.note
-        """Give an event to the publisher; only the engine's thread may. It never waits."""
+        """Gives an event to the publisher. Only the engine's thread may call it. It never waits."""
         self._next_seq = 0
         self._replays: deque[tuple[int, bytes]] = deque(maxlen=max_kept_batches)
         """Numbers and payloads of the newest batches."""
@@ -251,18 +250,18 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, args=(ready,), name="foreword-kv-events", daemon=True)
         self._thread.start()
         self.addresses = ready.result()
-        """The address of each option that has one."""
+        """The real address for each option that names one."""
         for name, address in self.addresses.items():
             listens = name != "kv_events" or binds(config.kv_events)
             how = "listening at" if listens else "calling a consumer that listens at"
             logger.info("%s: %s %s", name, how, address)
 
     def describe(self, groups: Sequence[GroupSpec]) -> None:
-        """Tell it the groups of the model's layers, before the first event."""
+        """Set the groups of the model's layers. Call this before the first event."""
         self._format = replace(self._format, groups=group_kinds(groups))
 
     def close(self) -> None:
-        """Publish what waits, and end. May be called twice."""
+        """Publish the waiting events, and end. May be called twice."""
         self._is_closing = True
         self._feed.ring()
         if self._thread.is_alive():
@@ -376,7 +375,7 @@ class Publisher:
         self._snapshot = _Snapshot([encode_seq(self._next_seq - 1), self.publisher_id], events)
 
     def _go_on(self, reply: zmq.Socket[bytes], snapshot: _Snapshot) -> None:
-        """Encode a batch of a snapshot, and send all of them after the last one."""
+        """Encode the next batch of a snapshot. After the last batch, send all of them."""
         events: list[KVCacheEvent] = []
         num_blocks = 0
         for event in snapshot.events:
@@ -392,7 +391,7 @@ class Publisher:
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether an address names no one machine, so that only listening at it makes sense."""
+    """Whether an address does not name a certain machine and port, so that a socket can only listen at it."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host in ("*", "0.0.0.0", "[::]", "::") or port in ("0", "*")
 
@@ -400,7 +399,7 @@ def is_wildcard(address: str) -> bool:
 def binds(address: str) -> bool:
     """Whether a publisher listens at an address: a file, a wildcard, or this machine's address in digits.
 
-    At a name, and at another machine's address, it calls a consumer that listens, as in vLLM.
+    With a name, or another machine's address, it connects to a consumer that listens there, as in vLLM.
     """
     if address.startswith("ipc://") or is_wildcard(address):
         return True
@@ -420,7 +419,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Whether a host is this machine: what is sent there has the same address as its sender. Sends nothing."""
+    """Whether a host is this machine: a socket connected to it has the same address at both ends. Sends nothing."""
     with suppress(OSError):  # a name that cannot be resolved
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as trial:

@@ -1,24 +1,25 @@
-"""The requests behind a stream of cache events, as far as the stream shows them.
+"""Rebuilds requests from a stream of cache events, as far as the stream shows them.
 
-An engine reports the blocks that it stores, not the requests that it serves. A request shows itself by its first new
-block, and has found all blocks before that one:
+An engine reports the blocks that it stores, not the requests that it serves. A request becomes visible by its first new
+block. It has found all blocks before that block:
 
     b1 ── b2 ──┬── b3 ── b4              stored earlier
                └── b5 ── b6 ── b7 ── b8
-                   ^^^^^^^^               stored together: the rest of a prompt, of which b1 and b2 were found
-                               ^^^^^^^^   each alone, soon after: its answer
+                   ^^^^^^^^               stored together: the rest of a prompt whose blocks b1 and b2 were found
+                               ^^^^^^^^   stored one by one, soon after: its answer
 
-The stream does not show a request that stores nothing (its whole prompt was found, its answer is short), the end of a
-prompt after its last whole block, and whether a block that follows soon belongs to the same request. In doubt it does,
-so the number of found tokens is a lower bound where answers are reported block by block (foreword, vLLM). SGLang
-reports an answer as a whole, and it counts as a part of its prompt.
+The stream does not show requests that store nothing (the whole prompt was found, the answer is short). It does not show
+the end of a prompt after its last whole block, either, or whether a block that follows soon belongs to the same
+request. In doubt it is taken to belong. So if answers are reported block by block (foreword, vLLM), the number of found
+tokens is a lower bound. SGLang reports an answer as a whole, which counts as a part of its prompt.
 
-vLLM can report what a request found, too (`kv_cache_report_mode`): the known blocks at the beginning of a sequence,
-once more. Known blocks after others are no such report: the engine has computed them again. So it may have all blocks
-of a prompt whose logits are asked for: only the operator knows that each request asks for reports.
+vLLM can report the blocks that a request found, too (`kv_cache_report_mode`): it sends the known blocks at the
+beginning of a sequence once more. Known blocks after new ones are no such report: the engine has computed them again.
+Known blocks at the beginning may also be computed again, if a prompt's logits are asked for. So only the operator knows
+whether each request asks for reports.
 
-vLLM also keeps the last units of a prompt inside a block, and reports them as one block of a smaller size. Such a tail
-always comes alone, and may come first:
+vLLM also keeps the last units of a prompt that do not fill a block, and reports them as one block of a smaller size.
+Such a tail always comes alone, and may come first:
 
     t1                                    a tail: one unit of 32 tokens
     b1 ── b2                              a prompt's whole blocks, of 784 tokens
@@ -38,35 +39,35 @@ from foreword.events.mirror import BlockName, Key, Mirror, MirroredBlock
 from foreword.events.wire import DEVICE
 
 MOST_COMPARED = 256
-"""The newest blocks after one prefix that a new block is compared with."""
+"""A new block is compared with this number of blocks after the same prefix, the newest ones."""
 NUM_SHOWN = 8
-"""Tokens of each side that are kept after the first different one."""
+"""The number of tokens to keep on each side, from the first different token on."""
 IDLE_S = 10.0
-"""A request has ended if no block follows its last one for this time."""
+"""Seconds without a new block after which a request has ended."""
 MAX_WAITING_BLOCKS = 1_000_000
-"""Most blocks of requests that wait until those before them have ended; beyond, the earliest one counts as ended."""
+"""The most blocks of requests that wait for earlier requests to end. Beyond that, the earliest one counts as ended."""
 MAX_SIZES = 64
 """Most sizes of blocks to tell apart."""
 WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Groups whose blocks hold the whole prefix; windows and recurrent states do not."""
+"""Kinds of groups whose blocks hold the whole prefix. Windows and recurrent states do not hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What a prompt missed after what it found."""
+    """Why a prompt did not find the block after its found blocks."""
 
     reason: MissReason | None = None
     """None if all whole blocks of the prompt were found."""
     num_tokens: int = 0
-    """The tokens with which a cached sequence began as the prompt does."""
+    """The number of leading tokens that the prompt has in common with a cached sequence."""
     seconds_ago: float | None = None
-    """When it was evicted."""
+    """Seconds since the block was evicted; None if that is not the reason."""
     was_reset: bool = False
-    """The whole cache was emptied then."""
+    """Whether it was evicted because the whole cache was emptied."""
     ours: tuple[int, ...] = ()
-    """The prompt's first tokens that no cached sequence has there."""
+    """The prompt's first tokens that no cached sequence has at this place."""
     theirs: tuple[int, ...] = ()
-    """What the nearest cached sequence has instead; empty if it ends there."""
+    """The tokens of the nearest cached sequence at this place; empty if it ends there."""
 
 
 def why_missed(
@@ -77,10 +78,10 @@ def why_missed(
     num_known: int,
     gone: Mapping[Key, float],
 ) -> Why:
-    """Why the block after the found ones was computed; all blocks of `path` are in the mirror.
+    """Explain why the block after the found blocks was computed. All blocks of `path` are in the mirror.
 
-    `num_known`: the blocks that the engine held and computed all the same; `gone`: the seconds since others of them
-    were evicted.
+    `num_known`: the number of blocks that the engine held but computed again. `gone`: seconds since a block of the path
+    was evicted.
     """
     if num_found == len(path):
         return Why()
@@ -113,7 +114,9 @@ def why_missed(
 
 
 def _differing(block: MirroredBlock, other: MirroredBlock) -> MissReason | None:
-    """What keeps two blocks of equal tokens apart: an adapter, a picture (a pair of digest and offset), or a salt."""
+    """Why two blocks with equal tokens have different keys: an adapter, a picture (a pair of digest and offset), or a
+    salt. None: no difference is known.
+    """
     if block.lora_name != other.lora_name:
         return MissReason.ADAPTER_DIFFERS
     differing = set(block.extra_keys or ()) ^ set(other.extra_keys or ())
@@ -134,7 +137,7 @@ class SeenRequest:
     """A request, in whole blocks."""
 
     time: float
-    """Of its first new block, in seconds on the engine's clock."""
+    """Time of its first new block, in seconds on the engine's clock."""
     keys: list[Key]
     """The engine's keys of the blocks of its prompt and answer."""
     block_tokens: int
@@ -165,26 +168,26 @@ class RequestCounts:
     found_tokens: int = 0
     output_tokens: int = 0
     unknown_beginnings: int = 0
-    """Requests whose first blocks are not known; they are in no other sum."""
+    """Requests whose first blocks are not known. The other sums leave them out."""
     inferred: int = 0
-    """Requests that found blocks, as the place of their first new block says; the engine did not report it."""
+    """Requests whose found blocks were inferred from the place of their first new block, not reported."""
     reported: int = 0
-    """Requests of which the engine reported what they found."""
+    """Requests whose found blocks were reported by the engine."""
     other_sizes: int = 0
-    """Reports of blocks of another size, such as tails; they are ignored."""
+    """Ignored reports of blocks of another size, such as tails."""
     lost_copies: int = 0
-    """Times when the engine may hold a copy of a block that the mirror has forgotten."""
+    """Times when the engine may still hold a copy of a block that the mirror has forgotten."""
     all_report: bool = False
-    """All requests ask for reports, as the operator says."""
+    """Whether all requests ask for reports; the operator says so."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether the engine reported all that requests found, in whole blocks."""
+        """Whether the engine reported all found whole blocks of all requests."""
         return self.all_report and self.inferred == self.unknown_beginnings == self.lost_copies == 0
 
     @property
     def is_bound(self) -> bool:
-        """Whether requests found at least as much; if not, and not exactly so, prompts computed again may count."""
+        """Whether the found tokens are a lower bound. If not, and not exact, blocks computed again may be counted."""
         return self.reported == 0
 
 
@@ -196,7 +199,7 @@ class _Open:
     request: SeenRequest
     last_time: float
     is_promised: bool
-    """Its last block was reported as found and is not there: a hit inside a block, which the engine now fills."""
+    """Whether its last block was reported as found but is not there: a hit inside a block that the engine now fills."""
     is_answering: bool = False
 
 
@@ -207,66 +210,66 @@ class _Run:
     parent: Key | None
     session_id: str | None
     first_tokens: tuple[int, ...] | None
-    """Of the first block, at the beginning of a sequence."""
+    """Tokens of the first block; None if the run does not begin a sequence."""
     keys: list[Key] = field(default_factory=list)
     num_reported: int = 0
-    """Those at the beginning of a sequence that the engine had, and reported again."""
+    """The number of blocks at the beginning of a sequence that the engine had and reported again."""
     held: set[Key] = field(default_factory=set)
-    """Those that the engine had."""
+    """Blocks that the engine had already."""
     gone: dict[Key, float] = field(default_factory=dict)
-    """The seconds since it evicted others of them."""
+    """For blocks that the engine had evicted, the seconds since then."""
     is_promise: bool = False
-    """One event reported them all, and only the last one is not there."""
+    """Whether all blocks but the last were reported again: a hit inside the last one."""
 
     def takes(self, event: BlockStored) -> bool:
-        """Whether the blocks of an event come next."""
+        """Whether the blocks of an event continue the run."""
         last = self.keys[-1] if self.keys else self.parent
         return event.parent_block_hash == last and event.session_id == self.session_id
 
 
 class Requests:
-    """Witness of a follower: rebuilds requests, and counts what twice the memory would have kept."""
+    """Witness of a follower: rebuilds requests, and counts the tokens that twice the memory would have kept."""
 
     def __init__(self, mirror: Mirror, num_blocks: int | None = None, *, all_report: bool = False) -> None:
-        """`num_blocks`: the size of the engine's pool; None: the most that it held when it evicted.
+        """`num_blocks`: the size of the engine's pool; None: the most blocks that it held when it evicted.
 
-        `all_report`: each request asks the engine to report what it finds.
+        `all_report`: whether each request asks the engine to report the blocks that it finds.
         """
         self.counts = RequestCounts(all_report=all_report)
         self.num_again_tokens = 0
         """Tokens that were stored again although twice the memory, under LRU, would have kept them."""
         self.num_blocks = num_blocks
-        """None if it is not given and the engine has not evicted yet."""
+        """Blocks of the engine's pool; None if it is not given and the engine has not evicted yet."""
         self.block_tokens: int | None = None
-        """The size of the engine's blocks; None before the first one."""
+        """Tokens of an engine's block; None before the first block."""
         self._sizes: dict[tuple[int, int], bool] = {}
-        """Groups and sizes of blocks, and whether several came together: tails never do."""
+        """For each group and block size, whether several blocks came together: tails never do."""
         self._is_size_given = num_blocks is not None
         self._mirror = mirror
         self._group = 0
         self._time = -math.inf
         self._run: _Run | None = None
         self._computed: tuple[int, ...] | None = None
-        """The first tokens of a prompt of which another group just said that it was computed."""
+        """The first tokens of a prompt that was computed, as an event of another group just showed."""
         self._open: OrderedDict[Key, _Open] = OrderedDict()
-        """Requests by their last block, those with the latest blocks at the end."""
+        """Open requests by their last block, the requests with the latest blocks at the end."""
         self._open_numbers: set[int] = set()
-        """Of the open requests that were not taken."""
+        """Numbers of the open requests that were not taken."""
         self._begun: deque[tuple[int, SeenRequest]] = deque()
         """The requests that were not taken, with their numbers, the earliest first."""
         self._next_number = 0
         self._num_waiting_blocks = 0
         self._ghosts: OrderedDict[Key, float] = OrderedDict()
-        """Blocks that the engine evicted lately, at most as many as its pool has, and when."""
+        """Blocks that the engine evicted lately, with the times; at most as many as its pool has."""
         self._reset: tuple[float, set[Key]] = 0.0, set()
-        """When the cache was emptied, and the blocks that it held and has not stored again."""
+        """The time when the cache was emptied, and the blocks of that time that were not stored again."""
         self._copied: set[Key] = set()
-        """Blocks that the engine computed again: it may hold two of each, and reports the end of each."""
+        """Blocks that the engine computed again. It may hold two copies of each, and reports the end of each copy."""
 
     # ------------------------------------------------------------------ events
 
     def note(self, time: float, event: Event) -> None:
-        """An event, before the mirror applies it."""
+        """Take an event before the mirror applies it."""
         self._tell_time(time)
         match event:
             case BlockStored() if event.block_hashes and self._is_followed(event):
@@ -286,7 +289,7 @@ class Requests:
                 pass
 
     def end_batch(self, time: float) -> None:
-        """The last event of a batch is applied."""
+        """Close requests after the last event of a batch."""
         self._tell_time(time)
         self._end_run()
         while self._open:
@@ -296,11 +299,11 @@ class Requests:
             self._close(last)
 
     def pass_time(self, seconds: float) -> None:
-        """Nothing has arrived for `seconds`, by our clock."""
+        """Note that nothing has arrived for `seconds`, by our clock."""
         self.end_batch(self._time + seconds)
 
     def take(self, *, everything: bool = False) -> list[SeenRequest]:
-        """The requests that have ended, in the order in which they began; with `everything`, the open ones too."""
+        """Return the requests that have ended, in the order of their beginnings; with `everything`, open ones too."""
         ended = []
         while self._begun:
             number, request = self._begun[0]
@@ -334,7 +337,7 @@ class Requests:
         )  # no clock says so, and JSON has no such number
 
     def _is_followed(self, event: BlockStored) -> bool:
-        """Whether the event has blocks that hold whole prefixes, of the first such group and of its blocks' size."""
+        """Whether an event belongs to the first group whose blocks hold whole prefixes, and has its block size."""
         if event.medium != DEVICE or event.group_kind not in WHOLE_KINDS:
             return False
         size, is_run = (event.group_idx, event.block_size), len(event.block_hashes) > 1
@@ -347,7 +350,7 @@ class Requests:
         return event.block_size == self.block_tokens
 
     def _follow(self, group: int, block_tokens: int) -> None:
-        """Follow blocks of this group and size. If others were followed, those were tails or part of the prefix."""
+        """Follow blocks of this group and size. Blocks followed until now were tails, or part of the prefix."""
         if (group, block_tokens) == (self._group, self.block_tokens):
             return
         self._group, self.block_tokens = group, block_tokens
@@ -381,9 +384,9 @@ class Requests:
         run.is_promise = is_beginning and 0 < run.num_reported == len(run.keys) - 1
 
     def _hear_sibling(self, event: BlockStored) -> None:
-        """Another group stored some of a prompt's blocks: the engine computed it all, though we know its blocks.
+        """Note that another group stored some of a prompt's blocks: then the engine computed the whole prompt.
 
-        That is so where a state or a window was missing. In a report of what was found, all groups list all blocks.
+        It does so if a state or a window was missing. In a report of found blocks, all groups list all blocks.
         """
         if event.parent_block_hash is not None:
             return
@@ -408,7 +411,7 @@ class Requests:
             self._ghosts.move_to_end(key)
 
     def _end_run(self) -> None:
-        """All blocks of the run are in the mirror: find the request that they belong to."""
+        """End the run, whose blocks are all in the mirror, and find the request to which they belong."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -419,7 +422,7 @@ class Requests:
         self._reset[1].difference_update(run.keys)
 
     def _assign(self, run: _Run) -> None:
-        """Give the blocks of a run to the request that they go on from, or begin one."""
+        """Give the blocks of a run to the request that they continue, or begin a new request."""
         while len(self._ghosts) > (self.num_blocks or 0):
             self._ghosts.popitem(last=False)
         parent = None if run.parent is None else self._open.get(run.parent)
@@ -438,7 +441,7 @@ class Requests:
             self._begin(path, run)
 
     def _goes_on(self, parent: _Open, run: _Run) -> bool:
-        """Whether these blocks belong to the request that they follow: a block of its answer, or more of its prompt."""
+        """Whether blocks belong to the request that they follow, as a part of its answer or its prompt."""
         if self._time - parent.last_time > IDLE_S or run.session_id != parent.request.session_id:
             return False
         return len(run.keys) < 2 or not parent.is_answering
@@ -474,7 +477,7 @@ class Requests:
         self._keep_open(_Open(number, request, self._time, run.is_promise))
 
     def _why(self, request: SeenRequest, run: _Run) -> Why:
-        """Why a request did not find the block after those that it found."""
+        """Why a request did not find the block after its found blocks."""
         missed = request.keys[request.num_found_blocks :]
         num_known = sum(1 for _ in takewhile(run.held.__contains__, missed))
         reset_time, cleared = self._reset
@@ -483,7 +486,7 @@ class Requests:
         return why_missed(self._mirror, self.place, request.keys, request.num_found_blocks, num_known, run.gone)
 
     def _keep_open(self, served: _Open) -> None:
-        """What comes next goes on from this request, and no longer from an earlier one that ends in the same block."""
+        """Let later blocks continue this request, and not an earlier request that ends with the same block."""
         last, served.last_time = served.request.keys[-1], self._time
         if last in self._open:
             self._close(last)
@@ -493,7 +496,7 @@ class Requests:
         self._open_numbers.discard(self._open.pop(last).number)
 
     def _path(self, end: Key | None) -> list[Key] | None:
-        """The blocks up to this one, the first one first; None if they are not all known."""
+        """The blocks of the prefix that ends with this block, in order; None if a block is not known."""
         path: list[Key] = []
         blocks = self._mirror.blocks
         while end is not None:

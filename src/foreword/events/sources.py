@@ -1,4 +1,4 @@
-"""Where an engine publishes its events, asked at its HTTP address: vLLM's `GET /kv_event_sources`."""
+"""Asks an engine's HTTP server where it publishes its events: vLLM's `GET /kv_event_sources`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foreword.errors import ConfigError
 from foreword.events.publisher import is_here, is_loopback
 
 ASK_S = 10.0
-"""A whole answer must be here by then."""
+"""Seconds in which the whole answer must arrive."""
 MAX_BYTES = 1 << 20
 
 
@@ -30,7 +30,7 @@ class EventSource:
 
 
 def find_source(url: str, rank: int | None = None) -> EventSource:
-    """The source of a rank, by default the only one, at a server such as http://HOST:8000. Raises ConfigError."""
+    """Find the source of a rank (None: the only one) at a server such as http://HOST:8000. Raises ConfigError."""
     sources_url = url
     try:
         parts = urlsplit(url)
@@ -69,7 +69,7 @@ def find_source(url: str, rank: int | None = None) -> EventSource:
 
 
 def _answer(url: str) -> bytes:
-    """The body of an answer. A timeout of urlopen is one of each read, and a server may send a byte at a time."""
+    """The body of an answer. A thread limits the whole time: urlopen's timeout is for a single read only."""
     body: Future[bytes] = Future()
 
     def ask() -> None:
@@ -99,7 +99,7 @@ def _read(answer: Any) -> dict[int, dict[str, Any]]:
 
 
 def _reachable(address: str, host: str) -> str:
-    """An address that listens everywhere, as one at this host."""
+    """The address with this host in place of a wildcard."""
     host = f"[{host}]" if ":" in host else host
     for wildcard in ("*", "0.0.0.0", "[::]", "::"):
         if address.startswith(f"tcp://{wildcard}:"):

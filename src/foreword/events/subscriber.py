@@ -1,6 +1,6 @@
 """Subscriber: follows one publisher of cache events over ZeroMQ: foreword's, vLLM's or SGLang's.
 
-Knows sockets and time; a `Follower` knows what messages mean. One thread calls it.
+Knows sockets and time; a `Follower` knows what messages mean. Use it from one thread.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from foreword.events.publisher import is_wildcard
 from foreword.events.wire import SNAPSHOT_REQUEST, encode_seq
 
 ANSWER_S = 5.0
-"""Longest time between two parts of an answer."""
+"""Longest time between two parts of an answer, in seconds."""
 CONTACT_S = 0.5
-"""Time that a publisher has to answer the first call."""
+"""Seconds that a publisher has to accept the first connection."""
 PAUSE_S = 0.1
-"""Shortest time between two requests."""
+"""Shortest time between two requests, in seconds."""
 SILENCE_S = 10.0
-"""Longest time without a message of a publisher that sends one each second."""
+"""A publisher sends a message each second. After this many seconds without a message it counts as silent."""
 MOST_AT_ONCE = 1000
-"""Messages of one socket that are read before the others get their turn."""
+"""Messages to read from one socket before other sockets get their turn."""
 
 
 class Subscriber:
@@ -45,18 +45,18 @@ class Subscriber:
         silence_s: float = SILENCE_S,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """Addresses such as tcp://HOST:5557; `follower` None: one that keeps `mirror` right; `context` None: its own.
+        """Addresses look like tcp://HOST:5557. `follower` None: a new one for `mirror`. `context` None: a new one.
 
         Raises ConfigError for an address that cannot be used.
         """
         self.mirror = Mirror()
-        """The blocks that the engine holds, as far as its events say; empty if another follower was given."""
+        """The blocks that the engine holds, as its events say; empty if the caller gave a follower."""
         has = {"has_replay": replay is not None, "has_snapshot": snapshot is not None}
         self.follower = follower or Follower(self.mirror, **has)
         self._silence_s = silence_s
         self._events, self._first_poll = events, math.inf
         self._num_contacts = 0
-        """Publishers at the other end of the stream now."""
+        """The number of publishers that are connected to the stream now."""
         self._unanswered: set[str] = set()
         """Addresses whose last request got no answer."""
         self._addresses = {Need.REPLAY: replay, Need.SNAPSHOT: snapshot}
@@ -65,7 +65,7 @@ class Subscriber:
         self._poller = zmq.Poller()
         self._request: zmq.Socket[bytes] | None = None
         self._question = (Need.NOTHING, 0)
-        """The need that it asked for last, and the number of resyncs at that moment."""
+        """The need of the last request, and the number of resyncs at that moment."""
         self._heard = self._deadline = self._not_before = time.monotonic()
         try:
             self._live = self._open(zmq.SUB, events)
@@ -79,12 +79,12 @@ class Subscriber:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the mirror has all blocks; False while messages are missing, and without a way to get them."""
+        """Whether the mirror has all blocks; False while messages are missing, also if they cannot be fetched."""
         return self.follower.is_exact
 
     @property
     def unanswered(self) -> list[str]:
-        """The addresses at which nobody answers, as far as is known."""
+        """The addresses that do not answer, as far as is known."""
         is_early = time.monotonic() - self._first_poll < CONTACT_S
         return [*([] if self._num_contacts > 0 or is_early else [self._events]), *sorted(self._unanswered)]
 
@@ -94,9 +94,9 @@ class Subscriber:
         return [self._live, *([] if self._request is None else [self._request])]
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for messages, apply those that are there, ask for what is missing.
+        """Wait at most `timeout_s` seconds for messages, apply them, and ask for missing ones.
 
-        Returns whether there were any.
+        Returns whether a message came.
         """
         self._first_poll = min(self._first_poll, time.monotonic())
         self._note_contacts()
@@ -134,7 +134,7 @@ class Subscriber:
     # ---------------------------------------------------------------- requests
 
     def _ask(self) -> None:
-        """Ask for what the follower needs; end a request that it no longer needs."""
+        """Send the request that the follower needs, and end a request that it no longer needs."""
         question, now = (self.follower.need, self.follower.counts["resyncs"]), time.monotonic()
         if self._request is not None and question != self._question:
             self._forget_request()
@@ -171,7 +171,7 @@ class Subscriber:
         self._not_before = time.monotonic() + PAUSE_S
 
     def _read_all(self, source: zmq.Socket[bytes], take: Callable[[list[bytes]], object]) -> int:
-        """Read a socket until it is empty or closed, or others wait too long. Returns the number of messages."""
+        """Read a socket until it is empty or closed, at most `MOST_AT_ONCE` messages. Returns their number."""
         for count in range(MOST_AT_ONCE):
             if source.closed:
                 return count

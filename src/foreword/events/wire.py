@@ -12,8 +12,8 @@ Each line below lists the frames of one message; numbers have 8 bytes, the highe
     batch     [time, events, data-parallel rank or nil], and the publisher's id if it has one
     event     a map of fields with its type under "type", or (older vLLM, SGLang) an array of the type and all fields
 
-A publisher's numbers start at 0 in each process, and its id names the process. vLLM 0.33 sends no id and answers no
-snapshots; the form of both is that of its pull request 57789.
+A publisher's numbers start at 0 in each process, and its id identifies the process. vLLM 0.33 sends no id and answers
+no requests for snapshots. Both have the form of vLLM's pull request 57789.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Hashes = Literal["int", "bytes"]
 REPLAY_END = b"\xff" * 8
 SNAPSHOT_REQUEST = b"snapshot"
 UNAVAILABLE = -2
-"""Number in a snapshot's answer that says that there is none."""
+"""The number in an answer that means that no snapshot is available."""
 ID_BYTES = 16
 DEVICE, GPU = "device", "GPU"
-"""Our name of the fastest medium, and that of the wire."""
+"""Our name and the wire's name of the fastest medium."""
 
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 STORED_FIELDS = (
@@ -54,7 +54,7 @@ STORED_FIELDS = (
 )
 REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 ALWAYS = {STORED: 7, REMOVED: 2, CLEARED: 0}
-"""The number of fields that a map has even if they are None."""
+"""The number of leading fields that a map has even if they are None."""
 
 
 MOST_BLOCK_TOKENS = 2**31 - 1
@@ -66,7 +66,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """What the layers of one group attend to."""
+    """The kind of attention of one group's layers."""
 
     name: str
     sliding_window: int | None = None
@@ -78,12 +78,12 @@ class Format:
 
     encoding: Encoding = "map"
     hashes: Hashes = "int"
-    """int: the last 8 bytes of a key as a number; bytes: the whole key."""
+    """Form of keys. int: the last 8 bytes of a key as a number; bytes: the whole key."""
     groups: tuple[GroupKind, ...] = ()
-    """The groups of the model's layers; empty if there is only one, which attends to everything."""
+    """The groups of the model's layers; empty if there is a single group, which attends to everything."""
 
     def batch(self, events: Sequence[KVCacheEvent], time: float, publisher_id: bytes | None = None) -> bytes:
-        """A batch as msgpack, with the fields that vLLM's structs give: only maps leave out fields without a value."""
+        """Pack a batch as msgpack with the fields of vLLM's structs. Only maps leave out fields without a value."""
         fields: list[Any] = [time, list(map(self._event, events)), None]
         if publisher_id is not None:
             fields.append(publisher_id)
@@ -142,9 +142,9 @@ def _extra_keys(keys: Sequence[str]) -> tuple[Any, ...] | None:
 
 
 def decode_batch(payload: bytes, number: int) -> EventBatch:
-    """The batch of a payload, in either form, as the cache's own events. Raises WireError.
+    """Decode a payload, in either form, into the cache's own events. Raises WireError.
 
-    Keys are what the publisher sends, whole or as a number of 8 bytes; extra keys are values without names.
+    Keys stay as the publisher sends them, whole or as numbers of 8 bytes. Extra keys are values without names.
     """
     try:
         fields = msgpack.unpackb(payload, strict_map_key=False)
@@ -216,7 +216,7 @@ def _hashes(value_of: Callable[[str], Any]) -> tuple[BlockHash, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    """A value that can be compared and hashed."""
+    """Turn a value into one that can be compared and hashed."""
     if isinstance(value, list):
         return tuple(map(_frozen, value))
     return repr(value) if isinstance(value, Mapping) else value
@@ -232,7 +232,7 @@ def _check(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def encode_seq(seq: int) -> bytes:
-    """A sequence number as a frame; negative ones only answer snapshots."""
+    """Encode a sequence number as a frame. Negative numbers are only in answers about snapshots."""
     return seq.to_bytes(8, "big", signed=seq < 0)
 
 
@@ -251,12 +251,12 @@ def decode_live(frames: Sequence[bytes]) -> EventBatch:
 
 
 def encode_replay(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """One answer to a replay request."""
+    """Encode one answer to a replay request."""
     return [b"", topic, encode_seq(seq), payload]
 
 
 def decode_replay(frames: Sequence[bytes]) -> EventBatch | None:
-    """The batch of an answer, with its topic or, from older publishers, without; None at the end. Raises WireError."""
+    """The batch in a replayed message; None at the end. Older publishers leave out the topic. Raises WireError."""
     if len(frames) not in (3, 4) or frames[0]:
         raise WireError(f"a replayed message has {len(frames)} frames instead of 4")
     if frames[-2] == REPLAY_END:
@@ -272,7 +272,7 @@ def decode_replay_request(frames: Sequence[bytes]) -> int:
 
 
 def decode_snapshot(frames: Sequence[bytes]) -> EventBatch:
-    """A publisher's whole state; its number is `UNAVAILABLE` if there is none. Raises WireError."""
+    """Decode a publisher's whole state. Its number is `UNAVAILABLE` if there is no snapshot. Raises WireError."""
     if len(frames) < 2 or len(frames[1]) != ID_BYTES:
         raise WireError("a snapshot does not begin with a number and a publisher id")
     number = decode_seq(frames[0], signed=True)
