@@ -1,9 +1,9 @@
 """The CPU kernel for torch tensors: it plans steps and attends.
 
 One thread computes leading chunks together, instead of one by one in any thread. A single chunk leaves partial results,
-which are written to memory and read again for merging. A thread that computes chunks from the first one on can merge
-them at once: partial results are merged in that order, so no bit changes. A limit on their number keeps all threads
-busy:
+which are written to memory and read again for merging. A thread that computes chunks from the first one on can merge at
+once. No bit changes, because partial results are always merged in that order. A limit on the number of joined chunks
+keeps all threads busy:
 
     chunk       0   1   2   3   4
     member 0    A   A   A   D          items of step_plan.py: 4 x A, D, E | joined: A (leading, 4 chunks of both), D, E
@@ -34,8 +34,9 @@ ALONE_UNITS, ALONE_PARTIALS = 4, 512
 """The calling thread computes up to this many items times KV heads, or partial results, alone: about 20 us."""
 
 FOLD_ROWS, FEWEST_FOLD_QUERIES = 1024, 16
-"""Rows of a fold, each a query of one head, should stay in a core's cache: where many heads share a KV head, folds have
-fewer queries. With 128 heads that is 15% faster, and leaves more items to threads (docs/decisions/0057)."""
+"""The most rows of a fold, and the fewest queries. Rows, each a query of one head, should stay in a core's cache. So
+folds have fewer queries where many heads share a KV head. With 128 heads that is 15% faster, and leaves more items to
+threads (docs/decisions/0057)."""
 
 PLAN_ARGUMENTS = "tables table_width block_size requests seen_to items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
@@ -44,7 +45,7 @@ STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "
 
 def fastest_mode() -> int:
     """The fastest mode in which this processor multiplies bfloat16."""
-    if not HAS_BF16_DOT:  # tiles need it too, to round weights
+    if not HAS_BF16_DOT:  # tiles need this instruction too, to round weights
         return layout.WIDENED
     return layout.TILES if has_tiles() and HAS_FLOAT16 else layout.PAIRS
 
@@ -88,10 +89,10 @@ class AttentionOperations:
     def set_layer(
         self, blocks: KVBlocks, num_heads: int, options: AttentionOptions, dtype: torch.dtype, bfloat16: int
     ) -> None:
-        """Attend to keys and values in blocks without gaps, which the caller keeps.
+        """Attend to the keys and values of `blocks`, which have no gaps and which the caller keeps.
 
-        `dtype`: of queries and of the output, bfloat16 or float32; that of the blocks, unless they have codes.
-        `bfloat16`: the mode in which bfloat16 is multiplied.
+        `dtype`: the type of queries and output, bfloat16 or float32. It is the type of the blocks, unless they have
+        codes. `bfloat16`: the mode in which bfloat16 is multiplied.
         """
         problem = why_not(blocks.format, options)
         assert problem is None, f"compiled attention {problem}"
@@ -136,8 +137,8 @@ class CpuAttention:
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
         self._num_kv_heads, self._num_groups = 1, 1
-        """KV heads and query heads of each, of the previous step's layers, as plans precede layers. The numbers change
-        no result."""
+        """The number of KV heads, and of query heads for each. They are those of the last layer that ran, because plans
+        precede layers. The numbers change no result."""
         self._partials = torch.empty(0)
         self._outgrown: list[Tensor] = []
         """Memory for partial results that this step's operations may still be bound to."""
@@ -167,7 +168,7 @@ class CpuAttention:
         return why_not(kv_format, options)
 
     def explain(self) -> str:
-        """A text for people: what requests shared since the kernel was made."""
+        """Describe, in a text for people, what requests shared since the kernel was made."""
         return self._sharing.explain()
 
     def attend(self, query: Tensor, blocks: KVBlocks, plan: CpuPlan, options: AttentionOptions) -> Tensor:
@@ -244,22 +245,22 @@ class JoinedItems:
     """The work of the CPU kernel in a step."""
 
     items: Int64Array
-    """[items, 4]: as `StepPlan.items`, and (LEADING, chunks, first member, last member + 1)."""
+    """[items, 4]: items as in `StepPlan.items`, and (LEADING, number of chunks, first member, last member + 1)."""
     merges: Int64Array
-    """[queries, 3]: request, query, number of leading chunks that are merged already, into the first one's place."""
+    """[queries, 3]: request, query, and the number of leading chunks already merged, in the first chunk's place."""
 
 
 class LeadingChunks:
-    """Joins leading chunks, and keeps the last result: most steps are cut like the one before."""
+    """Joins leading chunks, and keeps the last result, because most steps are cut like the step before."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
         self._joined: JoinedItems | None = None
 
     def join(self, step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
-        """`join_leading`, whose result nobody may change.
+        """Return the result of `join_leading`, which nobody may change.
 
-        Items and merges decide it: they have the chunks, the members and the members' queries.
+        For one number of heads and threads, items and merges decide it: they have chunks, members and members' queries.
         """
         key = num_kv_heads, num_threads, step.items.tobytes(), step.merges.tobytes()
         if self._joined is None or key != self._key:
@@ -300,7 +301,7 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
 
 
 def _longest(step: StepPlan, alone: Int64Array, groups: Int64Array, team: tuple[int, int]) -> Int64Array:
-    """The most chunks of each group to join: what one thread computes while the others compute the rest.
+    """The most chunks of each group to join, so that one thread computes them while others compute the rest.
 
     `team`: KV heads, each of which is a unit of work, and threads.
     """

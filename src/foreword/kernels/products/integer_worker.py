@@ -7,12 +7,12 @@ Panels of quads (`coded.py`) and rows are memory addresses here. Two workers:
                and in one chain over groups, result = scale of weights * (sum * scale of the row) + result, and
                result = offset * (sum of n * scale of the row) + result
 
-So the bits of a result depend on no other row, on no thread and on no instruction set. scale = max |x| / 127; n is
-x * (127 / max |x|), rounded to the nearest, of two equally near ones to the even one. Inputs below TINY are 0.
+So the bits of a result depend on no other row, on no thread and on no instruction set. scale = max |x| / 127; n is x *
+(127 / max |x|), rounded to the nearest whole number, halves to even. Inputs below TINY are 0.
 
-A quantised step has 64 bytes: 32 numbers; the scale; the sums of all, of the first and of the last 16 numbers as
-integers; and the same sums times the scale. AVX2 adds two products of bytes in 16 bits, and this worker adds more,
-up to the number that cannot overflow; with VNNI four are added in 32 bits.
+A quantised step has 64 bytes: 32 numbers; the scale; the sums of all, of the first 16 and of the last 16 numbers as
+integers; and the same sums times the scale. AVX2 adds two products of bytes in 16 bits. This worker adds more products
+there, up to the number that cannot overflow. VNNI adds four products in 32 bits.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ STEP_BYTES = 64
 _SCALE, _SUMS, _SCALED_SUMS = STEP, STEP + 4, STEP + 16
 TINY = 2.0**-100
 MOST, LARGEST = 127, (1 << 15) - 1
-"""The largest number of a row, and of 16 bits."""
+"""The largest number of a quantised row, and the largest signed number of 16 bits."""
 ROUND = 12582912.0
-"""3 * 2 ** 22: the last bits of a float32 plus this are the nearest whole number."""
+"""3 * 2 ** 22. If it is added to a float32, the sum's last bits are the nearest whole number."""
 ROWS = 4
-"""Rows that are multiplied at once."""
+"""The number of rows that are multiplied at once."""
 UNIT_ROWS = 32
-"""Most rows of a unit: quantised, they stay in a core's cache."""
+"""The most rows of a unit. This number of quantised rows stays in a core's cache."""
 THREAD_SCRATCH = ROWS * 4 * PANEL
-"""Bytes of scratch memory for each thread: sums."""
+"""Bytes of each thread's scratch memory, which holds sums."""
 _I8 = ir.IntType(8)
 Dot = Callable[[Any, Any, Any, Any], Any]
-"""(builder, 16 of int32, 64 codes, 64 signed bytes) -> to each integer the sum of four products is added."""
+"""(builder, 16 sums of int32, 64 codes, 64 signed bytes) -> the sums, each with four products added."""
 
 
 # ----------------------------------------------------------------------------------------------- quantising
@@ -65,9 +65,9 @@ def _first(builder: Any, vector: Any) -> Any:
 
 
 def _emit_quantised(builder: Any, source: Any, target: Any) -> None:
-    """Quantise 32 float32. Integers compare absolute values, so one that is no number becomes the scale.
+    """Quantise 32 float32. Absolute values are compared as integers, so a NaN becomes the scale.
 
-    An infinite one makes the scale no number: sums times infinity would depend on the instructions.
+    An infinite number makes the scale NaN, because sums times infinity would depend on the instructions.
     """
     halves = [emit.load(builder, source, 64 * half) for half in (0, 1)]
     sizes = [builder.and_(builder.bitcast(half, I32S), _words(0x7FFFFFFF)) for half in halves]
@@ -105,7 +105,7 @@ def _quantise_row(builder: Any, row: Any, target: Any, num_steps: Any) -> None:
 
 @functools.cache
 def compile_quantiser() -> Worker:
-    """Compile the function that every thread runs: it quantises units of rows until none is left."""
+    """Compile the function that every thread runs: it quantises units of rows until no unit is left."""
 
     @worker(QUANTISED)
     def quantise_rows(arguments: Any) -> None:
@@ -126,12 +126,12 @@ def compile_quantiser() -> Worker:
 
 
 def _is_signed(kind: CodeFormat) -> bool:
-    """Whether codes are made signed numbers before they are multiplied."""
+    """Whether codes become signed numbers before they are multiplied."""
     return kind.table is not None or kind.has_zeros or sum(kind.planes) == 8
 
 
 def _numbers(builder: Any, kind: CodeFormat, planes: Planes, quad: int, part: int, size: int) -> Any:
-    """The numbers of a quad's part of `size` bytes: signed ones, or codes of which `zero` is still to be taken away."""
+    """Load a quad's part of `size` bytes: signed numbers, or codes from which `zero` is to be subtracted later."""
     bytes_kind = ir.VectorType(_I8, size)
 
     def constant(value: int) -> ir.Constant:
@@ -158,13 +158,13 @@ def _numbers(builder: Any, kind: CodeFormat, planes: Planes, quad: int, part: in
 
 
 def _piece(builder: Any, vector: Any, size: int, place: int) -> Any:
-    """Some elements of a vector."""
+    """The `size` elements of a vector from element size * place on."""
     order = ir.Constant(ir.VectorType(I32, size), list(range(size * place, size * (place + 1))))
     return builder.shuffle_vector(vector, vector, order)
 
 
 def _joined(builder: Any, parts: Sequence[Any]) -> Any:
-    """One vector of one or two."""
+    """Join one or two vectors into one."""
     if len(parts) == 1:
         return parts[0]
     order = ir.VectorType(I32, 2 * parts[0].type.count)
@@ -182,7 +182,7 @@ def _of_row(builder: Any, row: Any, quad: int, size: int) -> Any:
 
 
 def _sums_of_pairs(builder: Any, kind: CodeFormat, planes: Planes, rows: Sequence[Any], quads: range) -> list[Any]:
-    """For each row the sums of some quads' products by AVX2: 16 of int32."""
+    """For each row, the sums of some quads' products by AVX2: 16 int32."""
     words, halves, signed = ir.VectorType(I32, 8), ir.VectorType(I16, 16), _is_signed(kind)
     largest = max(map(abs, kind.table)) if kind.table is not None else 128 if signed else (1 << sum(kind.planes)) - 1
     max_pairs = LARGEST // (2 * MOST * largest)  # pairs of products whose sum fits 16 bits
@@ -214,7 +214,7 @@ def vnni(builder: Any, total: Any, codes: Any, numbers: Any) -> Any:
 
 
 DOT: Dot | None = vnni if llvm.get_host_cpu_features().get("avx512vnni") else None
-"""This processor's way to add products of bytes in 32 bits; None: it adds them in 16 bits."""
+"""This processor's way to add products of bytes in 32 bits; None: it can add them in 16 bits only."""
 
 
 def _sums_of_quads(
@@ -234,7 +234,7 @@ def _sums_of_quads(
 def emit_product(
     builder: Any, kind: CodeFormat, dot: Dot | None, source: Any, num_supers: Any, rows: Sequence[Any]
 ) -> list[Any]:
-    """The products of quantised rows and a panel, 16 float32 each; `num_supers`: heads of the panel."""
+    """The products of quantised rows and a panel, 16 float32 each; `num_supers`: the number of the panel's heads."""
     size, zero = kind.group // QUAD, kind.zero
     if _is_signed(kind):
         zero = 0 if dot is None else 128
@@ -288,8 +288,9 @@ def _emit_multiply(builder: Any, variant: int, arguments: Sequence[Any]) -> None
 _multiply = emit.by_rows(
     "aiaiia", [2 * form + many for form, kind in enumerate(FORMS) if kind.is_whole for many in (0, 1)], _emit_multiply
 )
-"""Write the sums of up to ROWS rows and a panel. Arguments: twice the number of the format, + 1 for several rows; the
-panel, its heads; rows, the bytes from one to the next, their number; the sums, of which there must be ROWS if several.
+"""Write the sums of a panel and up to ROWS rows. Arguments: twice the number of the format, plus 1 for several rows;
+the panel, and the number of its heads; rows, the bytes from a row to the next, and the number of rows; the sums, with
+room for ROWS rows if there are several.
 """
 
 
@@ -312,7 +313,7 @@ def _multiply_panel(a: Any, sums: int, panel: int, first: int, count: int) -> No
 
 @functools.cache
 def compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes units until none is left."""
+    """Compile the function that every thread runs: it computes units until no unit is left."""
 
     @worker(CODED)
     def multiply_integers(arguments: Any) -> None:

@@ -1,9 +1,9 @@
 """Linear layers in pairs of bfloat16 for processors without tiles, compiled by numba.
 
-A unit's first rows multiply weights while these are expanded, since the processor can do part of both at once. The
-other rows, in blocks of equal size, multiply the expanded weights, which lie in the core's second cache. Long rows
-(along k) are cut into *parts*, and sums wait in memory from part to part; they are float32 there as in registers, so
-cutting changes no bit.
+A unit's first rows multiply weights during the expansion, since the processor can do part of both at once. The other
+rows, in blocks of equal size, multiply the expanded weights, which lie in the core's second cache. Long rows (along k)
+are cut into *parts*, and sums wait in memory from part to part. Sums are float32 there as in registers, so cutting
+changes no bit.
 
     up to 8 rows     there are no other rows; only two steps of expanded weights are kept
     up to 16         there is one block of other rows; each thread packs all rows once, for all steps, as above
@@ -15,7 +15,7 @@ A thread's scratch memory:
     addresses    addresses of the rows that are being packed
     sums         for each panel of a unit the sums of all its rows
     expanded     for each panel of a unit the weights of a part
-    packed       the first rows and then, if there are few, the others
+    packed       the first rows, and after them the other rows if there are few
 
 An instruction (`vdpbf16ps`) adds, in each of 16 lanes, two products of
 bfloat16: `C[m, n] += A[m, 2k] B[2k, n] + A[m, 2k + 1] B[2k + 1, n]`, for 16 columns n of a row m, whose pair is spread
@@ -72,7 +72,7 @@ MOST_PACKED_ROWS = 2 * MOST_FIRST_ROWS
 MOST_BLOCKS = 20
 """Most blocks of rows in a unit, besides its first rows."""
 PART = 28
-"""Most steps of a part, if there are several: then the rows of a block fit the first cache."""
+"""Most steps of a part, if a row has several parts: then the rows of a block fit the first cache."""
 _STAGED, _ADDRESSES, _SUMS = 0, 64, 256
 _UNIT_ROWS = MOST_FIRST_ROWS + MOST_BLOCKS * MOST_EXPANDED_ROWS
 _PANEL_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
@@ -82,7 +82,7 @@ _PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
 
 
 def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[Any]) -> None:
-    """Add the products of some pairs of a step; `sums` has those of each row in turn."""
+    """Add the products of some pairs of a step to `sums`, which has the vectors of each row in turn."""
     num_rows = len(sums) // COLUMNS
     for pair in pairs:
         right = [emit.load(builder, weights, TILE_BYTES * column + 64 * pair, emit.I32S) for column in range(COLUMNS)]
@@ -94,7 +94,7 @@ def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[An
 
 
 def _here(builder: Any, vector: Any) -> Any:
-    """The vector, computed at this point: LLVM would otherwise load pairs of many rows first, and spill them."""
+    """Return the vector, computed now. Otherwise LLVM would load pairs of many rows first, and spill them."""
     kind = ir.FunctionType(emit.F32S, [emit.F32S])
     return builder.asm(kind, "", "=v,0,~{memory}", [vector], True)
 
@@ -148,8 +148,8 @@ multiply_expanding = emit.by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
 """Add the products of packed rows and some steps of a panel to the sums; the steps are expanded as they are multiplied.
 
 Arguments: the number of rows; rows, weights, the table of codes; the number of steps; the panel's first exception; the
-place of the first weight in the panel; the bytes from the last step's end to the weights that are needed next; where
-expanded steps go; -1 to keep all of them, EXPANDED_BYTES to keep two; the sums.
+place of the first weight in the panel; the bytes from the last step's end to the weights that are needed next; the
+address for expanded steps; a mask: -1 keeps all expanded steps, EXPANDED_BYTES keeps two; the sums.
 """
 
 
@@ -178,12 +178,12 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
 multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_EXPANDED_ROWS + 1), _emit_expanded)
 """Add the products of packed rows and some expanded steps to the sums.
 
-Arguments: the number of rows; rows, weights; the number of steps; the sums; the weights to prefetch: two lines at each
-pair, which is a third more than there are.
+Arguments: the number of rows; rows, weights; the number of steps; the sums; the weights to prefetch. Two lines are
+prefetched at each pair, which is a third more lines than the weights have.
 """
 
 
-# If there are few rows, those after the first ones make one block, for which there is room.
+# If there are few rows, the rows after the first ones make one block, and there is room for it.
 assert MOST_PACKED_ROWS - MOST_FIRST_ROWS <= MOST_EXPANDED_ROWS <= min(MOST_PACKED_ROWS, LANES)
 
 
@@ -213,9 +213,9 @@ def _packed_bytes(num_rows: int) -> int:
 def _pack(
     a: Any, scratch: int, base: int, rows: tuple[int, int], count: int, steps: tuple[int, int], target: int
 ) -> None:
-    """Pack `count` of the rows at `base` for some steps; the last row stands in for missing ones.
+    """Pack `count` of the rows at `base` for some steps; the last row stands in for missing rows.
 
-    Words after them are written too; the next pair's words overwrite them.
+    Words after the packed rows are written too; the next pair's words overwrite them.
     """
     addresses = scratch + _ADDRESSES
     for number in range(LANES):
@@ -238,9 +238,9 @@ def _pack_few(a: Any, scratch: int, base: int) -> None:
 
 @inlined
 def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_step: int) -> Any:
-    """The address of the sums of `count` rows, from the unit's `row` on, and of panel `number` of the unit.
+    """Return the address of the sums of the unit's panel `number` for `count` rows, from the unit's `row` on.
 
-    Sums wait there from part to part. If there is only one part, all rows use the same place.
+    Sums wait there from part to part, and begin at zero. If there is only one part, all rows use the same place.
     """
     sums = scratch + _SUMS + number * _PANEL_SUMS_BYTES
     if a.part_steps < a.num_steps:
@@ -254,7 +254,7 @@ def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_s
 def _multiply_first(
     a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
 ) -> None:
-    """Multiply the unit's first rows by some panels, and expand these; the weights at `ahead` follow."""
+    """Multiply the unit's first rows by some panels, and expand the panels; the weights at `ahead` come next."""
     num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
     if a.first == 1:
         packed = rows_of(a, panels[0])
@@ -314,7 +314,7 @@ def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[in
 
 @functools.cache
 def _compile() -> Worker:
-    """Compile the function that every thread runs: it computes units until none is left."""
+    """Compile the function that every thread runs: it computes units until no unit is left."""
 
     @worker(PRODUCT)
     def multiply(arguments: Any) -> None:

@@ -1,17 +1,17 @@
 """Draws of tokens, compiled by numba: rows of logits, options and uniform numbers as memory addresses.
 
-What a draw takes is defined by a sort that it does without:
+A sort defines which token a draw takes, although no sort is done:
 
     truncated        tokens by descending logit, equal ones by id; min_p, top_k and top_p each keep a beginning of that
                      list; the token at which the running sum of weights passes uniform * sum
     not truncated    the same, with the tokens by id
 
 The largest logit of each block of tokens shows which blocks have candidates. Candidates are partitioned about pivots,
-always on the side where the sum ends, so that their number bounds the work.
+always on the side where the sum ends. So the number of candidates bounds the work.
 
 A weight is a logit's share of probability as a whole number. Whole numbers add up to the same sum in any order. So a
-total depends neither on blocks nor on a sort, and a draw that never sorts takes the very token that a full sort would
-give it.
+total depends neither on blocks nor on a sort, and a draw without a sort takes the same token as a draw after a full
+sort.
 
     logit --key--> int32 with the order of the logits;    logit --weight--> 0 to 2 ** WEIGHT_BITS
 """
@@ -36,7 +36,7 @@ DRAWS = record(
     "vocab",
     "rows",  # the rows to draw from: [num_rows] int64
     "num_rows",
-    "options",  # OPTIONS of each: [num_rows, 5] float64
+    "options",  # the options of each row: [num_rows, 5] float64
     "token_ids",  # written: [num_rows] int64
     "scratch",  # `scratch_bytes` for each thread
     "scratch_bytes",
@@ -44,15 +44,15 @@ DRAWS = record(
 )
 """The arguments of draws."""
 SCALE, MIN_WEIGHT, TOP_K, TOP_P, UNIFORM = range(5)
-"""Options of a draw: log2(e) / temperature; the least weight to keep; the number of tokens, `vocab` for all of them;
-the share of weight, 1 for all of it; and a number in [0, 1)."""
+"""Options of a draw: log2(e) / temperature; the least weight to keep; the number of tokens to keep, `vocab` for all
+tokens; the share of weight to keep, 1 for all weight; and a number in [0, 1)."""
 THREADS_SEEN = 1
-"""The counter, in cache lines of 8, that numbers the threads."""
+"""The number of the counter that numbers the threads. Each counter has a line of the cache, 8 numbers."""
 _INFINITY = 0x7F800000
 SMALLER = 64.0
-"""Tokens of a share are collected down to weights that are this many times smaller each time."""
+"""Each try to collect a share's tokens goes down to weights that are smaller by this factor."""
 _SLACK = 1e-3
-"""Powers of two by which a bound of logits is lowered: it only has to be low enough."""
+"""The power of two by which a bound of logits is lowered for safety. The bound only has to be low enough."""
 
 
 def scratch_bytes(vocab: int) -> int:
@@ -70,9 +70,9 @@ def _swap(keys: Any, amounts: Any, first: int, second: int) -> None:
 def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int) -> tuple[Any, Any]:
     """Order candidates [0, end) so that the shortest beginning that adds up to `target` comes first.
 
-    The order is by descending key; all keys differ. A candidate counts as `unit`, or as its weight if that is 0; all of
-    them add up to `target` at least. Returns the beginning's length, and its sum; its last element is the one at which
-    the sum passes.
+    Keys descend, and all keys differ. A candidate counts as `unit`, or as its weight if `unit` is 0; all candidates add
+    up to at least `target`. Returns the length and the sum of the beginning. Its last element is the first at which the
+    sum reaches `target`.
 
         0 .............. start ......... middle .......... end ................
         certainly inside  |   larger  | pivot |  smaller    |  certainly outside
@@ -87,7 +87,7 @@ def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int
             _swap(keys, weights, start, end - 1)
         pivot, middle = keys[end - 1], start
         larger: Any = np.int64(0)
-        for at in range(start, end - 1):  # without branches: half of them would be predicted wrongly
+        for at in range(start, end - 1):  # without branches: half the branches would be predicted wrongly
             candidate, amount = keys[at], weights[at]
             is_larger = np.int64(candidate > pivot)
             keys[at], weights[at] = keys[middle], weights[middle]
@@ -106,7 +106,7 @@ def shortest_beginning(keys: Any, weights: Any, end: Any, target: Any, unit: int
 
 @compiled
 def _packed_key(key32: Any, number: int) -> Any:
-    """A key as uint64, of which the first of equals is the largest."""
+    """A key and its token's number as uint64. Of equal keys, the first token's uint64 is the largest."""
     return np.uint64(np.int64(key32) + np.int64(2**31)) << np.uint64(32) | np.uint64(0xFFFFFFFF - number)
 
 
@@ -121,13 +121,13 @@ def _value_of(key32: Any) -> Any:
 def _bound(top: Any, scale: Any, least: Any) -> Any:
     """A key that is at most the key of any logit whose weight is at least `least`."""
     power = np.log2(least) - WEIGHT_BITS - 1.0 - _SLACK
-    value: Any = max(top + power / scale, -3.4e38)  # a float32, and so its key is above the least by more than 2
+    value: Any = max(top + power / scale, -3.4e38)  # a float32 whose key is more than 2 above the least key
     return np.int32(key(np.float32(value)) - 2)
 
 
 @compiled
 def _collect(row: Any, options: Any, top: Any, bound: Any, scratch: Any) -> tuple[Any, Any]:
-    """Collect the tokens from key `bound` up that weigh enough; returns their number and their sum of weights."""
+    """Collect tokens with keys from `bound` up and with enough weight; return their number and sum of weights."""
     values, largest, _, keys, weights = scratch
     count: Any = 0
     total: Any = np.int64(0)
@@ -140,7 +140,7 @@ def _collect(row: Any, options: Any, top: Any, bound: Any, scratch: Any) -> tupl
         for at in range(BLOCK):
             own_keys[at] = _packed_key(key(values[at]), block * BLOCK + at)
             own_weights[at] = weight(values[at], top, scale)
-        for at in range(BLOCK):  # without branches; what is kept moves to the front
+        for at in range(BLOCK):  # without branches; kept candidates move to the front
             candidate, amount = own_keys[at], own_weights[at]
             is_kept = np.int64(candidate >= lowest) & np.int64(amount >= least)
             keys[count], weights[count] = candidate, amount
@@ -151,7 +151,7 @@ def _collect(row: Any, options: Any, top: Any, bound: Any, scratch: Any) -> tupl
 
 @compiled
 def _kth_largest(top_k: int, scratch: Any) -> Any:
-    """The `top_k`-th largest key of blocks: at least as many tokens have keys from it up."""
+    """The `top_k`-th largest of the blocks' keys. So at least `top_k` tokens have this key or a larger one."""
     _, largest, _, keys, weights = scratch
     for block in range(len(largest)):
         keys[block] = _packed_key(largest[block], block)
@@ -180,7 +180,7 @@ def _first_of(row: Any, key32: Any, scratch: Any) -> Any:
 
 @compiled
 def _draw_of_all(row: Any, options: Any, top: Any, total: Any, scratch: Any) -> Any:
-    """A draw by id."""
+    """Draw from all tokens, in the order of their ids."""
     values, _, sums, _, _ = scratch
     missing = _place(options[UNIFORM], total)
     for block in range(len(sums)):
@@ -197,13 +197,13 @@ def _draw_of_all(row: Any, options: Any, top: Any, total: Any, scratch: Any) -> 
 
 @compiled
 def _share(top_p: Any, total: Any) -> Any:
-    """The sum of weights that top_p keeps at least."""
+    """The least sum of weights that top_p keeps."""
     return min(max(np.int64(np.ceil(top_p * np.float64(total))), 1), total)
 
 
 @compiled
 def _collect_cut(row: Any, options: Any, top: Any, scratch: Any) -> tuple[Any, Any]:
-    """Collect what top_k and min_p leave; returns the number of tokens and their sum of weights."""
+    """Collect the tokens that top_k and min_p keep; return their number and their sum of weights."""
     _, largest, _, keys, weights = scratch
     top_k = int(options[TOP_K])
     bound = _bound(top, options[SCALE], max(options[MIN_WEIGHT], 1.0))
@@ -218,7 +218,7 @@ def _collect_cut(row: Any, options: Any, top: Any, scratch: Any) -> tuple[Any, A
 
 @compiled
 def _collect_share(row: Any, options: Any, top: Any, target: Any, scratch: Any) -> Any:
-    """Collect the likeliest tokens, until they add up to `target` at least; returns their number."""
+    """Collect the likeliest tokens, until they add up to at least `target`; return their number."""
     lowest, least = _bound(top, options[SCALE], 1.0), 2.0**WEIGHT_BITS
     while True:
         least = max(least / SMALLER, 1.0)
@@ -230,7 +230,7 @@ def _collect_share(row: Any, options: Any, top: Any, target: Any, scratch: Any) 
 
 @compiled
 def draw_token(row: Any, options: Any, scratch: Any) -> Any:
-    """The token drawn from a row.
+    """Draw a token from a row, and return it.
 
     `scratch`, arrays that are written: a block of logits [BLOCK], the largest key and the sum of each block [blocks],
     keys and weights of candidates [vocab + BLOCK].
@@ -239,7 +239,7 @@ def draw_token(row: Any, options: Any, scratch: Any) -> Any:
     values, largest, sums, keys, weights = scratch
     top_p = options[TOP_P]
     top_key = find_largest(row, values, largest)
-    if not -_INFINITY <= top_key < _INFINITY:  # a logit that is infinite or no number: as without temperature
+    if not -_INFINITY <= top_key < _INFINITY:  # a logit is infinite or NaN: draw as without temperature
         return _first_of(row, top_key, scratch)
     top = _value_of(top_key)
     if int(options[TOP_K]) < vocab or options[MIN_WEIGHT] > 0:
@@ -259,7 +259,7 @@ def draw_token(row: Any, options: Any, scratch: Any) -> Any:
 
 @functools.cache
 def compile_draws() -> Worker:
-    """Compile the function that every thread runs: it draws from rows until none is left."""
+    """Compile the function that every thread runs: it draws from rows until no row is left."""
 
     @worker(DRAWS)
     def draw_rows(arguments: Any) -> None:
@@ -283,18 +283,19 @@ def compile_draws() -> Worker:
 
 
 WEIGHT_BITS = 42
-"""The likeliest token weighs 2 ** WEIGHT_BITS; one that is 2 ** 43 times less likely weighs nothing."""
+"""The likeliest token weighs 2 ** WEIGHT_BITS; a token that is 2 ** 43 times less likely weighs nothing."""
 MOST_WORDS = 1 << 63 - WEIGHT_BITS
 """The largest vocabulary whose weights certainly add up within 64 bits."""
 MOST_SCALE = 1e300
 """The largest factor of logits: it already leaves every logit but the largest without weight."""
 BLOCK = 64
-"""Tokens of one block: its largest key and its sum of weights are kept."""
+"""The number of tokens in a block. Each block's largest key and sum of weights are kept."""
 
 _LEAST_POWER = -64.0
-"""Powers below it weigh nothing, as this one does."""
+"""Powers below this one weigh nothing, as this power does."""
 _ROUNDING, _WHOLE = 1.5 * 2.0**52, 2.0**52
-"""Added to a number, the first leaves a whole number in the sum's last bits, the second a positive one."""
+"""Added to a number, the first leaves the nearest whole number in the sum's last bits; so does the second for positive
+numbers."""
 _LOW_BITS = (1 << 52) - 1
 _TERMS = [1.0]
 for _number in range(1, 12):  # the Taylor series of 2 ** x, |x| <= 1/2: the first term left out is below 2 ** -47
@@ -303,7 +304,7 @@ _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9, _C10, _C11 = _TERMS[1:]
 
 
 def _array_at(kind: Any) -> Any:
-    """A numba function of an address: a pointer to scalars of a kind."""
+    """Make a numba function that turns an address into a pointer to scalars of a kind."""
     pointer = types.CPointer(kind)
 
     @intrinsic
@@ -343,14 +344,14 @@ def read_block(row: Any, block: int, values: Any) -> None:
 
 @compiled
 def key(value: Any) -> Any:
-    """An int32 that orders as its float32 does; keys beyond those of infinities are of no numbers."""
+    """An int32 that orders as its float32 does. Keys beyond the infinities' keys belong to NaN."""
     bits = np.float32(value).view(np.int32)
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @compiled
 def weight(value: Any, top: Any, scale: Any) -> Any:
-    """2 ** ((value - top) * scale), in units of 2 ** -WEIGHT_BITS, as int64; 0 where that is no number."""
+    """2 ** ((value - top) * scale), in units of 2 ** -WEIGHT_BITS, as int64; 0 for NaN."""
     power = (np.float64(value) - top) * scale
     power = power if power > _LEAST_POWER else _LEAST_POWER
     shifted = power + _ROUNDING

@@ -25,9 +25,9 @@ from foreword.model.cpu.product import thread_memory
 from foreword.model.cpu.row_functions import ALONE_ELEMENTS
 
 FILLED = 1 << 20
-"""Weights that are packed at once."""
+"""The number of weights that are packed at once."""
 ALONE_OPERATIONS = 1 << 18
-"""The calling thread computes a product of fewer multiplications alone: waking the others takes longer."""
+"""The calling thread computes a product of fewer multiplications alone, because waking other threads takes longer."""
 HAS_INSTRUCTIONS = coded_worker.HAS_INSTRUCTIONS
 INTEGERS = " int8"
 """The end of the name of a format that is multiplied in integers."""
@@ -46,7 +46,7 @@ class CodedRows:
     in_integers: bool = False
     """Whether products round rows to eight bits and add up integers."""
     order: npt.NDArray[np.int64] | None = None
-    """The input of each column of the codes, if they do not follow the inputs."""
+    """The input of each column of the codes; None: columns are in the order of inputs."""
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -64,7 +64,7 @@ class CodedRows:
         return True
 
     def has_order_of(self, other: CodedRows) -> bool:
-        """Whether the columns of both codes are of the same inputs."""
+        """Whether the columns of both weights' codes belong to the same inputs."""
         if self.order is None or other.order is None:
             return self.order is other.order
         return np.array_equal(self.order, other.order)
@@ -79,7 +79,7 @@ class CodedRows:
 
 
 def join(first: CodedRows, second: CodedRows) -> CodedRows:
-    """Two weights of one format with the same inputs as one, outputs end to end."""
+    """Join two weights of one format with the same inputs, outputs end to end."""
     size = len(first)
 
     def codes(start: int, end: int) -> Codes:
@@ -103,12 +103,12 @@ Weight = Tensor | CodedRows
 
 
 class CodedProduct:
-    """A weight in its codes: rows [..., in_features] to columns of a result."""
+    """A product with a weight in its codes: rows [..., in_features] to columns of a result."""
 
     def __init__(self, weight: CodedRows, bias: Tensor | None, column: int, width: int, row_scratch: int = 0) -> None:
-        """Pack a weight, whose inputs are a multiple of 32; `bias` [out_features].
+        """Pack a weight, whose number of inputs is a multiple of 32; `bias` [out_features].
 
-        `column`: the first of its columns in a result of `width` columns; `row_scratch`: bytes of a quantised row.
+        `column`: the product's first column in a result of `width` columns; `row_scratch`: bytes of a quantised row.
         """
         self.out_features, self.in_features = weight.shape
         self._in_integers = weight.in_integers
@@ -133,8 +133,8 @@ class CodedProduct:
         else:
             a["row_bytes"], a["thread_scratch"] = 4 * self.in_features, coded_worker.thread_scratch(int(a["num_steps"]))
         operation_type = IntegerOperation if weight.in_integers else CodedOperation
-        self.operation = functools.partial(operation_type, a, (memory, self._bias), row_scratch)  # no circle with self
-        """Makes the product as a new operation; there may be many."""
+        self.operation = functools.partial(operation_type, a, (memory, self._bias), row_scratch)  # no cycle with self
+        """Makes a new operation that computes the product; many may exist."""
         self._of_thread = OfThread(self.operation)
 
     @staticmethod
@@ -159,7 +159,7 @@ class CodedProduct:
     def rows(self, outputs: npt.NDArray[np.int64]) -> Tensor:
         """The weights [len(outputs), in_features] of some outputs, in float32."""
         weights = np.empty((len(outputs), self.in_features), np.float32)
-        step = max(1, FILLED // self.in_features // PANEL)  # a row is taken out of its whole panel
+        step = max(1, FILLED // self.in_features // PANEL)  # a row needs its whole panel
         for first in range(0, len(outputs), step):
             weights[first : first + step] = self._panels.rows(outputs[first : first + step])
         return torch.from_numpy(weights)
@@ -188,7 +188,7 @@ class CodedProduct:
 
 
 class CodedLinear:
-    """Coded weights with the same inputs, whose outputs follow each other."""
+    """A product with coded weights that have the same inputs; their outputs follow each other."""
 
     dtype = torch.float32
     """The type in which rows are multiplied."""
@@ -198,7 +198,7 @@ class CodedLinear:
         order = weights[0].order
         self._order = None if order is None else torch.from_numpy(order)
         joined: list[CodedRows] = []
-        for weight in weights:  # a product for each format: each has to call the threads
+        for weight in weights:  # one product per format, because each product has to call the threads
             if joined and (joined[-1].kind, joined[-1].in_integers) == (weight.kind, weight.in_integers):
                 weight = join(joined.pop(), weight)
             joined.append(weight)
@@ -208,7 +208,8 @@ class CodedLinear:
         columns = itertools.accumulate(sizes, initial=0)
         in_integers = any(weight.in_integers for weight in joined)
         self.row_scratch = self._in_features // STEP * integer_worker.STEP_BYTES if in_integers else 0
-        """Bytes of scratch memory before that of threads, for each row: it is quantised once for all products."""
+        """Bytes of scratch memory for each row, before the threads' memory. A row is quantised once for all
+        products."""
         self._products = [
             CodedProduct(*part, self.width, self.row_scratch) for part in zip(joined, biases, columns, strict=False)
         ]
@@ -217,7 +218,7 @@ class CodedLinear:
 
     @property
     def in_program(self) -> bool:
-        """Whether a program can run it: its operations take inputs in their own order."""
+        """Whether a program can run it: a program's operations take inputs in their own order."""
         return self._order is None
 
     @property
@@ -230,7 +231,7 @@ class CodedLinear:
         return max(product.thread_scratch for product in self._products)
 
     def operations(self) -> list[Operation]:
-        """The product as new operations; there may be many."""
+        """Make new operations that compute the product; many may exist."""
         first = [] if self._quantise is None else [QuantiseOperation(self._in_features)]
         return [*first, *(product.operation() for product in self._products)]
 
@@ -247,9 +248,9 @@ class CodedLinear:
         return rows if self._order is None else rows[:, self._order.argsort()]
 
     def some(self, rows: Tensor, outputs: npt.NDArray[np.int64]) -> Tensor:
-        """Columns `outputs` of the only weight's product, [..., len(outputs)]: the panels that hold them are run.
+        """Columns `outputs` of the only weight's product, [..., len(outputs)]. Only panels with these columns are run.
 
-        Bits are those of the whole product, which computes each panel alone.
+        The bits are those of the whole product, which computes each panel alone.
         """
         [product] = self._products
         panels, place = np.unique(outputs // PANEL, return_inverse=True)
@@ -284,7 +285,7 @@ class CodedOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, constants: Record, memory: object, row_scratch: int, worker: Worker | None = None) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: what they are addresses of."""
+        """`constants`: arguments that `bind` does not set; `memory`: the memory at the addresses among them."""
         super().__init__(worker or coded_worker.compile_worker())
         self._memory, self._first_byte, self._row_scratch = memory, int(constants["target"]), row_scratch
         for name in CODED.names or ():
@@ -318,7 +319,7 @@ class QuantiseOperation(Operation):
         self.arguments["num_steps"] = in_features // STEP
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
-        """Set the addresses of rows and of scratch memory, where they are left; there is no other result."""
+        """Set the addresses of rows and of scratch memory, which takes the quantised rows; `target` is not used."""
         a = self.arguments
         a["rows"], a["num_rows"], a["target"] = rows, num_rows, scratch
         a["unit_rows"] = max(1, min(integer_worker.UNIT_ROWS, -(-num_rows // torch.get_num_threads())))

@@ -1,11 +1,11 @@
-"""A GGUF file as a folder of today: config.json and tokenizer files made from its metadata, beside a link to the file.
+"""A GGUF file as a usual folder: config.json and tokenizer files made from its metadata, beside a link to the file.
 
 The folder lies in the user's cache folder under a digest of the file's path and stamp, so that a vocabulary is turned
-into a tokenizer once; a later start removes it if the file is gone or has changed. Whoever reads models of folders
-reads this one, too; only weights are read elsewhere.
+into a tokenizer once; a later start removes it if the file is gone or has changed. Code that reads a model's folder can
+read this folder, too; only weights are read elsewhere.
 
-GGUF files that are on this machine already have names: those of Ollama and LM Studio, and those that Python packages
-bring. Nothing is written, moved or fetched. Layouts are those of Ollama's and LM Studio's documentation:
+GGUF files that are already on this machine have names: files of Ollama and LM Studio, and files in Python packages. To
+find them, nothing is written, moved or fetched. The layouts are those in Ollama's and LM Studio's documentation:
 
     Ollama       $OLLAMA_MODELS or ~/.ollama/models: manifests/HOST/NAMESPACE/MODEL/TAG names blobs/sha256-DIGEST
     LM Studio    ~/.lmstudio/models or ~/.cache/lm-studio/models: USER/REPOSITORY/FILE.gguf
@@ -43,16 +43,16 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 FORM = 2
-"""Counts up when the same file gives another folder."""
+"""The version of the folders. It is raised when the same file gives another folder."""
 UNUSED_S = 86_400.0
-"""Age of the last use from which a folder may be removed."""
+"""Seconds without use after which a folder may be removed."""
 
 
 def find_gguf(model: str, revision: str | None = None) -> Path | None:
-    """The GGUF file that a name means, of a split model the first one: itself, the only one in a folder, one that
-    another program keeps, or one of the hub (`hub.py`).
+    """Return the GGUF file that a name means: the file itself, the only GGUF file in a folder, a file that another
+    program keeps, or a file of the hub (`hub.py`). For a split model it is the first file.
 
-    None if it means none, or a folder that has other weights. Raises ModelLoadError or ConfigError.
+    None if the name means no such file, or a folder with other weights. Raises ModelLoadError or ConfigError.
     """
     local = find_local(model)
     if local is not None:
@@ -84,16 +84,16 @@ def _begins_as_one(path: Path) -> bool:
 
 
 def unfold(path: Path, *, with_tokenizer: bool = True) -> Path:
-    """The folder of a GGUF file. `with_tokenizer`: whether the file's own tokenizer is wanted.
+    """Return the folder of a GGUF file, new or kept. `with_tokenizer`: whether the file's own tokenizer is wanted.
 
     Raises UnsoundGgufError, ModelLoadError or UnsupportedModelError.
     """
-    path = Path(os.path.abspath(path))  # links stay: parts of a split model lie beside each other by name
+    path = Path(os.path.abspath(path))  # links are not followed: parts of a split model lie beside each other by name
     files = open_gguf(path)
     digest = _digest([[str(file.path), *file.stamp] for file in files], with_tokenizer)
     folder = user_cache_folder() / "foreword" / "gguf" / f"{model_name(path)[:100]}-{digest}"
     with contextlib.suppress(OSError):
-        os.utime(folder)  # keeps it from `_tidy`
+        os.utime(folder)  # protects it from `_tidy`
     _tidy(folder.parent)
     if _is_ours(folder):
         return folder
@@ -126,9 +126,10 @@ def _digest(stamps: Sequence[Sequence[object]], with_tokenizer: bool) -> str:
 
 
 def _tidy(parent: Path) -> None:
-    """Remove folders without use for a day whose files are gone or changed, and those of processes that were killed.
+    """Remove folders that were unused for a day, if their files are gone or changed or a killed process left them.
 
-    A process reads its folder only while it loads the model, so none is in use; several processes may tidy at once.
+    A process reads its folder only while it loads the model, so no such folder is in use. Several processes may tidy at
+    once.
     """
     folders = [*parent.iterdir()] if parent.is_dir() else []
     for folder in folders:
@@ -138,7 +139,7 @@ def _tidy(parent: Path) -> None:
 
 
 def _is_current(folder: Path) -> bool:
-    """Whether the files of a folder are still those that it was made of."""
+    """Whether the files of a folder are unchanged since the folder was made."""
     try:
         paths = [link.readlink() for link in gguf_files(folder)]
         stamps = [[str(path), *stamp_of(path.stat())] for path in paths]
@@ -148,7 +149,7 @@ def _is_current(folder: Path) -> bool:
 
 
 def _written(content: Mapping[str, Any], files: Sequence[GgufFile], parent: Path | None) -> Path:
-    """A new folder in `parent`, or where temporary ones lie. Raises OSError."""
+    """Write a new folder in `parent`; None: in the folder of temporary files. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix="new-", dir=parent))
     try:
         for name, fields in content.items():
@@ -162,7 +163,7 @@ def _written(content: Mapping[str, Any], files: Sequence[GgufFile], parent: Path
 
 
 def unfolded(options: ModelConfig) -> ModelConfig:
-    """The options that load a folder here, if they name a GGUF file or a checkpoint of the hub; else the same.
+    """Return options that load a local folder, if a GGUF file or a checkpoint of the hub is named; else the same.
 
     Raises ConfigError, UnsoundGgufError, ModelLoadError or UnsupportedModelError.
     """
@@ -195,17 +196,17 @@ def model_name(path: Path) -> str:
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The GGUF files of such a folder, in order; none of any other folder."""
+    """The GGUF files of a folder made here, in order; an empty list for any other folder."""
     return sorted(folder.glob("model-*-of-*.gguf"))
 
 
 def _content(files: Sequence[GgufFile], *, with_tokenizer: bool) -> dict[str, Mapping[str, Any]]:
-    """The files of the folder and what is in them. Raises UnsoundGgufError or UnsupportedModelError."""
+    """Return names and contents of the folder's files. Raises UnsoundGgufError or UnsupportedModelError."""
     metadata = files[0].metadata
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
     content: dict[str, Mapping[str, Any]] = {}
     with _contradictions(files[0].path):
-        weights_of(metadata, tensors.values())  # refuses a tensor that nobody knows before minutes of loading
+        weights_of(metadata, tensors.values())  # refuses an unknown tensor now, not after minutes of loading
         fields = config_fields(metadata, tensors)
         if with_tokenizer:
             content |= tokenizer_files(metadata)
@@ -242,17 +243,17 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that a command can be given by name."""
+    """A model that commands accept by name."""
 
     name: str
     """"ollama:MODEL:TAG", "lmstudio:USER/REPOSITORY/FILE" or "package:DISTRIBUTION"."""
     path: Path
     why_not: str | None = None
-    """Why it cannot be served although its file is there."""
+    """Why it cannot be served although its file is there; None if it can."""
 
 
 def local_models() -> list[LocalModel]:
-    """All models that are found, by name."""
+    """All such models on this machine, sorted by name."""
     models = list(_ollama(ollama_folder()))
     for root in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
         models += _lm_studio(Path(root).expanduser())
@@ -293,7 +294,7 @@ def _ollama(root: Path) -> Iterator[LocalModel]:
 
 
 def _blobs(manifest: Path) -> dict[str, str]:
-    """Kind of a layer ("model", "adapter", "template") -> digest, of a manifest that is sound."""
+    """Kind of a layer ("model", "adapter", "template") -> digest; empty if the manifest is not sound."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         if manifest.stat().st_size <= _MOST_MANIFEST_BYTES:
             layers = json.loads(manifest.read_bytes())["layers"]
