@@ -285,8 +285,8 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
         choices=RULES,
         default=COST,
         metavar="RULE",
-        help="which replica a request goes to: cost (foreword's rule, default), or another router's rule with exact "
-        "knowledge: " + ", ".join(RULES[1:]),
+        help="which replica a request goes to: by foreword's rule, cost, or by another router's with exact knowledge: "
+        f"{', '.join(RULES[1:])} (default: cost)",
     )
     group.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
     group.add_argument(
