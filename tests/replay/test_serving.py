@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from foreword.cli import main
+from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
 from foreword.replay.caches import LruCache
 from foreword.replay.keys import as_content_ids, chain
@@ -175,10 +176,70 @@ def test_requests_of_a_replica_that_dies_are_served_elsewhere_and_a_new_one_take
         assert report.requests == len(trace)
         assert report.requests_retried > 0
         assert report.requests_resumed > 0
+        assert 0 < report.hit_ratio < 1
+        assert 0 < report.busy_share <= 1
+        tokens = report.generated_tokens_per_s * report.seconds
+        assert tokens == pytest.approx(sum(request.num_output_tokens for request in trace))
         assert set(simulation.computed_tokens()) == {f"replica-{n}" for n in range(5)}
         for core in simulation.cores:
             assert core.export_load().updates == ()
             core.check_integrity([])
+
+
+def test_figures_stay_true_when_replicas_die_again_and_again():
+    trace = [request._replace(num_output_tokens=60) for request in recorded(spacing_s=0.005)]
+    changes = tuple(FleetChange(0.15 * (n + 1), f"replica-{n // 2 % 4}", joins=n % 2 == 1) for n in range(12))
+    for options in (OPTIONS, STEPS):
+        report = serve(trace, options, changes=changes)
+        assert (report.requests, report.requests_stranded) == (len(trace), 0)
+        assert report.requests_resumed > 10
+        assert 0 < report.hit_ratio < 1
+        assert 0 < report.busy_share <= 1
+        assert report.generated_tokens_per_s * report.seconds == pytest.approx(60 * len(trace))
+
+
+def test_an_answer_goes_on_where_it_was_cut_off():
+    """At 50 tokens a second: 100 tokens take 2 s, and the death at 1.1 s has left 50 of them."""
+    request = RecordedRequest(0.0, chain(as_content_ids([1, 2, 3])), 48, 100, 16)
+    rates = ServingOptions(150, PromptRates((480.0,)), num_replicas=2)
+    whole = serve([request], rates)
+    assert whole.seconds == pytest.approx(0.1 + 2.0)
+    assert whole.busy_share == pytest.approx(0.1 / (2 * 2.1))
+    for at_s, computed_s, all_s, resumed in (
+        (1.1, 0.1 + 98 / 480, 1.1 + 98 / 480 + 1.0, 1),  # the other replica computes the prompt and 50 tokens
+        (0.05, 0.05 + 0.1, 0.05 + 0.1 + 2.0, 0),
+    ):
+        report = serve([request], rates, changes=(FleetChange(at_s, "replica-0", joins=False),))
+        assert report.seconds == pytest.approx(all_s)
+        assert report.busy_share == pytest.approx(computed_s / (all_s + at_s))
+        assert report.requests_resumed == resumed
+        assert report.generated_tokens_per_s * report.seconds == pytest.approx(100)
+
+
+def test_a_replica_that_joins_when_all_is_done_had_no_time_to_be_idle():
+    trace = recorded(50)
+    alone = serve(trace, num_replicas=1)
+    more = serve(trace, num_replicas=1, changes=(FleetChange(1e6, "last", joins=True),))
+    assert more.busy_share == pytest.approx(alone.busy_share)
+
+
+def test_the_number_at_the_end_of_a_name_gives_the_place():
+    (request,) = recorded(1)
+    for name, rate in (("replica-2", 300), ("replica3", 400), ("more", 100), ("a-²", 100)):
+        options = ServingOptions(150, PromptRates((100.0, 200.0, 300.0, 400.0)))
+        fleet = (FleetChange(0.0, "replica-0", joins=False), FleetChange(0.0, name, joins=True))
+        assert serve([request], options, changes=fleet).mean_ttft_s == pytest.approx(request.num_prompt_tokens / rate)
+
+
+def test_all_at_once_goes_forward_in_time_with_routers_and_a_fleet_that_changes():
+    changes = (FleetChange(0.1, "replica-1", joins=True), FleetChange(0.3, "replica-0", joins=False))
+    trace = recorded(60)
+    scheduler = SchedulerConfig(max_num_seqs=2)
+    for routers in (1, 2):
+        options = replace(STEPS, num_replicas=1, scheduler=scheduler, changes=changes, num_routers=routers)
+        report = ServingSimulation(options).serve_depth_first(trace)
+        assert report.requests == len(trace)
+        assert 0 < report.busy_share <= 1
 
 
 def test_requests_wait_where_there_is_no_replica_until_one_joins():
@@ -188,8 +249,10 @@ def test_requests_wait_where_there_is_no_replica_until_one_joins():
     assert report.requests == len(trace)
     assert report.ttft_s["p50"] > 0.4
     gone = serve(trace, num_replicas=1, changes=changes[:1])
-    assert gone.requests + gone.requests_refused == len(trace)
-    assert gone.requests_refused > 50
+    assert gone.requests + gone.requests_stranded == len(trace)
+    assert gone.requests_stranded > 50
+    assert gone.requests_refused == 0
+    assert gone.busy_share <= 1
 
 
 def test_a_faster_replica_computes_more():
@@ -284,6 +347,23 @@ def test_the_command_serves_a_recording_by_the_core(file, capsys):
     assert "8 replicas" not in capsys.readouterr().out
 
 
+def test_a_load_lets_requests_come_faster_and_requests_without_a_replica_are_told_apart(file, capsys):
+    command = ["replay", str(file), "--policy", "lru", "--capacity", "50", "--prefill-rate", "9000", "--json"]
+    found = []
+    for more in ([], ["--load", "1"], ["--load", "4"], ["--fleet", "1:-replica-0"]):
+        assert main([*command, *more]) == 0
+        printed = capsys.readouterr()
+        found.append(json.loads(printed.out)["cluster"]["lru"]["50"])
+        assert ("one replica at 4 times the recorded load; seconds" in printed.err) == (more[1:] == ["4"])
+        assert ("No replica was left for" in printed.err) == (more[:1] == ["--fleet"])
+        assert "Too large" not in printed.err
+    usual, same, fast, left = found
+    assert usual == same
+    assert fast["mean_ttft_s"] > usual["mean_ttft_s"]
+    assert left["requests"] + left["requests_stranded"] == 80
+    assert left["requests_stranded"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -291,6 +371,9 @@ def test_the_command_serves_a_recording_by_the_core(file, capsys):
         (["--prefill-rate", "1e3", "--flops", "1e9"], "two models of time"),
         (["--prefill-rate", "1e3", "--fleet", "3:replica-1"], "not understood at '3:replica-1'"),
         (["--prefill-rate", "1e3", "--fleet", "x:-replica-1"], "'x'"),
+        (["--prefill-rate", "1e3", "--fleet", "inf:-replica-1"], "has 'inf' for a time; use seconds of at least 0"),
+        (["--prefill-rate", "1e3", "--fleet", "nan:-replica-1"], "has 'nan' for a time"),
+        (["--prefill-rate", "1e3", "--fleet", "1:+new,-1:-new"], "has '-1' for a time"),
         (["--prefill-rate", "1e3", "--replicas", "0"], "num_replicas=0"),
     ],
 )

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         _tell_malformed(reader, console)
         print_report(result, console, args.trace.name, bytes_per_token)
         tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
-        reports = {} if served is None else _serve(served, reader, result, console)
+        reports = {} if served is None else _serve(args.load, served, reader, result, console)
         schedules = {} if served is None else _compare(args.load, served, schedulings, reader, result, console)
         for file in args.picture:
             write_picture(result, file, args.trace.name, bytes_per_token)
@@ -339,21 +339,23 @@ def _at(options: ServingOptions, policy: str, capacity: Capacity) -> ServingOpti
 
 
 def _serve(
-    options: ServingOptions, reader: TraceReader, result: ReplayResult, console: Console
+    load: float, options: ServingOptions, reader: TraceReader, result: ReplayResult, console: Console
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Serve the recording once for each policy and capacity. Returns the reports by policy and name of the capacity."""
     routers = f", {options.num_routers} routers" if options.num_routers > 1 else ""
     replicas = f"{options.num_replicas} replicas, {options.routing}" if options.num_replicas > 1 else "one replica"
-    console.print(f"\nServed in time by {replicas}{routers}; seconds to the first token", style="bold")
+    at = f" at {load:g} times the recorded load" if load != 1 else ""
+    console.print(f"\nServed in time by {replicas}{routers}{at}; seconds to the first token", style="bold")
     has_steps = isinstance(options.cost, StepCost)
     more = ("step p90", "tokens/s", "busy") if has_steps else ("work max/mean",)
     table = table_of("policy", "capacity", "mean", "p50", "p90", "p99", "hits", *more)
     reports: dict[str, dict[str, dict[str, Any]]] = {}
     refused: dict[str, int] = {}
+    stranded: list[str] = []
     busy: list[float] = []
     for policy, capacity in result.served():
         with _progress(reader, f"{policy}, {capacity.name}", console):
-            report = ServingSimulation(_at(options, policy, capacity)).serve(reader)
+            report = ServingSimulation(_at(options, policy, capacity)).serve(at_load(reader, load))
         reports.setdefault(policy, {})[capacity.name] = asdict(report)
         busy.append(report.busy_share)
         speed = (_seconds(report.queue_ms)[1], *_speed(report)) if has_steps else (f"{report.work_max_over_mean:.3f}",)
@@ -361,9 +363,13 @@ def _serve(
         table.add_row(policy, capacity.name, *waits, *speed)
         if report.requests_refused:
             refused[capacity.name] = report.requests_refused
+        if report.requests_stranded:
+            stranded.append(f"{report.requests_stranded:,} requests ({policy}, {capacity_name(capacity.name)})")
     console.print(table)
     for name, num_requests in refused.items():
         console.print(f"Too large for {capacity_name(name)}, and left out: {num_requests:,} requests.")
+    if stranded:
+        console.print(f"No replica was left for {', '.join(stranded)}.")
     if has_steps and min(busy, default=0.0) >= SATURATED:
         console.print(
             f"The replicas are busy at least {min(busy):.0%} of the time: what requests wait for is computation, and "
@@ -388,7 +394,10 @@ def _changes(text: str) -> tuple[FleetChange, ...]:
         at, _, replica = part.partition(":")
         if replica[:1] not in ("+", "-") or len(replica) < 2:
             raise ConfigError(f"--fleet {text!r} is not understood at {part!r}; write SECONDS:-NAME or SECONDS:+NAME")
-        changes.append(FleetChange(_number(at, "fleet", text), replica[1:], replica[0] == "+"))
+        at_s = _number(at, "fleet", text)
+        if not 0.0 <= at_s < float("inf"):
+            raise ConfigError(f"--fleet {text!r} has {at!r} for a time; use seconds of at least 0, such as 600")
+        changes.append(FleetChange(at_s, replica[1:], replica[0] == "+"))
     return tuple(changes)
 
 
@@ -429,6 +438,12 @@ def schedulings_of(args: argparse.Namespace) -> list[tuple[Scheduling, Scheduler
         raise ConfigError("--scheduling compares first tokens, which need a time; give --flops and --model")
     if args.replicas > 1:
         raise ConfigError(f"--scheduling compares orders on one replica, not on {args.replicas}; leave out --replicas")
+    for option, usual in (("routers", 1), ("event_delay", 0.0), ("fleet", None)):
+        if (value := getattr(args, option)) != usual:
+            raise ConfigError(
+                "--scheduling compares orders on one replica that never dies, with one router and no delays; "
+                f"leave out --{option.replace('_', '-')} {value}"
+            )
     names = dict.fromkeys(name.strip() for name in args.scheduling.split(",") if name.strip())
     schedulings: dict[str, Scheduling] = {name: name for name in get_args(Scheduling)}
     unknown = [name for name in names if name not in schedulings]

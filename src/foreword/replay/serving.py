@@ -12,6 +12,7 @@ Two kinds of events are queued by time. *Acts* change what replicas do: a choice
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,9 @@ class ServingReport:
 
     requests: int
     requests_refused: int
-    """Requests that were too large for a replica's cache, or had no replica at the end."""
+    """Requests that were too large for a replica's cache."""
+    requests_stranded: int
+    """Requests without a first token at the end, because no replica was left."""
     requests_retried: int
     """Requests whose replica died before their first token."""
     requests_resumed: int
@@ -101,7 +104,8 @@ class ServingReport:
     queue_ms: dict[str, float]
     """Milliseconds from arrival to first step, with the same percentiles."""
     hit_ratio: float
-    """With steps, the found share of the served prompts' tokens. At rates, the found share of all prompts' blocks."""
+    """With steps, the found share of the tokens that replicas looked up. At rates, the found share of all prompts'
+    blocks, those of refused prompts too. A prompt counts again when another replica takes it over."""
     work_max_over_mean: float
     """Computed tokens of the busiest replica, divided by the mean over all replicas (idle replicas too)."""
     generated_tokens_per_s: float
@@ -109,7 +113,7 @@ class ServingReport:
     seconds: float
     """Simulated seconds from the first arrival to the last token."""
     busy_share: float
-    """The share of all replicas' time that was spent computing."""
+    """The share of all replicas' time that was spent computing. A replica's time ends when it dies."""
     degraded: int
     """The number of routing decisions that were made without any knowledge of the caches."""
     predicted_tokens: int
@@ -135,6 +139,7 @@ class _Member:
         self.name = name
         self.publisher_id = life.to_bytes(16, "big")
         self.is_alive = True
+        self.joined_s, self.left_s = simulation.now, float("inf")
         self.jobs: dict[str, _Job] = {}
         """Its unfinished requests, by request id."""
         self._simulation, self._num_batches = simulation, 0
@@ -144,6 +149,16 @@ class _Member:
         self.jobs[job.routing.request_id] = job
         self.replica.add(job.request, now)
         self.replica.run_until(now)
+
+    def busy_and_all_s(self, began_s: float, ended_s: float) -> tuple[float, float]:
+        """Its seconds of computing, and of its life between the first arrival and the last token.
+
+        Work that a death cut off counts until then, even if it came after the last token.
+        """
+        clock_s = self.replica.clock_s
+        ended_s = min(self.left_s, max(ended_s, clock_s))
+        busy_s = self.replica.busy_s - max(0.0, clock_s - self.left_s)
+        return busy_s, max(0.0, ended_s - max(self.joined_s, began_s))
 
     def publish(self, events: Sequence[KVCacheEvent], at_s: float) -> None:
         batch = EventBatch(self.publisher_id, self._num_batches, tuple(events))
@@ -183,7 +198,7 @@ class ServingSimulation:
         self._last_token_s = 0.0
         self._ttft: list[float] = []
         self._queued: list[float] = []
-        self._num_blocks = self._num_prompt_tokens = 0
+        self._num_refused_blocks = self._num_prompt_tokens = 0
         self._num_refused = self._num_retried = self._num_resumed = 0
 
     def serve(self, recording: Iterable[RecordedRequest]) -> ServingReport:
@@ -203,7 +218,7 @@ class ServingSimulation:
             if not number:
                 self._open(recorded.block_tokens)
             self._run(until=arrived_s)
-            self.now = arrived_s
+            self.now = max(self.now, arrived_s)  # `_make_room` runs ahead of arrivals
             if max_queued is not None:
                 self._make_room(max_queued)
             self._arrive(recorded, number, arrived_s)
@@ -213,8 +228,8 @@ class ServingSimulation:
 
     def _make_room(self, max_queued: int) -> None:
         """Run replicas until each has fewer than `max_queued` requests."""
-        for member in self._members.values():
-            while len(member.replica) >= max_queued:
+        for member in list(self._members.values()):
+            while member.is_alive and len(member.replica) >= max_queued:
                 member.replica.step()
                 self._run(until=member.replica.clock_s)
 
@@ -275,11 +290,11 @@ class ServingSimulation:
     # ------------------------------------------------------------------ requests
 
     def _arrive(self, recorded: RecordedRequest, number: int, arrived_s: float) -> None:
-        self._num_blocks += len(recorded.keys)
         replica = self._all_members[0].replica  # all have as many blocks
         request: Any = replica.make_request(recorded, number)
         if not replica.can_hold(request):
             self._num_refused += 1
+            self._num_refused_blocks += len(recorded.keys)
             return
         if self._first_arrival_s is None:
             self._first_arrival_s = arrived_s
@@ -354,7 +369,8 @@ class ServingSimulation:
     def _change(self, change: FleetChange) -> None:
         name = change.replica
         if change.joins:
-            self._join(name, int(name.rpartition("-")[2]) if name[-1:].isdigit() else 0)
+            number = re.search(r"\d+$", name)
+            self._join(name, int(number[0]) if number else 0)
         else:
             self._die(name)
 
@@ -376,14 +392,14 @@ class ServingSimulation:
         member = self._members.pop(name, None)
         if member is None:
             raise ConfigError(f"replica {name!r} cannot die at {self.now} s; there is none of this name")
-        member.is_alive = False
+        member.is_alive, member.left_s = False, self.now
         for number, core in enumerate(self.cores):
             core.leave(name, self.now)
             self._share(number)
         for job in member.jobs.values():
             self._num_resumed += job.has_answer
             self._num_retried += not job.has_answer
-            job.request = member.replica.rest_of(job.request, has_answer=job.has_answer)
+            job.request = member.replica.give_up(job.request, self.now, has_answer=job.has_answer)
             self._route(job)
 
     def computed_tokens(self) -> dict[str, int]:
@@ -397,24 +413,28 @@ class ServingSimulation:
         replicas = [member.replica for member in self._all_members]
         computed = list(self.computed_tokens().values())
         counts = [core.total_counts() for core in self.cores]
-        seconds = max(0.0, self._last_token_s - (self._first_arrival_s or 0.0))
-        num_hits = sum(replica.num_hits for replica in replicas)
-        has_rates = isinstance(self.options.cost, PromptRates)
+        began_s = self._first_arrival_s or 0.0
+        seconds = max(0.0, self._last_token_s - began_s)
+        spent = [member.busy_and_all_s(began_s, self._last_token_s) for member in self._all_members]
+        num_looked_up = sum(replica.num_looked_up for replica in replicas)
+        if isinstance(self.options.cost, PromptRates):
+            num_looked_up += self._num_refused_blocks
         return ServingReport(
             requests=len(self._ttft),
-            requests_refused=self._num_refused + sum(not job.has_answer for job in self._stranded),
+            requests_refused=self._num_refused,
+            requests_stranded=sum(not job.has_answer for job in self._stranded),
             requests_retried=self._num_retried,
             requests_resumed=self._num_resumed,
             mean_ttft_s=float(np.mean(self._ttft or [0.0])),
             ttft_s=_percentiles(self._ttft, 1, 3),
             ttft_ms=_percentiles(self._ttft, 1000, 2),
             queue_ms=_percentiles(self._queued, 1000, 2),
-            hit_ratio=num_hits / max(1, self._num_blocks if has_rates else self._num_prompt_tokens),
+            hit_ratio=sum(replica.num_hits for replica in replicas) / max(1, num_looked_up),
             work_max_over_mean=max(computed, default=1) * len(computed) / max(1, sum(computed)),
             generated_tokens_per_s=sum(replica.generated_tokens for replica in replicas) / max(seconds, 1e-9),
             prompt_tokens_per_s=self._num_prompt_tokens / max(seconds, 1e-9),
             seconds=seconds,
-            busy_share=sum(replica.busy_s for replica in replicas) / max(seconds * len(replicas), 1e-9),
+            busy_share=sum(busy for busy, _ in spent) / max(sum(lifetime for _, lifetime in spent), 1e-9),
             degraded=sum(core.counts[Reason.HASHED].decisions for core in self.cores),
             predicted_tokens=sum(each.predicted_tokens for each in counts),
             delivered_tokens=sum(each.delivered_tokens for each in counts),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -206,13 +206,22 @@ class Replica:
         """The number of prompt tokens that were found in the cache."""
         return self.manager.stats.hits
 
+    @property
+    def num_looked_up(self) -> int:
+        """The number of prompt tokens that were looked up in the cache."""
+        return self.manager.stats.queries
+
     def make_request(self, recorded: RecordedRequest, number: int) -> Request:
         """Make the scheduler's request for a recorded one."""
         return make_request(recorded, number)
 
-    def rest_of(self, request: Request, *, has_answer: bool) -> Request:
-        """Make the request with which another replica continues a lost one. `has_answer`: the client has a token."""
+    def give_up(self, request: Request, now: float, *, has_answer: bool) -> Request:
+        """Give up a request, because this replica dies. Returns the request with which another one continues it.
+
+        `has_answer`: the client has a token. Tokens that another replica makes again are no longer counted here.
+        """
         num_answered = min(request.num_output_tokens, request.max_tokens - 1) if has_answer else 0
+        self.generated_tokens -= request.num_output_tokens - num_answered
         tokens = request.sequence.token_ids[: request.num_prompt_tokens + num_answered].copy()
         sequence = TokenSequence(request.request_id, tokens, block_size=request.sequence.block_size)
         return _request(sequence, request.max_tokens - num_answered)
@@ -305,11 +314,13 @@ class PromptRates:
             raise ConfigError(f"tokens_per_s={self.tokens_per_s} are no rates; use numbers above 0")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Prompt:
     request_id: str
     sequence: TokenSequence
     recorded: RecordedRequest
+    first_token_s: float | None = None
+    """When its first token comes, in seconds; None before the prompt begins."""
 
 
 class PromptReplica:
@@ -333,6 +344,8 @@ class PromptReplica:
         self.busy_s = 0.0
         self.num_hits = 0
         """The number of blocks that were found in the cache."""
+        self.num_looked_up = 0
+        """The number of blocks that were looked up in the cache."""
         self.computed_tokens = self.generated_tokens = 0
 
     def __len__(self) -> int:
@@ -341,8 +354,17 @@ class PromptReplica:
     def make_request(self, recorded: RecordedRequest, number: int) -> _Prompt:
         return _Prompt(str(number), as_sequence(recorded), recorded)
 
-    def rest_of(self, request: _Prompt, *, has_answer: bool) -> _Prompt:
-        return request
+    def give_up(self, request: _Prompt, now: float, *, has_answer: bool) -> _Prompt:
+        recorded, num_answered = request.recorded, 0
+        if request.first_token_s is not None:
+            num_made = int(max(0.0, now - request.first_token_s) * ANSWER_TOKENS_PER_S)
+            num_answered = min(num_made, max(0, recorded.num_output_tokens - 1))
+            self.generated_tokens -= recorded.num_output_tokens - num_answered
+        rest = recorded._replace(
+            num_prompt_tokens=recorded.num_prompt_tokens + num_answered,
+            num_output_tokens=recorded.num_output_tokens - num_answered,
+        )
+        return replace(request, recorded=rest, first_token_s=None)
 
     def can_hold(self, request: _Prompt) -> bool:
         return len(request.recorded.keys) <= self._cache.capacity
@@ -365,9 +387,10 @@ class PromptReplica:
         self._listener.publish([numbered.event for numbered in self._events.take()], began_s)
         cached = min(recorded.tokens_of(num_held), recorded.num_prompt_tokens - 1)
         num_computed = recorded.num_prompt_tokens - cached
-        self.clock_s = began_s + num_computed / self._rate
+        self.clock_s = request.first_token_s = began_s + num_computed / self._rate
         self.busy_s += self.clock_s - began_s
         self.num_hits += num_held
+        self.num_looked_up += len(recorded.keys)
         self.computed_tokens += num_computed
         self.generated_tokens += recorded.num_output_tokens
         self._listener.note_first_token(request.request_id, began_s, cached, self.clock_s)
