@@ -74,9 +74,9 @@ class AttentionOptions:
 
     scale: float
     sliding_window: int | None = None
-    """A query at position p sees positions p - sliding_window + 1 to p."""
+    """A query at position p sees positions p - sliding_window + 1 to p; None: there is no window."""
     softcap: float | None = None
-    """Scores become softcap * tanh(score / softcap)."""
+    """Scores become softcap * tanh(score / softcap); None: scores stay as they are."""
     sinks: Tensor | None = None
     """[heads]: one more score per head that takes weight but has no value."""
     local_chunk: int | None = None
@@ -104,7 +104,8 @@ class Tile:
     """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
     first_position: int
     last_position: int
-    """The last position that a query sees. The chunks to visit lie between `first_position` and it."""
+    """The last position that a query sees. Chunks are visited from the first that any query sees up to this
+    position."""
     shortest: int
     """The least of the requests' last seen positions; KV after it may be unwritten."""
 
@@ -189,7 +190,7 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
 
 
 def plan_decoding_tile(batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int) -> TilePlan:
-    """One tile of `num_rows` single queries that visits every chunk of `max_tokens` tokens."""
+    """Plan one tile of `num_rows` single queries, which visits every chunk of `max_tokens` tokens."""
     num_own, num_blocks = batch.num_tokens, -(-max_tokens // block_size)
     positions = np.zeros(num_rows, np.int32)
     positions[:num_own] = batch.positions
@@ -213,7 +214,7 @@ def paged_attention(query: Tensor, blocks: KVBlocks, tiles: list[Tile], options:
     """Causal attention of a flattened batch over paged KV.
 
     query         [tokens, heads, key_dim]
-    Returns       [tokens, heads, value_dim] in query's dtype; rows of no tile are 0.
+    Returns       [tokens, heads, value_dim] in query's dtype; rows that are in no tile are 0.
     """
     output = query.new_zeros(*query.shape[:2], blocks.value_dim)
     for tile in tiles:
@@ -286,7 +287,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     """Products of matrices, [n, rows, inner] x [n, inner, width], with equal bits whatever n is.
 
     With three or more threads, the library cuts the inner length of a single product among them. It does not do so with
-    several products. So a single one (one KV head, one request) is computed as two halves.
+    several products. So a single product (one KV head, one request) is computed as two halves.
     """
     if len(left) > 1:
         return torch.bmm(left, right)
@@ -303,7 +304,7 @@ def _in_chunk(rows: Tensor, chunk: int) -> Tensor:
 
 
 def _first_seen(position: Position, options: AttentionOptions) -> Position:
-    """The first position that a query at `position` sees; a negative one stands for 0."""
+    """The first position that a query at `position` sees; a negative result stands for 0."""
     if options.sliding_window is not None:
         return position - options.sliding_window + 1
     if options.local_chunk is not None:
@@ -312,12 +313,12 @@ def _first_seen(position: Position, options: AttentionOptions) -> Position:
 
 
 def _distances(tile: Tile, start: int, chunk: int) -> Tensor:
-    """Positions of a chunk's keys less those of the queries, [requests, queries, chunk]."""
+    """Positions of a chunk's keys minus the queries' positions, [requests, queries, chunk]."""
     return torch.arange(start, start + chunk, device=tile.positions.device) - tile.positions[..., None]
 
 
 def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Tensor | None:
-    """The KV positions of a chunk that a query must not see, [requests, queries, chunk]; None if all are seen."""
+    """Whether each query must not see each KV position of a chunk, [requests, queries, chunk]; None: all see all."""
     if start + chunk - 1 <= tile.first_position and _first_seen(tile.last_position, options) <= start:
         return None
     kv = torch.arange(start, start + chunk, device=tile.positions.device)
@@ -329,7 +330,7 @@ def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Te
 
 
 def _zero_unseen(values: Tensor, tile: Tile, start: int, options: AttentionOptions) -> None:
-    """Zero values that none of a request's queries sees: their weight is 0, but 0 * NaN would not be."""
+    """Zero values that no query of a request sees: their weight is 0, but 0 * NaN is not 0."""
     kv = torch.arange(start, start + values.shape[1], device=values.device)
     unseen = (kv >= tile.seen_to[:, -1:]) | (kv < _first_seen(tile.positions[:, :1], options))
     values.masked_fill_(unseen.repeat_interleave(len(values) // len(unseen), 0)[..., None], 0.0)

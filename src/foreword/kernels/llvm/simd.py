@@ -4,8 +4,8 @@ Matrices are multiplied as C[rows, lanes] = A[rows, k] B[k, lanes] in 32-bit wor
 pair of bfloat16 (two neighbours of the inner dimension) where the processor multiplies those (AVX512_BF16).
 An element of C is one chain of fused multiply-adds along k, from 0 upwards, starting at 0.
 
-Few rows are multiplied with keys and values where they lie. That transposes keys and interleaves values in registers,
-as they are packed in memory otherwise, so an element's sum is the same chain.
+If there are few rows, keys and values are multiplied where they lie. Keys are transposed and values interleaved in
+registers, as otherwise in memory when they are packed, so an element's sum is the same chain.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
 
 @emit.instructions("ai", types.intp)
 def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
-    """Add to a 64-bit integer that threads share; returns its value before."""
+    """Add to a 64-bit integer that threads share; return its value before."""
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
 
 
@@ -113,7 +113,7 @@ def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
 
 
 def transposed(builder: Any, words: list[Any]) -> list[Any]:
-    """The columns of 16 vectors of 16 words: vector i has word i of each."""
+    """Return the columns of 16 vectors of 16 words: vector i has word i of each given vector."""
     words = list(words)
     for distance in (8, 4, 2, 1):
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
@@ -172,7 +172,7 @@ def _transpose_codes(of_pairs: bool) -> Any:
 
 
 transpose_codes, transpose_code_pairs = _transpose_codes(of_pairs=False), _transpose_codes(of_pairs=HAS_BF16_DOT)
-"""To float32, and to pairs of bfloat16; the second is called only where HAS_BF16_DOT."""
+"""The first writes float32, the second writes pairs of bfloat16 and is called only where HAS_BF16_DOT."""
 
 
 @emit.instructions("aaai")
@@ -212,7 +212,7 @@ def interleave_codes(
 
 
 def interleaved(builder: Any, first: Any, second: Any) -> list[Any]:
-    """32 bfloat16 at each of two addresses as two vectors of pairs."""
+    """Load 32 bfloat16 from each of two addresses as two vectors of pairs."""
     kind = ir.VectorType(I16, 2 * LANES)
     left, right = emit.load(builder, first, 0, kind), emit.load(builder, second, 0, kind)
     orders = ([side * 2 * LANES + 16 * half + lane for lane in range(LANES) for side in (0, 1)] for half in (0, 1))
@@ -307,10 +307,10 @@ def _emit_keys(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
 
 
 score_keys = emit.by_rows("aiaiiai", _COUNTS, _emit_keys)
-"""Scores of some rows and 16 tokens.
+"""Compute the scores of some rows and 16 tokens.
 
-Arguments: the number of rows; their queries, bytes between these; the address of 16 tokens' addresses, the key's offset
-from these; words of a key; the scores, bytes between rows.
+Arguments: the number of rows; their queries, and the bytes between queries; the address of 16 tokens' addresses, and
+the key's offset from a token's address; words of a key; the scores, and the bytes between rows.
 """
 
 
@@ -341,6 +341,6 @@ def _emit_values(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
 add_values = emit.by_rows("aiaiiai", _COUNTS, _emit_values)
 """Add the values of some pairs of tokens to 32 dimensions of some rows' mixtures.
 
-Arguments: the number of rows; their weights, bytes between rows; the address of the tokens' addresses, the dimensions'
-offset from these; the number of pairs; the mixtures, bytes between rows.
+Arguments: the number of rows; their weights, and the bytes between rows; the address of the tokens' addresses, and the
+dimensions' offset from a token's address; the number of pairs; the mixtures, and the bytes between rows.
 """

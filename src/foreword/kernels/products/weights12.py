@@ -41,7 +41,7 @@ NUM_CODES = 16
 COUNTED = 64
 """About this number of a weight's outputs is enough to find the most frequent upper bytes.
 
-They lie an odd number apart, so as not to be the same dimension of every head.
+The counted outputs lie an odd number apart, so that they are not the same dimension of every head.
 """
 _NEVER = 2**31 - 1
 _WORDS, _BYTES = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(8), 64)
@@ -50,7 +50,7 @@ _OF_TWO_ROWS = [row * 32 + 8 * part + word for part in range(4) for row in (0, 1
 HAS_BYTE_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512vbmi"))
 """Whether this processor has the instruction that looks codes up; without it, these functions are not called."""
 WEIGHTS = HugePages()
-"""Memory for all weights of the process: they share regions."""
+"""Memory for all weights of the process, which share its regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
 
 
 def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
-    """From counts of upper bytes: the code of each (NUM_CODES: none), and the table of codes."""
+    """From counts of upper bytes, make the code of each byte (NUM_CODES: no code) and the table of codes."""
     commonest = np.argsort(-(counts[:128] + counts[128:]), kind="stable")[: NUM_CODES // 2]
     upper = np.concatenate([commonest, commonest + 128])
     codes = np.full(256, NUM_CODES, np.uint16)
@@ -127,9 +127,9 @@ def _count_upper(weight: Any, stride: int) -> Any:
 
 @cached(nogil=True)
 def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int) -> int:
-    """Pack some panels of outputs at the addresses `rows`; returns the number of `exceptions` entries that they need.
+    """Pack some panels of outputs at the addresses `rows`; return the number of `exceptions` entries that they need.
 
-    The number includes ends. If it is larger than `exceptions`, the rest was left out.
+    The number includes the entry that ends each panel. If `exceptions` has fewer entries, the rest is left out.
     """
     count, tiles = 0, np.empty((2, 16, 32), np.uint16)
     for panel in range(first, last):
@@ -158,7 +158,7 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
 
 @emit.instructions("aaa", types.intp)
 def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
-    """Write the 192 bytes of a group of weights [4, 32]; returns 0 if none is an exception, whose code would be 0."""
+    """Write the 192 bytes of a group of weights [4, 32]; return 0 if it has no exception. Exceptions get code 0."""
     tables = [emit.load(builder, codes, 64 * number, _WORDS) for number in range(8)]
     rows = [emit.load(builder, source, 64 * row, _WORDS) for row in range(4)]
     numbers = [_code_of(builder, tables, builder.lshr(bits, _word(8))) for bits in rows]
@@ -203,7 +203,7 @@ def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
 def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, near: Any) -> None:
     """Expand a step to 2048 bytes, without exceptions; prefetch the steps at `far` and `near` line by line.
 
-    If all lines were requested at once, they would wait for each other, and computation for them.
+    If all lines were requested at once, they would wait for each other, and computation would wait for them.
     """
     upper = load_table(builder, table)
     for group in range(STEP_GROUPS):
@@ -250,7 +250,8 @@ def _look_up(builder: Any, table: Any, codes: Any) -> Any:
 def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:
     """Write the exceptions among a panel's weights place <= i < end; weight `place` lies at `target`.
 
-    `entry` is the address of an entry of `exceptions`, at or before the first of them. Returns the next entry's.
+    `entry` is the address of an entry of `exceptions`, at or before the first of these exceptions. Returns the address
+    of the entry after the last of them.
     """
     for limit, is_written in ((place, False), (end, True)):
         before, head = builder.block, builder.append_basic_block("entry")

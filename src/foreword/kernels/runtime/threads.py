@@ -1,6 +1,6 @@
 """Compiled functions that run in one thread or in all of torch's, singly or as a program.
 
-Torch's threads are OpenMP's: how many there are, how they wait, and how they share processors with other programs.
+Torch's threads are OpenMP's. This module also sets their number, and how they wait and share processors with others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROGRAM = record(
     "num_threads",
     "give_way",  # address of the function that lets other threads run
     "system_call",  # address of the function that asks Linux to let a thread sleep or wake; 0: threads never sleep
-    "counters",  # two: the times that a thread has ended an operation, and the threads that sleep
+    "counters",  # two counts: of operations that threads have ended, and of threads that sleep
 )
 OPERATION = record("worker", "arguments")
 """Addresses of a worker and of its arguments."""
@@ -73,12 +73,12 @@ class Operation:
         self.count_in(np.zeros(COUNTERS, np.int64))
 
     def count_in(self, counters: Int64Array) -> None:
-        """Use other counters [COUNTERS]: the worker's threads share them, and they begin at 0."""
+        """Use other counters [COUNTERS], which the worker's threads share and which begin at 0."""
         self._counters = counters
         self.arguments["counters"] = counters.ctypes.data
 
     def run(self, *, alone: bool = False) -> None:
-        """Run once in each of torch's threads, or in the calling one `alone`; returns after all have returned."""
+        """Run once in each of torch's threads, or `alone` in the calling thread; return after all have returned."""
         self._counters[:] = 0
         if alone or torch.get_num_threads() == 1:
             self._call(self.address)
@@ -96,9 +96,9 @@ class OfThread(threading.local, Generic[Own]):
 class Program:
     """Operations that threads run one after the other: each begins after the one before has ended in all threads.
 
-    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty. One that waits
-    longer sleeps: the thread that it waits for may need its processor. An operation uses the counters of the last
-    program that was made with it.
+    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty. A thread that
+    waits longer sleeps, because the thread that it waits for may need its processor. An operation uses the counters of
+    the last program that was made with it.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
@@ -124,7 +124,7 @@ class Program:
 
 
 class Wires:
-    """Copies numbers of one array to many operations; Python would need as long for one layer as this for all."""
+    """Copies numbers of one array to many operations. Python would take as long for one layer as this for all layers."""
 
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """Each of `wires`: an operation, one of its arguments, and the place of its number in the array."""
@@ -184,7 +184,7 @@ _operation_at, _wire_at = view(OPERATION), view(WIRE)
 
 @compiled
 def _wait(a: Any, last: int) -> None:
-    """Wait until threads have ended operations `last` times: first at work, then asleep."""
+    """Wait until threads have ended operations `last` times: first spin, then sleep."""
     turns, ended = 0, _load_shared(a.counters)
     while ended < last and (turns < SLEEPLESS * PATIENCE or a.system_call == 0):
         _pause()
@@ -193,10 +193,10 @@ def _wait(a: Any, last: int) -> None:
             _call_for_number(a.give_way)
         ended = _load_shared(a.counters)
     if ended < last:
-        simd.fetch_add(a.counters + SLEEPERS, 1)  # before the count is read again: whoever ends last sees a sleeper
+        simd.fetch_add(a.counters + SLEEPERS, 1)  # before reading the count again: the thread that ends last sees a sleeper
         ended = simd.fetch_add(a.counters, 0)
         while ended < last:
-            _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAIT, ended)  # returns at once if it has changed
+            _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAIT, ended)  # returns at once if the count changed
             ended = _load_shared(a.counters)
         simd.fetch_add(a.counters + SLEEPERS, -1)
 
@@ -241,14 +241,14 @@ def _compile_wires() -> Worker:
 def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) -> None:
     """Run a worker once in each of torch's threads.
 
-    Where torch brings GNU's OpenMP, its own threads run it: a second pool would compete with them, since threads that
-    wait for work spin for a while. Elsewhere plain threads run it, and are woken for each call.
+    Where torch brings GNU's OpenMP, OpenMP's own threads run it. A second pool would compete with these threads, since
+    they spin for a while when they wait for work. Elsewhere plain threads run it, and are woken for each call.
     """
     num_threads, openmp = torch.get_num_threads(), gnu_openmp()
     if openmp is not None:
         openmp.GOMP_parallel(worker, arguments, num_threads, 0)
         return
-    gate = threading.Barrier(num_threads)  # workers wait for each other: all begin, or none
+    gate = threading.Barrier(num_threads)  # threads wait for each other: all begin, or no thread does
 
     def run() -> None:
         gate.wait()
@@ -267,7 +267,7 @@ def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) ->
 
 
 _POOL = threading.Lock()
-"""Threads of two programs that share a pool would wait for each other."""
+"""Held while a program runs in the pool: threads of two programs there would wait for each other."""
 
 
 @functools.cache
@@ -308,10 +308,11 @@ def prepare_threads(num_threads: int | None) -> None:
 
 @functools.cache
 def _rest() -> bool:
-    """Let the threads of an OpenMP that is loaded already rest; whether that is possible.
+    """Let the threads of an OpenMP that is already loaded rest while they wait; return whether that is possible.
 
-    GNU's OpenMP read once how long threads spin before they sleep: 300,000 turns, many milliseconds. If it has more
-    threads than processors they spin for 100. So here is a team that is one larger than that, and sleeps for good.
+    GNU's OpenMP reads only once how long threads spin before they sleep: 300,000 turns, many milliseconds. If it has
+    more threads than processors, they spin for 100 turns. So this starts a team that is larger by one than the
+    processors, and sleeps forever.
     """
     openmp = gnu_openmp()
     if openmp is None or openmp.omp_get_num_procs() > MOST_IDLE:
@@ -329,7 +330,7 @@ def _rest() -> bool:
 
 
 def take_short_turns() -> None:
-    """Ask Linux (6.12 and newer) for short turns for this process's threads, and those that they will start.
+    """Ask Linux (6.12 and newer) for short turns, for this process's threads and the threads that they will start.
 
     Threads that compute together meet hundreds of times in a step. Where other programs run too, each meeting waits
     for a thread that is not running, and with the usual turns of 1.4 to 3 ms that is most of a step. Short turns give

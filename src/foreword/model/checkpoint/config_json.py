@@ -98,7 +98,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
     },
 }
-"""`model_type` -> what a field is if the file leaves it out."""
+"""`model_type` -> the values of fields that a file leaves out."""
 _LATENT = {
     **_PLAIN,
     "kv_lora_rank": 512,
@@ -276,7 +276,7 @@ def _dtype(name: Any) -> str | None:
 
 
 def _set_rope(family: str, values: dict[str, Any]) -> None:
-    """Give rotary settings today's form: `rope_parameters`, complete."""
+    """Complete rotary settings, in transformers' present form: `rope_parameters`."""
     scaling, rope = values.pop("rope_scaling", None), values.get("rope_parameters")
     if family == "gpt_oss" and rope is None and scaling is None:
         raise UnreadableError("rotary parameters that are left out")
@@ -305,7 +305,7 @@ def _set_rope(family: str, values: dict[str, Any]) -> None:
 
 
 def _complete_rope(family: str, rope: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Complete one kind of rotary embeddings, and refuse what transformers may refuse."""
+    """Complete one kind of rotary embeddings, and refuse settings that transformers may refuse."""
     rope.setdefault("rope_type", rope.get("type", "default"))
     kind = rope["rope_type"]
     if kind in _WITH_ORIGINAL:
@@ -335,7 +335,7 @@ def _complete_rope(family: str, rope: dict[str, Any], values: Mapping[str, Any])
 
 
 def _set_layers(family: str, values: dict[str, Any]) -> None:
-    """Set the attention type of each layer, for which older files have a rule."""
+    """Set the attention type of each layer. Older files have a rule in place of the list."""
     count = values["num_hidden_layers"]
     if family in ("qwen2", "qwen3", "qwen3_moe") and not values["use_sliding_window"]:
         values["sliding_window"] = None

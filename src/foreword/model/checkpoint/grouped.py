@@ -1,11 +1,11 @@
 """Checkpoints of compressed-tensors, GPTQ and AWQ: whole numbers in groups of inputs, with a scale for each group.
 
-`small_floats.py` has those of floats.
+`small_floats.py` has checkpoints of floats.
 
 Tensors and their order are those of compressed_tensors 0.17, and of AutoGPTQ and AutoAWQ as vLLM reads them. A weight
 is scale * (code - zero), and stays in its codes where products take them. Scales keep their 16 bits, and a group of 64
-or more inputs becomes groups of 32 with the same scale. Inputs whose order is not that of their groups (g_idx of
-`desc_act` and `actorder`) are put into the order of groups. Activations are not rounded, whatever the file says.
+or more inputs becomes groups of 32 with the same scale. Inputs that are not in the order of their groups (g_idx of
+`desc_act` and `actorder`) are put into that order. Activations are not rounded, whatever the file says.
 
     compressed-tensors  weight_packed [out, in / n], weight_scale [out, groups], zeros packed along out; or weight int8
     GPTQ                qweight [in / n, out], scales [groups, out], qzeros [groups, out / n], one less than zeros
@@ -36,13 +36,13 @@ _PARTS = frozenset(
 """Ends of the names of a weight's parts."""
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 _AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
-"""The place in an int32 of each of its codes."""
+"""Bits of a code -> the place of each code in an int32."""
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlace:
-    """The place of the parts of a weight."""
+    """The places of a weight's parts in files."""
 
     shape: tuple[int, ...]
     parts: Mapping[str, StoredPlace]
@@ -51,7 +51,7 @@ class GroupedPlace:
     keeps_codes: bool
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """The weight's codes, or the weight in memory of its own. Raises OSError or UnreadableError."""
+        """Read the weight, as codes or as a tensor in memory of its own. Raises OSError or UnreadableError."""
         try:
             tensors = {name: place.stored() for name, place in self.parts.items()}
             codes, zeros, scales = self.codes_of(tensors)
@@ -71,7 +71,7 @@ class GroupedPlace:
         return values if order is None else values[:, np.argsort(order)]
 
     def _rows(self, codes: Bytes, zeros: npt.NDArray[np.int64], scales: torch.Tensor) -> CodedRows | None:
-        """The weight as products take it; None if it does not fit their formats."""
+        """The weight in a format of products; None if it fits no format."""
         per_group = codes.shape[1] // scales.shape[1]
         is_half = scales.dtype == torch.float16
         if per_group % STEP or (not is_half and scales.dtype != torch.bfloat16):
@@ -99,7 +99,7 @@ class GroupedPlace:
 def grouped_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
     """The weights of a checkpoint by their names, from the places of its tensors and its `quantization_config`.
 
-    `config["quant_method"]` is one of METHODS. Raises UnreadableError for what is not read here.
+    `config["quant_method"]` is one of METHODS. Raises UnreadableError for a checkpoint that is not read here.
     """
     empty = [name for name, place in places.items() if 0 in place.shape]
     if empty:
@@ -172,7 +172,7 @@ def _is_dense(config: Any) -> bool:
 
 
 def _unpacked(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> Bytes:
-    """Codes [rows, n * columns] of int32 [rows, columns]."""
+    """Unpack int32 [rows, columns] to codes [rows, n * columns]."""
     places = range(32 // bits) if order is None else order
     shifts = np.array(places, np.uint32) * np.uint32(bits)
     codes = packed.numpy().view(np.uint32)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
@@ -180,7 +180,7 @@ def _unpacked(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = N
 
 
 def _need(stem: str, parts: Mapping[str, StoredPlace], *names: str) -> list[tuple[int, ...]]:
-    """The shapes of parts that must be there, in two dimensions: packed ones in int32, bytes in int8, scales floats."""
+    """The shapes of parts that must exist in two dimensions: packed codes in int32, bytes in int8, scales in floats."""
     for name in names:
         if name not in parts or len(parts[name].shape) != 2:
             raise UnreadableError(f"no tensor {stem}.{name} of two dimensions")
@@ -197,9 +197,9 @@ def _fit(stem: str, inputs: int, groups: int) -> None:
 
 
 def _order(tensors: Tensors, inputs: int, groups: int) -> npt.NDArray[np.int64] | None:
-    """The inputs in the order of their groups, if they lie in another one. Raises UnreadableError."""
+    """The inputs in the order of their groups; None if they lie in this order. Raises UnreadableError."""
     stored = tensors.get("g_idx", tensors.get("weight_g_idx"))
-    if stored is None or ("weight_g_idx" in tensors and bool((stored == -1).all())):  # as compressed-tensors begins
+    if stored is None or ("weight_g_idx" in tensors and bool((stored == -1).all())):  # compressed-tensors' first value
         return None
     index, in_order = stored.numpy().astype(np.int64), np.repeat(np.arange(groups), inputs // groups)
     order = np.argsort(index, kind="stable")

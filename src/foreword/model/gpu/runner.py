@@ -8,7 +8,7 @@ One step:
 The host plans all inputs before it queues anything, so they travel in one copy (`StepBuffer`). Logits never
 leave the device. Decode steps are replayed from graphs where possible.
 
-The host may launch a step before it reads the previous one. Tokens that pass from one to the next stay on the device:
+The host may launch a step before it reads the previous one. Tokens that a step passes to the next stay on the device:
 
     host      launch 1 | plan, pack and queue 2 | read 1 | ... | plan, pack and queue 3 | read 2
     device             |..........1..........| sampled tokens to 2's rows, 2 ............|
@@ -39,7 +39,7 @@ from foreword.model.sampling.readout import Readout, Rows, StepOutput, logit_row
 from foreword.model.storage import KVStorage
 
 ALIGNMENT = 16
-"""Bytes; kernels read several numbers at once."""
+"""Bytes to which arrays are aligned, because kernels read several numbers at once."""
 FIRST_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class RunnerLimits:
     decode_sizes: tuple[int, ...] = DECODE_SIZES
     """Numbers of rows of recorded steps, ascending; empty: no graphs."""
     draft_tokens: int = 0
-    """Drafts of one request in a step."""
+    """The most drafts of one request in a step."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_tokens: int) -> RunnerLimits:
@@ -171,7 +171,7 @@ class ExpectedTokens:
     rows: Tensor
     """[3 + groups, padded tokens] int32: the pass's own rows."""
     moves: Tensor | tuple[slice, slice]
-    """[2, n] int64: their indices in the pass and among the sampled tokens; or one slice of each."""
+    """[2, n] int64: their indices in the pass and among the sampled tokens; or a slice for each of the two."""
 
     def fill(self, sampled: Tensor) -> None:
         """Queue the copy of the sampled tokens [rows] int64 into the pass."""
@@ -185,8 +185,8 @@ class ExpectedTokens:
 class DeviceRunner(ModelRunner):
     """Runs batches on an accelerator, one after the other.
 
-    A batch may be launched while the previous one is unread, but not while two are: the buffers to and from the
-    device are double.
+    A batch may be launched while the previous one is unread, but not while two batches are unread: there are only two
+    buffers to the device, and two from it.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class DeviceRunner(ModelRunner):
         super().__init__(model, storage, pass_rows=pass_rows)
         self.limits = limits
         self.graphs: DecodeGraphs | None = None
-        """None if nothing was recorded."""
+        """The recorded decode steps; None if nothing was recorded."""
         self.buffer = StepBuffer(device)
         """The buffer of the step that is being planned, or was planned last."""
         self._other_buffer = StepBuffer(device)
@@ -232,7 +232,7 @@ class DeviceRunner(ModelRunner):
         return self.launch(batch).result()
 
     def launch(self, batch: Batch) -> PendingResult:
-        """Queue a batch's work. Raises errors of planning and queueing; `result` raises those of the device."""
+        """Queue a batch's work. Raises errors of planning and queueing; `result` raises errors of the device."""
         assert len(self._launched) < 2 or self._launched[0].is_read, "the step before the last was not read"
         self.buffer, self._other_buffer = self._other_buffer, self.buffer
         self._results, self._other_results = self._other_results, self._results
@@ -302,7 +302,7 @@ class DeviceRunner(ModelRunner):
             if first < last:
                 moves = pairs[:, first:last]
                 moves[0] -= number * pass_rows
-                is_run = (moves[:, 1:] - moves[:, :-1] == 1).all()  # while no request joins or leaves
+                is_run = (moves[:, 1:] - moves[:, :-1] == 1).all()  # true while no request joins or leaves
                 place, sample = moves[:, 0].tolist()
                 count = last - first
                 runs = slice(place, place + count), slice(sample, sample + count)
