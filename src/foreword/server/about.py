@@ -1,6 +1,6 @@
-"""Endpoints about the server itself, and from text to tokens and back: none of them generates.
+"""Endpoints about the server itself, and endpoints that convert texts to tokens and back. They generate nothing.
 
-/health, /version, /v1/models, /tokenize, /detokenize. For operators: /v1/cluster reports the replicas,
+/health, /version, /v1/models, /tokenize, /detokenize. For operators, /v1/cluster reports the replicas, and
 /v1/load_lora_adapter and /v1/unload_lora_adapter change which adapters are served.
 """
 
@@ -30,7 +30,7 @@ MOST_LISTED = 256
 
 @router.get("/health", tags=["server"])
 async def health(request: Request) -> Response:
-    """200 while the engine works, 503 when it does not; names listeners (records, traces) that are failing."""
+    """Answer 200 while the engine works, otherwise 503. Names the listeners (records, traces) that are failing."""
     service = service_of(request)
     details: dict[str, Any] = {}
     failing = {listener.name: listener for listener in service.listeners() if listener.failure is not None}
@@ -48,7 +48,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", tags=["server"])
 async def ready(request: Request) -> Response:
-    """200 while the server takes requests: as /health, but 503 from SIGTERM on, before the listening socket closes."""
+    """Answer like /health, but 503 from SIGTERM on, which is before the listening socket closes."""
     if service_of(request).is_stopping:
         return json_response({"status": "stopping"}, 503)
     return await health(request)
@@ -57,13 +57,13 @@ async def ready(request: Request) -> Response:
 @router.get("/ping", tags=["server"])
 @router.post("/ping", tags=["server"])
 async def ping(request: Request) -> Response:
-    """The same as /health, under the path that some clouds use."""
+    """Answer like /health, under the path that some clouds use."""
     return await health(request)
 
 
 @router.get("/version", tags=["server"])
 async def version() -> Response:
-    """The server's version."""
+    """Report the server's version."""
     return json_response({"version": __version__})
 
 
@@ -71,7 +71,7 @@ async def version() -> Response:
 @router.get("/v1beta/models", tags=["gemini"])
 @router.get("/v1alpha/models", tags=["gemini"])
 async def models(request: Request, tenant: Authorized) -> Response:
-    """The names under which the server serves its model."""
+    """List the names under which the server serves its model."""
     service = service_of(request)
     return json_response(dialect_of(request).models(service, service.models_of(tenant), request.query_params))
 
@@ -80,14 +80,14 @@ async def models(request: Request, tenant: Authorized) -> Response:
 @router.get("/v1beta/models/{model:path}", tags=["gemini"])
 @router.get("/v1alpha/models/{model:path}", tags=["gemini"])
 async def model(model: str, request: Request, tenant: Authorized) -> Response:
-    """One of these names."""
+    """Describe the model under one of its names."""
     service = service_of(request)
     return json_response(dialect_of(request).model(service, service.models_of(tenant), model))
 
 
 @router.get("/v1/template", tags=["server"])
 async def template(request: Request, tenant: Authorized) -> Response:
-    """The losses of the chat template, how messages are rewritten for it, and what it spoils."""
+    """Report what the chat template does not show, how messages are rewritten for it, and where it spoils reuse."""
     service = service_of(request)
     report, tokenizer = service.template_report, service.llm.tokenizer
     form = None if tokenizer is None else tokenizer.reply_format
@@ -106,7 +106,7 @@ async def template(request: Request, tenant: Authorized) -> Response:
 
 @router.post("/tokenize", tags=["tokens"], openapi_extra=takes(TokenizeRequest))
 async def tokenize(call: Annotated[Call[TokenizeRequest], Depends(call_of(TokenizeRequest))]) -> Response:
-    """Token ids of a text or a conversation."""
+    """Convert a text or a conversation to token ids."""
     body, service = call.body, call.service
     token_ids = (await read_prompt(call)).token_ids
 
@@ -122,7 +122,7 @@ async def tokenize(call: Annotated[Call[TokenizeRequest], Depends(call_of(Tokeni
 
 @router.post("/detokenize", tags=["tokens"], openapi_extra=takes(DetokenizeRequest))
 async def detokenize(call: Annotated[Call[DetokenizeRequest], Depends(call_of(DetokenizeRequest))]) -> Response:
-    """Text of token ids, special tokens by name."""
+    """Convert token ids to text, with special tokens by name."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
     largest, size = max(body.tokens, default=0), service.tokenizer.vocab_size
@@ -134,7 +134,7 @@ async def detokenize(call: Annotated[Call[DetokenizeRequest], Depends(call_of(De
 
 @router.get("/v1/cluster")
 async def cluster(request: Request) -> Response:
-    """The replicas, their caches as the routers know them, and the routing's counts since the start."""
+    """Report the replicas, their caches as the routers know them, and the routing's counts since the start."""
     report = _service(request).thread.report()
     assert report is not None
     return json_response({"object": "cluster", **report})
@@ -142,7 +142,7 @@ async def cluster(request: Request) -> Response:
 
 @router.get("/v1/cluster/explain")
 async def explain(request: Request, request_id: str | None = None, limit: int = 20) -> Response:
-    """Why requests went where they went, the newest first; with `request_id`, the attempts of that response."""
+    """Say why requests went to their replicas, the newest first; with `request_id`, all attempts of that response."""
     service = _service(request)
     if not 1 <= limit <= MOST_LISTED:
         raise APIError(400, f"limit={limit} is out of range; use 1 to {MOST_LISTED}", param="limit")
@@ -153,7 +153,7 @@ async def explain(request: Request, request_id: str | None = None, limit: int = 
 
 
 def _service(request: Request) -> Service:
-    """Raises APIError 401 or 403 unless an operator asks, 404 if one engine serves."""
+    """Return the service. Raises APIError 401 or 403 unless an operator asks, 404 if a single engine serves."""
     service = service_of(request)
     service.operators.check(request.scope)
     if service.thread.report() is None:
@@ -185,12 +185,12 @@ class UnloadRequest(Body):
 
 @router.post("/v1/load_lora_adapter", tags=["adapters"], openapi_extra=takes(LoadRequest))
 async def load(body: Annotated[LoadRequest, Depends(operators_body_of(LoadRequest))], request: Request) -> Response:
-    """Serve the adapter in a folder under a name, after it was read and checked. For operators."""
+    """Read and check the adapter in a folder, and serve it under a name. For operators."""
     service = service_of(request)
     lora = LoRARequest(body.lora_name, lora_path=body.lora_path, load_inplace=body.load_inplace)
     service.adapters.check_new(lora)
     adapter = await service.adapters.load_in(service.crews.adapters, lora)
-    service.adapters.check_new(lora)  # another call may have been faster
+    service.adapters.check_new(lora)  # another call may have added this name meanwhile
     service.adapters.add(lora)
     return json_response({"object": "adapter", "id": body.lora_name, "digest": adapter.digest, "loaded": True})
 

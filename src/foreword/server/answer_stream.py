@@ -1,7 +1,7 @@
 """The asyncio side of one call: its prompts, and the deltas of its answer as the engine makes them.
 
-Deltas collect in a stream until its reader takes them all at once, joined. A slow reader therefore costs memory for the
-rest of its own answer, and delays nobody else.
+Deltas collect in a stream until its reader takes all of them at once, joined. So a slow reader costs only the memory of
+its own answer, and delays no other reader.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Job:
     prompt: Prompt
     params: SamplingParams
     answered: Sequence[Shown] = ()
-    """For each choice, the part that another engine has generated and handed over; the answer goes on from there."""
+    """For each choice, the part that another engine generated and the client has; the answer continues this part."""
 
 
 DEADLINE: ContextVar[float] = ContextVar("foreword_deadline", default=math.inf)
-"""When the call that the running task answers must have ended, in the event loop's time."""
+"""The event loop's time by which the running task's call must have ended."""
 CLOCK_S = 0.01
 """Timers of an event loop may be early by up to this many seconds."""
 
@@ -105,9 +105,9 @@ class AnswerStream:
         self.whole = whole
         """Whether to hand over only the finished answer: for calls that do not stream."""
         self.outputs: list[RequestOutput] = []
-        """One output per job, once accepted. They grow on the engine's thread; read them when they are finished."""
+        """One output per job, once accepted. Outputs grow on the engine's thread; read them when they are finished."""
         self.num_unfinished = len(jobs)
-        """Number of unfinished jobs; the engine's thread counts it down."""
+        """The number of unfinished jobs, which the engine's thread counts down."""
         self._home = home
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
@@ -126,7 +126,7 @@ class AnswerStream:
             self._tell_end()
 
     def put(self, events: Sequence[Event]) -> None:
-        """Take events of the engine, in order. Finished or an error as the last event ends the answer."""
+        """Take events of the engine, in order. If the last event is Finished or an error, it ends the answer."""
         if not self._done:
             self._events.extend(events)
             self._arrived.set()
@@ -136,7 +136,7 @@ class AnswerStream:
                 self._end()
 
     async def accepted(self) -> None:
-        """Wait until the engine has queued all prompts. Raises APIError if it refused one."""
+        """Wait until the engine has queued all prompts. Raises APIError if it refused a prompt."""
         while not self._events:
             await self._wait()
         event = self._events.popleft()
@@ -145,7 +145,7 @@ class AnswerStream:
         assert isinstance(event, Accepted)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yield the new deltas, one for each choice that has any. Raises APIError if the answer fails."""
+        """Yield the new deltas, one for each choice with new tokens. Raises APIError if the answer fails."""
         while True:
             by_choice: dict[int, Delta] = {}
             while self._events:
@@ -169,10 +169,10 @@ class AnswerStream:
         await self._arrived.wait()
 
     def num_written_tokens(self) -> dict[float, int]:
-        """Prompt tokens that the marks keep and that were not cached before, by `ttl_s`.
+        """Count the prompt tokens that marks keep and that were not cached before, by `ttl_s`.
 
-        A token counts for the longest time for which it is kept. The counts are known with the first delta of each
-        prompt.
+        A token counts for the longest time for which it is kept. The counts are right once each prompt has its first
+        delta.
         """
         num_written: dict[float, int] = {}
         for job, output in zip(self.jobs, self.outputs, strict=True):

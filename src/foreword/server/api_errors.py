@@ -1,4 +1,4 @@
-"""Errors that clients see, with OpenAI's status codes and types; other dialects translate them."""
+"""Errors that clients see, with OpenAI's status codes and types. Other dialects translate these errors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from foreword.errors import (
 )
 
 MOST_CHARACTERS = 2000
-"""Limit of a message, which may repeat the megabytes that a client sent."""
+"""Limit of a message in characters, because a message may repeat the megabytes that a client sent."""
 
 
 def shortened(text: str, limit: int = MOST_CHARACTERS) -> str:
-    """A text of at most `limit` characters, without its middle: the end of a message has the remedy."""
+    """Cut the middle out of a text longer than `limit` characters, because the end of a message has the remedy."""
     end = limit // 4
     return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
 
@@ -51,7 +51,7 @@ class InvalidFieldError(APIError):
     def __init__(self, message: str, *, param: str | None, where: Sequence[int | str], problem: str) -> None:
         super().__init__(400, message, param=param)
         self.where = where
-        """The field's place: keys and positions, and names of types where a field may be of several."""
+        """The path of the field: keys and positions, with the name of the type where a field may have several types."""
         self.problem = problem
         """Pydantic's sentence."""
 
@@ -123,7 +123,7 @@ def step_failed(reason: str) -> APIError:
 
 
 def from_error(error: Exception) -> APIError:
-    """The answer to any exception; errors from outside our tree reveal no internals."""
+    """Convert any exception to an answer. Exceptions that are not foreword's own reveal no internals."""
     match error:
         case APIError():
             return error

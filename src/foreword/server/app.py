@@ -46,7 +46,7 @@ from foreword.server.service import OpenDoor, Service, new_id
 logger = logging.getLogger(__name__)
 
 DIALECTS: tuple[Dialect, ...] = (Anthropic(), Gemini(), Ollama(), OpenAI())
-"""The order in which they may claim a call; the last one takes every call."""
+"""Dialects in the order in which they may claim a call. The last dialect takes every call."""
 OWN_BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
@@ -61,9 +61,9 @@ OWN_BODIES: tuple[type[Body], ...] = (
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> FastAPI:
-    """Build the app around the engine of `llm`, or around the engines behind `open_door`. The app owns them.
+    """Build the app around the engine of `llm`, or around the engines that `open_door` connects to.
 
-    Raises ConfigError for wrong options.
+    The app owns the engines. Raises ConfigError for wrong options.
     """
     service = Service(llm, config, model_name, open_door)
     passes = FullPasses(lambda: service.http_requests.num_running)
@@ -108,7 +108,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
 
 
 class _App(FastAPI):
-    """An app that chooses each call's dialect. A proxy may show it under a path."""
+    """An app that chooses each call's dialect. A proxy may publish the app under a path."""
 
     proxy_path = ""
 
@@ -138,7 +138,7 @@ class _App(FastAPI):
 
 
 def choose(path: str, headers: Mapping[str, str]) -> tuple[Dialect, str]:
-    """The dialect of a call, and its path without the dialect's name in front."""
+    """Return the dialect of a call, and the call's path without the dialect's name in front."""
     for dialect in DIALECTS:
         if path.startswith(f"/{dialect.name}/"):
             return dialect, path.removeprefix(f"/{dialect.name}")

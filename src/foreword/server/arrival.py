@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 MOST_DROPPED_BYTES = 64 * 2**20
 MOST_DROPPING_S = 10.0
-"""Limits of the bytes that are read after an answer, and of the time for it."""
+"""Limits of the bytes that are read and dropped after an answer, and of the seconds for that."""
 LEFT = 499
-"""The counted status of a client that left before its answer."""
+"""The status under which a call is counted if its client left before the answer."""
 UNKNOWN = "unknown"
-"""The counted endpoint of unknown paths, of which clients may invent any number."""
+"""The endpoint under which calls of unknown paths are counted, because clients may invent any number of paths."""
 
 
 class HttpRequests:
@@ -40,9 +40,9 @@ class HttpRequests:
 
     def __init__(self, *, logs_refusals: bool) -> None:
         self.counts = Counter[tuple[str, str]]()
-        """By endpoint and status."""
+        """The number of ended calls by endpoint and status."""
         self.num_running = 0
-        """Calls that have come and not ended."""
+        """The number of calls that have not ended."""
         self._logs_refusals = logs_refusals
 
     def note(self, scope: MutableMapping[str, Any], status: int) -> None:
@@ -94,7 +94,7 @@ class _Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int, timeout_s: float) -> None:
         self.status: int | None = None
-        """The answer's, once it has begun."""
+        """The answer's status; None until the answer begins."""
         self.has_left = False
         self._scope, self._receive, self._send = scope, receive, send
         self._max_bytes = max_bytes
@@ -123,7 +123,7 @@ class _Call:
             logger.debug("the client of %s %.200s has left", self._scope["method"], self._scope["path"])
 
     async def _take(self) -> Message:
-        """The next message for the app."""
+        """Return the next message for the app."""
         if self._is_complete:
             await asyncio.Event().wait()  # until the client leaves, which cancels this
         if not self._has_body:
@@ -155,7 +155,7 @@ class _Call:
         self._leave()
 
     def _leave(self) -> None:
-        """The client is gone, or has all of its answer."""
+        """Note that the connection has ended. If the answer is not complete, the client left: cancel the call."""
         if not self._is_answered and not self.has_left:
             self.has_left = True
             assert self._task is not None

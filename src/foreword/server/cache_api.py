@@ -47,7 +47,7 @@ Ttl = Annotated[float, Field(gt=0, le=MAX_TTL_S)]
 
 @router.post("/v1/cache/explain", openapi_extra=takes(ExplainRequest))
 async def explain(call: Annotated[Call[ExplainRequest], Depends(call_of(ExplainRequest))]) -> Response:
-    """The part of a prompt that is cached now, and why not more. Runs nothing and counts nothing."""
+    """Report which part of a prompt is cached now, and why not more. Runs nothing and counts nothing."""
     body, service, tenant = call.body, call.service, call.tenant
     plain = await read_prompt(call)
     token_ids = plain.token_ids
@@ -68,7 +68,7 @@ async def explain(call: Annotated[Call[ExplainRequest], Depends(call_of(ExplainR
 
 @router.get("/v1/cache")
 async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
-    """Statistics of the cache and its most reused prefixes. Operators see all tenants, a tenant only itself."""
+    """Report the cache's statistics and most reused prefixes. Operators see all tenants, a tenant only itself."""
     service = service_of(request)
     if not 0 <= nodes <= MAX_TREE_NODES:
         raise bad_request(f"nodes={nodes} is out of range; use 0 to {MAX_TREE_NODES}", param="nodes")
@@ -101,8 +101,8 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Metrics in Prometheus' text format. They name tenants, so with a keys file or an operator's key they are for
-    operators only; without, they need no key, because they have no prompt's text.
+    """Write the metrics in Prometheus' text format. They name tenants, so only operators may read them if the server
+    has a keys file or an operator's key. Otherwise no key is needed, because metrics contain no text of prompts.
     """
     service = service_of(request)
     if service.config.keys_file is not None or service.operators.have_a_key:
@@ -117,7 +117,7 @@ async def metrics(request: Request) -> Response:
 
 
 def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
-    """The whole cache since its last reset."""
+    """Report the whole cache since its last reset, for JSON."""
     stats, size = look.stats, look.block_size
     return {
         "requests": stats.requests,
@@ -153,12 +153,12 @@ def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
 
 
 def _plain(counted: int | Mapping[MissReason, int]) -> int | dict[str, int]:
-    """A counter for JSON."""
+    """Convert a counter for JSON."""
     return {str(reason): count for reason, count in counted.items()} if isinstance(counted, Mapping) else counted
 
 
 def more_memory(service: Service) -> dict[str, Any] | None:
-    """Estimated hit rates of larger caches; None if there is no estimate."""
+    """Report the estimated hit rates of larger caches, for JSON; None if there is no estimate."""
     sampling_rate, curve = service.more_memory.sampling_rate, service.insight.curve
     if sampling_rate is None:
         return None
@@ -179,7 +179,7 @@ def more_memory(service: Service) -> dict[str, Any] | None:
 
 
 def node_report(node: PrefixNode, tokenizer: Tokenizer | None, tenant: str | None) -> dict[str, Any]:
-    """A node of the tree, for JSON."""
+    """Report a node of the tree, for JSON."""
     return {
         "id": node.node_id,
         "parent": node.parent_id,
@@ -195,17 +195,17 @@ def node_report(node: PrefixNode, tokenizer: Tokenizer | None, tenant: str | Non
 
 
 async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, Any]:
-    """The part of the cache that a tenant may see: its requests, and the prefixes under its salts."""
+    """Report the part of the cache that a tenant may see: its requests, and the prefixes under its salts."""
     stats = service.records.tenants().get(tenant.name, TenantStats())
     body: dict[str, Any] = {"object": "cache", "statistics": stats.report()}
     if service.config.keys_file is None:
-        return body  # all clients are one tenant here, and a tree would show each of them the prompts of all others
+        return body  # all clients are one tenant here, and a tree would show a client the prompts of all others
     namespace = service.tenants.namespace_of_all(tenant)
     tree = await service.thread.ask(TOP_PREFIXES, limit, namespace)
     if tree is not None:
         ids = {node.node_id for node in tree}
         body["tree"] = [
-            # Above a tenant's first node are public prefixes, which others use too.
+            # Above a tenant's first node are public prefixes, which other tenants use too.
             node_report(node, service.llm.tokenizer, tenant.name)
             | {"parent": node.parent_id if node.parent_id in ids else None}
             for node in tree
@@ -214,7 +214,7 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
 
 
 async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
-    """Recent prompts and their cached tokens now: a list instead of a tree, for indexes that know only keys."""
+    """List recent prompts and their cached tokens now, for caches whose index knows only keys and has no tree."""
     distinct: dict[tuple[str | None, bytes], RequestRecord] = {}
     uses: dict[tuple[str | None, bytes], int] = {}
     for record in service.records.recent(10 * limit):
@@ -237,7 +237,7 @@ async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
 
 
 class PinRequest(ExplainRequest):
-    """POST /v1/cache/entries: a text, token ids or a conversation, and how long to keep it."""
+    """POST /v1/cache/entries: a text, token ids or a conversation to keep, and the seconds to keep it."""
 
     ttl_s: Ttl = 300.0
     priority: Priority | None = None
@@ -270,26 +270,26 @@ async def create_entry(call: Annotated[Call[PinRequest], Depends(call_of(PinRequ
 
 @router.get("/v1/cache/entries")
 async def list_entries(request: Request) -> Response:
-    """The entries of the caller's tenant, the oldest first; operators get those of all tenants."""
+    """List the entries of the caller's tenant, the oldest first. Operators get the entries of all tenants."""
     entries = await service_of(request).thread.ask(LIST_ENTRIES, *await _visible(request))
     return json_response({"object": "list", "data": entries})
 
 
 @router.patch("/v1/cache/entries/{entry_id}", openapi_extra=takes(EntryChange))
 async def change_entry(entry_id: str, call: Annotated[Call[EntryChange], Depends(call_of(EntryChange))]) -> Response:
-    """Let an entry end `ttl_s` seconds from now, sooner or later than it would have."""
+    """Let an entry end `ttl_s` seconds from now, whether that is sooner or later than its end so far."""
     return json_response(await _change(call.request, entry_id, call.body.ttl_s))
 
 
 @router.delete("/v1/cache/entries/{entry_id}")
 async def delete_entry(entry_id: str, request: Request) -> Response:
-    """End an entry: its blocks are evicted like all others, unless another entry keeps them."""
+    """End an entry. Its blocks are then evicted like all others, unless another entry keeps them."""
     await _change(request, entry_id, None)
     return json_response({"id": entry_id, "object": "cache.entry", "deleted": True})
 
 
 async def _visible(request: Request) -> tuple[str | None, bool]:
-    """The owner whose entries the caller may see and change, and whether it may see and change all."""
+    """Return the owner whose entries the caller may see and change, and whether it may see and change all entries."""
     service = service_of(request)
     if service.operators.is_operator(request.scope):
         return None, True
@@ -297,7 +297,7 @@ async def _visible(request: Request) -> tuple[str | None, bool]:
 
 
 async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[str, Any]:
-    """Move an entry's end, or end it now. Raises APIError 404 if it is gone, or another tenant's."""
+    """Move an entry's end, or end it now. Raises APIError 404 if the entry is gone or belongs to another tenant."""
     report = await service_of(request).thread.change(CHANGE_ENTRY, entry_id, ttl_s, *await _visible(request))
     if not report:
         raise APIError(404, f"There is no cache entry {entry_id!r:.100} (any more).", code="not_found")
@@ -321,7 +321,7 @@ async def hint(call: Annotated[Call[HintsRequest], Depends(call_of(HintsRequest)
 
 
 async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int, hint: Hint) -> None:
-    """Carry out one action, and note its outcome. Raises UnusableHintError for one that has nothing to act on."""
+    """Carry out one action, and note its outcome. Raises UnusableHintError if the action has nothing to act on."""
     session_id = hint.action.payload.get("session_id")
     if not isinstance(session_id, str) or not session_id:
         raise UnusableHintError("rejected", "the payload names no session_id")
@@ -333,7 +333,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
         return
     record = _newest(service, tenant, session_id)
     if hint.name == "prefetch":
-        caller = Caller(tenant, "cache.hints")  # it is none of the session's requests, but its blocks are the session's
+        caller = Caller(tenant, "cache.hints")  # not counted as a request of the session, but its blocks are
         prompt = Prompt(record.prompt_token_ids, session=session_id)
         params = SamplingParams(max_tokens=1, temperature=0.0)
         answer = await service.start(caller, new_id("hint_"), [prompt], params, stream=False)
@@ -354,7 +354,7 @@ async def _carry_out(service: Service, tenant: Tenant, hints: Hints, number: int
 
 
 def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
-    """The session's request that ended last. Raises UnusableHintError if tokens alone do not describe it."""
+    """Return the session's request that ended last. Raises UnusableHintError if tokens alone do not describe it."""
     records = service.records.recent(MAX_RECORDS, tenant.name)
     ran = (record for record in records if record.session_id == session_id and record.first_scheduled_time)
     record = next(ran, None)
@@ -369,9 +369,9 @@ def _newest(service: Service, tenant: Tenant, session_id: str) -> RequestRecord:
 
 @router.get("/v1/cache/sessions")
 async def list_sessions(request: Request, limit: int = DEFAULT_SESSIONS) -> Response:
-    """The sessions whose requests ended last, the newest first, with what they found in the cache.
+    """List the sessions whose requests ended last, the newest first, with the tokens that they found in the cache.
 
-    For operators only if the server has no keys file: all clients are one tenant then.
+    If the server has no keys file, this is for operators only, because all clients are one tenant then.
     """
     if not 1 <= limit <= MAX_SESSIONS:
         raise bad_request(f"limit={limit} is out of range; use 1 to {MAX_SESSIONS}", param="limit")
@@ -384,7 +384,7 @@ async def list_sessions(request: Request, limit: int = DEFAULT_SESSIONS) -> Resp
 
 @router.get("/v1/cache/sessions/{session_id:path}")
 async def show_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
-    """A session of the caller. Operators get that of `tenant`, or the one with this id that was used last."""
+    """Report a session of the caller. Operators get a session of `tenant`, or the last used session with this id."""
     owner, stats = await _find(request, session_id, tenant)
     if stats is None:
         raise _unknown(session_id)
@@ -393,7 +393,7 @@ async def show_session(session_id: str, request: Request, tenant: str | None = N
 
 @router.delete("/v1/cache/sessions/{session_id:path}")
 async def close_session(session_id: str, request: Request, tenant: str | None = None) -> Response:
-    """Close a session: blocks that only its requests used are evicted first. Its later requests begin a new session."""
+    """Close a session. Blocks that only its requests used are evicted first. A later request begins a new session."""
     owner, stats = await _find(request, session_id, tenant)
     num_blocks = await service_of(request).close_session(Tenant(owner), session_id)
     if num_blocks is None and stats is None:
@@ -403,7 +403,7 @@ async def close_session(session_id: str, request: Request, tenant: str | None = 
 
 
 def session_report(tenant: str, session_id: str, stats: SessionStats) -> dict[str, Any]:
-    """A session, for JSON."""
+    """Report a session, for JSON."""
     return {
         "id": session_id,
         "object": "cache.session",
@@ -415,7 +415,7 @@ def session_report(tenant: str, session_id: str, stats: SessionStats) -> dict[st
 
 
 async def _visible_tenant(request: Request) -> str | None:
-    """The tenant whose sessions the caller may see; None: all tenants."""
+    """Return the tenant whose sessions the caller may see; None: all tenants."""
     service = service_of(request)
     if service.tenants.asks_for_keys and service.operators.is_operator(request.scope):
         return None
@@ -423,7 +423,7 @@ async def _visible_tenant(request: Request) -> str | None:
 
 
 async def _find(request: Request, session_id: str, tenant: str | None) -> tuple[str, SessionStats | None]:
-    """A session's tenant and totals. Raises APIError: 400 for an invalid id, 404 for an unknown one."""
+    """Find a session's tenant and totals. Raises APIError 400 for an invalid id, 404 for an unknown id."""
     check_session_id(session_id)
     visible, records = await _visible_tenant(request), service_of(request).records
     if visible is not None and tenant not in (None, visible):

@@ -21,20 +21,20 @@ from foreword.server.service import Caller, Service
 T = TypeVar("T")
 ABody_co = TypeVar("ABody_co", bound=Body, covariant=True)
 HEADER = "x-session-id"
-"""vLLM's header."""
+"""vLLM's header for a session's id."""
 CLAUDE_CODE = "x-claude-code-session-id"
 """Claude Code's header, since its version 2.1.86."""
 MOST_CHARACTERS = 256
 _OLD_USER_ID = re.compile(r"user_.*_session_([0-9A-Za-z-]+)")
-"""`metadata.user_id` of older versions of Claude Code; newer ones write a JSON object with a `session_id`."""
+"""`metadata.user_id` in older versions of Claude Code. Newer versions write a JSON object with a `session_id`."""
 
 
 def session_of(body: Any, headers: Mapping[str, str]) -> str | None:
-    """The session of a call; None if it names none.
+    """Return the session id of a call; None if it names no session.
 
-    The field `session_id` counts first, then the two headers, Claude Code's `metadata.user_id`, `prompt_cache_key`.
-    Values of the latter four that cannot be an id are ignored. Raises APIError 400 if the field is too long or
-    unprintable.
+    The field `session_id` counts first, then the two headers, Claude Code's `metadata.user_id`, and `prompt_cache_key`.
+    Raises APIError 400 if the field `session_id` is too long or unprintable. In the other four places such values are
+    ignored.
     """
     session_id: str | None = getattr(body, "session_id", None)
     if session_id:
@@ -55,7 +55,7 @@ def _is_usable(value: Any) -> bool:
 
 
 def _as_text(header: str | None) -> str | None:
-    """A header's text: clients send UTF-8, which the server reads as Latin-1."""
+    """Return a header's text. Clients send UTF-8, which the server reads as Latin-1."""
     try:
         return header and header.encode("latin-1").decode()
     except UnicodeError:
@@ -63,7 +63,7 @@ def _as_text(header: str | None) -> str | None:
 
 
 def check_session_id(session_id: str) -> None:
-    """Raises APIError 400 for a session id that is too long or unprintable."""
+    """Raise APIError 400 for a session id that is too long or unprintable."""
     if len(session_id) > MOST_CHARACTERS:
         raise bad_request(
             f"session_id has {len(session_id)} characters; use at most {MOST_CHARACTERS}", param="session_id"
@@ -73,7 +73,7 @@ def check_session_id(session_id: str) -> None:
 
 
 def _of_user_id(user_id: str | None) -> Any:
-    """The session in Anthropic's `metadata.user_id`, which other clients fill as they like."""
+    """Return the session in Anthropic's `metadata.user_id`; None for other clients, who write anything there."""
     if not user_id:
         return None
     if user_id.startswith("{"):
@@ -95,24 +95,24 @@ class Call(Generic[ABody_co]):
     service: Service
     tenant: Tenant
     num_bytes: int
-    """The length of the body."""
+    """The length of the body in bytes."""
 
     async def work(self, work: Callable[[], T]) -> T:
-        """The result of `work` on the body; a thread works on long bodies."""
+        """Return the result of `work` on the body. For long bodies it runs in a thread."""
         return await off_loop(self.num_bytes, work)
 
     def refuse_unsupported(self, text: str = "{} is not supported by this server; leave it out") -> None:
-        """Raises APIError 400 for a field for a feature that this engine lacks; `text` has a place for its name."""
+        """Raise APIError 400 for a field of a feature that the engine lacks; `text` has a place for its name."""
         name = self.body.asks_for_unsupported()
         if name is not None:
             raise bad_request(text.format(name), param=name)
 
     def caller(self, endpoint: str, model: str | None = None) -> Caller:
-        """The caller of an endpoint that generates, and its wishes for caching. `model`: its name, if no field has it.
+        """Return the caller for an endpoint that generates, with the caller's wishes for caching.
 
-        Raises APIError 400 for a wrong field `session_id`.
+        `model` is the model's name if no field has it. Raises APIError 400 for a wrong field `session_id`.
         """
-        body: Any = self.body  # of such an endpoint; all of them have a salt and a priority
+        body: Any = self.body  # all bodies of endpoints that generate have a salt and a priority
         envelope = getattr(body, "kv_hints", None)
         return Caller(
             self.tenant,
@@ -127,7 +127,7 @@ class Call(Generic[ABody_co]):
 
 
 def sampling_of(body: Any) -> dict[str, Any]:
-    """The sampling parameters of a body whose names are those of SamplingParams; None for missing ones."""
+    """Return the sampling parameters of a body that have the same names in SamplingParams; None for missing fields."""
     options = getattr(body, "foreword", None)
     others = {"certify": options is not None and options.certificate, "logit_bias": _logit_bias(body)}
     return {**{name: getattr(body, name, None) for name in _SAME_NAMES}, **others}
@@ -136,7 +136,8 @@ def sampling_of(body: Any) -> dict[str, Any]:
 async def sampling_params(
     service: Service, fields: Mapping[str, Any], structured: StructuredOutputsParams | None
 ) -> SamplingParams:
-    """The parameters of a call. `fields`: by name; None stands for the default of the model's files, else of ours.
+    """Return the parameters of a call. `fields`: values by name; None stands for the default of the model's files or,
+    without such a default, for that of SamplingParams.
 
     Without `max_tokens` an answer may be as long as the model allows. Raises InvalidRequestError or APIError for values
     that exclude each other, and for forms that no answer can follow.

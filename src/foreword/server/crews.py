@@ -1,6 +1,7 @@
-"""Crews: threads for work that would hold up the event loop, a few for each kind, so that no kind waits for another.
+"""Crews: threads for work that would block the event loop. Each kind of work has its own crew of a few threads.
 
-Callers of a crew take turns, however much work one of them has. A caller with too much waiting work is refused.
+Callers of a crew take turns, even if one caller has more work than others. A caller with too much waiting work is
+refused.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLER: ContextVar[str] = ContextVar("foreword_caller", default="")
-"""The tenant whose call the running task answers; tenants take turns."""
+"""The tenant whose call the running task answers. Tenants take turns."""
 MOST_OF_ALL = 16
-"""All callers together may have this many times the waiting work of one."""
+"""The limit of the waiting work of all callers together, in multiples of one caller's limit."""
 MANY_BYTES = 16 * 1024
 """Size of a JSON text that takes one or two milliseconds to read or write."""
 KEPT = 0.8
-"""Weight of the earlier mean in a crew's moving mean of seconds for a piece of work."""
+"""Weight of the earlier mean in the moving mean of the seconds that a crew needs for a job."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,13 +44,13 @@ class Crew:
     """Threads for one kind of work. Belongs to the event loop; its threads end with the process."""
 
     def __init__(self, name: str, num_threads: int, most_waiting: int) -> None:
-        """`most_waiting`: limit of one caller's work that waits for a thread."""
+        """`most_waiting`: the limit of one caller's jobs that wait for a thread."""
         self.name = name
         self.num_running = 0
         self.num_refused = 0
         self._num_threads, self._most_waiting = num_threads, most_waiting
         self._waiting: dict[str, deque[_Job]] = {}
-        """By caller, in the order of their turns."""
+        """Waiting jobs by caller, with the callers in the order of their turns."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._mean_s = 0.0
@@ -59,9 +60,9 @@ class Crew:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`, from a thread. Raises its exceptions, and APIError 429 if too much work waits.
+        """Return the result of `work`, from a thread. Raises its exceptions, and APIError 429 if too much work waits.
 
-        A caller that is cancelled does not wait for the end; work that has begun goes on.
+        A cancelled caller does not wait for the end, but work that has begun continues.
         """
         caller = CALLER.get()
         waiting = self._waiting.get(caller, ())
@@ -82,7 +83,7 @@ class Crew:
         return result
 
     def close(self) -> None:
-        """Drop waiting work and end the idle threads; the others end with the process."""
+        """Drop waiting work and end the idle threads. Busy threads end after their job or with the process."""
         self._waiting.clear()
         for _ in self._threads:
             self._jobs.put(None)
@@ -97,13 +98,13 @@ class Crew:
                 del self._waiting[caller]
 
     def _start(self) -> None:
-        """Give waiting work to free threads, one piece of each caller in turn."""
+        """Give waiting work to free threads, one job of each caller in turn."""
         while self.num_running < self._num_threads and self._waiting:
             if len(self._threads) <= self.num_running:
                 thread = threading.Thread(target=self._work, name=f"foreword-{self.name}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # the system gives no thread: the ones that run go on
+                except RuntimeError as error:  # the system gives no thread; the other threads continue
                     if not self._threads:
                         raise
                     logger.warning("the crew %s has %d threads: %s", self.name, len(self._threads), error)
@@ -118,7 +119,7 @@ class Crew:
             self._jobs.put(job)
 
     def _work(self) -> None:
-        """Runs in a thread."""
+        """Do jobs, in a thread."""
         while (job := self._jobs.get()) is not None:
             began = time.monotonic()
             result: Any = None
@@ -127,7 +128,7 @@ class Crew:
                 result = job.work()
             except Exception as raised:
                 error = raised
-            except BaseException as raised:  # neither this thread nor the event loop may end
+            except BaseException as raised:  # this must end neither the thread nor the event loop
                 error = RuntimeError(repr(raised))
             try:
                 job.loop.call_soon_threadsafe(self._finish, job, result, error, time.monotonic() - began)
@@ -153,25 +154,25 @@ class Crews:
     """
 
     def __init__(self, most_choices: int = 0) -> None:
-        """`most_choices`: limit of the engine's running and waiting choices; crews refuse no burst of that size."""
+        """`most_choices`: limit of the engine's running and waiting choices; crews accept bursts of that size."""
         self.text = Crew("text", 2, max(64, most_choices))
-        """Conversations to render, texts to tokenize."""
+        """Renders conversations and tokenizes texts."""
         self.grammars = Crew("grammars", 1, max(32, most_choices))
         self.schemas = Crew("schemas", 1, 4)
-        """Schemas of prompt modules to lay out."""
+        """Lays out schemas of prompt modules."""
         self.modules = Crew("modules", 2, max(16, most_choices))
-        """Prompts of modules and documents to compose."""
+        """Composes prompts of modules and documents."""
         self.adapters = Crew("adapters", 4, max(64, most_choices))
-        """Files of adapters to look at and read, which may be slow or far away."""
+        """Reads files of adapters, which may be on slow or distant disks."""
         self.pictures = Crew("pictures", 2, max(64, most_choices))
-        """Pictures to check and decode; each thread has one decoded picture at a time."""
+        """Checks and decodes pictures. Each thread has one decoded picture at a time."""
         self.fetches = Crew("fetches", 8, 64)
-        """Pictures to fetch from other servers."""
+        """Fetches pictures from other servers."""
 
     def __iter__(self) -> Iterator[Crew]:
         return iter(vars(self).values())
 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """The result of `work` on `num_bytes` bytes: computed at once if they are few, in a thread if they are many."""
+    """Return the result of `work` on `num_bytes` bytes. Small work is done at once, large work in a thread."""
     return await asyncio.to_thread(work) if num_bytes > MANY_BYTES else work()

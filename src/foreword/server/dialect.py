@@ -19,12 +19,12 @@ from foreword.server.bodies.fields import Body
 from foreword.server.service import Service
 
 Event = tuple[str | None, dict[str, Any] | str]
-"""Name (or None) and data of a server-sent event. Long data is JSON text already, written off the event loop."""
+"""Name (or None) and data of a server-sent event. Long data comes as JSON text that was written off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error in the shape of an API."""
+    """An error in the form of an API."""
 
     status: int
     body: Mapping[str, Any]
@@ -35,35 +35,35 @@ class Dialect(ABC):
     """One API. Its folder has its fields, endpoints and answers."""
 
     name: ClassVar[str]
-    """Also the path under which all of its endpoints lie: /anthropic/v1/messages is /v1/messages."""
+    """The dialect's name. It may stand before every path of the dialect: /anthropic/v1/messages is /v1/messages."""
     routers: ClassVar[Sequence[APIRouter]]
     bodies: ClassVar[Sequence[type[Body]]]
     """Models of the bodies, for /openapi.json."""
     stream_end: ClassVar[bytes] = b""
     """The bytes after the last event of a stream."""
     ping: ClassVar[bytes | None] = None
-    """Bytes that keep a stream alive while there is nothing to send; None if clients of this API would fail on them."""
+    """Bytes that keep a stream alive while there is nothing to send; None if such bytes would break clients."""
 
     @abstractmethod
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Whether a call is in this dialect, by its path and its headers."""
+        """Say whether a call is in this dialect, by its path and its headers."""
 
     def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str | None:
-        """The key that a call shows; None if it shows none."""
+        """Return the key that a call shows; None if it shows no key."""
         return shown_key(headers)
 
     @abstractmethod
     def error(self, error: APIError, request_id: str) -> ErrorAnswer:
-        """The answer to a failed call."""
+        """Return the answer to a failed call."""
 
     @abstractmethod
     def error_event(self, error: APIError, request_id: str) -> Event:
-        """The last event of a stream that fails."""
+        """Return the last event of a stream that fails."""
 
     @abstractmethod
     def models(self, service: Service, names: Sequence[str], query: Mapping[str, str]) -> Mapping[str, Any]:
-        """The list of models; `names`: the models that the caller may use."""
+        """Return the body that lists the models; `names`: the models that the caller may use."""
 
     @abstractmethod
     def model(self, service: Service, names: Sequence[str], name: str) -> Mapping[str, Any]:
-        """One of them. Raises APIError 404."""
+        """Return the body that describes the model `name`. Raises APIError 404 if it is not among `names`."""

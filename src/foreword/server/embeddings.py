@@ -1,4 +1,4 @@
-"""Embeddings of several texts, as all dialects ask for them."""
+"""Embeds the texts of one call, for all dialects."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Embedded:
 
     @property
     def num_json_bytes(self) -> int:
-        """Estimated length of its vectors as JSON."""
+        """The estimated bytes of the vectors as JSON."""
         return sum(16 * len(vector) for vector in self.vectors)
 
 
 async def embed(
     service: Service, caller: Caller, response_id: str, inputs: Any, dimensions: int | None, *, truncates: bool = False
 ) -> Embedded:
-    """Embed a text, a list of token ids, or several of either. Raises APIError or InvalidRequestError.
+    """Embed a text, a list of token ids, or several texts or lists. Raises APIError or InvalidRequestError.
 
-    `truncates`: whether texts that are too long are cut at their end.
+    `truncates`: whether the ends of texts that are too long are cut off.
     """
     llm = service.llm
     llm.pooling.check(dimensions, llm.engine.limits.hidden_size)
@@ -63,7 +63,7 @@ async def embed(
 
 
 def _beginning(token_ids: TokenIds, service: Service) -> TokenIds:
-    """The beginning of a text that is too long, with the tokenizer's end token, if any: pooling needs it."""
+    """Cut the end off a text that is too long. The tokenizer's end token, if any, stays last: pooling needs it."""
     limit = service.max_prompt_len(1)
     if len(token_ids) <= limit:
         return token_ids

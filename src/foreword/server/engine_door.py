@@ -1,4 +1,4 @@
-"""EngineDoor: the interface of a server to its engines, one in a thread of this process or several elsewhere."""
+"""EngineDoor: a server's interface to its engines: a single engine in this process, or several in other processes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class PrefillSpeed:
         self._seconds = 0.0
 
     def note_step(self, num_tokens: int, num_running: int, seconds: float) -> None:
-        """Note a step of `num_tokens` tokens for `num_running` requests. Steps that mostly decode do not count."""
+        """Note a step of `num_tokens` tokens for `num_running` requests. Steps that mostly decode are left out."""
         if num_tokens >= 2 * num_running + 16:
             self._num_tokens += num_tokens
             self._seconds += seconds
 
     @property
     def seconds_per_token(self) -> float:
-        """Mean since the start; 0.0 before the first prefill."""
+        """The mean of the seconds per token since the start; 0.0 before the first prefill."""
         return self._seconds / self._num_tokens if self._num_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A metric besides those of an engine."""
+    """A metric that does not come from an engine."""
 
     name: str
     meaning: str
     values: Mapping[str, float]
-    """By the value of `label`."""
+    """The metric's values, by the value of `label`."""
     label: str
     is_counter: bool = False
 
@@ -45,9 +45,9 @@ class EngineDoor(Protocol):
     """The engines of one model. All methods are for the event loop."""
 
     failure: str | None
-    """Why no request is taken any more; None while requests are taken."""
+    """Why no more requests are taken; None while requests are taken."""
     num_choices: int
-    """Number of accepted choices that are not finished."""
+    """The number of accepted choices that are not finished."""
     prefill: PrefillSpeed
 
     @property
@@ -56,15 +56,15 @@ class EngineDoor(Protocol):
         return 1
 
     def numbers(self) -> list[Number]:
-        """Further metrics."""
+        """Return further metrics."""
         return []
 
     def report(self) -> dict[str, Any] | None:
-        """The engines and the routing's decisions, for JSON; None if there is only one engine."""
+        """Report the engines and the routing's decisions, for JSON; None if there is only one engine."""
         return None
 
     def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """Why requests went to their engines, the newest first; of one request, all its attempts."""
+        """Report why requests went to their engines, the newest first. For a `request_id`, report all its attempts."""
         return []
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class EngineDoor(Protocol):
         """End the running requests. May be called twice."""
 
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
-        """Submit prompts. The stream's first event says whether they were accepted: all or none."""
+        """Submit prompts. The stream's first event says whether all of them were accepted or all refused."""
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
         """Shrink a namespace's share of each engine's cache. Called in the thread that notices ended requests."""
@@ -83,7 +83,7 @@ class EngineDoor(Protocol):
         """Run a verb on every engine between two steps, and merge the results. Raises the verb's exceptions."""
 
     async def change(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """The same for a verb that changes something. Engines that stand still run it before they take requests again,
-        so it may run twice, or late.
+        """Like `ask`, run a verb, which changes something. An engine that stands still runs the verb before it takes
+        requests again, so the verb may run late, or twice.
         """
         return await self.ask(verb, *arguments)

@@ -6,8 +6,8 @@ The two sides share only two queues:
     submit(), abort(), ask() ── commands ──>     carried out between two steps
     AnswerStream             <── events ────    handed over after each step, for all requests together
 
-The engine's thread never waits for a reader: while the event loop is busy, deltas pile up in their stream, and the
-reader then takes them as one.
+The engine's thread never waits for a reader. While the event loop is busy, deltas collect in their stream, and the
+reader then takes all of them as one delta.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from foreword.server.verbs import T, Ts, Verb
 logger = logging.getLogger(__name__)
 
 STORE_POLL_S = 0.01
-"""Seconds between two looks at stores while no request runs."""
+"""Seconds between two checks of the stores of tiers while no request runs."""
 MAX_FAILED_STEPS = 3
 """Number of successive failed steps after which the engine, not a request, counts as broken."""
 
@@ -46,7 +46,7 @@ class Ended:
 
     job: Job
     answers: Sequence[Sequence[int]]
-    """Generated tokens of each choice; none if it was refused."""
+    """Generated tokens of each choice; empty if the request was refused."""
 
 
 AfterStep = Listener[Sequence[Ended]]
@@ -61,14 +61,14 @@ class _Running:
     output: RequestOutput
     first_choice: int
     handed_over: list[tuple[int, int, bool]] = field(default_factory=list)
-    """For each choice: characters and tokens handed over, and whether its end was."""
+    """For each choice: the numbers of characters and tokens handed over, and whether its end was handed over."""
 
 
 class EngineThread(EngineDoor):
     """Steps an engine in a thread of its own. All other methods are for the event loop's thread."""
 
     def __init__(self, engine: Engine, records: Records, *, after_step: Sequence[AfterStep] = ()) -> None:
-        """Calls `after_step` on the engine's thread after each step in which requests ended, with these requests."""
+        """The engine's thread calls `after_step` after each step in which requests ended, with these requests."""
         self.failure: str | None = None
         """Why the engine takes no more requests; None while it works."""
         self.num_steps = 0
@@ -77,7 +77,7 @@ class EngineThread(EngineDoor):
         """Number of accepted choices that are not finished."""
         self.longest_step_s = 0.0
         self._came_round = time.monotonic()
-        """When the thread last began a step or a command."""
+        """The monotonic time at which the thread last began a step or a command."""
         self._engine = engine
         self._records = records
         self._after_step = after_step
@@ -94,7 +94,7 @@ class EngineThread(EngineDoor):
     # ------------------------------------------------------- event loop's side
 
     def start(self) -> None:
-        """Start to step; answers go to the event loop that is running now."""
+        """Start the thread. Answers go to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -105,7 +105,7 @@ class EngineThread(EngineDoor):
             await asyncio.to_thread(self._thread.join)
 
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
-        """Submit prompts. The stream's first event says whether the engine accepted them: all or none."""
+        """Submit prompts. The stream's first event says whether the engine accepted all of them or refused all."""
         stream = AnswerStream(self, jobs, whole=whole)
         if self.failure is not None:
             raise engine_failed(self.failure)
@@ -128,11 +128,11 @@ class EngineThread(EngineDoor):
             self.num_choices -= sum(job.params.n for job in stream.jobs)
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
-        """Shrink a namespace. Unlike the others, only the engine's thread calls this."""
+        """Shrink a namespace. Unlike the other methods, only the engine's thread may call this one."""
         self._engine.shrink_namespace(namespace, max_blocks)
 
     async def ask(self, verb: Verb[T, *Ts], *arguments: *Ts) -> T:
-        """Run a verb on the one engine; there is nothing to merge."""
+        """Run a verb on the engine, and return its result."""
         return await self.call(lambda engine: verb.run(engine, *arguments))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
@@ -153,7 +153,7 @@ class EngineThread(EngineDoor):
         return await asyncio.wrap_future(future)
 
     def still_s(self) -> float:
-        """Seconds since the thread last began a step or a command; 0.0 if it has nothing to do."""
+        """Return the seconds since the thread last began a step or a command; 0.0 if it has nothing to do."""
         has_work = self._thread.is_alive() and (self._running or not self._commands.empty())
         return time.monotonic() - self._came_round if has_work else 0.0
 
@@ -177,7 +177,7 @@ class EngineThread(EngineDoor):
             logger.exception("the cache could not be stored at the end")
 
     def _await_work(self) -> None:
-        """Carry out commands; wait for one if there is nothing to compute and nothing to store."""
+        """Carry out commands. If there is nothing to compute and nothing to store, wait for a command."""
         if self._engine.has_unfinished_requests():
             self._take_commands(block=False)
         elif self._engine.store_on():
@@ -293,7 +293,7 @@ class EngineThread(EngineDoor):
             num_chars, num_tokens, ended = running.handed_over[at]
             if ended or (len(completion.token_ids) == num_tokens and not completion.finished):
                 continue
-            # Of a resumed answer, there are log probabilities of the new tokens only.
+            # A resumed answer has log probabilities only for its new tokens.
             num_elsewhere = len(running.job.answered[at].token_ids) if running.job.answered else 0
             logprobs = None if completion.logprobs is None else completion.logprobs[num_tokens - num_elsewhere :]
             self._tell(
@@ -310,7 +310,10 @@ class EngineThread(EngineDoor):
             running.handed_over[at] = (len(completion.text), len(completion.token_ids), completion.finished)
 
     def _step_failed(self, error: Exception) -> None:
-        """Fail the requests of a failed step and keep the others; fail all if the engine cannot say which took part."""
+        """Fail the requests of a failed step, and keep the others.
+
+        If the engine cannot say which requests took part, fail all of them.
+        """
         self._failed_steps += 1
         logger.error("a step failed (%d in succession)", self._failed_steps, exc_info=error)
         if not isinstance(error, EngineError):
@@ -347,10 +350,10 @@ class EngineThread(EngineDoor):
         self._stopping = True
 
     def _answer_the_rest(self) -> None:
-        """The thread ends: fail everything that still waits for an answer."""
+        """At the end of the thread, fail everything that still waits for an answer."""
         if self.failure is None:
             self._give_up("the server has been stopped")
-        while not self._stopping:  # broken: refuse whatever still arrives
+        while not self._stopping:  # the engine is broken: refuse whatever still arrives
             self._take_commands(block=True)
             self._hand_over()
         self._take_commands(block=False)
@@ -375,7 +378,7 @@ class EngineThread(EngineDoor):
 
 
 def in_a_thread(llm: LLM, records: Records, after_step: Sequence[AfterStep]) -> EngineThread:
-    """The door to the model's own engine, which a thread of this process steps."""
+    """Open the door to the model's own engine, which a thread of this process steps."""
     return EngineThread(llm.engine, records, after_step=after_step)
 
 

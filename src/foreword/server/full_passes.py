@@ -1,8 +1,9 @@
-"""FullPasses: the garbage collector's passes over all objects, made while no call runs.
+"""FullPasses: makes the garbage collector's passes over all objects while no call runs.
 
-A full pass holds the interpreter until it has visited every living object: 50 ms and more beside an answer of 160,000
-log probabilities or a schema of 4,000 modules. Nobody is served meanwhile. Python makes one after 70,000 new objects,
-and so in the middle of such a call. Passes over young objects stay as they are.
+A full pass blocks the interpreter until it has visited every living object. While an answer of 160,000 log
+probabilities or a schema of 4,000 modules is in memory, this takes 50 ms or more, and no call is served meanwhile.
+Python makes a full pass after 70,000 new objects, and so in the middle of such a call. Passes over young objects stay
+as they are.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 OBJECTS = 70_000
-"""New objects that cause a pass if no call runs."""
+"""The number of new objects that cause a pass if no call runs."""
 MOST_OBJECTS = 1_000_000
-"""New objects that cause a pass although calls run: garbage in cycles stays until then."""
+"""The number of new objects that cause a pass even if calls run, because garbage in cycles stays until a pass."""
 MOST_S = 300.0
-"""Seconds after which `OBJECTS` are enough although calls run: under steady load there is never a pause."""
+"""Seconds after a pass from which `OBJECTS` are enough even if calls run. Under steady load, calls always run."""
 MOST_BYTES = 64 << 20
-"""Growth of the process after which `OBJECTS` are enough although calls run."""
+"""Growth of the process in bytes after which `OBJECTS` are enough even if calls run."""
 NEVER = 2**30
 LOOK_S = 1.0
 
 
 class FullPasses:
-    """Makes full passes. Belongs to the event loop; the process has one collector."""
+    """Makes full passes. Belongs to the event loop. The process has only one collector, for all its servers."""
 
     def __init__(self, num_running: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         """`num_running`: the number of running calls; `clock`: seconds."""
@@ -38,11 +39,11 @@ class FullPasses:
         self._seen, self._since, self._bytes = 0, clock(), 0
 
     def start(self) -> None:
-        """Take the full passes over from Python, and freeze all living objects: passes no longer visit them.
+        """Take over the full passes from Python, and freeze all living objects, so that passes no longer visit them.
 
-        A process that froze its objects itself, as `foreword serve` does after loading, keeps exactly those frozen.
+        If the process has frozen objects itself, as `foreword serve` does after loading, no further objects are frozen.
         """
-        gc.collect()  # or garbage would be frozen, too
+        gc.collect()  # otherwise garbage would be frozen too
         self._froze = not gc.get_freeze_count()
         if self._froze:
             gc.freeze()
@@ -56,7 +57,7 @@ class FullPasses:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-            if self._thresholds[2] != NEVER:  # else another server of this process makes the passes
+            if self._thresholds[2] != NEVER:  # otherwise another server of this process makes the passes
                 gc.set_threshold(*self._thresholds)
             if self._froze:
                 gc.unfreeze()
@@ -67,7 +68,7 @@ class FullPasses:
             self.look()
 
     def look(self) -> bool:
-        """Make a full pass if it is time; returns whether it was."""
+        """Make a full pass if it is time. Returns whether a pass was made."""
         num_new = (_young_passes() - self._seen) * self._objects_of_a_pass
         may_wait = self._num_running() and self._clock() - self._since < MOST_S
         may_wait = may_wait and _resident_bytes() - self._bytes < MOST_BYTES
@@ -79,7 +80,7 @@ class FullPasses:
 
     @property
     def _objects_of_a_pass(self) -> int:
-        """New objects between two passes over young ones: 7,000 in Python 3.11, 20,000 in 3.13."""
+        """The number of new objects between two passes over young objects: 7,000 in Python 3.11, 20,000 in 3.13."""
         newest, passes, _ = self._thresholds
         return newest * max(1, passes)
 
@@ -88,7 +89,7 @@ class FullPasses:
 
 
 def _resident_bytes() -> int:
-    """Memory of the process; 0 if the system does not report it."""
+    """Return the memory of the process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):

@@ -1,13 +1,13 @@
 """Hints: an orchestrator's requests to the cache, in vLLM's envelope of versioned actions (`kv_hints`).
 
-An envelope that comes with a request is about the request's prompt and session. One that comes alone is about the
-newest prompt of a session. The server ignores actions that it does not implement, and checks the payloads of all
-others. A hint never fails a request; the answer has the outcome of each action.
+An envelope with a request is about the request's prompt and session. An envelope without a request is about the newest
+prompt of a session. The server ignores actions that it does not implement, and checks the payloads of all
+others. A hint never makes a request fail; the answer has the outcome of each action.
 
-    kv.retain    an entry of the cache that each use refreshes      {"ttl_seconds"} or vLLM's {"directives": [...]}
-    kv.pin       an entry that ends at its time                     {"ttl_seconds", "end"}
-    kv.demote    the session is closed, once the request has ended  {}
-    kv.prefetch  the prompt is brought into the pool, computed if no tier has it   {}
+    kv.retain    make an entry of the cache that each use refreshes    {"ttl_seconds"} or vLLM's {"directives": [...]}
+    kv.pin       make an entry that ends at its time                   {"ttl_seconds", "end"}
+    kv.demote    close the session once the request has ended          {}
+    kv.prefetch  bring the prompt into the pool, and compute the tokens that no tier has   {}
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from foreword.engine import Keep, Mark, Prompt
 from foreword.server.bodies.fields import Body, Part
 
 RETAIN = "retain"
-"""Source of entries that a hint asks to retain."""
+"""The source of entries that `kv.retain` makes."""
 ACTIONS = (RETAIN, PIN, "demote", "prefetch")
 DEFAULT_TTL_S, MAX_TTL_S = 300.0, 366 * 86_400.0
 PROTOCOLS, VERSION = ("0", "1"), "1"
-"""Major versions of envelopes and of actions that are known."""
+"""The known major versions: PROTOCOLS of envelopes, VERSION of actions."""
 MOST_ACTIONS, MOST_DIRECTIVES = 16, 256
 Name = Annotated[str, Field(max_length=256)]
 
@@ -58,17 +58,17 @@ class HintsRequest(Body):
 
 
 Outcome = Literal["accepted", "deferred", "clipped", "missing", "rejected", "ignored"]
-"""deferred: done once the answer has ended; clipped: less than was asked; missing: nothing to act on; rejected: because
-of its payload, or of this server's settings."""
+"""deferred: done once the answer has ended; clipped: keeps less than was asked; missing: there is nothing to act on;
+rejected: refused because of its payload or this server's settings; ignored: unknown here."""
 WHOLE = 2**63
-"""An end beyond any prompt: the answer is to be kept too, which marks of prompts cannot do."""
+"""An end beyond any prompt, for hints that ask to keep the answer too. Marks cannot do that, so the end is clipped."""
 
 
 _RANKS: Sequence[Outcome] = get_args(Outcome)
 
 
 class UnusableHintError(Exception):
-    """An action that has no effect: its outcome, and why."""
+    """An action has no effect. The error has the action's outcome and the reason."""
 
     def __init__(self, outcome: Outcome, why: str) -> None:
         super().__init__(why)
@@ -81,18 +81,18 @@ class Hint:
 
     action: KvHintAction
     name: str
-    """One of ACTIONS."""
+    """The name of the action, one of ACTIONS."""
     keep: Keep | None = None
-    """The form of the entry that `retain` and `pin` make."""
+    """How to keep the entry that `retain` and `pin` make; None for other actions."""
     end: int | None = None
-    """The number of the prompt's tokens to keep; None: all."""
+    """The number of the prompt's first tokens to keep; None: all tokens."""
 
     def is_about(self, session_id: str | None) -> bool:
-        """Whether the payload names this session, or none."""
+        """Say whether the payload names this session, or no session."""
         return self.action.payload.get("session_id") in (None, session_id)
 
     def mark(self, num_tokens: int) -> Mark | None:
-        """Its mark in a prompt of this length; None if it keeps nothing."""
+        """Return its mark in a prompt of this length; None if the action keeps nothing."""
         end = num_tokens if self.end is None else min(self.end, num_tokens)
         return None if self.keep is None else Mark(end, self.keep)
 
@@ -104,7 +104,7 @@ class Hints:
         self._outcomes: dict[int, dict[str, Any]] = {}
         self._actions = envelope.actions
         self.usable: dict[int, Hint] = {}
-        """By their number in the envelope."""
+        """The actions that can be carried out, by their number in the envelope."""
         protocol = envelope.protocol_version
         for number, action in enumerate(envelope.actions):
             try:
@@ -115,7 +115,7 @@ class Hints:
                 self.note(number, error.outcome, detail=str(error))
 
     def on(self, prompt: Prompt, is_uncached: bool = False) -> tuple[Mark, ...]:
-        """The marks of a prompt and of the hints. An uncached prompt, or one with links, takes none of the hints'."""
+        """Return the marks of a prompt and of the hints. Prompts with links or without caching get no hints' marks."""
         num_tokens = len(prompt.token_ids)
         marks = {number: mark for number, hint in self.usable.items() if (mark := hint.mark(num_tokens)) is not None}
         if prompt.links is None and not is_uncached:
@@ -127,11 +127,11 @@ class Hints:
         return prompt.marks
 
     def demotes(self, session_id: str) -> bool:
-        """Whether the request's session is to be closed."""
+        """Say whether a hint asks to close the request's session."""
         return any(hint.name == "demote" and hint.is_about(session_id) for hint in self.usable.values())
 
     def note(self, number: int, outcome: Outcome, **more: Any) -> None:
-        """Note the outcome of an action. Of several, for the prompts of one call, the worst counts."""
+        """Note the outcome of an action. If the prompts of one call have several outcomes, the worst counts."""
         action, earlier = self._actions[number], self._outcomes.get(number)
         if earlier is not None and _RANKS.index(earlier["outcome"]) >= _RANKS.index(outcome):
             return
@@ -143,7 +143,7 @@ class Hints:
         }
 
     def note_kept(self, number: int, entry: CacheEntry | None, num_prompt_tokens: int) -> None:
-        """Note the outcome of an action that keeps something. `entry` None: this server keeps nothing."""
+        """Note the outcome of an action that keeps a prefix. `entry`: None if this server keeps no prefixes."""
         if entry is None:
             self.note(number, "rejected", detail="this server keeps no prefixes (max_pinned_share)")
             return
@@ -155,7 +155,7 @@ class Hints:
         self.note(number, "accepted" if is_whole else "clipped", entry=entry.name, kept_tokens=entry.num_kept_tokens)
 
     def note_request(self, session_id: str | None, num_prompt_tokens: int, entries: Sequence[CacheEntry]) -> None:
-        """Note the outcomes for a prompt whose request has ended; `entries` keep it."""
+        """Note the outcomes for a prompt whose request has ended; `entries` are the entries of its marks."""
         for number, hint in self.usable.items():
             mark = hint.mark(num_prompt_tokens)
             if mark is not None:
@@ -166,19 +166,19 @@ class Hints:
             elif hint.name == "demote" and not hint.is_about(session_id):
                 why = "the payload names another session than the request; send it to /v1/cache/hints"
                 self.note(number, "missing", detail=why)
-            elif hint.name == "demote":  # nobody can know yet whether an engine will answer
+            elif hint.name == "demote":  # it is not known yet whether an engine will answer
                 why = "done soon after the answer's end; a request of the session that ends later opens it anew"
                 self.note(number, "deferred", detail=why)
             else:
                 self.note(number, "accepted")
 
     def report(self) -> list[dict[str, Any]]:
-        """The outcomes, for JSON, in the order of the actions."""
+        """Return the outcomes, for JSON, in the order of the actions."""
         return [self._outcomes[number] for number in sorted(self._outcomes)]
 
 
 def _read(action: KvHintAction) -> Hint:
-    """An action with its payload. Raises UnusableHintError."""
+    """Read an action and its payload. Raises UnusableHintError."""
     name = action.action_type.removeprefix("kv.")
     if name not in ACTIONS:
         raise UnusableHintError("ignored", f"action_type {action.action_type!r:.40} is unknown here")
@@ -195,7 +195,7 @@ def _read(action: KvHintAction) -> Hint:
 
 
 def _of_directives(directives: Any) -> tuple[float, int | None]:
-    """The longest time and the farthest end of vLLM's directives; their ranks have no meaning here."""
+    """Return the longest time and the farthest end of vLLM's directives. A priority only counts as zero or not."""
     if not isinstance(directives, list) or len(directives) > MOST_DIRECTIVES:
         raise UnusableHintError("rejected", f"directives must be a list of at most {MOST_DIRECTIVES}")
     ttl_s, ends = 0.0, list[int | None]()

@@ -1,4 +1,4 @@
-"""HTTP for the endpoints: the caller, answers as JSON or server-sent events, and clients that leave."""
+"""HTTP for the endpoints: finds the caller, sends answers as JSON or events, and handles clients that leave."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from foreword.server.service import Service
 logger = logging.getLogger(__name__)
 
 SENT_AT_ONCE = 2**16
-"""Characters that a stream sends before the event loop serves others."""
+"""The number of characters that a stream sends before the event loop serves other calls."""
 PING_INTERVAL_S = 10.0
-"""Seconds without an event after which a stream sends its dialect's ping. Some clients give up after 300."""
+"""Seconds without an event after which a stream sends its dialect's ping. Some clients give up after 300 seconds."""
 
 
 class AnswerWriter(Protocol):
@@ -32,38 +32,38 @@ class AnswerWriter(Protocol):
 
     answer: AnswerStream
     piece_depth: int
-    """Levels of a whole answer that are written item by item, down to the log probabilities of single positions."""
+    """The number of levels of a whole answer that are written item by item, down to single log probabilities."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimate the number of bytes of these deltas."""
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The body of an answer that is not streamed, from one delta per choice."""
+        """Return the body of an answer that is not streamed, from one delta per choice."""
 
     def events(self) -> AsyncIterator[list[Event]]:
-        """The events of a streamed answer; each list can be sent at once."""
+        """Yield the events of a streamed answer; all events of a list can be sent at once."""
 
 
 def service_of(request: Request) -> Service:
-    """The service that the app runs."""
+    """Return the service that the app runs."""
     service: Service = request.app.state.service
     return service
 
 
 def dialect_of(request: Request) -> Dialect:
-    """The dialect of a call; the app chose it before it routed the call."""
+    """Return the dialect of a call, which the app chose before it routed the call."""
     dialect: Dialect = request.state.dialect
     return dialect
 
 
 def request_id_of(request: Request) -> str:
-    """The id that the answer's `request-id` header has."""
+    """Return the id in the answer's `request-id` header."""
     request_id: str = request.state.request_id
     return request_id
 
 
 async def authorized(request: Request) -> Tenant:
-    """The tenant of a request. Raises APIError 401."""
+    """Return the tenant of a request. Raises APIError 401."""
     tenant = service_of(request).authorize(dialect_of(request).key(request.headers, request.query_params))
     CALLER.set(tenant.name)
     return tenant
@@ -74,19 +74,19 @@ Authorized = Annotated[Tenant, Depends(authorized)]
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Make a JSON answer."""
     return Response(to_json(body), status, headers, "application/json")
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """The answer to an exception, in the caller's dialect."""
+    """Make the answer to an exception, in the caller's dialect."""
     request.state.error = api_error = from_error(error)
     answer = dialect_of(request).error(api_error, request_id_of(request))
     return json_response(answer.body, answer.status, dict(answer.headers))
 
 
 async def respond(request: Request, writer: AnswerWriter, frames: Frames | None = None) -> Response:
-    """Answer with the engine's result; if the client leaves before the end, its requests are aborted.
+    """Answer with the engine's result. If the client leaves before the end, the call's requests are aborted.
 
     `frames` is the form of a stream; None: server-sent events.
     """
@@ -102,7 +102,7 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
 
 
 def route_of(answer: AnswerStream) -> dict[str, str]:
-    """A header that names the engine of several that answers, and why that one."""
+    """Return a header that says which of several engines answers, and why; empty with a single engine."""
     route = answer.jobs[0].record.route
     return {} if route is None else {"x-foreword-route": route}
 
@@ -119,9 +119,9 @@ async def finished(answer: AnswerStream) -> list[Delta]:
 
 
 class TimeLimit:
-    """Ends calls whose answer has not begun in time, whatever they wait for: a thread, the queue, a token.
+    """Ends calls whose answer has not begun in time, whether they wait for a thread, the queue or a token.
 
-    A stream that has begun ends by itself at `DEADLINE`.
+    An answer that has begun is not ended here; a stream ends itself at `DEADLINE`.
     """
 
     def __init__(self, app: ASGIApp, *, limit_s: float) -> None:
@@ -159,11 +159,11 @@ class Frames:
     """The text that is being sent, and where its rest begins, which a stream that ends early sends first."""
 
     def frame(self, event: Event) -> str:
-        """The text of the next event."""
+        """Return the text of the next event."""
         return f"{_data(event)}\n"
 
     def end(self) -> bytes:
-        """The bytes after the last event."""
+        """Return the bytes after the last event."""
         return b""
 
 
@@ -213,7 +213,7 @@ async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> A
             for at in range(0, len(text), SENT_AT_ONCE):
                 frames.unsent = text, at
                 if at:
-                    await asyncio.sleep(0)  # a socket may take all at once
+                    await asyncio.sleep(0)  # sending may never wait, so let the event loop serve other calls here
                 yield text[at : at + SENT_AT_ONCE].encode()
             frames.unsent = "", 0
     except Exception as error:
@@ -224,7 +224,7 @@ async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> A
 
 
 async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> AsyncIterator[list[Event] | bytes]:
-    """The events, and pings for as long as none comes."""
+    """Yield the events, and pings while no event comes."""
     while True:
         coming = asyncio.ensure_future(anext(events))
         try:
@@ -239,7 +239,7 @@ async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> Asy
 
 
 class _EventStream(StreamingResponse):
-    """A stream within a time limit; the answer is closed however it ends."""
+    """A stream within a time limit. The answer is closed in any case when the stream ends."""
 
     def __init__(self, request: Request, writer: AnswerWriter, frames: Frames) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **route_of(writer.answer)}

@@ -1,4 +1,4 @@
-"""Intake: turns a body into a request, and counts the body's items before it spends time on each of them.
+"""Intake: turns a body into a request. It counts the body's items before it spends time on each item.
 
 All endpoints read their bodies here:
 
@@ -28,7 +28,7 @@ from foreword.server.http import authorized, service_of
 
 
 def call_of(model: type[AnyBody]) -> Callable[..., Awaitable[Call[AnyBody]]]:
-    """A dependency that reads a call with such a body. Raises APIError 401, 413, 415 or 400."""
+    """Make a dependency that reads a call with a body of `model`, which raises APIError 401, 413, 415 or 400."""
 
     async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Call[AnyBody]:
         body, num_bytes = await _read(model, request)
@@ -38,7 +38,7 @@ def call_of(model: type[AnyBody]) -> Callable[..., Awaitable[Call[AnyBody]]]:
 
 
 def operators_body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
-    """A dependency that reads a body of operators, who need no tenant's key. Raises APIError 403 too."""
+    """Make a dependency that reads an operator's body without a tenant's key, and raises APIError 403 for others."""
 
     async def read(request: Request) -> AnyBody:
         service_of(request).operators.check(request.scope)
@@ -52,14 +52,14 @@ async def _read(model: type[AnyBody], request: Request) -> tuple[AnyBody, int]:
     limits = service.body_limits
     kind = request.headers.get("content-type", "")
     data = await read_body(request, limits.most_bytes(model))
-    if data and "json" not in kind:  # a web page elsewhere could send other types without asking the user
+    if data and "json" not in kind:  # a browser lets pages of other sites send other types without a CORS check
         message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
         raise APIError(415, message, code="unsupported_media_type")
     return await off_loop(len(data), lambda: _fields(model, data, limits, service.unknown_fields)), len(data)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body. Raises APIError 413 for more than `max_bytes`, without reading if the declared length is more."""
+    """Read the body. Raises APIError 413 for more than `max_bytes`; it reads nothing if the declared length is more."""
     declared = request.headers.get("content-length", "")
     num_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
     pieces: list[bytes] = []
@@ -102,12 +102,12 @@ def _parse(data: bytes) -> Any:
 
 
 def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first error of a body, as a sentence."""
+    """Return the APIError that describes a body's first error in a sentence."""
     first = errors[0]
     where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
     problem = first["msg"]
-    if first["type"] in ("model_type", "model_attributes_type"):  # whose text names a class of ours
+    if first["type"] in ("model_type", "model_attributes_type"):  # pydantic's text names one of our classes
         problem = "Input should be a JSON object"
     message = f"Invalid value for {param or 'the body'}: {problem}"
     if first["type"] == "extra_forbidden":
@@ -123,13 +123,13 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def takes(model: type[Body]) -> dict[str, Any]:
-    """The part of /openapi.json that describes the body of an endpoint with `call_of(model)`."""
+    """Return the part of /openapi.json that describes the body of an endpoint with `call_of(model)`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document_bodies(app: FastAPI, models: Sequence[type[Body]]) -> None:
-    """Add the bodies to /openapi.json; FastAPI does not know them, because it does not read them."""
+    """Add the bodies to /openapi.json. FastAPI does not know them, because it does not read the bodies itself."""
     without = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Responses kept for `previous_response_id`, limited in number and in bytes. Each tenant finds only its own."""
+"""Responses kept for `previous_response_id`, limited in number and bytes. A tenant finds only its own responses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from foreword.text.conversation import pictures_of
 Messages = list[dict[str, Any]]
 
 PIECE_DEPTH = 7
-"""Levels of a response that are written item by item, down to the log probabilities of single positions."""
+"""The number of levels of a response that are written item by item, down to single log probabilities."""
 MESSAGE_BYTES = 300
 """Estimated bytes of a message without its texts."""
 
 
 class KeptResponses:
-    """Answers and their conversations by response id. Beyond the limits, the tenant with most loses its oldest.
+    """Answers and their conversations, by response id. Beyond a limit, the largest tenant loses its oldest response.
 
-    Answers are kept as JSON text: a dictionary of log probabilities takes several times the memory. Any thread may call
-    `keep`; the rest belongs to the event loop.
+    Answers are kept as JSON text, because a dictionary of log probabilities takes several times the memory. Any thread
+    may call `keep`; the other methods belong to the event loop.
     """
 
     def __init__(self, max_responses: int = 1000, max_bytes: int = 64 * 2**20) -> None:
@@ -35,9 +35,9 @@ class KeptResponses:
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._num_of, self._bytes_of = Counter[str](), Counter[str]()
-        """By tenant."""
+        """Numbers and bytes of responses, by tenant."""
         self._uses = Counter[int]()
-        """Uses of pictures by their files' identity: a conversation's turns share them, and they count once."""
+        """Uses of pictures, by the identity of the file. A conversation's turns share pictures, which count once."""
 
     def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
         """Keep a finished response, and the conversation that ends with it."""
@@ -51,7 +51,7 @@ class KeptResponses:
                 self._drop(next(name for name, (owner, _, _) in self._responses.items() if owner == largest))
 
     def get(self, tenant: Tenant, response_id: str) -> tuple[Messages, str]:
-        """The conversation and the JSON text of a tenant's response. Raises APIError 404."""
+        """Return the conversation and the JSON text of a tenant's response. Raises APIError 404."""
         owner, messages, json_text = self._responses.get(response_id, ("", [], ""))
         if not json_text or owner != tenant.name:
             raise APIError(404, f"Response with id {response_id[:100]!r} not found.", param="previous_response_id")
@@ -61,7 +61,7 @@ class KeptResponses:
         """Forget a tenant's response. Raises APIError 404."""
         self.get(tenant, response_id)
         with self._lock:
-            if response_id in self._responses:  # else `keep` in another thread has just dropped it
+            if response_id in self._responses:  # otherwise `keep` in another thread has just dropped it
                 self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
@@ -69,7 +69,7 @@ class KeptResponses:
         self._count(owner, -1, -_num_bytes(messages, json_text) - self._picture_bytes(messages, -1))
 
     def _picture_bytes(self, messages: Messages, change: int) -> int:
-        """Count uses of pictures; returns the bytes of those that became used, or unused."""
+        """Count uses of pictures. Returns the bytes of the pictures that became used or unused."""
         num_bytes = 0
         for file in pictures_of(messages):
             self._uses[id(file)] += change
@@ -90,7 +90,7 @@ def _num_bytes(messages: Messages, json_text: str) -> int:
 
 
 def _size(value: Any) -> int:
-    """Estimated bytes of a message, however deep its parts lie."""
+    """Estimate the bytes of a message with all its nested parts."""
     if isinstance(value, dict):
         return sys.getsizeof(value) + sum(_size(key) + _size(item) for key, item in value.items())
     if isinstance(value, list):

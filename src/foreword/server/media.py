@@ -1,9 +1,9 @@
-"""Pictures at addresses: fetched from the domains that the operator allows, and from no other machine.
+"""Fetches pictures at URLs, only from the domains that the operator allows.
 
-A client's address is a way into the server's network. So a name is resolved once, each of its addresses must be public,
-and the connection goes to the address that was checked: a name that resolves to something else a moment later (DNS
-rebinding) changes nothing. Redirects are not followed and no proxy is asked. Bytes and time are bounded before anything
-is decoded.
+A client's URL could reach into the server's own network. So a name is resolved once, and each of its addresses must be
+public. The connection goes to an address that was checked, so a name that resolves to another address a moment later
+(DNS rebinding) does no harm. Redirects are not followed and no proxy is used. Bytes and time are limited before
+anything is decoded.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from foreword.request import HeldBytes
 from foreword.server.crews import Crew
 
 FETCH_S = 10.0
-"""Limit of a fetch in seconds, from the question to the resolver to a picture's last byte."""
+"""Limit of a fetch in seconds, from the resolution of the name to the picture's last byte."""
 MOST_ADDRESSES = 3
-"""Addresses of a name that are tried, in the order of the resolver."""
+"""The number of a name's addresses that are tried, in the order of the resolver."""
 RESOLVERS = 8
-"""Threads that ask the resolver, which may take longer than `FETCH_S`."""
+"""The number of threads that resolve names, which may take longer than `FETCH_S`."""
 _PORTS = {"http": 80, "https": 443}
 _EMBEDDING = ipaddress.IPv6Network("64:ff9b::/96")
 """Addresses that stand for an IPv4 address (RFC 6052)."""
 _GLOBAL = ipaddress.IPv6Network("2000::/3")
-"""The only IPv6 addresses that machines of the internet have."""
+"""The range of the IPv6 addresses of all machines on the internet."""
 _DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")
-"""Addresses that nobody has (RFC 9637), unknown to older Pythons."""
+"""Addresses for documentation, which no machine has (RFC 9637). Older versions of Python do not know this range."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to a machine of the internet, not to this machine or a private network."""
+    """Say whether an IP address belongs to a machine on the internet, not to this machine or a private network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped or ip in _EMBEDDING:
@@ -52,7 +52,7 @@ def is_public(address: str) -> bool:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The IP addresses of a name. Raises OSError or UnicodeError."""
+    """Return the IP addresses of a name. Raises OSError or UnicodeError."""
     return [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
@@ -81,7 +81,7 @@ class MediaDomains:
         self._resolvers = ThreadPoolExecutor(RESOLVERS, "resolve")
 
     async def fill(self, files: Sequence[PictureFile], fetched: ExitStack) -> None:
-        """Fetch the pictures that have an address and no bytes yet; their bytes are counted until `fetched` is closed.
+        """Fetch the pictures that have a URL and no bytes yet. Their bytes are counted until `fetched` is closed.
 
         Raises InvalidRequestError, MediaBusyError, or APIError 429.
         """
@@ -96,7 +96,7 @@ class MediaDomains:
             file.fill(data)
 
     def _fetch(self, text: str, max_bytes: int) -> bytes:
-        """The bytes of a file, at most `max_bytes`."""
+        """Return the bytes of a file, at most `max_bytes`. Raises InvalidRequestError or MediaBusyError."""
         try:
             url = httpx.URL(text)
             place = url.raw_host.decode().lower(), url.port or _PORTS[url.scheme]
@@ -128,7 +128,7 @@ class MediaDomains:
             return await self._read(url, addresses[-1], max_bytes, limits)
 
     async def _read(self, url: httpx.URL, address: str, max_bytes: int, limits: httpx.Timeout) -> bytes:
-        """Ask the machine at `address` under the URL's name, also in TLS."""
+        """Read the file from the machine at `address`. HTTP and TLS get the name of the URL."""
         headers = {"Host": url.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
         request = httpx.Request(
             "GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": url.raw_host.decode()}
@@ -148,7 +148,7 @@ class MediaDomains:
 
 
 def _places(domain: str) -> list[tuple[str, int]]:
-    """The host and the ports of an allowed domain. Raises ConfigError."""
+    """Return the host of an allowed domain with each of its ports. Raises ConfigError."""
     match = re.fullmatch(r"([a-z0-9.-]+)(?::(\d{1,5}))?", domain.lower())
     if match is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Records: the life of each request. Metrics, explanations and the dashboard read them.
 
-The event loop opens a record when it accepts a request; the engine's thread fills it while the request runs, and closes
-it. Any thread may read single fields at any time; a closed record never changes.
+The event loop opens a record when it accepts a request. The engine's thread fills the record while the request runs,
+and closes it. Any thread may read single fields at any time. A closed record never changes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 FIRST, LATER, NO_SESSION = "first", "later", "none"
 MAX_RECORDS = 1000
 MAX_SESSIONS = 10_000
-"""Limit of the sessions that have totals: those whose requests ended last. About 5 MB."""
+"""Limit of the sessions with totals, which take about 5 MB. Sessions whose requests ended last are kept."""
 PACE_S = 60.0
-"""Age of requests that no longer show the pace at which the server answers."""
+"""Seconds after its end from which a request no longer counts for the pace at which the server answers."""
 MAX_RECORD_BYTES = 128 * 2**20
-"""Limit of all finished records; beyond it the oldest are dropped."""
+"""Limit of the bytes of all finished records. Beyond this limit, the oldest are dropped."""
 RECORD_BYTES = 2048
 """Estimated bytes of a record without its prompt and times."""
 TIME_BYTES = 32
@@ -45,9 +45,9 @@ class ListenerHealth:
         self.name = name
         self.num_failures = 0
         self.num_lost = 0
-        """Requests that the listener lost."""
+        """The number of requests that the listener lost."""
         self.failure: str | None = None
-        """Why its last attempt failed; None if the attempt succeeded."""
+        """Why the last attempt failed; None if it succeeded."""
         self._logged: float | None = None
 
     def failed(self, error: Exception | str) -> None:
@@ -74,7 +74,7 @@ class ListenerHealth:
 
 
 class Listener(Generic[T]):
-    """A function that is called with events, and whose exceptions stop here."""
+    """Calls a function with events. The function's exceptions are noted and not raised."""
 
     def __init__(self, name: str, tell: Callable[[T], None]) -> None:
         self.health = ListenerHealth(name)
@@ -91,7 +91,7 @@ class Listener(Generic[T]):
 
 
 def what_failed(error: Exception) -> str:
-    """An error for people without a key: the system's message, without paths or values."""
+    """Describe an error for people without a key: the system's message, without paths or values."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     cause = error.__cause__
@@ -110,7 +110,7 @@ class RequestRecord:
     endpoint: str
     prompt_token_ids: npt.NDArray[np.int32]
     salt: str | None = None
-    """Cache namespace; never shown."""
+    """The cache's namespace, which no client ever sees."""
     session_id: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call, if it has one."""
@@ -125,40 +125,40 @@ class RequestRecord:
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None
     token_times: list[float] = field(default_factory=list)
-    """End of each step that produced tokens; the first is the time of the first token."""
+    """The end of each step that produced tokens. The first entry is the time of the first token."""
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     explanation: LookupExplanation | None = None
     """Result of its cache lookup. Clients must see `salt_differs` as `never_seen`."""
     adapter: str | None = None
-    """Digest of the adapter that computes all its tokens; None if it begins inside the prompt."""
+    """The digest of the adapter that computes all its tokens; None without an adapter that begins at token 0."""
     adapter_begins_inside: bool = False
     link_method: str | None = None
-    """The method of linking that the call asked for."""
+    """The method of linking that the call asked for; None for a plain prompt."""
     linked_from: int | None = None
-    """The index of the first token that is linked; None: all are computed."""
+    """The index of the first linked token; None: all tokens are computed."""
     has_gaps: bool = False
-    """Whether tokens stand at other positions than those of the plain prompt."""
+    """Whether tokens have other positions than in the plain prompt."""
     jumps: tuple[tuple[int, int], ...] = ()
-    """Index and position of the tokens after gaps that stand before the first link."""
+    """Index and position of each token before the first link that follows a gap between positions."""
     spans: tuple[tuple[int, str], ...] = ()
-    """Index of each picture's first token, and the digest of what it shows."""
+    """For each picture or embedding: the index of its first token, and the digest of its content."""
     link: LinkReport | None = None
-    """The fate of the tokens of a prompt with `link_method`."""
+    """Counts of the linked, computed and cached tokens of a prompt with `link_method`."""
     route: str | None = None
-    """Why it went to its replica, in a line; None if there is one engine."""
+    """Why the request went to its replica, in a line; None if there is only one engine."""
     outcome: str | None = None
     """Finish reason of its last choice, or "refused", "failed", "disconnected", "timeout"; None while it runs."""
 
     @property
     def namespace(self) -> str:
-        """Prompts of one namespace may share KV."""
+        """The namespace of the prompt. Prompts of one namespace may share KV."""
         return namespace_of(self.salt, self.adapter)
 
     @property
     def is_plain(self) -> bool:
-        """Whether its KV lies under its tokens and its salt alone."""
+        """Whether the keys of its KV depend on its tokens and its salt alone."""
         return not (self.spans or self.jumps or self.link_method or self.adapter or self.adapter_begins_inside)
 
     @property
@@ -167,22 +167,22 @@ class RequestRecord:
 
     @property
     def approximate(self) -> str | None:
-        """The method, if tokens are linked or positions have gaps; None: the answer is exact."""
+        """The method of linking, if tokens are linked or positions have gaps; None: the answer is exact."""
         return self.link_method if self.linked_from is not None or self.has_gaps else None
 
     @property
     def num_queried_tokens(self) -> int:
-        """Prompt tokens that the prefix cache could have had: of a linked prompt, those before its first link."""
+        """The number of prompt tokens that the prefix cache could have had: all tokens before the first link."""
         return self.num_prompt_tokens if self.linked_from is None else self.linked_from
 
     @property
     def num_computed_tokens(self) -> int:
-        """Prompt tokens that were neither found in the cache nor linked."""
+        """The number of prompt tokens that were neither found in the cache nor linked."""
         return self.num_prompt_tokens - self.num_cached_tokens - (0 if self.link is None else self.link.linked_tokens)
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory."""
+        """The estimated memory in bytes."""
         return (
             RECORD_BYTES
             + self.prompt_token_ids.nbytes
@@ -197,7 +197,7 @@ class RequestRecord:
 
 
 def namespace_of(salt: str | None, adapter: str | None) -> str:
-    """One text for a salt and the adapter that computes all tokens."""
+    """Return the text that names the namespace of a salt and of the adapter that computes all tokens."""
     return (salt or "") + ("" if adapter is None else f" under adapter {adapter}")
 
 
@@ -220,11 +220,11 @@ class Totals:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were found in the cache."""
+        """The share of the prompt tokens that were found in the cache."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def report(self) -> dict[str, float]:
-        """The totals, for JSON."""
+        """Report the totals, for JSON."""
         return {
             "requests": self.requests,
             "queried_tokens": self.queried_tokens,
@@ -241,7 +241,7 @@ class TenantStats(Totals):
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def since(self, before: TenantStats) -> TenantStats:
-        """The totals that were added to `before`."""
+        """Return the difference between these totals and the earlier totals `before`."""
         return TenantStats(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
@@ -251,11 +251,11 @@ class SessionStats(Totals):
 
     first_time: float = field(default_factory=time.time)
     last_time: float = 0.0
-    """When its last request ended."""
+    """The time at which its last request ended."""
 
 
 class Records:
-    """Running requests, the most recent finished ones, and totals by tenant. Safe to use from any thread."""
+    """Running requests, the most recent finished requests, and totals by tenant. Any thread may use it."""
 
     def __init__(self, max_finished: int = MAX_RECORDS, max_bytes: int = MAX_RECORD_BYTES) -> None:
         self._lock = Lock()
@@ -265,19 +265,19 @@ class Records:
         self._max = max_finished
         self._max_bytes = max_bytes
         self.num_finished_bytes = 0
-        """Memory of the finished records, roughly."""
+        """The estimated bytes of the finished records."""
         self._tenants: dict[str, TenantStats] = {}
         self._sessions: OrderedDict[tuple[str, str], SessionStats] = OrderedDict()
-        """By tenant and id, the one that was used last at the end."""
+        """Totals of sessions by tenant and id. The last used session comes last."""
         self._turns: dict[str, Totals] = {turn: Totals() for turn in (FIRST, LATER, NO_SESSION)}
         self._listeners: list[Listener[RequestRecord]] = []
 
     def on_finished(self, listener: Listener[RequestRecord]) -> None:
-        """Call `listener` with every closed record, on the engine's thread: it must be quick."""
+        """Call `listener` with every closed record, on the engine's thread. So it must be quick."""
         self._listeners.append(listener)
 
     def listeners(self) -> list[ListenerHealth]:
-        """The health of the listeners to closed records."""
+        """Return the health of the listeners to closed records."""
         return [listener.health for listener in self._listeners]
 
     def open(self, record: RequestRecord) -> None:
@@ -301,7 +301,7 @@ class Records:
             listener(record)
 
     def _count_session(self, record: RequestRecord) -> str:
-        """Count a record for its session, if it ran; returns which of the session's requests it is."""
+        """Count a record for its session, if it ran. Returns FIRST, LATER or NO_SESSION."""
         if record.session_id is None or record.first_scheduled_time is None:
             return NO_SESSION
         stats = self._sessions.setdefault((record.tenant, record.session_id), SessionStats())
@@ -325,15 +325,15 @@ class Records:
                 del self._by_response[dropped.response_id]
 
     def recent(self, count: int, tenant: str | None = None) -> list[RequestRecord]:
-        """Finished records, the latest first; only those of `tenant`, if given."""
+        """Return up to `count` finished records, the latest first; only records of `tenant`, if given."""
         with self._lock:
             finished: Iterator[RequestRecord] = reversed(list(self._finished))
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
 
     def expected_wait_s(self, num_ahead: int) -> int:
-        """Seconds, 1 to 600, until the server has answered this number of choices, at the pace of the last ones.
+        """Estimate the seconds, 1 to 600, in which the server answers this number of choices, at its recent pace.
 
-        While none has ended, the age of the oldest request, as a lower bound.
+        If no request has ended recently, return the age of the oldest running request as a lower bound.
         """
         now = time.monotonic()
         ended = [record for record in self.recent(32) if record.finished_time and now - record.finished_time < PACE_S]
@@ -343,18 +343,18 @@ class Records:
         return max(1, min(600, math.ceil(wait_s)))
 
     def running(self) -> list[RequestRecord]:
-        """Records of requests that are not finished."""
+        """Return the records of requests that are not finished."""
         with self._lock:
             return list(self._running.values())
 
     def of_response(self, response_id: str, tenant: str) -> RequestRecord | None:
-        """The first record of a finished response, if it belongs to this tenant and is still kept."""
+        """Return the first record of a finished response; None if it is another tenant's or no longer kept."""
         with self._lock:
             record = self._by_response.get(response_id)
         return record if record is not None and record.tenant == tenant else None
 
     def totals(self) -> TenantStats:
-        """Totals of all tenants since the start, including running requests so far."""
+        """Return the totals of all tenants since the start, including running requests so far."""
         total = TenantStats()
         with self._lock:
             for stats in self._tenants.values():
@@ -365,18 +365,18 @@ class Records:
         return total
 
     def tenants(self) -> dict[str, TenantStats]:
-        """Totals by tenant."""
+        """Return the totals by tenant."""
         with self._lock:
             return dict(self._tenants)
 
     def sessions(self, limit: int | None, tenant: str | None = None) -> list[tuple[str, str, SessionStats]]:
-        """Tenant, id and totals of sessions, the one that was used last first; only those of `tenant`, if given."""
+        """Return tenant, id and totals of sessions, the last used first; only sessions of `tenant`, if given."""
         with self._lock:
             newest_first = list(reversed(self._sessions.items()))
         return [(owner, name, stats) for (owner, name), stats in newest_first if tenant in (None, owner)][:limit]
 
     def session(self, tenant: str, session_id: str) -> SessionStats | None:
-        """The totals of a session; None if none of its requests has ended, or if they are forgotten."""
+        """Return the totals of a session; None if no request of it has ended, or if the totals are forgotten."""
         with self._lock:
             return self._sessions.get((tenant, session_id))
 
@@ -386,6 +386,6 @@ class Records:
             self._sessions.pop((tenant, session_id), None)
 
     def turns(self) -> dict[str, Totals]:
-        """Totals of FIRST and LATER requests of sessions, and of those with NO_SESSION."""
+        """Return the totals of requests by their place in a session: FIRST, LATER or NO_SESSION."""
         with self._lock:
             return dict(self._turns)

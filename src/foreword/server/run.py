@@ -1,8 +1,8 @@
 """Serves one model with uvicorn until a signal stops it.
 
 After SIGTERM or SIGINT /ready answers 503, and `shutdown_delay_s` later the listening socket closes. The server still
-finishes the requests that it has accepted, within `shutdown_timeout_s`, and then stops the engine. Whatever still runs
-ENDING_S after that ends with the process.
+finishes the requests that it has accepted, within `shutdown_timeout_s`, and then stops the engine. If the server still
+runs ENDING_S after that, its process ends.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ costs up to 5 ms (figures: docs/decisions/0011-server.md).
 
 
 ENDING_S = 30.0
-"""Seconds for the engine to stop and the tiers to be written, after the last answer or its time limit."""
+"""Seconds in which the engine must stop and the tiers must be written, after the last answer or its time limit."""
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ConfigError unless a server can listen there. Called before a model is loaded, so that no time is lost."""
+    """Raise ConfigError unless a server can listen at this address. Called before the model is loaded, to save time."""
     failure: OSError | None = None
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -68,7 +68,7 @@ def check_address(host: str, port: int) -> None:
 def check_files(config: ServerConfig) -> None:
     """Raise ConfigError unless the files that options name can be read. Called before a model is loaded.
 
-    Pipes are left alone: what is read here would be gone when the server starts.
+    Pipes are not checked, because a pipe's content can be read only once, and the server reads it later.
     """
     if config.keys_file is not None and not _is_pipe(config.keys_file):
         read_keys(config.keys_file)
@@ -84,15 +84,15 @@ def check_files(config: ServerConfig) -> None:
 
 
 def _is_pipe(path: str | os.PathLike[str]) -> bool:
-    """Whether a path can be read only once."""
+    """Say whether a path can be read only once."""
     return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
 def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> bool:
-    """Serve until a signal comes. Prints the address to standard output once it is ready.
+    """Serve until a signal comes. Print the address to standard output once the server is ready.
 
-    Returns whether Python may end in order: a thread of a crew that still runs compiled code would crash in an
-    interpreter that ends around it. Raises EngineError if the server did not start, or not stop, in order.
+    Returns whether Python may end in order. It may not if a thread of a crew still runs compiled code, because this
+    thread would crash while the interpreter ends. Raises EngineError if the server failed to start or to stop in order.
     """
     name = next(iter(config.served_model_name), name_of_model(llm.config.model.model))
     app = make_app(llm, config, name, open_door)
@@ -130,7 +130,7 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
 
 
 def end_within(seconds: float) -> None:
-    """End the process, whatever runs in it: a step, a disk, work for a client. Does nothing if it ends by itself."""
+    """End the process after these seconds, whatever still runs in it, unless it has ended by itself."""
 
     def end() -> None:
         logger.critical("the server has not stopped within %g s; its process ends now", seconds)
@@ -143,7 +143,7 @@ def end_within(seconds: float) -> None:
 
 
 def tell_cancelled(record: logging.LogRecord) -> bool:
-    """A log filter: one line for each call that the end of the server cancels, in place of uvicorn's traceback."""
+    """Replace uvicorn's traceback, for a call that the server's end cancels, by one line. It is a log filter."""
     if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
         record.msg, record.args, record.exc_info = "a call was ended because the server stops", (), None
         record.levelno, record.levelname = logging.INFO, "INFO"
@@ -151,7 +151,7 @@ def tell_cancelled(record: logging.LogRecord) -> bool:
 
 
 class AnnouncingServer(uvicorn.Server):
-    """A server that reports its addresses, also when the system chose the port."""
+    """A server that reports its addresses, even if the system chose the port."""
 
     def __init__(
         self, config: uvicorn.Config, on_start: Callable[[str], None], on_stop: Callable[[], None], delay_s: float = 0.0
@@ -163,10 +163,10 @@ class AnnouncingServer(uvicorn.Server):
         self._delay_s = delay_s
 
     def run(self, sockets: object = None) -> None:
-        """Serve until a signal comes. Raises EngineError for what uvicorn only logs.
+        """Serve until a signal comes. Raises EngineError for a failed start or stop, which uvicorn only logs.
 
-        uvicorn repeats the signals that ended it. They are ignored from then on: the process would exit with a
-        failure's code, or KeyboardInterrupt would pass by what ends it in order.
+        After its end, uvicorn raises again the signals that ended it. Here these repeated signals are ignored.
+        Otherwise the process would exit with a failure's code, or KeyboardInterrupt would skip the orderly end.
         """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -23,7 +23,7 @@ from foreword.server.resources.schemas import ServedSchema
 router = APIRouter(tags=["pml"])
 
 MOST_NOTES = 64
-"""Limit of the notes in a report over HTTP; `foreword pml check` shows all."""
+"""Limit of the notes in a report over HTTP. `foreword pml check` shows all notes."""
 
 
 class SchemaRequest(Body):
@@ -36,7 +36,7 @@ class SchemaRequest(Body):
 
 @router.post("/v1/pml/schemas", openapi_extra=takes(SchemaRequest))
 async def create_schema(call: Annotated[Call[SchemaRequest], Depends(call_of(SchemaRequest))]) -> Response:
-    """Keep a schema under its name, in place of one that has it, until the server's process ends."""
+    """Keep a schema under its name until the server's process ends. It replaces a schema of the same name."""
     service, body = call.service, call.body
     has_left = threading.Event()
 
@@ -59,14 +59,14 @@ async def create_schema(call: Annotated[Call[SchemaRequest], Depends(call_of(Sch
 
 @router.get("/v1/pml/schemas")
 async def list_schemas(request: Request, tenant: Authorized) -> Response:
-    """The tenant's schemas, without their modules."""
+    """List the tenant's schemas, without their modules."""
     schemas = service_of(request).schemas.all_of_tenant(tenant)
     return json_response({"object": "list", "data": [_head(served.schema) for served in schemas]})
 
 
 @router.get("/v1/pml/schemas/{name}")
 async def get_schema(name: str, request: Request, tenant: Authorized) -> Response:
-    """A schema's layout: its modules, their tokens and positions, and the room after them."""
+    """Report a schema's layout: its modules, with their tokens, positions and the room after each module."""
     return _respond(service_of(request).schemas.of_tenant(tenant, name))
 
 

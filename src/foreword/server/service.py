@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CONTINUATIONS = ("", "a", " a", "A", "1", ".", "\n", "\n\n")
-"""Texts that may follow a public text: enough to show whether its last tokens depend on them."""
+"""Texts that may follow a public text. They show which of its last tokens depend on the text that follows."""
 
 LONG_TEXT = 4_000
 """Length in characters from which texts are tokenized in a thread, not on the event loop."""
@@ -86,7 +86,7 @@ OpenDoor = Callable[[LLM, Records, Sequence[AfterStep]], EngineDoor]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request, and its wishes for caching."""
+    """The caller of a request, and the caller's wishes for caching."""
 
     tenant: Tenant
     endpoint: str
@@ -95,19 +95,19 @@ class Caller:
     trace_parent: str | None = None
     """W3C `traceparent` header of the call."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
-    """Digests of the chat template's inputs besides the messages."""
+    """Digests of the chat template's inputs besides the messages, by name."""
     is_uncached: bool = False
-    """Whether its prompts neither use the cache nor leave anything in it for others."""
+    """Whether its prompts neither use the cache nor leave anything in the cache for others."""
     priority: int = 0
     """Priority under the "priority" policy; lower goes first."""
     model: str | None = None
-    """The model's name, or an adapter's; None: the model's."""
+    """The name of the model or of an adapter; None: the model."""
     hints: Hints | None = None
-    """An orchestrator's requests to the cache; the answer gets the outcomes."""
+    """An orchestrator's requests to the cache, whose outcomes the answer reports; None if the call has no hints."""
 
 
 MOST_MEDIA_BYTES = 2**30
-"""Limit of the files of pictures, and of the embeddings, of all requests together."""
+"""Limit in bytes of the picture files of all requests together, and the same limit of their embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,13 @@ class Ending:
     """The end of a conversation's prompt."""
 
     add_generation_prompt: bool | None = None
-    """True or None: where the assistant's answer begins; False: after the last message."""
+    """True or None: the prompt ends where the assistant's answer begins. False: it ends after the last message."""
     continue_final_message: bool = False
     """Whether the prompt ends inside the last message."""
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The fields as keywords of the tokenizer's renderings."""
+        """The fields as keyword arguments for the tokenizer's functions that render."""
         return asdict(self)
 
 
@@ -137,7 +137,7 @@ class Service:
     """One engine that serves HTTP. Belongs to the event loop, unless a method says otherwise."""
 
     def __init__(self, llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> None:
-        """`open_door` opens the door to the engines.
+        """`open_door` opens the connection to the engines.
 
         Raises ConfigError for files that cannot be read and prefixes that cannot be shared.
         """
@@ -169,7 +169,7 @@ class Service:
             picture_refusal=llm.picture_refusal,
             max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
         )
-        scan_json(b"{}")  # compiles it before requests wait for it
+        scan_json(b"{}")  # compiles the function before requests wait for it
         self.kept_responses, self.logged_patterns = KeptResponses(), LoggedPatterns()
         self.clock: Callable[[], float] = time.time
         """The wall clock by which resources expire, in seconds since 1970."""
@@ -179,7 +179,7 @@ class Service:
         self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
 
     def _open_access(self, config: ServerConfig, now: Snapshot) -> None:
-        """Open what controls access: adapters, tenants with their quotas, operators, and links."""
+        """Open the objects that control access: adapters, tenants with their quotas, operators, and links."""
         llm, caches = self.llm, self.llm.config.cache.enable_prefix_caching
         self.adapters = ServedAdapters(llm, config.lora_modules, self._model_names)
         self.tenants = Tenants(
@@ -200,7 +200,7 @@ class Service:
         )
 
     def _open_engine(self, open_door: OpenDoor, now: Snapshot) -> None:
-        """Open the door to the engines, and what observes them."""
+        """Open the door to the engines, and the metrics that observe the engines."""
         llm, self.records = self.llm, Records()
         has_curve = llm.config.cache.enable_prefix_caching and llm.layout.is_one_full_group
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
@@ -215,9 +215,9 @@ class Service:
         """Examine the model's chat template, and read the operator's texts."""
         tokenizer = self.llm.tokenizer
         self.ranking = Judge.open("score_template", config.score_template, RANKING, tokenizer)
-        """Shows documents to the model for a ranking; None: rankings are refused."""
+        """Puts documents before the model for a ranking; None: rankings are refused."""
         self.classifying = Judge.open("classify_template", config.classify_template, CLASSIFYING, tokenizer)
-        """Shows texts to the model that classifies them; None: such calls are refused."""
+        """Puts texts before the model for a classification; None: classifications are refused."""
         self.template_report = TemplateReport() if tokenizer is None else tokenizer.template_report()
         self.template_changes = [] if tokenizer is None else check_template(tokenizer)
         log_template(tokenizer, self.template_report, self.template_changes)
@@ -248,7 +248,7 @@ class Service:
             self.records.on_finished(Listener("request_log", log_request))
 
     def _read_prefix(self, path: Path) -> list[npt.NDArray[np.int32]]:
-        """A public text as the beginning of a prompt, and as a conversation's system message."""
+        """Return a public text's tokens as the beginning of a prompt, and as a conversation's system message."""
         text, tokenizer = read_prefix(path), self.llm.tokenizer
         if tokenizer is None:
             raise ConfigError(
@@ -265,7 +265,7 @@ class Service:
     # ------------------------------------------------------------------ intake
 
     def authorize(self, key: str | None) -> Tenant:
-        """The tenant of the key that a request shows. Raises APIError 401 if there is none."""
+        """Return the tenant of the key that a request shows. Raises APIError 401 if no tenant has this key."""
         tenant = self.tenants.tenant_of(key)
         if tenant is None:
             raise wrong_key()
@@ -273,14 +273,14 @@ class Service:
         return tenant
 
     def models_of(self, tenant: Tenant) -> list[str]:
-        """The names of models that a tenant's requests may give."""
+        """List the model names that a tenant's requests may give."""
         return [*self._model_names, *filter(tenant.may_use, self.adapters.names)]
 
     async def adapter(self, model: str | None, tenant: Tenant) -> Adapter | None:
-        """The adapter that a model's name stands for; None: the model alone.
+        """Return the adapter that a model's name stands for; None: the model alone.
 
-        Raises APIError: 404 for a name that is not served, or not to this tenant, 429 if requests hold too many
-        others, 503 for files that cannot be read. Only the log says where these are.
+        Raises APIError: 404 for a name that is not served, or not to this tenant; 429 if requests hold too many other
+        adapters; 503 for files that cannot be read. Only the log names the files.
         """
         if model is None or model in self._model_names:
             return None
@@ -293,13 +293,13 @@ class Service:
             raise adapter_unread(model) from error
 
     def check_model(self, name: str | None, tenant: Tenant) -> None:
-        """Raises APIError 404 unless this model is served, and to this tenant."""
+        """Raise APIError 404 unless this model is served to this tenant."""
         if name is None or name in self._model_names or (name in self.adapters and tenant.may_use(name)):
             return
         raise unknown_model(name)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Estimated memory that ended requests leave in use, by kind. All of it is bounded."""
+        """Estimate the bytes that ended requests leave in use, by kind. Every kind has a limit."""
         return {
             "records": self.records.num_finished_bytes,
             "responses": self.kept_responses.num_bytes,
@@ -311,19 +311,19 @@ class Service:
         }
 
     def listeners(self) -> list[ListenerHealth]:
-        """Health of all listeners to requests."""
+        """Return the health of all listeners to requests."""
         healths = [*(listener.health for listener in self._after_step), *self.records.listeners()]
         healths += [sender.health for sender in (self.recorder, self.tracing) if sender is not None]
         return healths
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Sampling parameters of calls that do not give them."""
+        """Sampling parameters for calls that do not give their own."""
         return differences(self.llm.get_default_sampling_params())
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises APIError 400 if it has none."""
+        """The model's tokenizer. Raises APIError 400 if the model has no tokenizer."""
         if self.llm.tokenizer is None:
             raise bad_request("The model has no tokenizer; use /v1/completions with token ids.")
         return self.llm.tokenizer
@@ -333,12 +333,12 @@ class Service:
         return self.llm.engine.limits.max_model_len
 
     def max_prompt_len(self, max_tokens: int | None) -> int:
-        """Tokens of the longest prompt that leaves room for an answer of `max_tokens` (None: of one token)."""
+        """Return the length of the longest prompt that leaves room for `max_tokens` tokens of answer (None: one)."""
         limit = self.max_model_len - (max_tokens or 1)
         return max(1, limit if self.config.max_prompt_tokens is None else min(limit, self.config.max_prompt_tokens))
 
     async def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
         return await self.crews.text.run(lambda: self.tokenizer.encode(text))
@@ -346,10 +346,10 @@ class Service:
     async def encode_each(
         self, pieces: Sequence[Piece], encode: Callable[[Piece], TokenIds], *, num_beside: int = 0, is_cut: bool = False
     ) -> list[TokenIds]:
-        """Token ids of the prompts of one call; `num_beside`: characters of each prompt besides its piece.
+        """Return the token ids of the prompts of one call; `num_beside`: characters of each prompt besides its piece.
 
-        The longest piece comes first: if its prompt is too long, the others are not encoded. With `is_cut` no length is
-        checked. Raises APIError: 400 for a prompt that is too long, 429 if the queue has no room for all of them.
+        The longest piece is encoded first. If its prompt is too long, the others are not encoded. With `is_cut` no
+        length is checked. Raises APIError: 400 for a prompt that is too long, 429 if the queue has no room for all.
         """
         self.check_room(len(pieces))
         is_short = sum(len(piece) + num_beside for piece in pieces) < LONG_TEXT
@@ -367,7 +367,7 @@ class Service:
         return [token_ids[at] for at in range(len(pieces))]
 
     async def encode_part(self, text: str) -> tuple[int, ...]:
-        """Token ids of a part of a text, without special tokens around it."""
+        """Return the token ids of a part of a text, without special tokens around it."""
         return await self.crews.text.run(lambda: self.tokenizer.encode_part(text))
 
     async def render_chat(
@@ -377,7 +377,7 @@ class Service:
         ending: Ending = Ending(),
         template_inputs: Mapping[str, Any] | None = None,
     ) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation. Raises ChatTemplateError."""
+        """Return the token ids of a conversation. Raises ChatTemplateError."""
         self._check_template()
 
         def render() -> npt.NDArray[np.int32]:
@@ -392,9 +392,9 @@ class Service:
         ending: Ending = Ending(),
         marks: Sequence[ChatMark] = (),
     ) -> Prompt:
-        """The prompt of a conversation. It finds the ends of messages only for models with recurrent layers.
+        """Return the prompt of a conversation. Only for models with recurrent layers, it has the ends of messages.
 
-        Marks whose place the template does not show are left out. Raises ChatTemplateError, or APIError 400 for
+        Marks whose place is not in the rendered text are left out. Raises ChatTemplateError, or APIError 400 for
         pictures that the model does not take.
         """
         self._check_template()
@@ -425,7 +425,7 @@ class Service:
     async def _with_pictures(
         self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None
     ) -> Prompt:
-        """The prompt of a conversation with its pictures, if it has any. Raises InvalidRequestError."""
+        """Add the pictures of a conversation, if it has any, to its prompt. Raises InvalidRequestError."""
         pictures = self.llm.pictures
         if pictures is None or not pictures_of(messages):
             return prompt
@@ -439,7 +439,7 @@ class Service:
         return pictures.shown(prompt, read)
 
     def _check_template(self) -> None:
-        """Raise ChatTemplateError if the model has no template; the library's own error has no remedy for clients."""
+        """Raise ChatTemplateError if the model has no template. The library's own error names no remedy for clients."""
         if self.tokenizer.chat_template is None:
             raise ChatTemplateError(
                 "the model has no chat template, so this server answers no conversations; send the whole prompt as a "
@@ -447,13 +447,13 @@ class Service:
             )
 
     async def spell(self, words: Sequence[str]) -> None:
-        """Find the spellings of these words in a thread, so that the engine need not wait for them."""
+        """Find the spellings of these words in a thread, so that the engine's thread finds them ready."""
         await self.crews.text.run(lambda: [self.tokenizer.spellings(word) for word in words])
 
     async def compile_grammar(self, form: StructuredOutputsParams | str) -> Callable[[], TokenConstraint]:
-        """Constraints on the form of an answer, or from a Lark grammar. Raises InvalidRequestError.
+        """Compile a form, or the text of a Lark grammar, to constraints of answers. Raises InvalidRequestError.
 
-        Compiles in a thread: a large schema takes a second, too long for the event loop.
+        It compiles in a thread, because a large schema takes a second, which is too long for the event loop.
         """
 
         def make() -> Callable[[], TokenConstraint]:
@@ -505,7 +505,7 @@ class Service:
         return answer
 
     def _record(self, caller: Caller, response_id: str, number: int, prompt: Prompt, num_choices: int) -> RequestRecord:
-        """The record of the prompt with this number in its call."""
+        """Make the record of the prompt with this number in its call."""
         keys, links, size = prompt.extra_keys, prompt.links, self.llm.layout.block_size
         record = RequestRecord(
             response_id,
@@ -529,7 +529,7 @@ class Service:
         return record
 
     def _close_soon(self, tenant: Tenant, session_id: str) -> None:
-        """Close a session, without waiting. If no engine can be reached, the log says so, and its totals stay."""
+        """Close a session in the background. If no engine can be reached, the log says so, and the totals stay."""
 
         async def close() -> None:
             try:
@@ -544,7 +544,8 @@ class Service:
     async def close_session(self, tenant: Tenant, session_id: str) -> int | None:
         """Close a tenant's session in every engine, and forget its totals.
 
-        Returns the number of blocks that it left, None if no engine knows it. Raises APIError 503 if none is reached.
+        Returns the number of blocks that the session left, or None if no engine knows the session. Raises APIError 503
+        if no engine can be reached.
         """
         owner = self.tenants.owner(tenant)
         num_blocks = await self.thread.change(CLOSE_SESSION, owner, session_id)
@@ -552,11 +553,11 @@ class Service:
         return num_blocks
 
     def fit(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """The part of a prompt that `truncate_prompt_tokens` keeps."""
+        """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
         return self.llm.engine.truncate(prompt, params)
 
     def check_room(self, num_choices: int) -> None:
-        """Raises APIError: 400 for more choices than a call may ask for, 429 if the queue has no room for them now."""
+        """Raise APIError 400 for more choices than a call may ask for, or 429 if the queue has no room for them now."""
         if num_choices > self.config.max_choices:
             raise bad_request(
                 f"{num_choices} choices (n, times the prompts) are more than the {self.config.max_choices} that one "
@@ -568,7 +569,7 @@ class Service:
             raise too_busy(f"The server's queue is full; try again in {wait_s} s.", wait_s)
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises APIError 400 if a prompt is longer than the server takes."""
+        """Raise APIError 400 if a prompt is longer than the server takes."""
         limit = self.config.max_prompt_tokens
         if limit is not None and num_tokens > limit:
             message = f"the prompt has {num_tokens} tokens, and this server takes {limit} at most"
@@ -580,17 +581,17 @@ class Service:
         return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
 
     def placed(self, prompt: Prompt, salt: str | None, adapter: Adapter | None) -> Prompt:
-        """A prompt in the namespace of a salt. Its keys for an adapter and for pictures stay."""
+        """Put a prompt into the namespace of a salt. Its keys for an adapter and for pictures stay."""
         extra_keys, keys = self._extra_keys(prompt.token_ids, salt), prompt.extra_keys
         extra_keys = replace(extra_keys, adapter=keys.adapter, adapter_offset=keys.adapter_offset, spans=keys.spans)
         return replace(prompt, extra_keys=extra_keys, adapter=prompt.adapter or adapter)
 
     def prompt_of(self, token_ids: npt.NDArray[np.int32], salt: str | None, adapter: Adapter | None = None) -> Prompt:
-        """A prompt in the namespace of a salt, for a lookup."""
+        """Make a prompt in the namespace of a salt, for a lookup."""
         return Prompt(token_ids, None, self._extra_keys(token_ids, salt), adapter=adapter)
 
     def owner_of(self, salt: str | None) -> str | None:
-        """Name of the tenant whose prefixes are under a salt; None for public ones, and for tenants not seen yet."""
+        """Return the name of the tenant who owns the prefixes under a salt; None without salt or for unseen tenants."""
         if salt is None:
             return None
         namespace = salt.partition("/")[0]
@@ -599,7 +600,7 @@ class Service:
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None) -> bool:
-    """Whether a conversation is rendered on the event loop."""
+    """Say whether a conversation is short enough to be rendered on the event loop."""
     if len(messages) >= MANY_MESSAGES or "tools" in (inputs or {}):
         return False
     if any("tool_calls" in message or "reasoning_content" in message for message in messages):
@@ -608,10 +609,10 @@ def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] |
 
 
 def digests(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """A short digest of a template's inputs for records: equal for equal inputs."""
+    """Return a digest of each of a template's inputs for records: equal for equal inputs."""
     return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
 
 
 def new_id(prefix: str) -> str:
-    """An id for a response, such as `chatcmpl-...`; unguessable."""
+    """Make an id for a response that nobody can guess, such as `chatcmpl-...`."""
     return f"{prefix}{secrets.token_hex(16)}"

@@ -3,8 +3,8 @@
 Some templates write an old turn differently once a new one follows: they drop its reasoning, move the system prompt or
 count turns. Every later turn then misses from that point on. This is the usual cause of misses in chats, and the texts
 that clients send do not show it. The check includes agents' turns: calls of tools, their results, and reasoning that
-clients send back as `reasoning_content`. The engine has computed a prompt and the reply as the model writes it; the
-next prompt has to begin with both.
+clients send back as `reasoning_content`. The engine has computed a prompt and the model's reply, and the next prompt
+has to begin with both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOOL = {
 }
 ANSWER, THOUGHT = "The answer to that is {}.", "I count to {}."
 SWITCHES = ("enable_thinking", "thinking")
-"""Inputs by which templates let a model think or not."""
+"""Inputs by which templates switch a model's thinking on or off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Kind:
     messages: Sequence[Message]
     """The messages after the question in each turn; `{}` in a text stands for a number."""
     needs: tuple[str, ...] = ()
-    """Words that a template without this kind of conversation lacks."""
+    """Words that a template must contain to have this kind of conversation."""
     has_tools: bool = False
     thinks: bool = False
     """Whether the model thinks before each of its messages."""
@@ -89,16 +89,16 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateChange:
-    """An earlier turn that the template writes differently once a later one follows."""
+    """An earlier turn that the template writes differently once a later turn follows."""
 
     conversation: str
-    """The kind of conversation that shows it."""
+    """The kind of conversation in which the turn changes."""
     turn: int
-    """Number of the turn (a question and its answer) that changes, from 1."""
+    """The number of the turn (a question and its answer) that changes, from 1."""
     position: int
-    """First token that changes; the tokens before it stay cached."""
+    """The first token that changes. The tokens before it stay cached."""
     num_tokens: int
-    """Number of tokens computed by then, all of which could have been reused."""
+    """The number of tokens computed by then, all of which could have been reused."""
     before: str
     was: str
     becomes: str
@@ -112,7 +112,7 @@ class TemplateChange:
 
 
 def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
-    """The first change in each kind of conversation; none if the template only appends, or if there is no template."""
+    """Find the first change in each kind of conversation; empty if the template only appends, or without a template."""
     changes = []
     template = tokenizer.chat_template
     for kind in KINDS:
@@ -125,7 +125,7 @@ def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
 
 
 def _switched(tokenizer: Tokenizer, template: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and inputs of the template: its default, and each switch of thinking that changes a prompt."""
+    """Return names and inputs for the template: the default, and each switch of thinking that changes a prompt."""
     variants: list[tuple[str, dict[str, Any]]] = [("", {})]
     for switch, value in itertools.product(SWITCHES, (False, True)):
         if re.search(rf"\b{switch}\b", template):
@@ -145,7 +145,7 @@ def _prompt(tokenizer: Tokenizer, messages: Sequence[Message], inputs: Mapping[s
 
 
 def log_template(tokenizer: Tokenizer | None, report: TemplateReport, changes: Sequence[TemplateChange]) -> None:
-    """Log what the probe and the check found."""
+    """Log the findings of the probe and of the check."""
     if tokenizer is not None and tokenizer.chat_template is None:
         logger.warning(
             "the model has no chat template: it answers texts (/v1/completions), and conversations are refused; name "
@@ -163,7 +163,7 @@ def log_template(tokenizer: Tokenizer | None, report: TemplateReport, changes: S
 
 
 class _Check:
-    """Compares what the engine has computed (a prompt and its reply) with how later prompts write it."""
+    """Compares the text that the engine computed (a prompt and its reply) with the same turns in later prompts."""
 
     def __init__(
         self, tokenizer: Tokenizer, kind: _Kind, suffix: str, inputs: Mapping[str, Any], *, system: bool
@@ -174,7 +174,7 @@ class _Check:
         self._messages: list[Message] = [{"role": "system", "content": "Answer in one sentence."}] if system else []
 
     def first_change(self) -> TemplateChange | None:
-        """The first earlier turn that a later prompt writes differently."""
+        """Find the first earlier turn that a later prompt writes differently."""
         before, computed_turn = ("", ""), 0
         for turn in range(1, NUM_TURNS + 1):
             self._messages.append({"role": "user", "content": f"What is {turn} and {turn}?"})
@@ -192,7 +192,7 @@ class _Check:
         return None
 
     def _reply(self, prompt: str, message: Message) -> str | None:
-        """The model's text after a prompt; None if the model would not write this message there."""
+        """Return the model's text after a prompt; None if the model would not write this message there."""
         form, reply = self._tokenizer.reply_format, str(message["content"])
         marks = None if form is None else form.thinking
         if marks is not None:
@@ -218,9 +218,10 @@ class _Check:
         return f"{opening}{message['reasoning_content']}{marks.before}{marks.closes}{after_closing}{reply}"
 
     def _begins(self, prompt: str, before: str, reply: str) -> bool:
-        """Whether a prompt begins with an earlier prompt and its reply.
+        """Say whether a prompt begins with an earlier prompt and its reply.
 
-        White space at the reply's start may differ, and around calls and reasoning: models write what they learnt.
+        White space may differ at the reply's start, and anywhere in replies with calls or reasoning, because models
+        write the white space of their training.
         """
         continuation = prompt[len(before) :].lstrip()
         if self._kind.thinks or self._kind.has_tools:
@@ -228,7 +229,7 @@ class _Check:
         return prompt.startswith(before) and continuation.startswith(reply.lstrip())
 
     def _as_written(self, prompt: str, message: Message) -> str | None:
-        """The reply as the template writes it, because the model's form is not known."""
+        """Return the reply as the template writes it, because the model's own form is not known."""
         rendered = self._tokenizer.render_text(
             [*self._messages, message], add_generation_prompt=False, template_inputs=self._inputs
         )

@@ -1,4 +1,4 @@
-"""Verbs: the calls of a server to its engines besides requests, and how the answers of several engines become one.
+"""Verbs: all calls of a server to its engines except requests, and how the answers of several engines are merged.
 
 A replica gets a verb's name and its arguments, never a function: arguments and results are values that pickle.
 """
@@ -20,31 +20,31 @@ from foreword.pml.composition import Composition
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 NOT_CACHED, TOO_LARGE = -1, -2
-"""In place of a number of linked tokens: a source is not cached whole, or there is no room."""
+"""Values in place of a number of linked tokens: a source is not wholly cached, or the linked prompt is too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verb(Generic[T, *Ts]):
-    """A call that an engine answers between two steps. Its name and arguments are an interface between versions."""
+    """A call that an engine answers between two steps. Servers of other versions rely on its name and arguments."""
 
     name: str
     run: Callable[[Engine, *Ts], T]
     merge: Callable[[list[T]], T]
-    """Makes one answer of those of one or several engines."""
+    """Merges the answers of all engines into one answer."""
 
 
 def _first(answers: list[T]) -> T:
-    """Merges answers that are all equally good."""
+    """Return the first answer, if any answer will do."""
     return answers[0]
 
 
 def _most(answers: list[list[int]]) -> list[int]:
-    """The largest number at each place."""
+    """Return the largest number at each place."""
     return [max(numbers) for numbers in zip(*answers, strict=True)]
 
 
 def _all_prefixes(answers: list[list[PrefixNode] | None]) -> list[PrefixNode] | None:
-    """The nodes of all trees, numbered anew so that no two have one id; None if no engine has a tree."""
+    """Return the nodes of all trees, numbered anew so that ids are unique; None if no engine has a tree."""
     trees = [nodes for nodes in answers if nodes is not None]
     if len(trees) < 2:
         return trees[0] if trees else None
@@ -61,7 +61,7 @@ def _all_prefixes(answers: list[list[PrefixNode] | None]) -> list[PrefixNode] | 
 
 
 def _each_once(answers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The entries of all engines; of an entry in several engines, the report that keeps most."""
+    """Return the entries of all engines. If several engines have an entry, return the report with most kept tokens."""
     of_id: dict[str, dict[str, Any]] = {}
     for report in chain.from_iterable(answers):
         of_id[report["id"]] = max(of_id.get(report["id"], report), report, key=lambda entry: entry["kept_tokens"])
@@ -78,11 +78,14 @@ def _sum_of_known(answers: list[int | None]) -> int | None:
 
 
 def _count_linked(engine: Engine, plain: Prompt, linked: Prompt, max_tokens: int | None) -> list[int]:
-    """The tokens of the prompt that need no computing: plain, and linked."""
+    """Count the tokens of a prompt that need no computing, as a plain prompt and as a linked prompt.
+
+    The second number is TOO_LARGE or NOT_CACHED if the prompt cannot be linked now.
+    """
     num_found = engine.num_cached_tokens(plain)
     try:
         runs = engine.explain_links(linked, max_tokens)
-    except (RequestTooLargeError, PromptTooLongError):  # the plain prompt may fit, or be refused in its own words
+    except (RequestTooLargeError, PromptTooLongError):  # the plain prompt may fit, or gets its own error later
         return [num_found, TOO_LARGE]
     if any(num_missing for _, num_missing in runs):
         return [num_found, NOT_CACHED]
@@ -91,7 +94,7 @@ def _count_linked(engine: Engine, plain: Prompt, linked: Prompt, max_tokens: int
 
 
 def _end_entry(engine: Engine, name: str, left_s: float | None) -> None:
-    """Move an entry's end to `left_s` seconds from now, or end it now; also for prompts that still compute it."""
+    """Move an entry's end to `left_s` seconds from now, or end it now (None), even if it is still being computed."""
     if left_s is None:
         engine.entries.drop(name)
     else:
@@ -104,7 +107,10 @@ def _list_entries(engine: Engine, owner: str | None, of_all: bool) -> list[dict[
 
 
 def _change_entry(engine: Engine, name: str, left_s: float | None, owner: str | None, of_all: bool) -> dict[str, Any]:
-    """The same for an entry of `owner`, or of anyone. Returns its report; empty if it is gone, or another owner's."""
+    """Do what `_end_entry` does for an entry of `owner`, or of any owner if `of_all`.
+
+    Returns the entry's report, empty if the entry is gone or belongs to another owner.
+    """
     entries = (entry for entry in engine.entries.entries() if entry.name == name)
     entry = next((entry for entry in entries if of_all or entry.owner == owner), None)
     if entry is None:
@@ -115,7 +121,7 @@ def _change_entry(engine: Engine, name: str, left_s: float | None, owner: str | 
 
 
 def entry_report(entry: CacheEntry, now: float) -> dict[str, Any]:
-    """An entry, for JSON. `now`: by the engine's clock."""
+    """Report an entry, for JSON. `now`: the time of the engine's clock."""
     left_s = max(0.0, entry.until - now)
     return {
         "id": entry.name,

@@ -15,7 +15,7 @@ MOST_NAMES = 1024
 
 
 class ServedAdapters:
-    """The served adapters. Any thread may read; only the event loop changes it."""
+    """The served adapters. Any thread may read them, but only the event loop changes them."""
 
     def __init__(self, llm: LLM, modules: Sequence[str], model_names: Collection[str]) -> None:
         """`modules`: "name=path", or vLLM's JSON. `model_names`: names that the model itself has.
@@ -26,7 +26,7 @@ class ServedAdapters:
         self._served: dict[str, LoRARequest] = {}
         self._reading: dict[str, asyncio.Task[Adapter]] = {}
         self._next: dict[str, asyncio.Task[Adapter]] = {}
-        """By folder: the task that reads its files now, and the task that will read them after it."""
+        """For each folder, `_reading` has the task that reads its files now, and `_next` the task that reads next."""
         if modules and self._loaded is None:
             raise ConfigError("lora_modules needs enable_lora; give --enable-lora too")
         for module in modules:
@@ -41,16 +41,16 @@ class ServedAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all loaded adapters."""
+        """The memory of all loaded adapters in bytes."""
         return 0 if self._loaded is None else self._loaded.num_bytes
 
     def __contains__(self, name: object) -> bool:
         return name in self._served
 
     async def load_in(self, crew: Crew, request: LoRARequest) -> Adapter:
-        """`load` in a thread, one for each folder, so that a slow folder holds up no other. Raises APIError too.
+        """Call `load` in a thread, in one thread at a time for each folder, so that slow folders delay no others.
 
-        Callers share the first read that begins after their calls.
+        Callers share the first read that begins after their calls. Raises APIError too.
         """
         path = request.lora_path
         if path not in self._next:
@@ -68,7 +68,7 @@ class ServedAdapters:
             del self._reading[path]
 
     def load(self, request: LoRARequest) -> Adapter:
-        """The adapter in a folder, from memory or from its files; any thread.
+        """Return the adapter in a folder, from memory or from its files. Any thread may call it.
 
         Raises InvalidRequestError or AdaptersBusyError.
         """
@@ -77,11 +77,11 @@ class ServedAdapters:
         return self._loaded.get(request.lora_path)
 
     def find(self, name: str) -> LoRARequest:
-        """The adapter that is served under a name."""
+        """Return the adapter that is served under a name."""
         return self._served[name]
 
     def check_new(self, request: LoRARequest) -> None:
-        """Raise InvalidRequestError for a name under which nothing can be served."""
+        """Raise InvalidRequestError for a name under which no new adapter can be served."""
         name = request.lora_name
         if not name or len(name) > 256:
             raise InvalidRequestError(f"lora_name={name!r:.80} is not a name; use 1 to 256 characters")
@@ -93,16 +93,16 @@ class ServedAdapters:
             raise InvalidRequestError(f"{MOST_NAMES} adapters are served, which is the limit; unload one first")
 
     def add(self, request: LoRARequest) -> None:
-        """Serve an adapter under its name, in place of another one."""
+        """Serve an adapter under its name. It replaces an adapter of the same name."""
         self._served[request.lora_name] = request
 
     def remove(self, name: str) -> bool:
-        """Stop serving an adapter; returns whether it was served. Running requests end under it."""
+        """Stop serving an adapter; returns whether it was served. Running requests keep it until they end."""
         return self._served.pop(name, None) is not None
 
 
 def _parse(module: str) -> LoRARequest:
-    """An adapter of `lora_modules`. Raises ConfigError."""
+    """Read an entry of `lora_modules`. Raises ConfigError."""
     name, equals, path = module.partition("=")
     if module.startswith("{"):
         try:

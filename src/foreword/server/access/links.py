@@ -1,4 +1,4 @@
-"""The methods of linking that a server offers: the operator allows them, and they keep enough right answers."""
+"""The methods of linking that a server offers. The operator allows links, and the gate requires right answers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAST_SHARE = 0.95
-"""Default of `link_gate`: a loss of more than 5 right answers in 100 prompts is unlikely."""
+"""Default of `link_gate`: the 95% interval of the loss reaches 5 right answers in 100 prompts at most."""
 MOST_SOURCES = 1024
-"""Limit of a prompt's sources: until all are cached, the engine looks for each in every step."""
+"""Limit of a prompt's sources. Until all sources are cached, the engine looks for each source in every step."""
 
 
 def read_gate(config: ServerConfig, *, allows_links: bool) -> Gate | None:
-    """The gate that methods must pass; None if nothing is linked. Raises ConfigError.
+    """Read the gate that methods must pass; None if nothing may be linked. Raises ConfigError.
 
-    Needs no model, so that mistakes show before one is loaded.
+    It needs no model, so that mistakes are reported before a model is loaded.
     """
     if not allows_links:
         for name in ("link_measurements", "link_gate"):
@@ -46,15 +46,16 @@ class ServedLinks:
     """The methods that clients of one server may ask for."""
 
     gate: Gate | None
-    """None: clients may ask for none."""
+    """Decides which methods are served; None: clients may ask for no method."""
     max_source_tokens: int
-    """Limit of the tokens of one prompt's sources: more do not fit into the pool together."""
+    """Limit of the tokens of one prompt's sources. More tokens do not fit into the pool together."""
     choosing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
-    """Held while a method chooses by a pass through the model's first layers: one at a time, beside the engine."""
+    """Held during a pass through the model's first layers, by which some methods choose tokens. So only one such pass
+    runs at a time beside the engine."""
 
     @classmethod
     def of(cls, config: ServerConfig, *, allows_links: bool, model_id: str, max_source_tokens: int) -> ServedLinks:
-        """The methods that the options allow for this model. Raises ConfigError if another model was measured."""
+        """Make the methods that the options allow for this model. Raises ConfigError if another model was measured."""
         gate = read_gate(config, allows_links=allows_links)
         if gate is not None:
             gate.check_model(model_id)
@@ -62,16 +63,16 @@ class ServedLinks:
         return cls(gate, max_source_tokens)
 
     def method_of_edits(self, name: str) -> Method:
-        """The method of an edited chat. Raises InvalidRequestError for one that is not served."""
+        """Return the method for an edited chat. Raises InvalidRequestError for a method that is not served."""
         method = self._known(name)
         if self.gate is not None:
             self.gate.check_edits(method.name)
         return method
 
     def method(self, name: str) -> Method:
-        """The method of a request. Raises InvalidRequestError for one that is unknown, or refused for all prompts.
+        """Return the method of a request. Raises InvalidRequestError if it is unknown, or refused for all prompts.
 
-        `check_parts` decides about a prompt, which may have gaps between its positions.
+        `check_parts` decides later about the prompt, which may have gaps between its positions.
         """
         method = self._known(name)
         if self.gate is not None and not self.gate.serves(method.name, has_gaps=True):
@@ -87,10 +88,10 @@ class ServedLinks:
         return Method.parse(name)
 
     def check_parts(self, method: Method, composition: Composition) -> None:
-        """Raise InvalidRequestError for a method that is not served for these parts: positions may have gaps.
+        """Raise InvalidRequestError for a method that is not served for these parts, for example because of gaps.
 
         A module may have its own `recompute`. If this computes fewer tokens than the method does, it counts as another
-        method; otherwise a schema could evade the gate.
+        method. Otherwise a schema could evade the gate.
         """
         if self.gate is None:
             return
@@ -113,7 +114,7 @@ class ServedLinks:
                     ) from error
 
     def check_sources(self, num_sources: int, num_tokens: int) -> None:
-        """Raise InvalidRequestError for a prompt that is linked from too many sources, or too long ones."""
+        """Raise InvalidRequestError for a prompt whose sources are too many or too long."""
         if num_sources > MOST_SOURCES:
             raise InvalidRequestError(
                 f"the prompt has {num_sources} parts to link, and this server takes {MOST_SOURCES}; use larger parts, "
@@ -127,7 +128,7 @@ class ServedLinks:
 
 
 async def composed(service: Service, method: Method | None, num_choices: int, compose: Callable[[], T]) -> T:
-    """The result of `compose`, from a thread. Choices of links by a pass of the model run one at a time.
+    """Return the result of `compose`, from a thread. Methods that choose by a pass of the model run one at a time.
 
     Raises APIError 429 if the queue has no room.
     """
@@ -135,27 +136,27 @@ async def composed(service: Service, method: Method | None, num_choices: int, co
         return await service.crews.modules.run(compose)
     service.check_room(num_choices)  # a choice of links is a pass of the model
     async with service.links.choosing:
-        service.check_room(num_choices)  # others may have come meanwhile
-        return await to_its_end(compose)  # which keeps the turn as long as it takes
+        service.check_room(num_choices)  # other calls may have come meanwhile
+        return await to_its_end(compose)  # keeps the lock until the thread has ended
 
 
 async def to_its_end(function: Callable[[], T]) -> T:
-    """Run a function in a thread. A caller that is cancelled waits for it, as the thread goes on anyhow."""
+    """Run a function in a thread. A cancelled caller waits for its end, because the thread continues anyway."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
         try:
-            await asyncio.wait({running})  # which leaves it running when this is cancelled, however often
+            await asyncio.wait({running})  # a cancellation of this wait does not cancel `running`
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        await asyncio.gather(running, return_exceptions=True)  # nobody asks for its error
+        await asyncio.gather(running, return_exceptions=True)  # takes the function's error, so that it is not logged
         raise cancelled
     return running.result()
 
 
 def _in_words(gate: Gate) -> str:
-    """The served methods, for the log."""
+    """Describe the served methods for the log."""
     if not gate.least:
         return "every method is served, measured or not (link_gate=0)"
     if gate.measured is None:

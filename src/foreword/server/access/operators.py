@@ -2,8 +2,8 @@
 
 The rule (decision 0012):
 
-    with an operator key                  callers that show it, from anywhere
-    without, server asks for keys         nobody: those keys are tenants', and loopback may be a proxy
+    with an operator key                  callers that show this key, from anywhere
+    without, server asks for keys         nobody, because keys are tenants' keys, and a local caller may be a proxy
     without, server asks for no keys      callers from this machine, under one of its own names
 """
 
@@ -34,7 +34,7 @@ class Operators:
     def __init__(
         self, operator_key: str | None, *, asks_for_keys: bool, is_tenants: Callable[[str], bool] = lambda _: False
     ) -> None:
-        """`is_tenants`: whether a key is one of a tenant."""
+        """`is_tenants` says whether a key belongs to a tenant."""
         self._key = None if operator_key is None else digest(operator_key)
         self._asks_for_keys = asks_for_keys
         self._is_tenants = is_tenants
@@ -45,7 +45,7 @@ class Operators:
         return self._key is not None
 
     def check(self, scope: Scope) -> None:
-        """Raises APIError 401 or 403 unless the connection (HTTP or WebSocket) is an operator's."""
+        """Raise APIError 401 or 403 unless the connection (HTTP or WebSocket) is an operator's."""
         headers = Headers(scope=scope)
         if self._key is not None:
             if not (self._shows_key(headers) or self._has_session(headers)):
@@ -65,7 +65,7 @@ class Operators:
             raise _closed("another web page asked for it")
 
     def is_operator(self, scope: Scope) -> bool:
-        """Whether `check` accepts the connection."""
+        """Say whether `check` accepts the connection."""
         try:
             self.check(scope)
         except APIError:
@@ -73,7 +73,7 @@ class Operators:
         return True
 
     def open_session(self, key: str) -> str | None:
-        """The value of a session cookie for a caller that knows the key; None for others."""
+        """Open a session for a caller that knows the key. Returns the cookie's value; None for other callers."""
         if self._key is None or not hmac.compare_digest(digest(key), self._key):
             return None
         now = time.monotonic()
@@ -97,9 +97,9 @@ def _closed(remedy: str) -> APIError:
 
 
 def _is_local(scope: Scope, headers: Mapping[str, str]) -> bool:
-    """Whether the caller is on this machine, without a proxy, and uses a name that only this machine has.
+    """Say whether the caller is on this machine, without a proxy, and uses a name that only this machine has.
 
-    The name matters: a web page can make its own name resolve to 127.0.0.1, and then read the answers.
+    The name matters, because a web page can let its own name resolve to 127.0.0.1, and could then read the answers.
     """
     client = scope.get("client")
     if client is None or not is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
@@ -109,7 +109,7 @@ def _is_local(scope: Scope, headers: Mapping[str, str]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own."""
+    """Say whether a name or an address is this machine's own."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -117,6 +117,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether the web page that calls is ours; browsers name it."""
+    """Say whether the call comes from this server's own web page, or from no web page. Browsers name the page."""
     origin = headers.get("origin")
     return origin is None or urlsplit(origin).netloc == headers.get("host")

@@ -4,16 +4,16 @@ A keys file is TOML, one table per tenant:
 
     [alice]
     keys = ["sk-alice-1", "sk-alice-2"]
-    max_cached_blocks = 2000          # optional: the server evicts more, those next in eviction order first
+    max_cached_blocks = 2000          # optional: the server evicts blocks beyond this number, in eviction order
     priorities = [0, 10]              # optional: the lowest and the highest `priority` that its requests may have
-    adapters = ["sql"]                # optional: the names of the adapters that it may use; all, if it is left out
+    adapters = ["sql"]                # optional: the names of the adapters that it may use; without it, all
 
     [bob]
     keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
 
-A namespace is a keyed hash of the tenant's name with the server's secret, so nobody can guess another one: neither a
-`cache_salt` nor a name chosen by a client reaches a block of another tenant. A client's `cache_salt` makes namespaces
-within its tenant's namespace.
+A namespace is a keyed hash of the tenant's name with the server's secret, so nobody can guess another tenant's
+namespace. No `cache_salt` and no name that a client chooses reaches a block of another tenant. A client's `cache_salt`
+makes namespaces within its tenant's namespace.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Tenant:
     name: str
     max_cached_blocks: int | None = None
     priorities: tuple[int, int] | None = None
-    """The lowest and the highest priority that its requests may have; None: any."""
+    """The lowest and the highest priority that its requests may have; None: any priority."""
     adapters: frozenset[str] | None = None
-    """The names of the adapters that it may use; None: all."""
+    """The names of the adapters that it may use; None: all adapters."""
 
     def may_use(self, adapter: str) -> bool:
-        """Whether its requests may name an adapter."""
+        """Say whether its requests may name an adapter."""
         return self.adapters is None or adapter in self.adapters
 
     def check_priority(self, priority: int) -> None:
-        """Raises APIError 400 for a priority that is not permitted."""
+        """Raise APIError 400 for a priority that is not permitted."""
         if self.priorities is not None and not self.priorities[0] <= priority <= self.priorities[1]:
             raise bad_request(
                 f"priority={priority} is not permitted to this key; use {self.priorities[0]} to {self.priorities[1]}",
@@ -89,7 +89,7 @@ class Tenants:
         self._quotas_work = quotas_work
         self._version: tuple[int, ...] | None = None
         self._complaint: str | None = None
-        """Why the last attempt to read the file again failed."""
+        """Why the last attempt to read the file again failed; None if it did not."""
         self._tenant_of: Mapping[bytes, Tenant] = self._always
         if keys_file is not None:
             self._version = _version(keys_file)
@@ -110,9 +110,9 @@ class Tenants:
         return self._file is not None or bool(self._always)
 
     def tenant_of(self, key: str | None) -> Tenant | None:
-        """The tenant of a key; None for an unknown key.
+        """Return the tenant of a key; None for an unknown key.
 
-        Keys are compared by their hashes, so the time of a comparison reveals nothing about them.
+        Keys are compared by their hashes, so the time of a comparison reveals nothing about a key.
         """
         if not self.asks_for_keys:
             return Tenant(ANYBODY)
@@ -120,22 +120,25 @@ class Tenants:
         return None if key is None else self._tenant_of.get(digest(key))
 
     def has_key(self, key: str) -> bool:
-        """Whether a key is a tenant's."""
+        """Say whether a key belongs to a tenant."""
         return self.asks_for_keys and self.tenant_of(key) is not None
 
     def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
-        """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT", both hashed; None if there are no tenants."""
+        """Return the salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT", both hashed.
+
+        Returns None if the server asks for no keys and the client gives no `cache_salt`.
+        """
         if not self.asks_for_keys and cache_salt is None:
             return None
         namespace = self._keyed_hash("tenant", tenant.name)
         return namespace if cache_salt is None else f"{namespace}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
 
     def owner(self, tenant: Tenant) -> str | None:
-        """The owner whose budget a tenant's cache entries use; None if all clients are one tenant."""
+        """Return the owner whose budget a tenant's cache entries use; None if all clients are one tenant."""
         return tenant.name if self.asks_for_keys else None
 
     def namespace_of_all(self, tenant: Tenant) -> str:
-        """The beginning of all namespaces of a tenant; no other tenant's namespace begins with it."""
+        """Return the beginning of all namespaces of a tenant. No other tenant's namespace begins with it."""
         return self._keyed_hash("tenant", tenant.name)
 
     def _keyed_hash(self, *parts: str) -> str:
@@ -145,7 +148,7 @@ class Tenants:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:32]
 
     def _reload(self) -> None:
-        """Read the keys file again if it has changed; a file that cannot be read leaves the keys as they are."""
+        """Read the keys file again if it has changed. If it cannot be read, the keys stay as they are."""
         if self._file is None:
             return
         try:
@@ -164,7 +167,7 @@ class Tenants:
 
 
 def shown_key(headers: Mapping[str, str]) -> str | None:
-    """The key that a request shows: `Authorization: Bearer KEY`, or else `x-api-key: KEY`; None if it shows none."""
+    """Return the key of a request from `Authorization: Bearer KEY`, or else `x-api-key: KEY`; None without a key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
@@ -228,12 +231,12 @@ def _stored_digest(key: str) -> bytes:
 
 
 def digest(key: str) -> bytes:
-    """A key's SHA-256; keys are compared by it, so that the time of a comparison reveals nothing."""
+    """Return a key's SHA-256. Keys are compared by their hashes, so that the time of a comparison reveals nothing."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 SETTLED_S = 2.0
-"""A file that changed less than this ago may change again without a new date."""
+"""Seconds after a change during which a file may change again without a new date."""
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -241,8 +244,8 @@ def _version(path: Path) -> tuple[int, ...]:
         status = os.stat(path)
     except OSError as error:
         raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
-    # A file may change twice within a tick of the kernel's clock, with one date. So a file that just changed has a
-    # new version at each call, and is read again.
+    # A file may change twice within a tick of the kernel's clock, with the same date. So a file that changed a moment
+    # ago has a new version at each call, and is read again.
     settled = 0 if time.time() - status.st_ctime > SETTLED_S else time.time_ns()
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, settled
 
@@ -250,25 +253,25 @@ def _version(path: Path) -> tuple[int, ...]:
 class Quotas:
     """Evicts the blocks beyond a tenant's quota whenever one of the tenant's requests ends.
 
-    Blocks that requests hold stay; free blocks go in the order of normal eviction. Blocks of public prefixes count for
-    no tenant.
+    Blocks that requests hold stay. Free blocks are evicted in the usual order. Blocks of public prefixes count for no
+    tenant.
     """
 
     def __init__(self, tenants: Tenants) -> None:
         self.shrink: Callable[[str, int], None] = lambda namespace, max_blocks: None
-        """Shrinks a namespace's share of the engine's cache, or of each engine's, to this number of blocks."""
+        """Shrinks a namespace's share of each engine's cache to this number of blocks."""
         self._tenants = tenants
         self._limits: dict[str, tuple[str, int]] = {}
 
     def note(self, tenant: Tenant) -> None:
-        """Note a tenant's quota. Called on the event loop; the engine's thread reads it at a later step."""
+        """Note a tenant's quota. Called on the event loop; the engine's thread reads the quota at a later step."""
         if tenant.max_cached_blocks is not None:
             self._limits[tenant.name] = (self._tenants.namespace_of_all(tenant), tenant.max_cached_blocks)
         else:
             self._limits.pop(tenant.name, None)
 
     def enforce(self, ended: Sequence[Ended]) -> None:
-        """Shrink the caches of the tenants whose requests ended to their quotas."""
+        """Shrink the cached blocks of each tenant with an ended request to the tenant's quota."""
         for name in {request.job.record.tenant for request in ended}:
             limit = self._limits.get(name)
             if limit is not None:
@@ -276,7 +279,7 @@ class Quotas:
 
 
 def read_prefix(path: Path) -> str:
-    """The text of a public prefix. Raises ConfigError."""
+    """Read the text of a public prefix. Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -293,15 +296,14 @@ class SharedPrefixes:
         self._prefixes = sorted((prefix for prefix in prefixes if len(prefix)), key=len, reverse=True)
 
     def num_shared(self, prompt: TokenIds) -> int:
-        """Number of leading tokens of `prompt` that are public."""
+        """Count the leading tokens of `prompt` that are public."""
         return next((len(prefix) for prefix in self._prefixes if np.array_equal(prompt[: len(prefix)], prefix)), 0)
 
 
 def common_beginning(encodings: Sequence[TokenIds]) -> TokenIds:
-    """The common prefix of some encodings.
+    """Return the common prefix of encodings of a text with different continuations.
 
-    The last tokens of a text depend on the text after it; the common tokens of encodings with different continuations
-    do not.
+    A text's last tokens depend on its continuation, but the common tokens of these encodings do not.
     """
     first = encodings[0]
     for other in encodings[1:]:
