@@ -1,10 +1,10 @@
 """One chunk of KV with any number of rows, compiled by numba: pack, unless rows are few; multiply, weigh, multiply.
 
-Packed are vectors of 16 tokens of keys, or 16 dimensions of values. Few rows multiply keys and values where they lie:
-packing a chunk and reading it again takes longer than multiplying it by the rows of one decoding request. Arithmetic
-and its order are the same. Every 16 tokens prefetch an equal part of the next chunk, so that requests to memory do not
-queue. On a Zen 4 processor, attention of decoding requests takes 0.6 to 0.8 of the time that it takes with packed
-chunks, and steps of 16 requests are 6 to 10% faster (docs/decisions/0008-cpu-attention.md).
+Packed vectors hold 16 tokens of keys, or 16 dimensions of values. Few rows multiply keys and values where they lie,
+because packing a chunk and reading it again takes longer than multiplying it by the rows of one decoding request.
+Arithmetic and its order are the same. Every 16 tokens prefetch an equal part of the next chunk, so that requests to
+memory do not queue. On a Zen 4 processor, attention of decoding requests takes 0.6 to 0.8 of the time that it takes
+with packed chunks, and steps of 16 requests are 6 to 10% faster (docs/decisions/0008-cpu-attention.md).
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         for token in range(start, stop, together):
             source = load_int(rows + 8 * token) + offset + first * item_bytes
             place = token // together
-            if mode == TILES:  # as two vectors of weights become one: two pairs of each alternate
+            if mode == TILES:  # the order in which two vectors of weights become one: two pairs of each alternate
                 place = place & -16 | place & 1 | (place & 6) << 1 | (place & 8) >> 2
             target = panel + place * lanes * 4
             if item_bytes == 1:
@@ -256,9 +256,9 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
 
 @inlined
 def are_few(a: Any, num_rows: int) -> Any:
-    """Whether to skip packing: reading a chunk twice costs as much as packing. Heads must be whole vectors of pairs.
+    """Whether to skip packing, which costs as much as reading a chunk twice. Heads must be whole vectors of pairs.
 
-    Codes are decoded as they are packed.
+    Codes are always packed, because packing decodes them.
     """
     return (
         a.mode == PAIRS
@@ -308,6 +308,6 @@ def multiply_values_directly(
 
 @inlined
 def _to_ask_for(ask: int, rows: tuple[int, int], step: int, num_steps: int) -> tuple[int, int]:
-    """The first and last + 1 of the next chunk's tokens that step `step` of `num_steps` over these rows prefetches."""
+    """The next chunk's tokens (first, last + 1) that step `step` of `num_steps` over these rows prefetches."""
     begin, total = ask * rows[0], ask * (rows[1] - rows[0])
     return (begin + total * step // num_steps) >> 16, (begin + total * (step + 1) // num_steps) >> 16

@@ -2,12 +2,12 @@
 
 With a packed chunk in AMX tiles, weights are computed 64 tokens at a time. Tiles write scores to memory, and vectors
 read them there. The first cache has room for scores of 32 rows and 64 tokens, and for their weights in the chunk;
-scores of a whole chunk do not fit. So a row's peak is that of the first 64 tokens of which it sees any, rounded up, and
-each 64 scores become weights at once. That suffices unless later scores are very much larger (`tile_softmax.py`): then
-the rows are weighed again, with all of their scores.
+scores of a whole chunk do not fit. So a row's peak is taken from the first 64 tokens of which it sees any, and rounded
+up, and each 64 scores become weights at once. That suffices unless later scores are very much larger
+(`tile_softmax.py`): then the rows are weighed again, with all of their scores.
 
-An infinite key, or one that is not a number, makes the scores of all rows so; the first row's scores show it. Rows that
-see such a key, and rows with infinitely large scores, get a sum that is not a number.
+A key that is infinite or NaN makes the scores of all rows infinite or NaN; the first row's scores show it. Rows that
+see such a key, and rows with infinitely large scores, get NaN as their sum.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def ask_for_values(a: Any, s: Any, first: int, last: int) -> None:
 
 @inlined
 def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
-    """The first and last + 1 of the tokens that some row of the table sees, and then of those that all rows see."""
+    """The tokens that some row of the table sees (first, last + 1), and then the tokens that all rows see."""
     low, high, all_low, all_high = CHUNK, 0, 0, CHUNK
     for row in range(num_rows):
         row_low, row_high = row_at(table, row).low, row_at(table, row).high
@@ -128,7 +128,7 @@ def factor(a: Any) -> Any:
 
 @inlined
 def keep_rows(a: Any, s: Any, table: int, num_rows: int, stats: int, mixed: int, kind: int) -> None:
-    """Merge rows' results into those of a fold, or leave them as partial results."""
+    """Merge rows' results into a fold's results, or leave them as partial results."""
     width, factors = a.value_width, s.row_factors
     if kind == FOLD:  # the targets of its rows are consecutive
         merge_stats(s.fold_stats + STATS_BYTES * row_at(table, 0).target, stats, factors, num_rows)
@@ -160,7 +160,7 @@ def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int
     clear_bytes(totals, num_rows * 4 * LANES)
     num_panels, sound, finite = (stop - start) // KV_PANEL, 1, 1
     turn, ask = num_panels * rows[0], ask // num_panels + 1
-    few = num_rows <= TILE_ROWS  # their scores of a chunk fit the cache: vectors need not wait for each panel's
+    few = num_rows <= TILE_ROWS  # scores of a chunk fit the cache, so vectors need not wait for each panel's scores
     if few:
         _multiply_keys(a, s, rows, (start, stop), scores, SCORE_BYTES)
     score_bytes = SCORE_BYTES if few else PANEL_SCORE_BYTES
@@ -195,7 +195,7 @@ def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int
 def _multiply_keys(
     a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
 ) -> None:
-    """Compute scores of some panels' tokens, `score_bytes` apart; `scores`: where the chunk's first score would lie."""
+    """Compute scores of panels' tokens, rows `score_bytes` apart; `scores`: the place of the chunk's first score."""
     num_rows, words = rows[1] - rows[0], a.key_words
     queries = s.row_queries + rows[0] * words * 4
     for panel in range(panels[0], panels[1], KV_PANEL):
@@ -221,10 +221,10 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
 def _weigh_group(
     a: Any, s: Any, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
 ) -> None:
-    """Compute the weights of rows that see the same tokens, and their peaks if their first tokens are here.
+    """Compute the weights of rows that see the same tokens, and their peaks if the panel has their first tokens.
 
-    `group`: the first row's number in the table and in the part, and the number of rows; `scores`: the first row's,
-    and bytes between rows.
+    `group`: the first row's number in the table and in the part, and the number of rows; `scores`: the address of the
+    first row's scores, and the bytes between rows.
     """
     entry, (_, row, count) = row_at(s.row_table, group[0]), group
     low, high, stats = entry.low - panel, entry.high - panel, s.row_stats + STATS_BYTES * row
@@ -245,7 +245,7 @@ def _weigh_group(
 
 @inlined
 def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], finite: int) -> None:
-    """Compute weights again, where keys may not be `finite` or scores are far from those of the row's first panel.
+    """Compute weights again, if keys may not be `finite`, or if a row's scores are far from those in its first panel.
 
     A row's result depends on the keys that it sees and on its own scores, whatever other rows have.
     """
@@ -263,7 +263,7 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
             result.total = np.nan
         elif not LEAST_SUM <= result.total < MOST_SUM:
             seen = low // KV_PANEL * KV_PANEL, -(-high // KV_PANEL) * KV_PANEL
-            find_peak(at, stats, seen[0], seen[1], low, high, factor(a))  # and hides unseen tokens
+            find_peak(at, stats, seen[0], seen[1], low, high, factor(a))  # it also hides unseen tokens
             peak, total = result.peak, s.row_totals + 4 * LANES * row
             is_number = are_below_infinity(at, seen[0], seen[1]) == 1 and peak > LOWEST * factor(a)
             lower(at, stats, seen[0], seen[1], factor(a))
@@ -280,7 +280,7 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
 
 @inlined
 def _count_infinite_keys(a: Any, s: Any, panels: tuple[int, int]) -> None:
-    """Count keys with an infinite part, or one that is not a number, up to each token; writes to staged rows."""
+    """Count the keys with infinite or NaN elements up to each token, and write the counts to staged rows."""
     words, count = a.key_words, 0
     for token in range(panels[0], panels[1]):
         key = s.packed_keys + (token // KV_PANEL * KV_PANEL * words + token % KV_PANEL) * 4

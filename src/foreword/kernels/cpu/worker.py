@@ -1,6 +1,7 @@
 """Paged attention on the CPU, compiled by numba: queries, KV blocks and block tables as memory addresses.
 
-`step_plan.py` knows who shares what. The kernel keeps the three rules of `reference.py` with arithmetic of its own:
+`step_plan.py` finds which requests share chunks. The kernel keeps the three rules of `reference.py` with arithmetic of
+its own:
 
 1. KV is cut at absolute positions into chunks of 256 tokens, whatever the block size. A row (one query of one head)
    has one partial result per chunk that it sees, merged in ascending order.
@@ -218,7 +219,7 @@ def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
 def _attend_leading(a: Any, s: Any, item: Any, kv_head: int) -> Any:
     """Attend to the first chunks for all queries of the requests that share them; returns the next unit.
 
-    The partial result lies where that of chunk 0 would.
+    The partial result lies in the place of chunk 0's.
     """
     num_chunks, members = item.number, (item.first, item.last)
     request = member_of(a, members[0])
@@ -269,7 +270,7 @@ def _merge_query(a: Any, s: Any, item: Any) -> None:
 
 @compiled
 def _work(a: Any) -> None:
-    """Take units of work until none is left; each thread runs this."""
+    """Take units of work until no unit is left; each thread runs this."""
     thread = fetch_add(a.counters, 1)
     s = scratch_at(a.scratch + thread * a.scratch_bytes, 0)
     if a.phase == 1:

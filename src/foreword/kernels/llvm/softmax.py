@@ -38,7 +38,7 @@ def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap:
 def find_peak(builder: Any, *arguments: Any) -> None:
     """Write the largest of a row's scores in one chunk, times `factor` > 0, to `stats`: first half of the softmax.
 
-    The row sees scores[low:high] of scores[start:stop] (multiples of 64); the others become the least number.
+    The row sees scores[low:high] of scores[start:stop] (multiples of 64); other scores become the least number.
     """
     scores, stats, start, stop, low, high, factor = arguments
     lane = ir.Constant(I32S, list(range(LANES)))
@@ -70,10 +70,10 @@ def find_peak(builder: Any, *arguments: Any) -> None:
 
 
 def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
-    """One row's unnormalised weights in one chunk, from its peak: second half of the softmax.
+    """Make the function for a row's unnormalised weights in one chunk, from its peak: second half of the softmax.
 
-    Replaces scores[start:stop] by 2 ** (factor * score - peak), and writes the sum of these to `stats`. It is apart
-    from the first half because a row must wait for its peak, but rows with known peaks need not wait for each other.
+    It replaces scores[start:stop] by 2 ** (factor * score - peak), and writes the sum of the weights to `stats`. The
+    two halves are apart because a row must wait for its peak, but rows with known peaks need not wait for each other.
     `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the new total.
     """
 
@@ -117,7 +117,7 @@ def _coarse_exp2(builder: Any, power: Any) -> Any:
     """2 ** power for power <= 0, to 2 ** -13.5, exactly 1 at 0, exactly 0 from -126 down, on processors with AVX512.
 
     That suffices for results of 8 bits. 2 ** (power - floor(power)) is a polynomial (the best of degree 3 that is 1 at
-    0). One instruction subtracts the floor, another adds it to the exponent. The latter skips lanes that would
+    0). One instruction subtracts the floor, another adds it to the exponent. The second one skips lanes that would
     underflow, which takes the processor a hundred times as long.
     """
     everywhere = ir.Constant(I16, -1)
@@ -141,7 +141,7 @@ weigh, weigh_pairs = _weigh(_store_floats), _weigh(_store_pairs if HAS_BF16_DOT 
 
 @emit.instructions("aaaai")
 def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: Any, width: Any) -> None:
-    """Merge a chunk's peak, sum and mixture of values into those so far (ChunkAttention's attn_reduce)."""
+    """Merge a chunk's peak, sum and mixture of values into the row's results so far (ChunkAttention's attn_reduce)."""
     peak, total = (emit.splat(builder, emit.load(builder, stats, offset, F32)) for offset in (0, 4))
     chunk_peak, chunk_total = (emit.splat(builder, emit.load(builder, chunk_stats, offset, F32)) for offset in (0, 4))
     new_peak = emit.larger(builder, peak, chunk_peak)
@@ -157,7 +157,7 @@ def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: A
 def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_rows: Any) -> None:
     """Merge the peaks and sums of consecutive rows as `merge` does, eight rows at a time.
 
-    Writes the factors by which `add_mixture` multiplies each row's mixtures to `factors` [rows, 2]. A row that sees
+    Writes to `factors` [rows, 2] the factors by which `add_mixture` multiplies each row's mixtures. A row that sees
     nothing of the chunk has LOWEST and 0 in `chunk_stats`, and does not change. Up to seven further rows are read and
     written back unchanged.
     """
@@ -213,7 +213,7 @@ def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: 
         offset = builder.mul(index, emit.integer(4))
         value = builder.fdiv(builder.fmul(emit.load(builder, builder.add(mixed, offset)), decay), total)
         bits = builder.bitcast(value, I32S)
-        # round to nearest even; not-a-number stays one
+        # round to nearest even; NaN stays NaN
         sixteen, one = (ir.Constant(I32S, [number] * LANES) for number in (16, 1))
         odd = builder.and_(builder.lshr(bits, sixteen), one)
         rounded = builder.add(builder.add(bits, ir.Constant(I32S, [0x7FFF] * LANES)), odd)

@@ -1,7 +1,8 @@
 """Weights of a few bits: codes with scales, as checkpoints give them and as panels for products.
 
-A weight is `scale * number + offset`, where its code says the number. Sixteen or 32 inputs of an output, a *group*,
-share scale and offset. Both are plain numbers of 16 or 32 bits, or integers that 256 inputs share such numbers for.
+A weight is `scale * number + offset`, where its code stands for the number. Sixteen or 32 inputs of an output, a
+*group*, share scale and offset. Both are numbers of 16 or 32 bits, or products of an integer and such a number that 256
+inputs share.
 
     panel     16 outputs, side by side in all that follows: a vector loads one byte of each
     head      scales (and offsets) that 256 inputs share, or 32 if there are no integers
@@ -44,13 +45,13 @@ class CodeFormat:
     zero: int = 0
     """The code of the number 0, for codes that are numbers; modulo 256."""
     table: tuple[int, ...] | None = None
-    """The number of each code of four bits."""
+    """The number of each code of four bits; None: codes are numbers."""
     scale: Literal["half", "bfloat16", "float", "exponent", "integers", "none"] = "half"
-    """float16; bfloat16; float32; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share;
-    there is none."""
+    """float16; bfloat16; float32; a power of 2 (bits e: 2^(e - 128)); int8, times a float16 that 256 inputs share; no
+    scale."""
     has_offset: bool = False
     has_zeros: bool = False
-    """Whether each group has a zero of its own, a byte, beside a scale of 16 bits."""
+    """Whether each group has a zero point of its own, a byte, beside a scale of 16 bits."""
 
     @property
     def is_bfloat16(self) -> bool:
@@ -59,7 +60,7 @@ class CodeFormat:
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether codes are floats of eight bits, of which E4M3_SCALE is taken out."""
+        """Whether codes are floats of eight bits, whose numbers are their values divided by E4M3_SCALE."""
         return self.name == "E4M3"
 
     @property
@@ -101,9 +102,9 @@ class CodeFormat:
 
 
 E4M3_NAN = 0x7F
-"""Bits of e4m3 without the sign that are no number."""
+"""The bits of NaN in e4m3, without the sign."""
 E4M3_SCALE = 256.0
-"""Bits of e4m3, put into a float16, are a number that is this many times smaller; scales have the factor."""
+"""The bits of e4m3, put into a float16, give a number that is smaller by this factor; scales have the factor."""
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of four-bit floats."""
@@ -136,7 +137,7 @@ FORMATS = {
         ),
     )
 }
-"""Names of formats -> the formats: ggml's, and those of other checkpoints. Nothing in products knows one by name."""
+"""Names of formats -> the formats: ggml's, and those of other checkpoints. Products do not look at the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +256,7 @@ class Panels:
 
 
 def _to_plane(units: npt.NDArray[Any], bits: int, low: int) -> Bytes:
-    """Some bits of units [panels, steps, units, bytes], from bit `low` on: [panels, steps, bytes]."""
+    """Pack `bits` bits of units [panels, steps, units, bytes], from bit `low` on, into [panels, steps, bytes]."""
     if bits == WHOLE:
         return np.ascontiguousarray(units).view(np.uint8).reshape(*units.shape[:2], -1)
     parts = (units >> low & (1 << bits) - 1).reshape(*units.shape[:2], -1, 8 // bits, units.shape[-1])

@@ -124,7 +124,7 @@ class Program:
 
 
 class Wires:
-    """Copies numbers of one array to many operations. Python would take as long for one layer as this for all layers."""
+    """Copies numbers of one array to many operations. Python would take as long for one layer as this for all."""
 
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """Each of `wires`: an operation, one of its arguments, and the place of its number in the array."""
@@ -193,7 +193,7 @@ def _wait(a: Any, last: int) -> None:
             _call_for_number(a.give_way)
         ended = _load_shared(a.counters)
     if ended < last:
-        simd.fetch_add(a.counters + SLEEPERS, 1)  # before reading the count again: the thread that ends last sees a sleeper
+        simd.fetch_add(a.counters + SLEEPERS, 1)  # before reading the count again: the last thread sees a sleeper
         ended = simd.fetch_add(a.counters, 0)
         while ended < last:
             _call_system(a.system_call, FUTEX, a.counters, FUTEX_WAIT, ended)  # returns at once if the count changed

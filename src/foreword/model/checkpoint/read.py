@@ -1,8 +1,8 @@
 """Reading a checkpoint of any Hugging Face causal language model: its config, and its weights in plain modules.
 
-It refuses what the config rules out, with the layer and the reason. transformers turns FP8 and MXFP4 into plain numbers
-while it loads them, where they are not read here (`small_floats.py`). Other formats need special kernels, so they are
-refused by name before any weight is read.
+A model whose config says that it cannot run is refused, with the layer and the reason. transformers turns FP8 and MXFP4
+into plain numbers while it loads them, where they are not read here (`small_floats.py`). Other formats need special
+kernels, so they are refused by name before any weight is read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SUPPORTED_LAYER_TYPES = (
 
 
 def expand_quantized(config: PretrainedConfig, options: ModelConfig) -> bool:
-    """Have quantized weights loaded as plain numbers; returns whether the weights are quantized.
+    """Have quantized weights loaded as plain numbers; return whether the weights are quantized.
 
     Raises UnsupportedModelError for formats that transformers cannot turn into plain numbers.
     """
@@ -78,7 +78,7 @@ def expand_quantized(config: PretrainedConfig, options: ModelConfig) -> bool:
 
 
 def give_one_type(module: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert parameters to `dtype`: transformers leaves those that were not quantized as they are in the file."""
+    """Convert parameters to `dtype`, because transformers leaves unquantized parameters in the file's type."""
     in_float32 = set(module._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         in_float32 |= set(module._keep_in_fp32_modules or ())
@@ -92,7 +92,7 @@ def _refusal(model: str, method: str) -> UnsupportedModelError:
 
 
 def _description(config: PretrainedConfig) -> dict[str, Any] | None:
-    """The description in config.json, at its top or for the language model in it; None if weights are plain numbers."""
+    """How weights are quantized: from config.json, or from the part of its language model; None: plain numbers."""
     for place in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             description = getattr(place, name, None)

@@ -1,4 +1,4 @@
-"""Replacing modules of a loaded model by faster ones that compute the same.
+"""Replaces modules of a loaded model by faster modules that compute the same.
 
 A trial decides: a module is replaced only if its formula gives its exact bits. Everything else stays as it is.
 
@@ -34,7 +34,7 @@ class PackedLinear(nn.Module):
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        """Join `weights` [any, in_features], whose outputs follow each other; `bias` [out_features]."""
+        """Join `weights` [any, in_features] to one product, with outputs end to end; `bias` [out_features]."""
         super().__init__()
         self.linear = Linear(weights, bias)
         self.out_features, self.in_features = self.linear.out_features, self.linear.in_features
@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def stack(cls, linears: Sequence[nn.Linear]) -> PackedLinear:
-        """Join layers that read the same input, and of which all have a bias or none."""
+        """Join layers that read the same input; either all layers have a bias, or no layer has one."""
         return cls(*stacked(linears))
 
     @property
@@ -58,7 +58,7 @@ class PackedLinear(nn.Module):
 
 
 def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
-    """The weights of layers and their joined bias, if they have one."""
+    """The weights of layers, and their joined bias; None if they have no bias."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     return [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None
 
@@ -81,7 +81,7 @@ def pack_linears(module: nn.Module) -> int:
 
 
 def has_unpacked_products(module: nn.Module) -> bool:
-    """Whether the library multiplies any plain matrix, in a way in which a row's bits depend on the others.
+    """Whether the library multiplies a plain matrix, so that a row's bits may depend on other rows.
 
     Experts' matrices (three-dimensional) do not count, because experts pad their rows themselves.
     """
@@ -105,7 +105,7 @@ def fuse(module: nn.Module) -> None:
 class FusedNorm(nn.Module):
     """A root-mean-square norm in one pass, in which a row's bits do not depend on other rows.
 
-    The plain module computes rows of another type than the weight's: some models keep norms in float32.
+    The plain module computes rows of another type than the weight's, because some models keep norms in float32.
     """
 
     def __init__(self, plain: nn.Module, weight: Tensor, epsilon: float, form: int, kernels: RowKernels) -> None:

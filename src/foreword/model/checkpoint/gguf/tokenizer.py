@@ -1,8 +1,8 @@
 """tokenizer.json from a GGUF file's metadata, for the `tokenizers` library.
 
 A file does not say how its byte-level vocabulary splits texts: it names the way (`tokenizer.ggml.pre`, in llama.cpp's
-words). Names that nobody here has compared with the original are refused, since a wrong split gives wrong answers in
-silence.
+words). A name that was not compared with the original here is refused, since a wrong split silently gives wrong
+answers.
 
     gpt2     byte-level BPE (arXiv 1508.07909): merges are in the file
     llama    SentencePiece's BPE: which pieces merge follows from the scores, and other bytes become pieces of their own
@@ -28,7 +28,7 @@ ENDS = frozenset(
     "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <|return|> <|call|> <|END_OF_TURN_TOKEN|> <|eot|> <|EOT|> "
     "<|endoftext|> <|end_of_text|> <eos> </s> <\uff5cend\u2581of\u2581sentence\uff5c>".split()
 )
-"""Control tokens that end a turn or a text, whatever `eos_token_id` says: a file names one of them."""
+"""Control tokens that end a turn or a text, whatever `eos_token_id` says, because a file names only one there."""
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +39,7 @@ _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cases(end: str) -> str:
-    """Words that begin with capital letters or are all of them, each with an `end`."""
+    """A pattern of words that begin with capital letters or consist of them, each with an `end`."""
     return f"{_BEFORE}{_UPPER}*{_LOWER}+{end}|{_BEFORE}{_UPPER}+{_LOWER}*{end}"
 
 
@@ -103,12 +103,12 @@ class _Vocabulary:
         return self._metadata.get(f"tokenizer.ggml.{name}", default)
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts; empty if there is none."""
+        """A list of texts; empty if the file has no such list."""
         values = self(name, [])
         return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
 
     def numbers(self, name: str) -> NDArray[Any] | None:
-        """An array of finite numbers."""
+        """An array of finite numbers; None if the file has no such array."""
         values = self(name, None)
         return values if isinstance(values, np.ndarray) and bool(np.isfinite(values).all()) else None
 
@@ -118,7 +118,7 @@ class _Vocabulary:
         return self.tokens[number] if type(number) is int and 0 <= number < len(self.tokens) else None
 
     def ids(self) -> dict[str, int]:
-        """Each text's number, the first one if it stands twice."""
+        """Each text's number; the first number if a text occurs twice."""
         ids: dict[str, int] = {}
         for number, token in enumerate(self.tokens):
             ids.setdefault(token, number)
@@ -141,7 +141,7 @@ class _Vocabulary:
 def tokenizer_files(metadata: Mapping[str, Any], *, check: bool = True) -> dict[str, Json]:
     """The content of tokenizer.json and tokenizer_config.json. Raises UnsupportedModelError.
 
-    `check`: whether the library loads it once, to see that it can.
+    `check`: whether to load the tokenizer once, to see that the library can.
     """
     words = _Vocabulary(metadata)
     if words.kind == "gpt2":
@@ -183,7 +183,7 @@ def tokenizer_files(metadata: Mapping[str, Any], *, check: bool = True) -> dict[
 def end_tokens(metadata: Mapping[str, Any], vocab_size: int, *, own_tokenizer: bool = True) -> list[int]:
     """The ids of the tokens that end an answer, below `vocab_size`.
 
-    `own_tokenizer`: whether the file's is used, so that tokens are known by their texts, too.
+    `own_tokenizer`: whether the file's tokenizer is used; then end tokens are found by their texts, too.
     """
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     if not own_tokenizer:
@@ -194,7 +194,7 @@ def end_tokens(metadata: Mapping[str, Any], vocab_size: int, *, own_tokenizer: b
 
 
 def _templates(metadata: Mapping[str, Any]) -> Json:
-    """`chat_template`: one, or several with names."""
+    """`chat_template`: one template, or several with names; empty if the file has no template."""
     prefix = "tokenizer.chat_template"
     templates = {
         name.removeprefix(prefix).removeprefix(".") or "default": text
@@ -254,7 +254,7 @@ def _bpe(ids: Mapping[str, int], merges: list[list[str]]) -> Json:
 
 
 def _pieces(words: _Vocabulary) -> Json:
-    """SentencePiece's parts: spaces are visible; of the pairs that make a piece, the one of the best score merges."""
+    """SentencePiece's parts: spaces become visible, and pairs that make pieces of better scores merge first."""
     scores = words.numbers("scores")
     if scores is None or len(scores) != len(words.tokens):
         raise UnsupportedModelError("the GGUF file's tokenizer has no score for each token; name one with --tokenizer")
@@ -283,7 +283,7 @@ def _pieces(words: _Vocabulary) -> Json:
 
 
 def _halves(token: str, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs of tokens that a token can be merged from, those of the first tokens first."""
+    """The pairs of tokens from which a token can be merged, in the order of their ids."""
     cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
     pairs = [(left, right) for left, right in cuts if left in ids and right in ids]
     return sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
