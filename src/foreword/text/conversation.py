@@ -14,14 +14,14 @@ from typing import Any, NoReturn, TypedDict
 from foreword.errors import InvalidRequestError
 
 MARK = f"\x02picture {secrets.token_hex(16)}\x03"
-"""Stands for a picture. No client can guess it, so a text with it has a picture there."""
+"""The mark of a picture in a text. No client can guess it, so each mark in a text stands for a picture."""
 PICTURES = "\x02pictures"
-"""The field of a plain message that has the files of its pictures, in the order of their marks; no caller has one."""
+"""The field of a plain message with the files of its pictures, in the order of their marks. Callers do not use it."""
 OTHER_TOOL = {"type": "function", "function": {"name": "\x01", "description": "\x01", "parameters": {}}}
 
 
 def joined(texts: Sequence[str], between: str) -> str:
-    """Texts with something between them, but next to pictures."""
+    """Join texts with `between`, which is left out next to pictures."""
     if MARK not in texts:
         return between.join(texts)
     whole = ""
@@ -38,7 +38,7 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 def pictures_in_order(
     messages: Sequence[Mapping[str, Any]], write: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 ) -> list[Any]:
-    """The files of all pictures in the order that `write` gives to their marks: it may move messages and texts."""
+    """The files of all pictures in the order of their marks after `write`, which may move messages and texts."""
     files, numbers = pictures_of(messages), count()
     if (num_marks := sum(str(turn["content"]).count(MARK) for turn in messages)) != len(files):
         raise InvalidRequestError(f"the messages have {len(files)} pictures, but {num_marks} places for them")
@@ -51,7 +51,7 @@ def pictures_in_order(
 
 
 def in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a conversation with pictures for a template: contents with marks become lists of parts."""
+    """Write messages with pictures for a template: contents with marks become lists of parts."""
     return [_in_parts({key: value for key, value in message.items() if key != PICTURES}) for message in messages]
 
 
@@ -70,10 +70,10 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is one text and whose tool calls have arguments as mappings, or as texts that are none.
+    """Bring messages into plain form: one text as content, and mappings as arguments of tool calls.
 
-    A content may be a list of text parts, `[{"type": "text", "text": ...}]`, which `joined_parts` makes one; with tool
-    calls it may be missing. Raises InvalidRequestError for anything else.
+    A content may be a list of text parts, `[{"type": "text", "text": ...}]`, which `joined_parts` joins. A message with
+    tool calls may lack its content. Arguments that are not a JSON object stay a text. Raises InvalidRequestError.
     """
     if isinstance(messages, str | Mapping):
         raise InvalidRequestError(
@@ -125,14 +125,14 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
 
 
 def joined_parts(texts: Sequence[str], role: Any) -> str:
-    """The parts of a content as one text: an answer's are pieces of it, those of others stand in lines of their own."""
+    """Join the parts of a content. Parts of an answer follow each other directly; other parts get their own lines."""
     return joined(texts, "" if role == "assistant" else "\n")
 
 
 def read_arguments(text: str) -> Mapping[str, Any] | str:
-    """Arguments of an earlier call; the text itself if it is no JSON object.
+    """Read the arguments of an earlier call. Returns the text itself if it is not a JSON object.
 
-    Models write such calls too: cut off at the last token, a list, a number that no float holds.
+    Models write such calls too: cut off at the last token, with a list, or with a number too large for a float.
     """
     try:
         arguments = json.loads(text or "{}", parse_constant=_no_number, parse_float=_finite)
@@ -153,22 +153,22 @@ def _finite(text: str) -> float:
 
 
 def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """A function that may be called; None stands for a missing field."""
+    """A tool in OpenAI's form, for a function that may be called. Fields that are None are left out."""
     fields = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
 
 
 def earlier_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call in an earlier answer."""
+    """A call of an earlier answer in OpenAI's form."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def take_call(
     waiting: list[dict[str, Any]], call_id: str | None, name: str | None, *, any_name: bool
 ) -> dict[str, Any] | None:
-    """Remove the call that a result answers from `waiting`: the one with its id, else the first with its name.
+    """Remove from `waiting` the call that a result answers: the call with its id, else the first with its name.
 
-    `any_name`: whether the first call with another name will do. None if no call waits for the result.
+    `any_name`: else the first call of any name. Returns the call, or None if no call waits for the result.
     """
     of_id = [call for call in waiting if call_id is not None and call["id"] == call_id]
     of_name = [call for call in waiting if call["function"]["name"] == name]
@@ -224,16 +224,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template renders."""
+    """The messages and inputs that a template renders."""
 
     messages: Sequence[Mapping[str, Any]]
     inputs: Mapping[str, Any]
     """The template's inputs besides the messages."""
     is_open: bool = True
-    """Whether the prompt goes on after the last message, as where an answer begins."""
+    """Whether the prompt ends with the beginning of an answer, or after the last message."""
 
     def differing_after(self, place: Place) -> Conversation:
-        """A conversation like this one up to a place, and different right after it."""
+        """Make a conversation that is equal to this one up to a place, and differs right after it."""
         if place.message is None:
             tools = [*self.inputs.get("tools", ())[: place.size], OTHER_TOOL]
             return Conversation(self.messages, {**self.inputs, "tools": tools}, self.is_open)
@@ -254,12 +254,12 @@ _SAID_BESIDE = ("tool_calls", "reasoning_content")
 
 
 def _other(text: str) -> str:
-    """A text that differs from the first character on."""
+    """A text that differs from the given one in its first character."""
     return "\x02" if text.startswith("\x01") else "\x01"
 
 
 def common_beginning(text: Sequence[Any], other: Sequence[Any]) -> int:
-    """The number of items that two texts, or lists, begin with in common. Compares each about twice."""
+    """The number of leading items that two texts, or lists, have in common. Compares each item about twice."""
     common, limit = 0, min(len(text), len(other))
     while common < limit:
         middle = (common + limit + 1) // 2

@@ -1,4 +1,4 @@
-"""Detokenizers: tokens become text one at a time, and the pieces add up to the text of all tokens."""
+"""Detokenizers: turn tokens into text, one at a time. The pieces add up to the text of all tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import islice
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-"""The character that decoders write for bytes that are not, or not yet, a character."""
+"""The character that decoders write for bytes that are not a character, or only a part of one."""
 
 _MAX_INCOMPLETE = 3
 """Most replacement characters that later bytes can turn into one character (UTF-8: 4 bytes)."""
 
 _WINDOW_TOKENS = 12
-"""Length at which a detokenizer's window is shortened..."""
+"""The number of tokens at which a detokenizer's window is shortened."""
 
 _KEPT_TOKENS = 6
-"""...to this one: enough bytes (one or more per token) to hold any incomplete character."""
+"""The number of tokens of a shortened window. Each has at least one byte, so any incomplete character fits."""
 
 _MAX_WINDOW_TOKENS = 256
-"""Length at which a window is shortened even if its text changes."""
+"""The number of tokens at which a window is shortened even if its text changes."""
 
 
 class Detokenizer(Protocol):
@@ -33,26 +33,26 @@ class Detokenizer(Protocol):
         """The remaining text as the decoder writes it: U+FFFD for the beginning of a character."""
 
     def cut(self) -> str:
-        """The remaining text of one that was cut off: without the beginning of a character."""
+        """The remaining text if the output was cut off: without the beginning of a character."""
 
     @property
     def pending(self) -> str:
-        """Whole characters that were not returned yet, because a later token may make them unreadable."""
+        """Whole characters that are held back, because a later token may make them unreadable."""
 
     @property
     def num_characters(self) -> int:
-        """Length of the text so far, `pending` included: where the text of the next token begins."""
+        """Length of the text so far, `pending` included. The text of the next token begins there."""
 
 
 class ByteDetokenizer:
-    """Tokens that are bytes, and a text that is all bytes of its tokens, as byte-level vocabularies have it."""
+    """For byte-level vocabularies: the text is the bytes of all tokens, one after the other."""
 
     pending = ""
 
     def __init__(
         self, bytes_of: Callable[[int], bytes | None], skipped_ids: Collection[int], after: Sequence[int] = ()
     ) -> None:
-        """`after`: the tokens that the text continues; it completes the character whose beginning is their end."""
+        """`after`: the tokens that the text continues. If they end inside a character, the text completes it."""
         self.num_characters = 0
         self._bytes_of, self._skipped_ids = bytes_of, skipped_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -74,8 +74,8 @@ class ByteDetokenizer:
 
 
 class _ByteRun:
-    """Byte tokens in succession, which the decoder reads as one: as characters if all of them are UTF-8, otherwise as
-    one U+FFFD for each.
+    """Consecutive byte tokens, which the decoder reads as a whole: as characters if all bytes are valid UTF-8,
+    otherwise as one U+FFFD for each byte.
     """
 
     def __init__(self) -> None:
@@ -83,11 +83,11 @@ class _ByteRun:
         self.text = ""
         """The whole characters so far."""
         self.is_broken = False
-        """Whether it is not UTF-8, whatever follows."""
+        """Whether the run can no longer become valid UTF-8."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
 
     def push(self, token_id: int, byte: int) -> str:
-        """Add a token; returns the text that is certain now: none before the run has ended, or is broken."""
+        """Add a token; returns the text that is certain now. That is empty until the run is broken."""
         self.token_ids.append(token_id)
         if self.is_broken:
             return REPLACEMENT
@@ -100,15 +100,15 @@ class _ByteRun:
 
     @property
     def begun_ids(self) -> list[int]:
-        """Its last tokens, if they are the beginning of a character."""
+        """The last tokens, if they are the beginning of a character."""
         return [] if self.is_broken else self.token_ids[len(self.text.encode()) :]
 
 
 class WindowDetokenizer:
-    """Tokens whose text depends on their neighbours (a byte of a character, a space that only the first word loses).
+    """For tokens whose text depends on their neighbours (bytes of a character, a space that only the first word loses).
 
-    A token's text is read off the difference between two decodings. Only a window of the last tokens is decoded, at a
-    constant cost per token:
+    A token's text is the difference between two decodings. Only a window of the last tokens is decoded, at a constant
+    cost per token:
 
         window:   | t0 t1 t2 t3 t4 | t5 t6 |
         its text: |   released     | at most 3 U+FFFD: perhaps the start of a character |
@@ -137,7 +137,7 @@ class WindowDetokenizer:
             self.push(token_id)
         begun_ids: list[int] = [] if self._run is None else self._run.begun_ids
         if self._run is not None and not self._run.is_broken:
-            self._close_run()  # its characters are part of what is continued
+            self._close_run()  # its characters are part of the earlier text
         self.num_released = 0
         for token_id in begun_ids:
             self.push(token_id)
@@ -158,7 +158,7 @@ class WindowDetokenizer:
             self._run = self._run or _ByteRun()
             piece = self._run.push(token_id, byte)
         elif self._run is not None and not self._adds_text(self._run.token_ids[-1], token_id):
-            return ""  # an id without a token, which does not part a run
+            return ""  # an id without a token, which does not split a run
         else:
             piece = self._close_run() + self._push(token_id)
         self.num_released += len(piece)
@@ -180,8 +180,8 @@ class WindowDetokenizer:
         return self._decode([before, token_id]) != self._decode([before])
 
     def _close_run(self) -> str:
-        """End the run of byte tokens; returns its text, as far as it was not returned. Its last token stays behind as
-        the neighbour of the next one.
+        """End the run of byte tokens; returns the part of its text that was not returned before. The last token stays
+        in the window as the neighbour of the next token.
         """
         run, self._run = self._run, None
         if run is None:
@@ -195,7 +195,7 @@ class WindowDetokenizer:
         return piece
 
     def _characters(self, run: _ByteRun) -> str:
-        """The whole characters of a run. At a text's beginning the decoder may drop a space."""
+        """The whole characters of a run; at a text's beginning as the decoder writes them, which may drop a space."""
         if self._window or not run.text:
             return run.text
         return self._decode(run.token_ids[: len(run.text.encode())])
@@ -224,9 +224,9 @@ class WindowDetokenizer:
         return text
 
     def _shorten(self, text: str) -> None:
-        """Drops the window's first tokens if the rest decodes to an end of `text` without them.
+        """Drop the window's first tokens if the other tokens alone still decode to the end of `text`.
 
-        Starting inside a character spoils only the start of the new window's text, which counts as released.
+        If the new window starts inside a character, only the start of its text is wrong, which counts as released.
         """
         window = self._window[-_KEPT_TOKENS:]
         new_text = self._decode(window)
@@ -234,7 +234,7 @@ class WindowDetokenizer:
         num_compared = num_pending + 1  # the pending text, and one character before it
         agrees = len(new_text) >= num_compared and text.endswith(new_text[-num_compared:])
         if not agrees and len(self._window) < _MAX_WINDOW_TOKENS:
-            self._max_tokens = 2 * len(self._window)  # tried rarely: the cost per token stays constant
+            self._max_tokens = 2 * len(self._window)  # try again rarely: the cost per token stays constant
             return
         self._num_settled = max(0, self._num_settled - (len(self._window) - len(window)))
         self._window = window
@@ -243,7 +243,7 @@ class WindowDetokenizer:
 
 
 def _end_of(token_ids: Sequence[int], skipped_ids: Collection[int], byte_of: Collection[int] = ()) -> list[int]:
-    """The last tokens that are not skipped, which do not begin inside a run of byte tokens."""
+    """The last tokens that are not skipped; enough of them that they do not begin inside a run of byte tokens."""
     text_ids = (int(token_id) for token_id in reversed(token_ids) if token_id not in skipped_ids)
     end = list(islice(text_ids, _KEPT_TOKENS))
     while end and end[-1] in byte_of:

@@ -1,8 +1,8 @@
-"""A tokenizer of a written family from its `tokenizer.json`, as transformers makes one of the same files.
+"""Makes a tokenizer from its `tokenizer.json`, equal to the one that transformers makes from the same files.
 
-transformers chooses a class by the names in both configs. Most classes take tokenizer.json as it is; some build its
-parts anew, and here the file must have the same parts. Where transformers might make another tokenizer, `NotPlainError`
-is raised, and transformers makes it.
+transformers chooses a class by the names in both configs. Most classes take tokenizer.json as it is. Some classes build
+its parts anew; for these, the file must have the same parts. If transformers might make a different tokenizer,
+`NotPlainError` is raised, and transformers is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foreword.errors import ModelLoadError, UnsupportedModelError, one_line
 _NAMED = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
 """Special tokens that every class knows, in transformers' order."""
 AS_IT_IS = "as_it_is"
-"""A field that foreword writes for GGUF files: no class is to build parts anew, whatever the model."""
+"""A field that foreword writes for GGUF files. It says that tokenizer.json is taken as it is, for any model."""
 _KNOWN_FIELDS = frozenset(
     "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens as_it_is backend "
     "chat_template clean_up_tokenization_spaces errors extra_special_tokens is_local legacy local_files_only "
@@ -44,25 +44,25 @@ _CLASS_OF = {
 _CORRECTED = ("phi3", "qwen2")
 """Models whose files are known to name a wrong class."""
 _MANY_TOKENS = 100_000
-"""Vocabularies beyond this size may have a wrong pattern, if they are Mistral's: transformers warns of it."""
+"""Mistral's vocabularies with more tokens than this may have a wrong pattern, of which transformers warns."""
 
 
 class NotPlainError(Exception):
-    """transformers may make another tokenizer of these files; the message says why."""
+    """Raised if transformers may make a different tokenizer from these files; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rebuilt:
-    """What a class builds in place of the parts in tokenizer.json."""
+    """The parts that a class builds in place of those in tokenizer.json."""
 
     special: Mapping[str, str | None]
-    """Special tokens that files need not name."""
+    """The class's special tokens, which files may leave out."""
     model: tuple[Any, ...]
     """unk_token (a name in `special`), fuse_unk, byte_fallback."""
     normalizer: Any
     pre_tokenizer: Any
     decoder: str
-    """The decoder's type, or those of its parts."""
+    """The decoder's type, or the types of its parts."""
 
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -108,7 +108,7 @@ _REBUILT: Mapping[str, _Rebuilt] = {
 
 
 class Encoded(dict[str, list[int]]):
-    """Token ids under "input_ids", and the encoding they come from."""
+    """Token ids under "input_ids", and the encoding that gave them."""
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(input_ids=encoding.ids)
@@ -121,18 +121,18 @@ class JsonTokenizer:
     is_fast = True
 
     def __init__(self, backend: Tokenizer, special: Mapping[str, str], extra: Sequence[str]) -> None:
-        """`special`: special tokens by their names; `extra`: others, which have none."""
+        """`special`: special tokens by their names; `extra`: special tokens without names."""
         self.backend_tokenizer = backend
         self.special_tokens_map = dict(special)
         self.all_special_tokens = list(dict.fromkeys((*special.values(), *extra)))
         self.all_special_ids = self.convert_tokens_to_ids(self.all_special_tokens)
         self.chat_template: Any = None
-        """The template's source, or several by their names."""
+        """The template's source, or several sources by their names."""
         self.response_template: Any = None
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> JsonTokenizer:
-        """The tokenizer of a folder. Raises NotPlainError, for damaged files too."""
+        """Load the tokenizer of a folder. Raises NotPlainError, for damaged files too."""
         try:
             return _load(folder, trust_remote_code)
         except NotPlainError:
@@ -172,24 +172,24 @@ class JsonTokenizer:
         return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
 
     def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[Any]:
-        """The ids of tokens; that of the unknown token, or None, for one that is not in the vocabulary."""
+        """The ids of tokens. A token outside the vocabulary gets the id of the unknown token, or None."""
         unknown = self.special_tokens_map.get("unk_token")
         other = None if unknown is None else self.backend_tokenizer.token_to_id(unknown)
         ids = (self.backend_tokenizer.token_to_id(token) for token in tokens)
         return [other if token_id is None else token_id for token_id in ids]
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
-        """A token as the vocabulary has it; None if there is none."""
+        """The token of an id, as the vocabulary writes it; None if there is no such id."""
         token: str | None = self.backend_tokenizer.id_to_token(token_id)
         return token
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> Encoded:
-        """Raises TypeError or UnicodeError for what is not a text."""
+        """Encode a text. Raises TypeError or UnicodeError for any other value."""
         [encoding] = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return Encoded(encoding)  # the library holds the interpreter while it encodes a text that is in no batch
+        return Encoded(encoding)  # with a single text instead of a batch, the library would block other threads
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> list[int]:
-        """Token ids of a text. Raises as `__call__`."""
+        """Token ids of a text. Raises the same errors as `__call__`."""
         return self(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -249,7 +249,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _class(config: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> str:
-    """The class that transformers takes: one of `_REBUILT`, or "TokenizersBackend" for tokenizer.json as it is."""
+    """The class that transformers uses: a name in `_REBUILT`, or "TokenizersBackend" for tokenizer.json as it is."""
     if config.get(AS_IT_IS) is True:
         return "TokenizersBackend"
     kind = str(model.get("model_type", ""))
@@ -274,7 +274,7 @@ def _class(config: Mapping[str, Any], model: Mapping[str, Any], path: Path) -> s
 def _special(
     config: Mapping[str, Any], fields: Sequence[str], usual: Mapping[str, str | None], added: Mapping[int, AddedToken]
 ) -> tuple[dict[str, str | AddedToken], list[str | AddedToken]]:
-    """Special tokens by their names, and others. `usual`: those of the class."""
+    """Special tokens by their names, and special tokens without names. `usual`: the class's own special tokens."""
     by_text = {token.content: token for token in added.values()}
     tokens = {**usual, **{name: _token(config[name]) for name in _NAMED if name in config}}
     special = {name: by_text.get(_text(value), value) for name in _NAMED if (value := tokens.get(name)) is not None}
@@ -316,7 +316,7 @@ def _check_parts(
     several: Any = splitting if isinstance(splitting, pre_tokenizers.Sequence) else [splitting]
     for part in several:
         if isinstance(part, pre_tokenizers.ByteLevel):
-            part.trim_offsets = True  # as classes have it: it moves offsets, and no tokens
+            part.trim_offsets = True  # as classes set it: it changes offsets, but no tokens
     backend.pre_tokenizer = splitting
     splits = _state(splitting)
     for splitter in (splits or {}).get("pretokenizers", ()):
@@ -330,7 +330,7 @@ def _check_parts(
 
 
 def _state(part: Any) -> Any:
-    """A part of a tokenizer, as tokenizer.json has it."""
+    """A part of a tokenizer in the form of tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -341,7 +341,7 @@ def _add(
     special: Mapping[str, str | AddedToken],
     extra: Sequence[str | AddedToken],
 ) -> None:
-    """Add the tokens that tokenizer.json lacks, or has in another way. `existing`: those that it has."""
+    """Add the tokens that tokenizer.json lacks, or has with other settings. `existing`: the tokens that it has."""
     special_texts = {_text(token) for token in special.values()}
     present = {repr(token) for token in existing.values()}
     missing = []
@@ -364,7 +364,7 @@ def _add(
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The template's source, or several by their names. Files come before tokenizer_config.json."""
+    """The template's source, or several sources by their names. Template files override tokenizer_config.json."""
     paths = {"default": folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     sources = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
@@ -382,7 +382,7 @@ _TOKENIZER_FILES = (
 
 
 def find_tokenizer_files(model: str, revision: str | None) -> str | None:
-    """The folder or hub id to load from; None if it exists but has no tokenizer."""
+    """The folder or hub id from which to load; None if it exists but has no tokenizer."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder) if _holds_tokenizer(folder) else None

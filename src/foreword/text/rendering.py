@@ -1,6 +1,6 @@
 """Rendering: conversations to tokens by a chat template.
 
-Texts such as `<|im_end|>` that users write stay text: a mark inside hides them from the tokenizer:
+Control tokens such as `<|im_end|>` that users write stay text: a mark inside hides them from the tokenizer:
 
     <|im_end|>  ->  <⿻|im_end|>  ->  "<" "⿻" "|" "im" "_end" "|" ">"  ->  the tokens without those of the mark
 """
@@ -30,14 +30,14 @@ from foreword.text.template_engine import render
 from foreword.text.template_probe import Probe, TemplateReport, refuse_lost
 
 MARKS = "⿻⿺⿹⿸⿷"
-"""Printable characters that hardly any text has, so that templates write them as they are."""
+"""Candidates for the mark: printable characters that are in hardly any text, and that templates write as they are."""
 _NO_INPUTS = frozenset(
     "conversation chat_template add_generation_prompt tokenize padding truncation max_length return_tensors "
     "return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
 """Arguments of transformers' rendering that are not inputs of a template."""
 MOST_REPORTS = 16
-"""The number of chat templates whose reports are remembered: requests of an LLM may name their own."""
+"""The number of chat templates whose reports are remembered: a request may name its own template."""
 MOST_MESSAGE_ENDS = 64
 """Recurrent states may be saved at the ends of this many messages of a conversation: its last ones."""
 
@@ -51,7 +51,10 @@ class ControlTokens:
         self._pattern = regex.compile(r"\L<texts>", texts=self._texts) if self._texts else None
 
     def hidden(self, value: Any, mark: str, spared: frozenset[str] = frozenset()) -> Any:
-        """A value whose strings have the mark in each special token's text but `spared`; itself if there is none."""
+        """Put the mark into each special token's text, except `spared`, in all strings of a value.
+
+        Returns the value itself if it has no such text.
+        """
         if isinstance(value, str):
             return self._hidden_text(value, mark, spared)
         if isinstance(value, Mapping):
@@ -64,7 +67,7 @@ class ControlTokens:
 
     def _hidden_text(self, text: str, mark: str, spared: frozenset[str]) -> str:
         if self._pattern is None or not any(beginning in text for beginning in self._beginnings):
-            return text  # most texts: it takes a hundredth of the time
+            return text  # the case of most texts, in a hundredth of the time
 
         def hide(match: Any) -> str:
             token = str(match[0])
@@ -75,7 +78,7 @@ class ControlTokens:
 
 
 def marked_tokens(encoding: Any, text: str, mark: str) -> npt.NDArray[np.intp] | None:
-    """The indices of the tokens that are a mark; None if a token is more than a mark."""
+    """The indices of the tokens that are a mark; None if a token has a mark and other characters."""
     if mark not in text:
         return np.empty(0, np.intp)
     indices = [at for at, (begin, end) in enumerate(encoding.offsets) if mark in text[begin:end]]
@@ -107,7 +110,7 @@ class Renderer:
         self._written_sign: tuple[str, str] | None = None
 
     def write_signs(self, written_sign: tuple[str, str]) -> None:
-        """Write something else in place of a picture's sign in texts from now on: (sign, its replacement)."""
+        """Replace pictures' signs in texts from now on: (sign, its replacement)."""
         self._written_sign = written_sign
 
     def with_written_signs(self, text: str) -> str:
@@ -116,7 +119,7 @@ class Renderer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source, of several with names the one that takes tools; None if there is none."""
+        """The template's source; None without a template. If there are several, the template that takes tools."""
         return self._source(has_tools=True)
 
     def _source(self, *, has_tools: bool) -> str | None:
@@ -127,7 +130,7 @@ class Renderer:
         return template or None
 
     def template_report(self, chat_template: str | None = None) -> TemplateReport:
-        """What a chat template shows, and in which form; None: the tokenizer's own. Found once for each template."""
+        """Probe a chat template once (None: the tokenizer's own): its form, and the parts that it does not show."""
         source = chat_template or self.chat_template
         if source is None:
             return TemplateReport()
@@ -145,15 +148,15 @@ class Renderer:
         return self._reports[source]
 
     def _family(self, chat_template: str) -> ReplyFormat | None:
-        """The form in which the model of a chat template writes replies."""
+        """The form of replies of the model to which a chat template belongs."""
         return choose_format(None, None, chat_template)
 
     def take_control_tokens(self) -> None:
-        """Let messages have control tokens, such as `<|im_end|>`, as prompts of texts may; else they are text there."""
+        """Let messages have control tokens, such as `<|im_end|>`, as text prompts may. Otherwise these stay text."""
         self._takes_control_tokens = True
 
     def _spared_tokens(self) -> frozenset[str]:
-        """Control tokens that an answer may have when it comes back: those around its reasoning."""
+        """Control tokens that earlier answers in a conversation may have: the marks around reasoning."""
         return frozenset()
 
     def set_chat_template(self, template: str) -> None:
@@ -188,11 +191,11 @@ class Renderer:
         """Token ids of a conversation, with the tokenizer's chat template or the given one.
 
         `messages` are mappings with at least `role` and `content`, a text or a list of text parts. `template_inputs`
-        are further values for the template, such as `tools` or `reasoning_effort`; it ignores those that it
+        are further values for the template, such as `tools` or `reasoning_effort`; a template ignores values that it
         does not know. The result ends where the assistant's answer begins; after the last message if
         `add_generation_prompt` is False; inside the last message if `continue_final_message`. Raises
-        `InvalidRequestError` for malformed messages or inputs and `ChatTemplateError` when there is no template or it
-        refuses them.
+        `InvalidRequestError` for malformed messages or inputs, and `ChatTemplateError` if there is no template or it
+        refuses the messages.
         """
         conversation = _conversation(messages, template_inputs, add_generation_prompt, continue_final_message)
         return self._encoded(self._marked(conversation, continue_final_message, chat_template))[0]
@@ -204,12 +207,12 @@ class Renderer:
         add_generation_prompt: bool,
         template_inputs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, of which `render_chat` gives the tokens. Raises as it does."""
+        """The text whose tokens `render_chat` returns. Raises the same errors."""
         conversation = _conversation(messages, template_inputs, add_generation_prompt, False)
         return self._marked(conversation, False).plain
 
     def _marked(self, chat: Conversation, continues: bool, chat_template: str | None = None) -> _Marked:
-        """The text of a conversation, in which a mark hides the control tokens that messages have."""
+        """Render a conversation to text. A mark hides the control tokens in messages."""
         wrong = sorted(_NO_INPUTS & set(chat.inputs))
         if wrong:
             raise InvalidRequestError(f"{wrong[0]!r} is not an input of a chat template; leave it out")
@@ -238,7 +241,7 @@ class Renderer:
         template_inputs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[Any]:
-        """The files of a conversation's pictures, in the order in which its rendering has their signs."""
+        """The files of a conversation's pictures, in the order of their signs in the rendered text."""
         if len(files := pictures_of(messages)) < 2:
             return files
         chat = _conversation(messages, template_inputs, None, False)
@@ -246,7 +249,7 @@ class Renderer:
         return pictures_in_order(chat.messages, lambda ordered: form.write(ordered, chat.inputs)[0])
 
     def _hidden(self, chat: Conversation) -> tuple[Conversation, str]:
-        """The conversation with a mark in its control tokens, and the mark; "" if it has none."""
+        """Put a mark into a conversation's control tokens. Returns both; the mark is "" if there are no such tokens."""
         if self._takes_control_tokens:
             return chat, ""
         spared = self._spared_tokens()
@@ -266,7 +269,7 @@ class Renderer:
         return apply_template(source, chat, self._hf.special_tokens_map, continues=continues)
 
     def _encoded(self, marked: _Marked) -> tuple[npt.NDArray[np.int32], Any, npt.NDArray[np.intp]]:
-        """Token ids of a text without its marks; its encoding by a fast tokenizer, and the marks' indices there."""
+        """Encode a text. Returns token ids without the marks, a fast tokenizer's encoding, and the marks' indices."""
         try:
             encoded = self._hf(marked.text, add_special_tokens=False, verbose=False)
         except (TypeError, UnicodeError) as error:
@@ -291,10 +294,10 @@ class Renderer:
         continue_final_message: bool = False,
         template_inputs: Mapping[str, Any] | None = None,
     ) -> tuple[npt.NDArray[np.int32], list[int]]:
-        """What `render_chat` returns, and for each place the number of tokens before it.
+        """Return the token ids of `render_chat`, and for each place the number of tokens before it.
 
-        These tokens do not depend on what follows the place. 0: the template does not show the place, or refuses the
-        conversation that would find it. Costs a rendering for each place; only slow tokenizers tokenize it.
+        These tokens do not depend on the text after the place. 0: the template does not show the place, or refuses the
+        conversation that would find it. Each place costs a rendering; a slow tokenizer also has to tokenize it.
         """
         ours = _conversation(messages, template_inputs, add_generation_prompt, continue_final_message)
         if not self._hf.is_fast:
@@ -328,9 +331,9 @@ class Renderer:
         return token_ids, positions
 
     def _token_at(self, encoding: Any, length: int, text: str) -> int:
-        """The number of tokens within the first `length` characters that another continuation leaves as they are.
+        """The number of tokens in the first `length` characters that stay the same if the text goes on differently.
 
-        Between two ordinary tokens the one before may depend on the text after it.
+        If two ordinary tokens meet there, the first one may depend on the text after it, so it is not counted.
         """
         at = next((token for c in range(length, len(text)) if (token := encoding.char_to_token(c)) is not None), None)
         if at is None:
@@ -348,12 +351,12 @@ class Renderer:
         template_inputs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> tuple[int, ...]:
-        """Lengths in tokens of the rendered conversation up to the end of each of its last messages, ascending.
+        """For each of a conversation's last messages, the number of rendered tokens up to its end, ascending.
 
-        A conversation that continues differently after a message shares these tokens with this one. Only the
+        A conversation that continues differently after a message shares these tokens with this conversation. Only the
         MOST_MESSAGE_ENDS messages before the last one count, because each needs another rendering. Leaves out a message
-        if the template does not accept the conversation up to it. `template_inputs` and `chat_template` are those that
-        rendered `token_ids`.
+        if the template does not accept the conversation up to it. `template_inputs` and `chat_template` must be the
+        same as for `token_ids`.
         """
         ends = set()
         for count in range(max(1, len(messages) - MOST_MESSAGE_ENDS), len(messages)):
@@ -371,7 +374,7 @@ class Renderer:
 
 
 def _num_common(token_ids: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """The number of tokens that two prompts begin with in common."""
+    """The number of leading tokens that two prompts have in common."""
     length = min(len(token_ids), len(other))
     parts = np.flatnonzero(token_ids[:length] != other[:length])
     return int(parts[0]) if len(parts) else length
@@ -380,7 +383,7 @@ def _num_common(token_ids: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) 
 def apply_template(
     source: str, chat: Conversation, special_tokens: Mapping[str, Any], *, continues: bool = False
 ) -> str:
-    """The text of messages in the template's own form. Raises ChatTemplateError."""
+    """Render messages that are already in the form of the template. Raises ChatTemplateError."""
     inputs = {"tools": None, "documents": None, **special_tokens, **chat.inputs}
     try:
         return render(source, chat.messages, inputs, is_open=chat.is_open and not continues, continues=continues)

@@ -1,4 +1,4 @@
-"""Schema text: what prompt modules ask of a tokenizer and its chat template.
+"""Schema text: the functions of a tokenizer and its chat template that prompt modules need.
 
 A template writes whole conversations, so the text around one message is found by rendering conversations whose contents
 are marks:
@@ -18,7 +18,7 @@ from foreword.pml.schema import Role
 from foreword.text.tokenizer import Tokenizer
 
 _MARKS = ("zq1mark1qz", "zq2mark2qz", "zq3mark3qz")
-"""Contents that templates leave as they are: no white space, no markup, none the beginning of another."""
+"""Contents that templates leave as they are: without white space or markup, and no mark begins another mark."""
 _CONTEXTS: dict[tuple[Role | None, Role], tuple[tuple[Role, ...], int]] = {
     (None, "system"): (("system", "user"), 0),
     (None, "user"): (("user",), 0),
@@ -30,7 +30,7 @@ _CONTEXTS: dict[tuple[Role | None, Role], tuple[tuple[Role, ...], int]] = {
     ("assistant", "user"): (("user", "assistant", "user"), 2),
     ("assistant", "assistant"): (("user", "assistant", "assistant"), 2),
 }
-"""For a message after another: a short conversation that has both, and the number of the later one there."""
+"""For each pair of roles in succession: a short conversation with both, and the index of the second message there."""
 
 
 def schema_text(tokenizer: Tokenizer) -> SchemaText:
@@ -38,7 +38,7 @@ def schema_text(tokenizer: Tokenizer) -> SchemaText:
     opening = _opening(tokenizer)
     messages = _Messages(tokenizer, tokenizer.spell(opening) if opening else "")
     numbers: dict[int, int] = {}
-    """One object for each id: as objects of their own, a schema's tokens would take three times the memory."""
+    """One object for each id. With a separate object for each token, schemas would take three times the memory."""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(numbers.setdefault(token_id, token_id) for token_id in tokenizer.encode_part(text))
@@ -64,7 +64,7 @@ class _Messages:
     """The texts that a chat template writes around messages."""
 
     def __init__(self, tokenizer: Tokenizer, opening: str) -> None:
-        """`opening` stands before every prompt, so that it is left out where a template writes it too."""
+        """`opening` stands before every prompt. If a template writes it too, it is left out."""
         self._tokenizer, self._opening = tokenizer, opening
         self.around = functools.cache(self._around)
         self.answer = functools.cache(self._answer)
@@ -82,7 +82,7 @@ class _Messages:
         return before.removeprefix(after_previous), self._after(role)
 
     def _after(self, role: Role) -> str:
-        """The text that ends a message, whatever follows."""
+        """The text that ends a message, whichever message follows."""
         if role == "system":  # many templates refuse a conversation of a system message alone
             try:
                 return self._pieces(("system",))[-1]

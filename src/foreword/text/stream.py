@@ -13,26 +13,26 @@ class StreamStep:
     """The result of one `TextStream.push`."""
 
     new_text: str
-    """Text released by it; may be empty."""
+    """The text that this push released; may be empty."""
     stop: str | None
-    """The stop string that ended the output, if one did."""
+    """The stop string that ended the output; None if it goes on."""
     num_tokens_used: int
-    """The number of pushed tokens that were read: all, or those up to the one that completed the stop string."""
+    """The number of pushed tokens that were read: all, or up to the token that completed the stop string."""
 
 
 class TextStream:
     """The text of one output while its tokens arrive.
 
     The text that it releases is final: whole characters, nothing beyond a stop string, and no text that may
-    turn out to be the beginning of one. Without a stop string the pieces add up to the decoded text of all
+    be the beginning of a stop string. If no stop string comes, the pieces add up to the decoded text of all
     tokens. Decoders with byte fallback read a run of byte tokens as a whole, so its characters are released when the
-    run has ended; a stop string is found in them at once.
+    run has ended. Stop strings are looked for in them before that.
     """
 
     def __init__(
         self, detokenizer: Detokenizer, stops: tuple[str, ...], *, include_stop: bool, min_tokens: int
     ) -> None:
-        """Made by `Tokenizer.stream`."""
+        """Use `Tokenizer.stream` to make one."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._include_stop = include_stop
@@ -52,7 +52,7 @@ class TextStream:
         return self._pieces[0] if self._pieces else ""
 
     def push(self, token_ids: Sequence[int]) -> StreamStep:
-        """Reads tokens, up to the one that completes a stop string; after that it reads no more."""
+        """Read tokens up to the one that completes a stop string. After a stop string, no token is read."""
         assert not self._finished, "push() after finish()"
         released: list[str] = []
         num_used = 0
@@ -70,11 +70,11 @@ class TextStream:
         return StreamStep(self._append("".join(released)), self._stop, num_used)
 
     def finish(self) -> str:
-        """Ends the output: returns the text held back until now, incomplete characters as U+FFFD."""
+        """End the output. Returns the text held back until now, with U+FFFD for incomplete characters."""
         return self._end(self._detokenizer.flush)
 
     def cut(self) -> str:
-        """Ends an output that was cut off: returns the text held back until now, without an incomplete character."""
+        """End an output that was cut off. Returns the text held back until now, without an incomplete character."""
         return self._end(self._detokenizer.cut)
 
     def _end(self, flush: Callable[[], str]) -> str:
@@ -99,8 +99,8 @@ class TextStream:
         held + piece:  |------- shown -------|-- stop string --|~~ dropped ~~|
                    or  |------- shown -------|-- beginning of a stop string --|
 
-        Whole characters that wait in the detokenizer count as text when a stop string is looked for: if one ends there,
-        so does the output, and nothing can change them any more.
+        Stop strings are also looked for in the whole characters that wait in the detokenizer. If a stop string ends
+        there, the output ends too, so later tokens cannot change these characters.
         """
         if not self._stops:
             return piece
@@ -119,7 +119,7 @@ class TextStream:
 
 
 def _first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Position and text of the stop string that is complete first; of several, the longest.
+    """Position and text of the stop string that is complete first; if several end there, the longest.
 
     "Complete first" makes the answer independent of how tokens cut the text.
     """

@@ -1,8 +1,8 @@
 """Chat templates as programs: the sandbox in which they run, and the data that they see.
 
-Templates have Jinja and what transformers adds to it: `raise_exception`, `strftime_now`, a `tojson` that leaves
-characters as they are, and blocks named `generation`. A template comes with a model, so it is not trusted: it sees
-plain data alone, and can change nothing.
+Templates have Jinja with the additions of transformers: `raise_exception`, `strftime_now`, a `tojson` that leaves
+characters as they are, and blocks named `generation`. A template comes with a model, so it is not trusted: it sees only
+plain data, and can change nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from jinja2.utils import Namespace
 MOST_TEMPLATES = 64
 """The number of templates that stay compiled."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which messages have their reasoning; templates read the first, gpt-oss's the second."""
+"""Fields of messages that may have the reasoning. Templates read the first; gpt-oss's template reads the second."""
 _TAG = "\u2402the message goes on\u2403 "
-"""What marks the end of a message that goes on."""
+"""The mark at the end of a message that the model continues."""
 
 
 def render(source: str, messages: Sequence[Any], inputs: Mapping[str, Any], *, is_open: bool, continues: bool) -> str:
-    """The text of messages. `inputs`: what else the template reads, such as tools, by name.
+    """Render messages to text. `inputs`: further values for the template, such as tools, by name.
 
-    `is_open`: the answer begins after them; `continues`: the last one is its beginning.
+    `is_open`: the text ends where the answer begins. `continues`: the last message is the beginning of the answer.
 
-    Raises whatever a template raises.
+    Raises any error that the template raises.
     """
     values = {name: _plain(value) for name, value in inputs.items()}
     values["tools"] = _tools(inputs.get("tools"))
@@ -50,7 +50,7 @@ def render(source: str, messages: Sequence[Any], inputs: Mapping[str, Any], *, i
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """Tools as JSON schemas; functions of Python become ones."""
+    """Tools as JSON schemas. Python functions are turned into schemas."""
     if tools is None:
         return None
     schemas = []
@@ -86,7 +86,7 @@ def _mark(message: dict[str, Any]) -> str:
 
 
 def _cut(text: str, begun: str) -> str:
-    """The text up to the mark; without white space if the template has taken the mark's own."""
+    """The text up to the mark; without white space at its end if the template has stripped that of the mark."""
     mark = _TAG.strip()
     if begun.strip() not in text or mark not in text:
         raise ValueError("the template does not write the last message as it is, so it cannot be continued")
@@ -95,7 +95,7 @@ def _cut(text: str, begun: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON's types, whose methods are harmless; other objects become a text that names their type."""
+    """Turn a value into JSON's types, whose methods are harmless. Other objects become a text that names their type."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -132,7 +132,7 @@ def _compiled(source: str) -> Template:
 
 
 class _Generation(Extension):
-    """Blocks that mark what a model wrote: they change nothing here."""
+    """Blocks that mark text which a model wrote. They change nothing here."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
@@ -146,7 +146,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` without its attributes, by which templates could reach Python's own objects."""
+    """`dict` without its attributes, through which templates could reach Python's own objects."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

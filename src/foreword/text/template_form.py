@@ -1,8 +1,7 @@
 """Template form: how messages have to be written so that a chat template shows all of them.
 
-The messages of
-clients stay as they are: a form writes them anew for each rendering, each from what stands before it, so that a
-conversation that grows keeps its beginning.
+Clients' messages are not changed: a form writes new ones for each rendering. How a message is written depends
+only on the messages before it, so a conversation that grows keeps its beginning.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def written_calls(calls: Sequence[Mapping[str, Any]], reply: ReplyFormat | None)
 
 
 def tool_instructions(tools: Sequence[Mapping[str, Any]], reply: ReplyFormat | None) -> str:
-    """What tells a model of its tools and of how to call them."""
+    """A text that lists a model's tools and says how to call them."""
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     example = written_calls([{"function": {"name": "NAME", "arguments": {"KEY": "VALUE"}}}], reply)
     return "\n".join(["You can call these functions:", *lines, "", "To call a function, answer with:", example])
@@ -69,46 +68,46 @@ def _arguments(arguments: Any, tags: Mapping[str, str] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
-    """What one template wants. The defaults change nothing."""
+    """The form of messages that one template needs. The defaults change nothing."""
 
     content: Literal["text", "parts"] = "text"
     """Whether a content is one text, or a list with one part."""
     system: Literal["kept", "question"] = "kept"
-    """A system message at the beginning stands there, or begins the first question."""
+    """A system message at the beginning stays there, or becomes the beginning of the first question."""
     systems: Literal["kept", "joined"] = "kept"
-    """Several of them stay apart, or become one."""
+    """Several system messages at the beginning stay apart, or become one."""
     later_system: Literal["kept", "question"] = "kept"
-    """One after the beginning stays, or becomes a question, or the end of the question before it."""
+    """A later system message stays, or becomes a question, or the end of the question before it."""
     questions: Literal["kept", "joined"] = "kept"
     answers: Literal["kept", "joined"] = "kept"
-    """Messages of one role in succession stay apart, or become one."""
+    """Consecutive messages of one role stay apart, or become one."""
     calls: Literal["together", "one by one", "written"] = "together"
-    """Parallel calls share a message; or each has its own, with its result after it; or they are text of the answer."""
+    """Parallel calls share a message; or each call has its own, followed by its result; or calls are text."""
     call_content: Literal["empty", "none", "missing"] = "empty"
-    """Content of an answer that has calls and no text."""
+    """The content of an answer with calls and without text."""
     beside_call: Literal["kept", "before", "written"] = "kept"
-    """Text beside calls stays; or is a message before them; or it makes all calls of its conversation text."""
+    """Text beside calls stays; or is a message before the calls; or all calls of the conversation are text too."""
     arguments: Literal["object", "text"] = "object"
     broken_arguments: Literal["kept", "wrapped"] = "kept"
-    """Arguments that are no JSON object stay a text, or become an object that holds the text."""
+    """Arguments that are not a JSON object stay a text, or become an object that holds the text."""
     ids: Literal["kept", "nine", "numbered", "indexed"] = "kept"
-    """Ids of calls are any; or 9 letters and digits (Mistral); or `functions.NAME:NUMBER` (Kimi), the number counting
-    the calls of the conversation or those of the message."""
+    """Ids of calls stay; or become 9 letters and digits (Mistral); or `functions.NAME:NUMBER` (Kimi). NUMBER counts
+    calls of the conversation (numbered) or of the message (indexed)."""
     results: Literal["tool", "question"] = "tool"
     """Results of calls have their own role, or are questions."""
     reasoning: Literal["reasoning_content", "reasoning", "thinking", "parts"] = "reasoning_content"
-    """The field that has an answer's reasoning, or a part of its content."""
+    """The field for an answer's reasoning; parts: it is a part of the content."""
     no_tools: Literal["missing", "empty"] = "missing"
-    """Without tools the template gets none, or an empty list."""
+    """Without tools, the template gets no list of tools, or an empty list."""
     tools: Literal["kept", "filled", "written"] = "kept"
-    """Tools stay; or get the fields that clients may leave out; or are text of the system message."""
+    """Tools stay; or get the fields that clients may leave out; or become text of the system message."""
     reply: ReplyFormat | None = None
     """The form in which calls are written as text."""
 
     def write(
         self, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """The messages and the template's inputs in this form."""
+        """Write messages and the template's inputs in this form."""
         if self.beside_call == "written" and any(turn.get("tool_calls") and turn["content"] for turn in messages):
             return replace(self, beside_call="kept", calls="written", results="question").write(messages, inputs)
         inputs, tools_text = self._tools(dict(inputs))
@@ -132,7 +131,7 @@ class TemplateForm:
         return inputs, tool_instructions(tools, self.reply)
 
     def _identified(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Calls with ids that the template takes; results with these ids and with the names of their functions."""
+        """Give calls ids that the template takes, and give results these ids and the names of their functions."""
         converted: list[Message] = []
         ids: dict[Any, tuple[Any, str]] = {}
         number = 0
@@ -169,7 +168,7 @@ class TemplateForm:
         return "".join(_DIGITS[value // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
 
     def _one_by_one(self, messages: list[Message]) -> list[Message]:
-        """Each of several calls with its result after it, if the template wants that."""
+        """Give each of several calls its own message with its result after it, if the template needs that."""
         if self.calls != "one by one":
             return messages
         converted: list[Message] = []
@@ -195,7 +194,7 @@ class TemplateForm:
         return converted
 
     def _answer(self, message: Message) -> list[Message]:
-        """The messages that stand for one, of the assistant or of a tool."""
+        """Write a message of the assistant or of a tool in this form, as one or two messages."""
         if message["role"] == "tool" and self.results == "question":
             return [{"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}]
         if message["role"] != "assistant":
@@ -237,7 +236,7 @@ class TemplateForm:
         return {**message, "content": parts}
 
     def _systems(self, messages: list[Message], tools_text: str) -> list[Message]:
-        """System messages where the template takes them, with the tools that it does not take."""
+        """Move system messages to where the template takes them, and add the text about tools."""
         head = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
         first, converted = messages[:head], []
         if tools_text:
@@ -260,7 +259,7 @@ class TemplateForm:
         return [*({**system, "role": "user"} for system in first), *converted]
 
     def _joined(self, messages: list[Message]) -> list[Message]:
-        """Messages in succession as one, where the template wants that."""
+        """Join consecutive messages of one role, if the template needs that."""
         joined = {"user": self.questions == "joined", "assistant": self.answers == "joined"}
         converted: list[Message] = []
         for message in messages:
@@ -272,7 +271,7 @@ class TemplateForm:
 
 
 def explained_form(form: TemplateForm, reply: ReplyFormat | None) -> ReplyFormat | None:
-    """The form of replies of a model that learns from its prompts how to write calls: `reply` has none."""
+    """The form of replies if the prompt explains to the model how to write calls; `reply` otherwise."""
     if form.tools != "written":
         return reply
     return family(GENERIC if reply is None else "hermes")
@@ -295,7 +294,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool with the fields that templates read without asking whether they are there."""
+    """Add the fields that templates read without checking whether a tool has them."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
@@ -309,7 +308,7 @@ def _filled(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:
-    """The type that a schema without `type` says otherwise; text if it says none."""
+    """Find the type of a schema without `type` in its other fields; "string" if they do not tell."""
     for variant in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
         if isinstance(variant, Mapping) and isinstance(variant.get("type"), str) and variant["type"] != "null":
             return str(variant["type"])

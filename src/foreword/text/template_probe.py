@@ -1,7 +1,8 @@
-"""Template probe: renders conversations whose parts are marks, to find the form in which a template shows them all.
+"""Template probe: finds the form of messages in which a template shows all parts of a conversation.
 
-Templates are programs that vendors write for their own messages: they skip what they do not expect, or refuse it. So
-each of a form's choices is tried, in the order in which they change least, until every mark is in the text.
+Templates are programs that vendors write for their own messages. They skip or refuse messages that they do not expect.
+So the probe renders conversations whose parts are marks. It tries each of a form's choices, the smallest changes first,
+until every mark is in the text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 """Renders messages with a template's inputs; raises ChatTemplateError where the template refuses them."""
 
 NAMES = tuple(f"zq{word}zq" for word in "add ask bid buy can cut".split())
-"""Names of functions and fields, and contents: no template changes them, and none is part of another."""
+"""Names of functions and fields, and contents. No template changes them, and no name is part of another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +34,20 @@ class Sample:
     marks: Sequence[str] = ()
     """Texts that the prompt must have, besides all contents."""
     absent: Sequence[str] = ()
-    """Texts that it must not have."""
+    """Texts that the prompt must not have."""
 
     def all_marks(self) -> list[str]:
-        """Everything that must be shown."""
+        """All texts that the prompt must have."""
         return [*(message["content"] for message in self.messages if message["content"]), *self.marks]
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a template does not show."""
+    """The marks of one kind of conversation that a template does not show."""
 
     kind: str
     lost: tuple[str, ...]
-    """The marks that its text lacks; none if it refuses the conversation."""
+    """The marks that the text lacks; empty if the template refuses the conversation."""
     refusal: str = ""
 
     def __str__(self) -> str:
@@ -55,7 +56,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What a probe found."""
+    """The results of a probe."""
 
     form: TemplateForm = field(default_factory=TemplateForm)
     changes: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class TemplateReport:
     as_given: Sequence[Loss] = ()
     """Kinds of conversations that the template does not show if messages stay as they are."""
     losses: Sequence[Loss] = ()
-    """Those that it does not show in this form either."""
+    """Kinds of conversations that the template does not show in this form either."""
 
     def lost_kinds(self) -> frozenset[str]:
         """Kinds that cannot be shown."""
@@ -115,7 +116,7 @@ _OTHER_CALL = _call("zqcall2", {"zqkey2": "zqvalue2"}, 1)
 _SHOWN_CALL = ("zqcall1", "zqkey1", "zqvalue1")
 _SHOWN_CALLS = (*_SHOWN_CALL, "zqcall2", "zqkey2", "zqvalue2")
 _REPR = ("'zqkey1'", "'zqvalue1'}", '\\"zqkey1')
-"""Arguments as Python writes them, or as a text within JSON."""
+"""Signs of arguments that were written as Python writes them, or as a text within JSON."""
 _SOON, _BROKEN = _user("zqquestion"), '{"zqkey1": "zqva'
 
 
@@ -124,7 +125,7 @@ def _calling(*messages: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 _PARTS_REPR = ("'zqfirst'", "'zqthought'", '"zqfirst"', '"zqthought"')
-"""Parts of a content as Python or JSON writes them."""
+"""Signs of parts that were written as Python or JSON writes them."""
 PLAIN = Sample("questions and answers", [_user("zqfirst"), _said("zqanswer"), _SOON], absent=_PARTS_REPR)
 SYSTEM = Sample("a system message", [_system("zqsystem"), _user("zqfirst"), _said("zqanswer"), _SOON])
 SYSTEMS = Sample("two system messages", [_system("zqsystem"), _system("zqmore"), _SOON])
@@ -214,7 +215,7 @@ SAMPLES = (
 )
 
 _REFUSED = 1000
-"""Marks that a refusal counts for."""
+"""The number of lost marks that a refusal counts as."""
 
 _CALL_CHOICES: Mapping[str, Sequence[str]] = {
     "ids": ("kept", "nine", "numbered"),
@@ -236,7 +237,7 @@ class Probe:
         self._render, self._reply = render, reply
 
     def report(self) -> TemplateReport:
-        """The form that shows most. Some hundred renderings, of short conversations."""
+        """Find the form that shows most. Takes some hundred renderings of short conversations."""
         form = plain = TemplateForm(reply=self._reply)
         form = self._best(form, _each("no_tools", "missing", "empty"), [PLAIN])
         form = self._best(form, _each("content", "text", "parts"), [PLAIN])
@@ -276,7 +277,7 @@ class Probe:
         return self._best(form, [*each, *written_calls], CALLS)
 
     def _linked(self, form: TemplateForm) -> TemplateForm:
-        """The form with ids that results share with their calls, if the template shows the ids of results alone."""
+        """If the template shows ids of results but not of calls, change the ids so that a call and its result match."""
         for ids in (form.ids, "numbered", "indexed"):
             tried = replace(form, ids=ids)
             if not any(self._lost(tried, sample) or self._has_lone_id(tried, sample) for sample in CALLS[:3]):
@@ -291,7 +292,7 @@ class Probe:
     def _best(
         self, form: TemplateForm, choices: Sequence[Mapping[str, str]], samples: Sequence[Sample]
     ) -> TemplateForm:
-        """The first of the choices that shows most of the samples."""
+        """The form with the first choice that loses the fewest marks of the samples."""
         best, least = form, None
         for choice in choices:
             tried = replace(form, **choice)  # type: ignore[arg-type]
@@ -299,7 +300,7 @@ class Probe:
             for sample in samples:
                 lost += self._lost(tried, sample)
                 if lost >= (_REFUSED if least is None else least):
-                    lost += _REFUSED  # whatever the others show
+                    lost += _REFUSED  # the other samples cannot make this choice better
                     break
             if least is None or lost < least:
                 best, least = tried, lost
@@ -333,7 +334,7 @@ def _each(name: str, *values: str) -> list[Mapping[str, str]]:
 
 
 def _in_order(text: str, sample: Sample) -> bool:
-    """Whether the contents stand in the order of the messages; system messages at the beginning may stand anywhere."""
+    """Whether the contents stand in the order of the messages. A system message at the beginning may stand anywhere."""
     contents: Iterator[str] = (message["content"] for message in sample.messages if message["content"])
     places = [text.rindex(content) for content in contents][1 if sample.messages[0]["role"] == "system" else 0 :]
     return places == sorted(places)
@@ -343,8 +344,8 @@ def _in_order(text: str, sample: Sample) -> bool:
 
 
 def refuse_lost(report: TemplateReport, messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any]) -> None:
-    """Raises ChatTemplateError if the template leaves out something that a conversation has."""
-    # A template says itself what it refuses; one that writes messages as JSON has all that it seems to spoil.
+    """Raise ChatTemplateError if the template leaves out a part of a conversation."""
+    # If a template refuses messages, its own error says so. If it writes messages as JSON, nothing is really lost.
     lost = {loss.kind for loss in report.losses if not loss.refusal and not set(loss.lost) <= set(_PARTS_REPR)}
     kinds = lost & _kinds(messages, bool(inputs.get("tools"))) if lost else ()
     for kind in kinds:
@@ -355,7 +356,7 @@ def refuse_lost(report: TemplateReport, messages: Sequence[Mapping[str, Any]], i
 
 
 def _kinds(messages: Sequence[Mapping[str, Any]], has_tools: bool) -> set[str]:
-    """The kinds of samples that a conversation is like. Not showing reasoning is a design, not a fault."""
+    """The kinds of samples that a conversation is like. Reasoning is left out: many templates drop it by design."""
     roles = [message["role"] for message in messages]
     pairs = list(itertools.pairwise(roles))
     head = next((at for at, role in enumerate(roles) if role != "system"), len(roles))

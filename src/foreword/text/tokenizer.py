@@ -1,6 +1,6 @@
 """Tokenizers and chat templates: text to tokens and back.
 
-transformers is imported for a tokenizer that `json_tokenizer.py` does not read, and when somebody asks for its own.
+transformers is imported only for a tokenizer that `json_tokenizer.py` does not read, and for `hf_tokenizer`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from foreword.text.template_form import explained_form
 
 logger = logging.getLogger(__name__)
 _MIN_TOKEN_CHARACTERS = 16
-"""Least value of `max_token_characters`: some tokenizers drop characters, or have one token for all unknown words."""
+"""The least `max_token_characters`: some tokenizers drop characters, or have one token for all unknown words."""
 MOST_SPELT = 4096
 """The number of words whose spellings are remembered."""
 PROMPT_END_TOKENS = (64, 4096)
-"""The last tokens of a prompt, in which the beginning of the reply is looked for; more if there are too few."""
+"""Numbers of last prompt tokens in which to look for the beginning of the reply; the second if the first is too few."""
 Decode = Callable[[list[int]], str]
 
 
@@ -46,9 +46,9 @@ class Tokenizer(Renderer):
         self._load_own: Callable[[], Any] = lambda: hf_tokenizer
         eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos_token_id is None else frozenset({eos_token_id})
-        """End token of the tokenizer alone; a model's generation config may name more."""
+        """The tokenizer's own end token; a model's generation config may name more."""
         self.vocab_size: int = len(hf_tokenizer)
-        """Number of tokens that the tokenizer knows, with added ones; a model's logits may be wider."""
+        """Number of tokens that the tokenizer knows, added tokens included. A model's logits may be wider."""
         self._decode = _backend_decode(hf_tokenizer)
         candidates = {*hf_tokenizer.added_tokens_decoder, *hf_tokenizer.all_special_ids}
         self._skipped_ids = frozenset(i for i in candidates if not self.decode([i]))
@@ -59,7 +59,7 @@ class Tokenizer(Renderer):
         )
         self._spelt = functools.lru_cache(MOST_SPELT)(self._spell)
         self._form: tuple[tuple[Any, ...], ReplyFormat | None] | None = None
-        """The form of replies, after what decided it."""
+        """The wishes that decide the form of replies, and the form."""
         self._markers_of = functools.lru_cache(1)(self._find_markers)
 
     @classmethod
@@ -89,7 +89,7 @@ class Tokenizer(Renderer):
 
     @functools.cached_property
     def max_token_characters(self) -> int:
-        """Characters of the longest token in the vocabulary. A text of n tokens has at most n times this many."""
+        """Characters of the longest token in the vocabulary. A text of n tokens has at most n times this number."""
         return max(_MIN_TOKEN_CHARACTERS, *map(len, self._hf.get_vocab()))
 
     @property
@@ -102,28 +102,28 @@ class Tokenizer(Renderer):
 
     @property
     def placeholder_id(self) -> int:
-        """A token that stands where none is: the unknown token, else padding, else the end."""
+        """A token for places without a token: the unknown token, else padding, else the end token."""
         ids = self._hf.unk_token_id, self._hf.pad_token_id, self._hf.eos_token_id
         return next((int(token_id) for token_id in ids if token_id is not None), 0)
 
     def set_response_template(self, template: str | None) -> None:
-        """Read replies by another form: a family's name, a file, or a response template's JSON text; None: its own.
+        """Choose the form of replies: a family's name, a file, or a response template's JSON; None: the model's own.
 
-        Raises ConfigError for anything else, ModelLoadError if its own is damaged.
+        Raises ConfigError for anything else, and ModelLoadError if the model's own form is damaged.
         """
         self._response_template = template
         self._chosen_form()
 
     @property
     def reply_format(self) -> ReplyFormat | None:
-        """The form of the model's replies; None if they are plain text. Raises ModelLoadError for a damaged one."""
+        """The form of the model's replies; None if they are plain text. Raises ModelLoadError for a damaged form."""
         form = self._chosen_form()
         if self._response_template is None and (form is None or form.name == THINK):
             return explained_form(self.template_report().form, form)
         return form
 
     def _chosen_form(self) -> ReplyFormat | None:
-        """The form that the option, the checkpoint or the chat template names; made again when one has changed."""
+        """The form that the option, the checkpoint or the chat template names. It is made again if these change."""
         wishes = self._response_template, getattr(self._hf, "response_template", None), self.chat_template
         if self._form is None or self._form[0] != wishes:
             self._form = wishes, choose_format(*wishes)
@@ -131,12 +131,12 @@ class Tokenizer(Renderer):
 
     @functools.cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that were added to the vocabulary, by their texts."""
+        """For each token that was added to the vocabulary, its id by its text."""
         return {str(token): token_id for token_id, token in self._hf.added_tokens_decoder.items()}
 
     @property
     def marker_ids(self) -> frozenset[int]:
-        """Special tokens that are markers in replies, such as those around calls; no end tokens."""
+        """Special tokens that are markers in replies, such as the markers around calls; without end tokens."""
         return self._markers_of(self.reply_format)
 
     def _spared_tokens(self) -> frozenset[str]:
@@ -148,7 +148,7 @@ class Tokenizer(Renderer):
         return frozenset(markers & self._skipped_ids - self.eos_token_ids)
 
     def prompt_end(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
-        """The last text of a prompt, special tokens included: at best from where its reply begins."""
+        """The last text of a prompt, special tokens included. If possible, it has the place where the reply begins."""
         form, text = self.reply_format, ""
         for count in PROMPT_END_TOKENS:
             text = self.spell(token_ids[-count:])
@@ -157,7 +157,7 @@ class Tokenizer(Renderer):
         return text
 
     def definition(self) -> str | None:
-        """The contents of the `tokenizer.json` that defines it; None for a slow tokenizer, which has none."""
+        """The tokenizer as the text of a `tokenizer.json`; None for a slow tokenizer."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
 
@@ -166,7 +166,7 @@ class Tokenizer(Renderer):
         return np.array(self._encode(text, add_special_tokens=True), dtype=np.int32)
 
     def encode_part(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that is part of a prompt: without special tokens that it does not have itself."""
+        """Token ids of a text that is part of a prompt. No special tokens are added to those in the text."""
         return tuple(self._encode(text, add_special_tokens=False))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -195,27 +195,27 @@ class Tokenizer(Renderer):
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in both))
 
     def decode(self, token_ids: Sequence[int], kept_ids: frozenset[int] = frozenset()) -> str:
-        """Text of `token_ids`, of special tokens only `kept_ids`. Ids beyond the vocabulary have no text."""
+        """Text of `token_ids`, without special tokens except `kept_ids`. Ids beyond the vocabulary have no text."""
         if not kept_ids:
             return self._decode([int(token_id) for token_id in token_ids])
         skipped = self._skipped_ids - kept_ids
         return self._decode_all([int(token_id) for token_id in token_ids if token_id not in skipped])
 
     def num_tokens_in(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
-        """The number of tokens of a reply whose text begins in one of these spans of characters, markers counted."""
+        """The number of a reply's tokens, markers included, whose text begins in one of these spans of characters."""
         begins = self.offsets(token_ids, self.detokenizer(self.marker_ids))
         ends = [bisect_left(begins, offset) for span in spans for offset in span]
         return sum(end - begin for begin, end in zip(ends[::2], ends[1::2], strict=True))
 
     def spell(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
-        """Text of `token_ids` with special tokens by name: for people who read prompts."""
+        """Text of `token_ids` with the names of special tokens, for people who read prompts."""
         text: str = self._hf.decode(
             [int(token_id) for token_id in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token in the middle of a text: with its leading space, special tokens by name.
+        """Text of one token in the middle of a text, with its leading space. A special token gives its name.
 
         A token that is only part of a character gives U+FFFD.
         """
@@ -231,16 +231,16 @@ class Tokenizer(Renderer):
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes that a token adds in the middle of a text; of a special token, those of its name.
+        """The bytes that a token adds in the middle of a text. A special token gives the bytes of its name.
 
-        None for a part of a character in a vocabulary that does not say which.
+        None for a token that is part of a character, if the vocabulary does not give its bytes.
         """
         return self._bytes.of(int(token_id))
 
     def offsets(self, token_ids: Sequence[int], detokenizer: Detokenizer) -> list[int]:
-        """Where the text of each token begins, in characters of the detokenizer's text, which they are added to.
+        """Push tokens to a detokenizer. Returns where each token's text begins, in characters of the whole text.
 
-        A token that begins inside a character begins where that does.
+        A token that begins inside a character counts from the character's beginning.
         """
         begins = []
         for token_id in token_ids:
@@ -249,7 +249,7 @@ class Tokenizer(Renderer):
         return begins
 
     def prompt_text(self, token_ids: Sequence[int]) -> str:
-        """The text that an answer continues: without a character at its end that the prompt only begins."""
+        """The text of a prompt that an answer continues, without an incomplete character at its end."""
         if not self.detokenizer(after=token_ids).flush():
             return self.decode(token_ids)
         detokenizer = self.detokenizer()
@@ -268,7 +268,7 @@ class Tokenizer(Renderer):
 
         The strings `stop` end it; with `include_stop` they are part of the text. The stream looks for them only after
         the first `min_tokens` tokens. `kept_ids`: special tokens that are part of the text. `after`: the tokens that
-        the text continues; without any, decoders that drop the space before a text's first word do so.
+        the text continues. Without them, some decoders drop the space before the text's first word.
         """
         if isinstance(stop, str):
             stop = (stop,)
@@ -278,14 +278,14 @@ class Tokenizer(Renderer):
         return TextStream(detokenizer, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
 
     def detokenizer(self, kept_ids: frozenset[int] = frozenset(), after: Sequence[int] = ()) -> Detokenizer:
-        """Turns tokens into text; the special tokens `kept_ids` are part of it. `after`: the tokens it continues."""
+        """Make a detokenizer. The special tokens `kept_ids` are part of its text. The text continues `after`."""
         skipped = self._skipped_ids - kept_ids
         if self._bytes.is_byte_level:
             return ByteDetokenizer(self._bytes.of, skipped, after)
         return WindowDetokenizer(self._decode_all if kept_ids else self._decode, skipped, self._bytes.byte_of, after)
 
     def _decode_all(self, token_ids: list[int]) -> str:
-        """Text of tokens with special ones."""
+        """Text of tokens, special tokens included."""
         text: str = self._hf.decode(
             token_ids,
             skip_special_tokens=False,
@@ -296,7 +296,7 @@ class Tokenizer(Renderer):
 
 
 def _folder(source: str) -> Path:
-    """The folder of a tokenizer. Raises NotPlainError for the hub's."""
+    """The folder of a tokenizer. Raises NotPlainError for a tokenizer of the hub."""
     if not Path(source).is_dir():
         raise NotPlainError("the hub, where it lies")
     return Path(source)
@@ -331,7 +331,7 @@ def _check_config(model: str, source: str, revision: str | None, *, trust_remote
 
 
 def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
-    """A function that decodes like a transformers tokenizer, without special tokens and clean-up.
+    """Return a function that decodes like a transformers tokenizer, without special tokens and clean-up.
 
     If no class overrides `decode`, the function calls the tokenizer in Rust directly, which takes half the time.
     """
@@ -353,28 +353,28 @@ def _decodes_plainly(hf_tokenizer: Any) -> bool:
 
 
 class TokenBytes:
-    """What tokens add to a text, as bytes."""
+    """The bytes that tokens add to a text."""
 
     def __init__(
         self, hf_tokenizer: Any, decode: Decode, text_of: Callable[[int], str], *, decodes_plainly: bool
     ) -> None:
-        """`decode` decodes without special tokens; `text_of`: the text of a token in the middle of a text.
+        """`decode` decodes without special tokens; `text_of` gives the text of a token in the middle of a text.
 
-        `decodes_plainly`: whether it decodes as its backend in Rust does.
+        `decodes_plainly`: whether the tokenizer decodes as its backend in Rust does.
         """
         self._hf, self._text_of = hf_tokenizer, text_of
         self.is_byte_level: bool = (
             decodes_plainly and type(hf_tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
         )
-        """Whether a text is the bytes of its tokens, one after the other, as in GPT-2's vocabulary."""
+        """Whether the bytes of a text are its tokens' bytes, one after the other, as in GPT-2's vocabulary."""
         single = {} if self.is_byte_level else _byte_tokens(hf_tokenizer)
         self.byte_of = single if _reads_runs_whole(single, decode) else {}
-        """Tokens of one byte each, if the decoder reads a run of them as a whole; otherwise none."""
+        """The byte of each token for a single byte, if the decoder reads runs of such tokens as a whole; else empty."""
         self._single = single
         self._of: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes | None:
-        """The bytes of a token, those of a special token's name included; None if they cannot be known."""
+        """The bytes of a token, or of a special token's name; None if they cannot be known."""
         if token_id not in self._of:
             data = self._find(token_id)
             if data is None:
@@ -389,7 +389,7 @@ class TokenBytes:
         if token_id in self._single:
             return bytes([self._single[token_id]])
         token = self._hf.convert_ids_to_tokens(token_id)
-        if isinstance(token, bytes):  # as vocabularies of tiktoken have them
+        if isinstance(token, bytes):  # tokens of tiktoken's vocabularies are bytes
             return token
         text = self._text_of(token_id)
         return None if REPLACEMENT in text and REPLACEMENT not in str(token) else text.encode()
@@ -397,14 +397,14 @@ class TokenBytes:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: itself if it can be printed, otherwise the next one from 256 on."""
+    """The byte for each character of GPT-2's alphabet: printable bytes stand for themselves, others from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _spelt(token: str) -> bytes:
-    """The bytes of a token in GPT-2's alphabet. One that has other characters too, as added tokens may, is a text."""
+    """The bytes of a token in GPT-2's alphabet. A token with other characters, such as an added one, is plain text."""
     alphabet = _alphabet()
     try:
         return bytes([alphabet[character] for character in token])
@@ -413,7 +413,7 @@ def _spelt(token: str) -> bytes:
 
 
 def _byte_tokens(hf_tokenizer: Any) -> dict[int, int]:
-    """Sentencepiece's tokens for single bytes, such as `<0xE2>`: the byte of each."""
+    """The byte of each of sentencepiece's tokens for single bytes, such as `<0xE2>`."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     ids: Sequence[Any] = hf_tokenizer.convert_tokens_to_ids(names)
     pairs = [(token_id, byte) for byte, token_id in enumerate(ids) if isinstance(token_id, int)]
@@ -421,7 +421,7 @@ def _byte_tokens(hf_tokenizer: Any) -> dict[int, int]:
 
 
 def _reads_runs_whole(byte_of: dict[int, int], decode: Decode) -> bool:
-    """Whether one wrong byte makes all bytes of its run unreadable: three bytes, of which two are a character."""
+    """Whether one wrong byte makes all bytes of its run unreadable. Tried with a character's two bytes and one more."""
     token_of = {byte: token_id for token_id, byte in byte_of.items()}
     run = [token_of.get(byte) for byte in "é".encode()]
     if None in run:

@@ -1,4 +1,4 @@
-"""The arguments of a call: cast by JSON schemas, written as JSON, and read off a call that was cut off."""
+"""The arguments of a call: cast to the types of JSON schemas, written as JSON, and read from a call that is cut off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGE_NUMBER = re.compile(r'"\\u0000number (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Numbers beyond a float are strings, which `as_json` writes as numbers again."""
+    """Read a JSON text. Numbers too large for a float become strings, which `as_json` writes as numbers again."""
     return json.loads(text, parse_float=_float)
 
 
@@ -23,7 +23,7 @@ def _float(text: str) -> float | str:
 
 
 def as_json(value: Any) -> str:
-    """The JSON text of a value, with letters as they are. Raises ValueError for a number that JSON does not have."""
+    """The JSON text of a value, without escapes for letters. Raises ValueError for a number that JSON does not have."""
     text = _LARGE_NUMBER.sub(r"\1", json.dumps(value, ensure_ascii=False, allow_nan=False))
     try:
         text.encode()
@@ -35,7 +35,7 @@ def as_json(value: Any) -> str:
 # ------------------------------------------------------------------ schemas
 
 MOST_SCHEMAS = 64
-"""Most schemas that are looked at for one argument: references can make a small schema exponentially large."""
+"""Most schemas to read for one argument: references can make a small schema exponentially large."""
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -49,7 +49,7 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
 
 
 def cast(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with texts as values of the types that a schema of parameters gives them."""
+    """Cast arguments that are texts to the types that a schema of parameters gives them."""
     properties = properties_of(schema)
     return {
         key: _cast(value, properties.get(key), schema) if isinstance(value, str) else value
@@ -58,13 +58,13 @@ def cast(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, A
 
 
 def properties_of(schema: Any) -> Mapping[str, Any]:
-    """The schemas of an object's members, by their names; none if the schema is not of that form."""
+    """The schemas of an object's members, by their names; empty if the schema does not have that form."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
 
 
 def required_of(schema: Any) -> set[str]:
-    """Names of the members that an object must have; none if the schema is not of that form."""
+    """Names of the members that an object must have; empty if the schema does not have that form."""
     required = schema.get("required") if isinstance(schema, Mapping) else None
     return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
 
@@ -83,10 +83,10 @@ def _type_names(schema: Mapping[str, Any]) -> list[str]:
 
 
 def variants(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Schemas of one type each, of which a value has to match one: without references, `anyOf`, `oneOf` and `allOf`.
+    """Split a schema into schemas of one type each, without references, `anyOf`, `oneOf` and `allOf`.
 
-    Fixed values stay together. Clients may send any schema: what is not of JSON schema's form counts as missing, and no
-    more than MOST_SCHEMAS schemas are looked at.
+    A value has to match one of the results. Fixed values stay together. Clients may send any schema: parts that are not
+    valid JSON schema count as missing, and at most MOST_SCHEMAS schemas are read.
     """
     return _variants(schema, root, [MOST_SCHEMAS])
 
@@ -110,7 +110,7 @@ def _variants(schema: Any, root: Mapping[str, Any], budget: list[int]) -> list[M
 
 
 def _joined(schema: Mapping[str, Any], root: Mapping[str, Any], budget: list[int]) -> Mapping[str, Any]:
-    """A schema with those of its `allOf` joined to it."""
+    """A schema with the schemas of its `allOf` joined to it."""
     while isinstance(schema.get("allOf"), list) and budget[0] > 0:
         joined: dict[str, Any] = {}
         for part in schema["allOf"]:
@@ -121,7 +121,7 @@ def _joined(schema: Mapping[str, Any], root: Mapping[str, Any], budget: list[int
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with what its reference leads to."""
+    """A schema with its reference replaced by the schema that it names."""
     for _ in range(8):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
@@ -137,9 +137,9 @@ _TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 
 
 def _cast(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value of the first type that the text can be; the text itself if it can be none.
+    """Cast a text to the first type that fits; return the text itself if no type does.
 
-    Where a schema allows texts too, a value counts only if it is written like this: 02134 and 1e5 stay texts.
+    If a schema allows texts too, a value counts only if JSON would write it as this text: 02134 and 1e5 stay texts.
     """
     options = variants(schema, root)
     if any(text == value for option in options for value in (*_listed(option.get("enum")), option.get("const"))):
@@ -220,7 +220,7 @@ _CASTS: Mapping[str, Any] = {
 
 
 def beginning_at(text: str, keys: Sequence[str]) -> str | None:
-    """The JSON text at nested keys of an object that may be cut off, as far as it goes; None if it is not there."""
+    """The JSON text, perhaps cut off, at nested keys of an object that may be cut off; None if a key is missing."""
     for key in keys:
         member = dict(_members(text)).get(key)
         if member is None:

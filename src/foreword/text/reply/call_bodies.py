@@ -40,7 +40,7 @@ class JsonScanner:
     """The state of one JSON value: an object or a list. `text` is what was read, in strict JSON."""
 
     def __init__(self, *, unquoted_keys: bool = False, string_delims: Sequence[Sequence[str]] = ()) -> None:
-        """`string_delims`: pairs of markers that begin and end a string without escapes."""
+        """`string_delims`: pairs of markers; each pair begins and ends a string without escapes."""
         self.is_done = False
         self.has_failed = False
         self._unquoted_keys = unquoted_keys
@@ -51,13 +51,13 @@ class JsonScanner:
         self._expects = "value"
         """value, first value, key, first key, colon or comma."""
         self._closing: str | None = None
-        """What ends the string that is open; None outside strings."""
+        """The marker that ends the open string; None outside strings."""
         self._is_key = False
         self._word = ""
 
     @property
     def text(self) -> str:
-        """All that was read, as strict JSON: the whole value, or its beginning."""
+        """The text read so far, as strict JSON: the whole value, or its beginning."""
         return "".join(self._pieces) + self._word
 
     @property
@@ -68,7 +68,7 @@ class JsonScanner:
     def read(self, text: str, at: int) -> int:
         """Read from a position on; returns the position of the first character that is not read.
 
-        That is the end of the value, or where it fails, or the beginning of something that the text's end cuts.
+        That is the end of the value, the place where it fails, or the beginning of a token that the text's end cuts.
         """
         while at < len(text) and not (self.is_done or self.has_failed):
             before = at
@@ -183,28 +183,28 @@ class CallBody:
     def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
         """`captures`: the named groups of its opening marker."""
         self.calls: list[Call] | None = None
-        """What the region holds, once it is closed; None before."""
+        """The calls in the region; None until it is closed."""
         self.has_failed = False
-        """Whether the text is no call after all."""
+        """Whether the text has turned out not to be a call."""
         self._field, self._captures, self._schemas = field, captures, schemas
         self._pieces: list[str] = []
 
     def read(self, text: str, at: int, *, at_end: bool) -> int:
         """Read from a position on; returns the position of the first character that is not read.
 
-        `at_end`: whether the reply ends with this text. A call that is cut off then has what could be read.
+        `at_end`: whether the reply ends with this text. Then a call that is cut off keeps the part that was read.
         """
         raise NotImplementedError
 
     def _close(self, calls: list[Call] | None) -> None:
-        """The region ends with these calls; None: it describes none."""
+        """Close the region with these calls; None: the text is not a call."""
         self.calls, self.has_failed = calls, calls is None
 
 
 def open_body(field: Any, captures: Mapping[str, str], schemas: Schemas, *, has_marker: bool) -> CallBody:
-    """The reader of a call in a field of a response template; `captures` are the named groups of its opening marker.
+    """Make the reader of a call in a field of a response template. `captures`: named groups of its opening marker.
 
-    A call without an opening marker has to name its arguments: any JSON object may begin like a call.
+    A call without an opening marker must name its arguments, because any JSON object may begin like a call.
     """
     if field.content == "json":
         return _JsonBody(field, captures, schemas, has_marker)
@@ -248,7 +248,7 @@ class _JsonBody(CallBody):
         return calls_in(content, self._field, self._captures, needs_arguments=not self._has_marker)
 
     def _beginning(self) -> list[Call] | None:
-        """The calls of a region that is cut off; None if the last one's name cannot be read."""
+        """The calls of a region that is cut off; None if the last call's name cannot be read."""
         text, field = self._scanner.text.lstrip(), self._field
         if not text or not self._scanner.is_beginning:
             return None
@@ -291,7 +291,7 @@ class _JsonBody(CallBody):
 
 
 def _string_so_far(text: str) -> str:
-    """The value of a JSON string that may be cut off; without its last escape if that is not whole."""
+    """The value of a JSON string that may be cut off. If the last escape is incomplete, it is left out."""
     for end in range(len(text), max(0, len(text) - 6), -1):
         for closing in ("", '"'):
             try:
@@ -302,7 +302,7 @@ def _string_so_far(text: str) -> str:
 
 
 def _keys(placeholder: Any) -> list[str]:
-    """The keys below the content that a placeholder such as `{content.name}` or `{name}` leads to."""
+    """The path of keys within the content for a placeholder such as `{content.name}` or `{name}`."""
     keys = str(placeholder).strip("{}").split(".")
     return keys[1:] if keys[0] == "content" else keys
 
@@ -372,7 +372,7 @@ class _TagBody(CallBody):
         return [Call(calls[0].name, arguments, True, calls[0].id)]
 
     def _cut_off(self, tail: str) -> None:
-        """End a call that has no closing marker: complete if nothing but that is missing."""
+        """End a call without its closing marker. It is complete if only that marker is missing."""
         calls = self._made()
         if calls is None:
             self.has_failed = True
@@ -395,7 +395,7 @@ class _TagBody(CallBody):
 
 
 class _OtherBody(CallBody):
-    """Any other content, which transformers reads when its closing marker has come."""
+    """Any other content. transformers reads it when its closing marker has come."""
 
     def read(self, text: str, at: int, *, at_end: bool) -> int:
         closing = self._field.close_re
@@ -420,12 +420,12 @@ class _OtherBody(CallBody):
 
 
 def may_grow(match: Any, text: str) -> bool:
-    """Whether more text may make a match longer, or show that there is none."""
+    """Whether more text may make a match longer, or show that it is not a match."""
     return match.partial or match.re.fullmatch(text, match.start(), partial=True) is not None
 
 
 def _closed(field: Any, text: str, at: int, *, at_end: bool) -> int | None:
-    """The position after the closing marker that comes next; -1 if something else does, None if that is unclear."""
+    """The position after a closing marker that comes next; -1 if other text comes next, None if that is not clear."""
     if field.close_re is None:
         return at
     start = _SPACE.match(text, at).end()
@@ -451,7 +451,7 @@ def calls_in(
     *,
     needs_arguments: bool = False,
 ) -> list[Call] | None:
-    """The calls that a region's content describes; None if it describes none."""
+    """The calls that a region's content describes; None if the content is not a call."""
     try:
         calls = []
         for item in content if isinstance(content, list) else [content]:
@@ -466,7 +466,7 @@ def calls_in(
 
 
 def _named(item: Any, needs_arguments: bool) -> Any:
-    """A JSON object of a call under both names that arguments have; a call may leave out empty ones."""
+    """A call's JSON object with its arguments under both usual names. A call may leave out empty arguments."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return item
     if needs_arguments and not {"arguments", "parameters"} & set(item):
@@ -476,7 +476,7 @@ def _named(item: Any, needs_arguments: bool) -> Any:
 
 
 def _filled(transform: Any, scope: Mapping[str, Any]) -> Any:
-    """A transform with its placeholders filled. One that leads nowhere is an error, but for the `id`."""
+    """Fill the placeholders of a transform. A placeholder without a value is an error, except for `id`."""
     if isinstance(transform, Mapping):
         return {key: _filled(value, scope) for key, value in transform.items() if key != "id" or _has(value, scope)}
     if not isinstance(transform, str) or not (transform.startswith("{") and transform.endswith("}")):

@@ -1,8 +1,8 @@
-"""Forced calls: a grammar of replies that can be nothing but calls, in the form of the model's family.
+"""Forced calls: a grammar of replies that consist only of calls, in the form of the model's family.
 
-Separators are those of templates, so that a call has the same tokens when the conversation comes back. Tokens that a
-tokenizer adds to its vocabulary are named by their ids: llguidance takes most of them for special, and does not spell
-them with letters.
+Separators are the same as in templates, so that a call has the same tokens when the conversation comes back. The
+grammar names tokens that a tokenizer adds to its vocabulary by their ids: llguidance takes most of them for special
+tokens, and does not spell these with letters.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from foreword.text.reply.format import BARE, ReplyFormat, family
 _MAPS = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
 """Keys whose members are schemas by name."""
 _VALUES = frozenset({"enum", "const", "default", "examples"})
-"""Keys whose values are no schemas."""
+"""Keys whose values are not schemas."""
 MAX_FORCED_CALLS = 16
 """Most forced calls in one answer: a model that is not trained for tools would not stop."""
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PATTERNS = {"{number}": "/[0-9]{1,3}/", "{id}": "/[a-zA-Z0-9]{9}/"}
-"""What a form leaves to the model."""
+"""Expressions for the parts of a call that a form leaves to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class TagValue:
     is_text: bool
     """Whether it is a text, and not JSON."""
     exactly: str | None = None
-    """All of it, if that is fixed."""
+    """The whole value if it is fixed, else None."""
     patterns: tuple[str, ...] = ()
-    """Regular expressions that a text matches as a whole, each of them."""
+    """Regular expressions; a text must match each of them as a whole."""
     schema: Mapping[str, Any] | None = None
-    """The JSON schema of a value that is no text and is not fixed."""
+    """The JSON schema of a value that is neither a text nor fixed."""
 
     @property
     def is_any_text(self) -> bool:
@@ -79,7 +79,7 @@ class _Frozen(dict[str, Any]):
 
 
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Regular expressions for what a schema says of a text. As in JSON schema, unknown formats say nothing."""
+    """Regular expressions for a schema's limits of a text. As in JSON schema, unknown formats are ignored."""
     if isinstance(schema.get("pattern"), str):
         yield whole_pattern(schema["pattern"])
     shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
@@ -90,7 +90,7 @@ def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def whole_pattern(pattern: str) -> str:
-    """A pattern of JSON schema, which may match anywhere in a text, as one for the whole text."""
+    """Turn a pattern of JSON schema, which may match anywhere in a text, into a pattern for the whole text."""
     branches = []
     for branch in _branches(pattern):
         begins, ends = branch.startswith("^"), branch.endswith("$") and not branch.endswith("\\$")
@@ -101,11 +101,11 @@ def whole_pattern(pattern: str) -> str:
 
 
 _ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
-"""JSON schema's classes of characters, which have none beyond ASCII."""
+"""JSON schema's classes of characters, which have ASCII characters only."""
 
 
 def _branches(pattern: str) -> list[str]:
-    """The parts of a pattern between bars that stand in no group and no class."""
+    """The alternatives of a pattern: its parts between bars outside groups and classes."""
     depth, in_class, begin, branches = 0, False, 0, []
     for match in re.finditer(r"\\.|[\[\]()|]", pattern, flags=re.DOTALL):
         mark = match[0]
@@ -159,16 +159,16 @@ class Unenforced:
     """A pattern that was left out of a schema."""
 
     place: str
-    """Where it stands: `$.properties.email.pattern`."""
+    """The place of the pattern in the schema, such as `$.properties.email.pattern`."""
     pattern: str
 
 
 def without_patterns(
     schema: Any, can_follow: Callable[[str], bool], place: str = "$"
 ) -> tuple[Any, tuple[Unenforced, ...]]:
-    """The schema without the patterns that cannot be followed, and these.
+    """Leave out the patterns that cannot be followed. Returns the new schema and the patterns that were left out.
 
-    A member that only such a pattern of names allows is allowed without it: what is left takes more, never less.
+    If a pattern for members' names is left out, all other members are allowed: the result takes more, never less.
     """
     if isinstance(schema, list):
         parts = [without_patterns(item, can_follow, f"{place}[{at}]") for at, item in enumerate(schema)]
@@ -213,7 +213,7 @@ class Function:
 def forced_calls(
     form: ReplyFormat | None, functions: Sequence[Function], added_tokens: Mapping[str, int], *, may_repeat: bool
 ) -> str:
-    """Lark grammar of one call of one of the functions, or of several calls.
+    """The Lark grammar of one call of one of the functions, or of several calls if `may_repeat`.
 
     `added_tokens`: ids of the tokens that the tokenizer adds, by their texts. A form without calls gets bare JSON.
     """
@@ -243,7 +243,7 @@ class _Writer:
         )
 
     def call(self, number: int, function: Function) -> list[str]:
-        """The rules of a function's call, whose name is c and its number."""
+        """The rules of a function's call. The first rule is named c and `number`."""
         opening, closing = (self.literal(self._form[key].replace("{name}", function.name)) for key in ("open", "close"))
         head = f"c{number}: {opening} a{number} {closing}"
         tags = self._form.get("arguments")
@@ -253,7 +253,7 @@ class _Writer:
         return [head, *self._tagged(f"a{number}", function.parameters, tags)]
 
     def _tagged(self, name: str, schema: Mapping[str, Any], tags: Mapping[str, str]) -> list[str]:
-        """The rules of arguments between tags: those of the schema, in its order."""
+        """The rules of arguments between tags: the schema's members in their order."""
         properties, required = properties_of(schema), required_of(schema)
         between = self.literal(tags.get("between", ""))
         rules, items = [], []
@@ -269,7 +269,7 @@ class _Writer:
     ) -> list[str]:
         values = tag_values(schema, root)
         if not tags.get("string") and any(value.is_any_text for value in values):
-            values = [ANY_TEXT]  # whatever else may stand there is a text too
+            values = [ANY_TEXT]  # any other value is also a text
         forms, rules = [], []
         for number, value in enumerate(values):
             form, more = self._form_of(value, f"{item}_v{number}", tags)
@@ -278,7 +278,7 @@ class _Writer:
         return [f"{item}: {opening} ({' | '.join(forms)})", *rules]
 
     def _form_of(self, value: TagValue, name: str, tags: Mapping[str, str]) -> tuple[str, list[str]]:
-        """The terms of one way to write a value, with what follows it, and the rules that they need."""
+        """The terms of one way to write a value and its closing tag, and the rules that these terms need."""
         closing = self.literal(tags["close"])
         mark = tags.get("string", "") if value.is_text else ""
         quote, ends = self.literal(mark), mark or tags["close"]
@@ -295,7 +295,7 @@ class _Writer:
         terms = [_regex(pattern) for pattern in value.patterns]
         if is_token:
             terminal = " & ".join(terms)
-        else:  # text and end are one terminal, in which the end stands once: at the end
+        else:  # text and closing tag are one terminal, which has the tag only at its end
             earlier = _regex(f"(?s:.*){_MEANINGFUL.sub(LITERAL, ends)}(?s:.+)")
             terminal = f"(({' & '.join(terms)}) {json.dumps(ends)}) & ~{earlier}"
         return f"{quote} {name.upper()} {after}", [f"{name.upper()}: {terminal}"]
@@ -314,10 +314,10 @@ def _regex(pattern: str) -> str:
 
 
 def _sequence(name: str, items: Sequence[tuple[str, bool]], between: str) -> list[str]:
-    """Rules of items in their order; those not required may be missing. Separators stand only between items."""
+    """Rules of items in their order. Items that are not required may be missing. Separators stand only between."""
     if not between:
         return [f"{name}: " + (" ".join(item if needed else f"{item}?" for item, needed in items) or '""')]
-    # The first item has no separator before it: rules f hold while no item was written, rules r after one.
+    # The first item has no separator before it: rules f apply before any item is written, rules r after that.
     rules = [f"{name}: {name}_f0"]
     for number, (item, needed) in enumerate(items):
         skipped = ("", "") if needed else (f" | {name}_f{number + 1}", f" | {name}_r{number + 1}")

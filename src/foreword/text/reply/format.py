@@ -1,4 +1,4 @@
-"""The form in which a model writes replies: a response template, and what templates do not say."""
+"""The form in which a model writes replies: a response template, and facts that templates do not have."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FAMILIES = (
     "gpt_oss minimax_m2 kimi_k2 deepseek_v3 deepseek_v3_1 glm4 gemma4 functiongemma qwen3_coder mistral mistral_old "
     "nemotron granite3 llama4 llama3 hermes think"
 ).split()
-"""Families in the order in which they are looked for: those whose marks contain another's come first."""
+"""Families in the order of the search: a family whose marks contain another family's marks comes first."""
 
 THINK = "think"
 """The form of replies that think and make no calls."""
 
 BARE = "bare"
-"""The form for templates without one: a forced call is the whole reply, as JSON. It is never looked for."""
+"""The form of forced calls for templates without a form: the whole reply is JSON. No chat template selects it."""
 
 GENERIC = "generic"
-"""The form of calls for templates that take no tools, which the prompt then explains. It is never looked for."""
+"""The form of calls if a template takes no tools, and the prompt explains calls. No chat template selects it."""
 
 _KINDS = {
     "tool_calls": "call",
@@ -34,38 +34,38 @@ _KINDS = {
     "reasoning": "reasoning",
     "thinking": "reasoning",
 }
-"""What the fields of a response template are; all others are text."""
+"""Kinds of the fields of a response template; all other fields are text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """How thinking begins and ends in a reply."""
+    """The marks at which thinking begins and ends in a reply."""
 
     opens: str
-    """What opens it."""
+    """The mark that opens thinking."""
     closes: str
-    """What ends it."""
+    """The mark that ends thinking."""
     before: str = ""
     """White space that templates write before `closes`."""
     after: str = ""
-    """What templates write between `closes` and the answer."""
+    """The text that templates write between `closes` and the answer."""
     after_call: str | None = None
-    """The same before a call; None: as before an answer."""
+    """The text that templates write between `closes` and a call; None: `after`."""
     is_expected: bool = False
-    """Whether a reply cannot begin with its answer: it writes `opens` itself."""
+    """Whether a reply always begins with thinking, and writes `opens` itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplyFormat:
-    """A response template, compiled, with what foreword adds to it."""
+    """A compiled response template, with the facts that foreword adds to it."""
 
     name: str
     template: Any
     """transformers' `ResponseTemplate`, or a `_Template`."""
     thinking: ThinkingMarks | None = None
-    """None if it has no reasoning, or if nobody said how that ends."""
+    """The marks of thinking; None if replies have no reasoning, or the end of reasoning is not known."""
     call_form: Mapping[str, Any] | None = None
-    """How a forced call is written; `forced.py` reads it. None: as bare JSON."""
+    """The form of forced calls, which `forced.py` reads; None: bare JSON."""
     stop: tuple[str, ...] = ()
     """Strings that end the reply after its first call."""
     source: str = field(default="", repr=False)
@@ -77,7 +77,7 @@ class ReplyFormat:
         return "tool_calls" in self.template.fields
 
     def kind(self, name: str) -> str:
-        """What a field holds: call, reasoning or text."""
+        """The kind of a field: call, reasoning or text."""
         return _KINDS.get(name, "text")
 
     def has_marker(self, token: str) -> bool:
@@ -91,11 +91,10 @@ def family(name: str) -> ReplyFormat:
 
 
 def choose_format(option: str | None, spec: Mapping[str, Any] | None, chat_template: str | None) -> ReplyFormat | None:
-    """The form of a model's replies: of the option, else the checkpoint's own, else that of the chat template's family.
+    """Choose the form of a model's replies: from the option, else the checkpoint, else the chat template's family.
 
-    The option is a family's name, a file, or the JSON text of a response template. None: replies are plain text.
-    Raises ConfigError for an option that is none of these, ModelLoadError for a template of the checkpoint that
-    transformers refuses.
+    The option is a family's name, a file, or the JSON text of a response template. Returns None if replies are plain
+    text. Raises ConfigError for any other option, and ModelLoadError if transformers refuses the checkpoint's template.
     """
     base = next((_read_family(name, data) for name, data in _marked(chat_template or "")), None)
     if option is not None:
@@ -136,7 +135,7 @@ def _chosen(option: str, base: ReplyFormat | None) -> ReplyFormat:
 
 
 def _with_template(name: str, spec: Any, base: ReplyFormat | None) -> ReplyFormat:
-    """A template from outside; the rest is that of the family that the chat template shows."""
+    """Make a form from a template of a user or checkpoint. The other fields come from the chat template's family."""
     template = _compiled(spec)
     parts = {} if base is None else {"thinking": base.thinking, "call_form": base.call_form, "stop": base.stop}
     if "thinking" not in parts or parts["thinking"] is None:
@@ -155,7 +154,7 @@ def _marks_of(template: Any) -> ThinkingMarks | None:
 def _read_family(
     name: str, data: Mapping[str, Any], compile_template: Callable[[Any], Any] | None = None
 ) -> ReplyFormat:
-    """`compile_template`: how a family's own template is compiled; None: as one of foreword's, which are known."""
+    """Make the form of a family. `compile_template` compiles its template; None: it is one of foreword's own."""
     marks = data.get("thinking")
     return ReplyFormat(
         name,
@@ -200,7 +199,7 @@ class _Template:
 
 
 def _compiled_own(spec: Mapping[str, Any]) -> _Template:
-    """One of foreword's own templates, which need none of transformers' checks: a test compares both."""
+    """Compile one of foreword's own templates without transformers' checks. A test compares the result with theirs."""
     fields = {}
     for name, item in spec["fields"].items():
         content = item.get("content", "text"), item.get("content_args", {}), item.get("join"), item.get("transform")
@@ -211,7 +210,7 @@ def _compiled_own(spec: Mapping[str, Any]) -> _Template:
 
 
 def _anchor(item: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, bool]:
-    """What begins or ends a field: an expression, its literal texts if it has some, and whether one may grow."""
+    """The mark that begins or ends a field: an expression, its literal texts or None, and whether a text may grow."""
     if f"{key}_pattern" in item:
         return regex.compile(item[f"{key}_pattern"], regex.DOTALL), None, False
     if key not in item:
@@ -223,7 +222,7 @@ def _anchor(item: Mapping[str, Any], key: str) -> tuple[Any, list[str] | None, b
 
 
 def _plain(spec: Any) -> str:
-    """The texts of a template's markers, patterns without their escapes."""
+    """The texts of a template's markers. Escapes are removed from patterns."""
     fields = list(spec["fields"].values())
     marks = [field.get(key, ()) for field in fields for key in ("open", "open_pattern", "close", "close_pattern")]
     marks += [text for field in fields for text in _texts(field.get("content_args", {}))]

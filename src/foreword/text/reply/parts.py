@@ -26,7 +26,7 @@ Part = Text | Reasoning | Call
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """The parts with neighbours of one kind made one, and without empty ones."""
+    """Join neighbouring parts of one kind, and drop empty parts."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None

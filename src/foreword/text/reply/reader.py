@@ -1,7 +1,7 @@
 """ReplyReader: splits a reply, as it comes, into text, reasoning and calls.
 
-transformers' own reader serves as the oracle in tests; it raises at malformed calls and ends a call at a marker inside
-a string, which this one does not.
+Tests compare it with transformers' own reader. That reader raises at malformed calls, and ends a call at a marker
+inside a string; ours does neither.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from foreword.text.reply.format import ReplyFormat
 from foreword.text.reply.parts import Call, Part, Reasoning, Text, joined
 
 _CONTEXT = 64
-"""Characters before the position that stay, for patterns that look back."""
+"""Characters to keep before the position, for patterns that look back."""
 _MOST_SPACE = 64
-"""Most white space that waits for a marker whose pattern begins with it."""
+"""Most characters of white space to hold back for a marker whose pattern begins with white space."""
 
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call that is being read, and its text, which is shown if it turns out to be none."""
+    """A call that is being read, and its text, which is shown if it is not a call after all."""
 
     body: CallBody
     raw: list[str]
@@ -33,7 +33,7 @@ class ReplyReader:
     """Splits one reply into parts. The parts are the same for every way of cutting the text into pieces.
 
     Text that may begin a marker is held back until that is clear; a call is held back until it ends. White space around
-    calls and reasoning is dropped. What is no call after all is text, markers included.
+    calls and reasoning is dropped. If a call turns out not to be one, it is shown as text with its markers.
     """
 
     def __init__(
@@ -44,32 +44,32 @@ class ReplyReader:
         tools: Sequence[Mapping[str, Any]] = (),
         reads_calls: bool = True,
     ) -> None:
-        """`prompt_end`: the prompt's last text, special tokens included: it may have opened a region already.
+        """`prompt_end`: the prompt's last text, special tokens included. It may have opened a region already.
 
-        Arguments that families write as text get the types of the `tools`' schemas. Without `reads_calls`, calls stay
-        text.
+        Some families write arguments as text; these get the types of the `tools`' schemas. Without `reads_calls`, calls
+        stay text.
         """
         self.num_calls = 0
         """The number of calls that were returned."""
         self.reasoning_spans: list[tuple[int, int]] = []
-        """Where reasoning began and ended, markers included, in characters of the reply."""
+        """Begin and end of each piece of reasoning, markers included, in characters of the reply."""
         self._form = form
         self._num_done = 0
-        """Characters that left the buffer; the reply begins at 0."""
+        """The reply's characters that have left the buffer; negative while the buffer has text of the prompt."""
         self._schemas = schemas_of(tools)
         fields = form.template.fields.values()
         self._fields = [field for field in fields if reads_calls or form.kind(field.name) != "call"]
         self._implicit = next((field for field in self._fields if field.open_re is None), None)
         self._region: Any = None
-        """The explicit field that is open."""
+        """The open field, if its opening marker was read; else None."""
         self._call: _OpenCall | None = None
         self._buffer, self._at = "", 0
         self._space: list[str] = []
         """White space after the last text: the next part decides whether it is shown."""
         self._last = ""
-        """What was shown last, or whose region was closed last: text, reasoning, call or nothing."""
+        """Kind of the last part or region: "text", "reasoning", "call", "opened", "shown" (reasoning), or ""."""
         self._lead = ""
-        """What separates the next text from earlier text of its field."""
+        """The separator to write before the next text, after earlier text of its field."""
         self._seen: set[str] = set()
         self._parts: list[Part] = []
         if prompt_end:
@@ -77,7 +77,7 @@ class ReplyReader:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning."""
+        """Whether the next text is reasoning."""
         return self._region is not None and self._form.kind(self._region.name) == "reasoning"
 
     def push(self, text: str) -> list[Part]:
@@ -89,7 +89,7 @@ class ReplyReader:
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """End the reply; returns the rest."""
+        """End the reply; returns the remaining parts."""
         self._read(at_end=True)
         if self._space and not self.is_reasoning and self._last in ("", "text"):
             self._parts.append(Text("".join(self._space)))
@@ -104,7 +104,7 @@ class ReplyReader:
         return parts
 
     def _read_prompt(self, prompt_end: str) -> None:
-        """Get into the state at the prompt's end. Its own parts are not the reply's."""
+        """Read the prompt's end to get into its state. Parts that it has are dropped."""
         starts = [match.end() for match in self._form.template.start_anchor_re.finditer(prompt_end)]
         thinking = self._form.thinking
         if starts:
@@ -128,7 +128,7 @@ class ReplyReader:
             pass
 
     def _read_text(self, *, at_end: bool) -> bool:
-        """Read up to the next marker, or to what may become one. Returns whether a marker was found."""
+        """Read up to the next marker, or to text that may become one. Returns whether a marker was found."""
         was_reasoning = self.is_reasoning
         self._marker_at = self._num_done + self._at
         has_marker = self._read_to_marker(at_end=at_end)
@@ -158,7 +158,7 @@ class ReplyReader:
         return True
 
     def _step_over(self) -> bool:
-        """Show one character that a marker without characters would find again. Returns whether there is one."""
+        """Show one character, so that an empty marker does not match here again. False at the end of the buffer."""
         if self._at == len(self._buffer):
             return False
         self._at += 1
@@ -166,10 +166,9 @@ class ReplyReader:
         return True
 
     def _next_marker(self, *, at_end: bool) -> tuple[Any, Any, int]:
-        """The field and match of the next marker that is clear, or None and None; and the position up to which text
-        is clear.
+        """Return the field and the match of the next certain marker (or None twice), and where certain text ends.
 
-        Of several markers the first counts, of those at one position the longest.
+        The first marker counts; if several begin at one position, the longest.
         """
         buffer, held, best = self._buffer, len(self._buffer), None
         if self._region is not None:
@@ -205,7 +204,7 @@ class ReplyReader:
         return None, None, held
 
     def _thinking_here(self, pattern: Any, *, at_end: bool) -> Any:
-        """The marker that opens thinking, if it stands here. In a text that has begun, one is only mentioned."""
+        """The marker that opens thinking, if it stands here. Inside a text, the marker is only mentioned."""
         if self._last == "text":
             return None
         start = len(self._buffer) - len(self._buffer[self._at :].lstrip())
@@ -233,7 +232,7 @@ class ReplyReader:
         self._space = []
 
     def _read_call(self, *, at_end: bool) -> bool:
-        """Read on in a call. Returns whether it has ended."""
+        """Continue to read a call. Returns whether it has ended, or failed."""
         assert self._call is not None
         call, before = self._call, self._at
         self._at = call.body.read(self._buffer, before, at_end=at_end)
@@ -252,7 +251,7 @@ class ReplyReader:
         return True
 
     def _show(self, text: str) -> None:
-        """Show text of the open region, but for the white space at its end."""
+        """Show text of the open region. White space at its end is kept back."""
         if text.isspace():
             self._space.append(text)
             return

@@ -1,4 +1,4 @@
-"""The reply to one prompt: who reads it, and what limits its thinking."""
+"""The reply to one prompt: its reader, and the limit of its thinking."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Forking(Constraint, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A tokenizer, as a limit needs it."""
+    """The parts of a tokenizer that a limit needs."""
 
     vocab_size: int
     end_token_ids: Collection[int]
@@ -46,10 +46,11 @@ class Spelling:
 
 
 class ThinkingLimit:
-    """The tokens that may come in one reply: any while the model thinks, then those of the answer's constraint.
+    """Decides which tokens may come in one reply: any token while the model thinks, then those of the answer's
+    constraint.
 
-    After `budget` tokens of thinking it allows only the tokens that end the thinking. A model that has not begun to
-    think when its answer is constrained answers at once.
+    After `budget` tokens of thinking it allows only the tokens that end the thinking. If the answer is constrained and
+    the model has not begun to think, it answers at once, unless its replies always begin with thinking.
     """
 
     def __init__(
@@ -62,13 +63,15 @@ class ThinkingLimit:
         answer: Constraint | None = None,
         is_call: bool = False,
     ) -> None:
-        """`is_open`: whether the prompt began to think; `answer`: what rules after it; `is_call`: it forces calls."""
+        """`is_open`: whether the prompt began the thinking. `answer`: the answer's constraint. `is_call`: whether
+        `answer` forces calls.
+        """
         self._marks, self._spelling, self._budget, self._answer = marks, spelling, budget, answer
         self._lead = marks.after_call if is_call and marks.after_call is not None else marks.after
         self._push = spelling.open_stream()
         self._state = "thinking" if is_open else "before"
         self._tail = ""
-        """The end of the text of the present state, in which its marker is looked for."""
+        """The end of the present state's text, in which to look for its marker."""
         self._num_thought = 0
         self._forced: list[int] = []
         """Tokens that must come next."""
@@ -83,7 +86,7 @@ class ThinkingLimit:
                 self._state = "answer"
 
     def allowed(self, output_token_ids: Sequence[int]) -> BoolArray:
-        """Mask over the vocabulary, from all tokens of the answer so far."""
+        """Mask of the tokens that may come next, [vocabulary], given all tokens of the reply so far."""
         new, self._num_read = output_token_ids[self._num_read :], len(output_token_ids)
         for token_id in new:
             self._read(int(token_id))
@@ -106,7 +109,7 @@ class ThinkingLimit:
         return mask
 
     def fork(self) -> ThinkingLimit | None:
-        """A limit at the same place, which goes its own way; None before the answer, or if its constraint has none."""
+        """Copy the limit at this place. None before the answer, or if its constraint cannot be copied."""
         if self._state != "answer" or self._forced:
             return None
         answer = self._answer.fork() if isinstance(self._answer, Forking) else None
@@ -142,14 +145,14 @@ class ThinkingLimit:
             self._tail = self._tail[-len(self._marks.closes) :]
 
     def _end(self, after: str) -> None:
-        """Thinking has ended by itself. What templates write before the answer may have begun in the same token."""
+        """Note that thinking has ended by itself. The text before the answer may have begun in the same token."""
         self._state = "answer"
         if self._answer is not None and self._lead.startswith(after) and self._lead != after:
             self._force(self._lead[len(after) :], "answer")
 
 
 def _read_no_text(token_id: int) -> str:
-    """Replaces a stream where no marker is looked for any more."""
+    """Takes the place of a stream in a state without markers."""
     return ""
 
 
@@ -168,7 +171,7 @@ class Turn:
     def reader(
         self, *, tools: Sequence[Mapping[str, Any]] = (), reads_calls: bool = True, has_bare_call: bool = False
     ) -> ReplyReader | None:
-        """A reader of the reply; None if it is plain text. `has_bare_call`: a forced call is all of it."""
+        """Make a reader of the reply; None if it is plain text. `has_bare_call`: the whole reply is a forced call."""
         form = self.form
         if has_bare_call and (form is None or not form.reads_calls):
             return ReplyReader(family(BARE), self._prompt_end, tools=tools)
@@ -185,7 +188,9 @@ class Turn:
         end_token_ids: Collection[int],
         is_call: bool = False,
     ) -> Callable[[], Constraint] | None:
-        """Opens what limits a reply: `budget` tokens of thinking, and `answer` after the thinking; None: nothing.
+        """Return a function that opens a reply's limit, or None if nothing limits the reply.
+
+        `budget`: most tokens of thinking; `answer` opens the constraint after the thinking.
 
         `is_call`: whether `answer` forces calls. Raises InvalidRequestError for a budget that cannot be kept.
         """
