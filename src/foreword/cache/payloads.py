@@ -5,7 +5,7 @@ transformers, a recurrent state. The cache knows its tokens and its size in byte
 
     found = cache.find(prompt[:-1])                        None, or a payload for its first found.num_tokens tokens
     ... the engine copies the payload, cuts it, and computes the rest of the prompt ...
-    cache.put(tokens, payload, num_bytes)                  what was computed, for the next turn
+    cache.put(tokens, payload, num_bytes)                  keeps the computed payload for the next turn
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ ONE_BLOCK = MAX_TOKEN_ID
 
 @dataclass(frozen=True)  # with slots, Spill[str](...) fails in Python 3.11
 class Spill(Generic[Payload]):
-    """Where payloads go that memory has no room for. Of those on disk, the first that were written leave first."""
+    """Where to write payloads for which memory has no room. The payloads written first leave the disk first."""
 
     folder: Path
-    """An existing folder. The cache makes its own folder in it, and removes that when it is closed or Python ends; a
-    killed process leaves it behind."""
+    """An existing folder. The cache makes its own folder inside, and removes its own when the cache is closed or Python
+    ends; a killed process leaves it behind."""
     max_bytes: int
     """The most bytes of all files but the one that is being written."""
     dump: Callable[[Payload, Path], None]
     """Writes a payload to a new file with exactly this path."""
     load: Callable[[Path], Payload]
-    """Reads it back, equal to what was written."""
+    """Reads such a file, and returns a payload that is equal to the written one."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class PayloadHit(Generic[Payload]):
 
     payload: Payload
     num_tokens: int
-    """The leading tokens of the sequence that it holds."""
+    """The number of the sequence's leading tokens that the payload holds."""
     num_payload_tokens: int
-    """The tokens that it was put for. If they are more than `num_tokens`, the rest differ: cut it to `num_tokens`."""
+    """The number of tokens with which it was put. If it exceeds `num_tokens`, cut the payload: the rest differs."""
     entry_id: int
     """The number of its entry, for `take_out`."""
 
@@ -71,7 +71,7 @@ class _Entry(Generic[Payload]):
     num_tokens: int
     num_bytes: int
     file: Path | None = None
-    """The file that it was written to last."""
+    """The file to which the payload was written last."""
     num_file_bytes: int = 0
 
 
@@ -79,12 +79,12 @@ class PayloadCache(Generic[Payload]):
     """Payloads in at most `max_bytes` of memory; the least recently found or put leaves first.
 
     `can_cut` says whether a payload serves beginnings of its tokens, too, once it is cut: true of attention's keys and
-    values, false of recurrent states and sliding windows. With it, `find` returns the payload that shares most tokens,
-    and a payload for more tokens takes the place of those for fewer. Without it, payloads are checkpoints: `find`
-    returns the longest one whose tokens all begin the sequence, and short ones stay.
+    values, false of recurrent states and sliding windows. If so, `find` returns the payload that shares most tokens,
+    and a longer payload replaces the payloads for its beginnings. If not, payloads are checkpoints: `find` returns the
+    longest payload whose tokens are all in the sequence, and shorter payloads stay.
 
     At the end of a call, `on_evict` gets each payload that has left memory, unless `take_out` took it; it may not call
-    the cache. A payload that is read from disk is in memory beside the others until they have made room.
+    the cache. A payload that is read from disk takes memory beside the others until enough of them have left.
     `max_entries` bounds the payloads in memory and on disk. For one thread at a time. Raises ConfigError for limits
     below 1.
     """
@@ -106,7 +106,7 @@ class PayloadCache(Generic[Payload]):
         self.num_bytes = self.num_file_bytes = 0
         """Bytes of the payloads in memory, and of the files."""
         self.stats = PrefixCacheStats()
-        """Lookups; and evictions, which are payloads that were lost for want of room."""
+        """Counts of lookups, and of evictions: payloads that were lost because there was no room."""
         self._on_evict, self._spill = on_evict, spill
         self._folder: TemporaryDirectory[str] | None = None
         if spill is not None:
@@ -117,9 +117,9 @@ class PayloadCache(Generic[Payload]):
         self._memory: dict[int, _Entry[Payload]] = {}
         """Entries in memory by number, the next to leave first."""
         self._disk: dict[int, _Entry[Payload]] = {}
-        """The same on disk."""
+        """Entries on disk by number, the next to leave first."""
         self._gone: list[Payload] = []
-        """What left memory during a call, reported at its end."""
+        """Payloads that left memory during a call; they are reported at its end."""
         self._unused = list(range(max_entries))
         self._num_written = 0
 
@@ -128,11 +128,11 @@ class PayloadCache(Generic[Payload]):
         return len(self._memory) + len(self._disk)
 
     def find(self, token_ids: npt.ArrayLike, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> PayloadHit[Payload] | None:
-        """The payload for the longest beginning of these tokens; None if there is none. Counts a use of it.
+        """The payload for the longest beginning of these tokens, counted as used; None if no payload has a beginning.
 
         Leave out a prompt's last token: it is computed for its logits. `token_ids[:n]` asks for the nearest checkpoint
-        at or before n; no span of `extra_keys` may end after them. A payload that cannot be read from disk is logged,
-        forgotten, and the next best is found.
+        at or before n; no span of `extra_keys` may end after these tokens. A payload that cannot be read from disk is
+        logged and forgotten, and the next best payload is returned.
         """
         sequence = TokenSequence("", token_ids, block_size=ONE_BLOCK, extra_keys=extra_keys)
         try:
@@ -153,7 +153,7 @@ class PayloadCache(Generic[Payload]):
     def put(
         self, token_ids: npt.ArrayLike, payload: Payload, num_bytes: int, *, extra_keys: ExtraKeys = NO_EXTRA_KEYS
     ) -> bool:
-        """Keep a payload for all of these tokens; others leave until it fits.
+        """Keep a payload for all of these tokens; other payloads leave until it fits.
 
         False, and no change, if it exceeds `max_bytes` alone, or if another payload holds the same tokens. Raises
         InvalidRequestError without tokens, for a size below 1, and for a payload that is None.
@@ -183,7 +183,7 @@ class PayloadCache(Generic[Payload]):
     def take_out(self, hit: PayloadHit[Payload]) -> bool:
         """Forget a payload that was found: it is the caller's from now on, to be changed in place.
 
-        False, and the payload is not the caller's, if it has left already.
+        Returns False if the payload has left the cache already; then it is not the caller's.
         """
         entry = self._memory.get(hit.entry_id)
         if entry is None or entry.payload is not hit.payload:
@@ -218,7 +218,7 @@ class PayloadCache(Generic[Payload]):
         self.num_bytes += entry.num_bytes
 
     def _make_room(self) -> None:
-        """Evict until the rest fits; what came last stays, as it fits alone."""
+        """Evict payloads until the rest fits. The newest payload stays, because it fits alone."""
         try:
             while self.num_bytes > self.max_bytes:
                 self._evict()
@@ -227,7 +227,7 @@ class PayloadCache(Generic[Payload]):
                 self._lose(next(iter(self._memory.values())))
 
     def _report(self) -> None:
-        """Call `on_evict` with all that left memory; raise its first error at the end."""
+        """Call `on_evict` with each payload that left memory; raise its first error at the end."""
         gone, self._gone, first = self._gone, [], None
         for payload in gone if self._on_evict is not None else ():
             try:
@@ -238,7 +238,7 @@ class PayloadCache(Generic[Payload]):
             raise first
 
     def _evict(self) -> None:
-        """Move the least recently used payload to disk if it can, or else lose it."""
+        """Move the least recently used payload to disk, or lose it if that fails."""
         entry = next(iter(self._memory.values()))
         payload, is_on_disk = entry.payload, False
         assert payload is not None
@@ -267,7 +267,7 @@ class PayloadCache(Generic[Payload]):
         self._unused.append(entry.entry_id)
 
     def _leave(self, entry: _Entry[Payload]) -> None:
-        """Count an entry no longer where it is, and remove its file."""
+        """Take an entry out of memory, or out of the disk's entries together with its file."""
         if self._memory.pop(entry.entry_id, None) is not None:
             self.num_bytes -= entry.num_bytes
         else:
@@ -308,7 +308,7 @@ class PayloadCache(Generic[Payload]):
         return True
 
     def _read(self, entry: _Entry[Payload]) -> _Entry[Payload] | None:
-        """Bring an entry back to memory. None, and it is forgotten, if its file cannot be read."""
+        """Bring an entry back to memory. If its file cannot be read, forget the entry and return None."""
         assert self._spill is not None
         assert entry.file is not None
         try:
@@ -325,7 +325,7 @@ class PayloadCache(Generic[Payload]):
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of a payload that was forgotten; one that cannot be removed is logged."""
+    """Remove a payload's file; log a warning if that fails."""
     try:
         path.unlink(missing_ok=True)
     except OSError:

@@ -1,15 +1,15 @@
 """SlotIndex: finds cached prefixes in memory whose slots an engine gives out itself.
 
-For engines that have an allocator and page tables already, as SGLang's and mini-sglang's (`BasePrefixCache`):
+For engines that already have an allocator and page tables, as SGLang and mini-sglang have (`BasePrefixCache`):
 
     found = index.match(token_ids)         the slots that hold a beginning of these tokens; changes nothing
-    index.lock(found)                      while locked, they stay
+    index.lock(found)                      these slots stay while they are locked
     ... the engine computes the other tokens into slots of its own ...
     kept = index.insert(token_ids, slots)  the cache owns these slots from now on, except duplicates of cached ones
     index.unlock(found)
     free = index.evict(count)              the engine owns these slots again
 
-At every moment a slot belongs to the engine or to the cache. The index gives none away by itself.
+At every moment a slot belongs to the engine or to the cache. The index gives no slot away by itself.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SlotMatch:
     """The cached beginning of a sequence. Without a lock it is valid until the next `evict` or `reset`."""
 
     slots: BlockIds
-    """The slots that hold it, in order."""
+    """The slots that hold this beginning, in order."""
     num_tokens: int
-    """The tokens in them: `len(slots) * block_size`."""
+    """The number of tokens in these slots: `len(slots) * block_size`."""
     _sequence: TokenSequence
 
 
@@ -54,7 +54,7 @@ class SlotIndex:
         self.num_slots, self.block_size = num_slots, block_size
         self._index = RadixIndex(num_slots, block_size, keep_tails=False)
         policy = make_policy(eviction_policy, num_slots) if isinstance(eviction_policy, str) else eviction_policy
-        # The pool counts the engine as the holder of its slots; what the cache owns is free unless it is locked.
+        # The pool counts the engine as the holder of its slots; a slot of the cache is free unless it is locked.
         self._pool = BlockPool(num_slots, on_reuse=self._index.remove, policy=policy)
         self._pool.get_new_blocks(num_slots)
         self._is_owned: npt.NDArray[np.bool_] = np.ones(num_slots, np.bool_)
@@ -82,7 +82,7 @@ class SlotIndex:
     def lock(self, match: SlotMatch) -> None:
         """Keep the slots of a match until `unlock`, and count a use of them.
 
-        Raises AllocationError, and changes nothing, if the match is locked already, or if some of it was evicted.
+        Raises AllocationError, and changes nothing, if the match is locked already, or if a slot of it was evicted.
         """
         if match in self._locked:
             raise AllocationError("this match is locked already; match again for another lock")
@@ -107,10 +107,10 @@ class SlotIndex:
     ) -> SlotMatch:
         """Give the cache the slots of computed tokens; returns the match of these tokens, which is not locked.
 
-        `slots` has one entry for each whole block of `token_ids`. Where the cache has a slot for the same tokens, that
-        one stays: `slots[slots != match.slots]` are still the engine's, which may free them once nobody reads them. The
-        others are the cache's. Raises AllocationError, and changes nothing, for slots that the engine does not own, and
-        for a wrong number of them.
+        `slots` has one entry for each whole block of `token_ids`. Where the cache has a slot for the same tokens, it
+        keeps its own slot: `slots[slots != match.slots]` still belong to the engine, which may free them once nobody
+        reads them. The other slots now belong to the cache. Raises AllocationError, and changes nothing, for slots that
+        the engine does not own, and for a wrong number of slots.
         """
         sequence = TokenSequence("", token_ids, block_size=self.block_size, extra_keys=extra_keys)
         ids = np.asarray(slots)
@@ -141,10 +141,10 @@ class SlotIndex:
         return self._match(sequence)
 
     def evict(self, num_slots: int) -> BlockIds:
-        """Forget `num_slots` slots or more, those that go first, and give them back to the engine.
+        """Forget `num_slots` slots or more, in the order of eviction, and give them back to the engine.
 
-        They are more if others could not be found without them. Raises AllocationError, and changes nothing, if fewer
-        can leave.
+        More slots leave if lookups could not find them without the evicted slots. Raises AllocationError, and changes
+        nothing, if fewer than `num_slots` can leave.
         """
         if not 0 <= num_slots <= self.num_evictable:
             raise AllocationError(
@@ -158,7 +158,7 @@ class SlotIndex:
         return slots
 
     def reset(self) -> BlockIds:
-        """Forget everything, and give all slots back. Raises CacheBusyError while some are locked."""
+        """Forget everything, and give all slots back. Raises CacheBusyError while slots are locked."""
         if self._locked:
             raise CacheBusyError(f"the cache cannot be reset while {len(self._locked)} matches are locked; unlock them")
         return self.evict(self.num_evictable)

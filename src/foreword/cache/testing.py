@@ -50,10 +50,10 @@ class Held:
 
 @dataclass(slots=True)
 class ShadowMemory:
-    """What each slot of an engine's block memory was last given, by (block, slot).
+    """Records what was last written to each slot of an engine's block memory, by (block, slot).
 
-    With `contents`, which returns the bytes of a slot in the engine's memory, `read` also checks that they are those
-    that were written: nobody wrote there unannounced, and announced copies were made.
+    `contents` returns the bytes of a slot in the engine's memory. With it, `read` also checks that these bytes are the
+    ones that were written: nobody wrote there unannounced, and announced copies were made.
     """
 
     block_size: int
@@ -173,7 +173,7 @@ def _random_keys(rng: random.Random, num_tokens: int) -> ExtraKeys:
 def drive_manager(manager: KVCacheManager, rng: random.Random, num_requests: int) -> int:
     """Serve random prompts with a manager of one full group, up to three at a time, and check each hit.
 
-    Returns the number of tokens that were hits. Raises WrongSlotError for a wrong one.
+    Returns the number of tokens that were hits. Raises WrongSlotError for a wrong hit.
     """
     memory, size = ShadowMemory(manager.block_size), manager.block_size
     texts, running, num_hit_tokens = [[0]], list[TokenSequence](), 0

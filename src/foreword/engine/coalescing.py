@@ -1,4 +1,4 @@
-"""Prefixes that one running request computes for others, which wait for it instead of computing them again."""
+"""Lets waiting requests wait for a prefix that a running request computes, instead of computing it again."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class Coalescing:
         self._awaited.clear()
 
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
-        """Whether the request that computes block `missing` saves a state that this one could hit.
+        """Whether the request that computes block `missing` saves a state that this request could hit.
 
-        If it does not, but will pass the place where the two prompts part, it is asked to save one there.
+        If it saves no such state, but will pass the place where the two prompts part, lets it save a state there.
         """
         keys, size = request.sequence.block_hashes(), self._manager.block_size
         owner = self._owner_of[keys[missing]]
@@ -104,6 +104,6 @@ class Coalescing:
         return True
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        """Raise AssertionError if somebody waits who is not queued, or for somebody who does not run."""
+        """Raise AssertionError if a request waits that is not queued, or if a prefix's owner does not run."""
         assert set(self._awaited) <= set(waiting)
         assert self._keys_of.keys() <= set(running), "a prefix waits for nobody's step"

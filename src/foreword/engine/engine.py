@@ -73,7 +73,7 @@ class Engine:
         self.manager = manager
         self._tiers = tiers or TierDirector.of_none(manager)
         self.clock: Callable[[], float] = time.monotonic
-        """The time at which pins end, and by which steps are measured, in seconds."""
+        """The clock for the ends of pins and the times of steps, in seconds."""
         encoder = self._encoder = runner.encoder if isinstance(runner, SeeingRunner) else None
         self.scheduler = Scheduler(manager, config, self._tiers, encoder, clock=lambda: self.clock())
         self.limits = limits
@@ -88,7 +88,7 @@ class Engine:
         self.entries = Keeper(manager, self._tiers, self._checked_sequence, lambda: self.clock())
         """The prefixes that owners asked to keep."""
         self._in_flight: deque[tuple[Batch, PendingStep, float]] = deque()
-        """Launched batches in order, and the moments of launch; between steps at most one."""
+        """Launched batches in order, with the times of launch; between steps at most one batch."""
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
         self._counted_before = PrefixCacheStats()
@@ -101,9 +101,9 @@ class Engine:
     ) -> RequestOutput:
         """Queue a prompt. Returns its output, which later steps fill in place.
 
-        `answered`: for each of the `n` continuations the tokens that another engine has generated; they go on from
-        there, with the same bits. This needs a `seed` unless sampling is greedy, and the output has log probabilities
-        of the new tokens alone. A continuation that these tokens end is finished at once.
+        `answered`: for each of the `n` continuations, the tokens that another engine has generated. The continuations
+        go on after these tokens, with the same bits. This needs a `seed` unless sampling is greedy, and the output has
+        log probabilities of the new tokens only. A continuation that these tokens end is finished at once.
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
         for own_id in (request_id, *continuation_ids(request_id, params.n)):
@@ -127,7 +127,7 @@ class Engine:
         return output
 
     def draft(self, draft_tokens: DraftTokens, inexactness: str | None = None) -> None:
-        """Draft at most `draft_tokens` tokens of a request in each step, or as many as pay, if this engine can.
+        """Draft at most `draft_tokens` tokens of a request in each step ("auto": as many as pay), if this engine can.
 
         `inexactness`: why this machine breaks the promise of equal bits, if it does.
         """
@@ -142,7 +142,7 @@ class Engine:
     def check(
         self, request_id: str, prompt: Prompt, params: SamplingParams
     ) -> tuple[TokenSequence, list[tuple[LinkedRun, TokenSequence]]]:
-        """The tokens and block keys of a request, without queueing it; of a linked one its runs, each with its source.
+        """The tokens and block keys of a request, and its linked runs, each with its source. Does not queue it.
 
         Raises InvalidRequestError when the request can never be served.
         """
@@ -160,7 +160,7 @@ class Engine:
         return self._intake.truncate(prompt, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request at once, its blocks freed; returns its final output, None if it is unknown."""
+        """End a request at once and free its blocks. Returns its final output; None if the request is unknown."""
         if request_id not in self._outputs:
             return None
         requests = self._outputs.requests_of(request_id)
@@ -182,7 +182,7 @@ class Engine:
         return self.manager.explain(self._checked_sequence(prompt))
 
     def explain_links(self, prompt: Prompt, max_tokens: int | None = 1) -> list[tuple[LinkedRun, int]]:
-        """The runs that a linked prompt would copy, each with the number of tokens that the cache lacks of its source.
+        """The runs that a linked prompt would copy, each with the number of its source's tokens that the cache lacks.
 
         Changes nothing, counts nothing. Raises InvalidRequestError for a prompt that could not be served with an answer
         of `max_tokens`.
@@ -190,7 +190,7 @@ class Engine:
         self._intake.check(prompt, SamplingParams(max_tokens=max_tokens))
         runs, size, tables = [], self.manager.block_size, dict[TokenSequence, BlockIds]()
         for run, source in self._intake.runs(prompt):
-            if source not in tables:  # a method may leave hundreds of runs in one
+            if source not in tables:  # hundreds of runs may have the same source
                 [tables[source]] = self.manager.cached_blocks(source)
             num_missing = int((tables[source][: -(-run.source_end // size)] < 0).sum())
             runs.append((run, num_missing * size))
@@ -230,7 +230,7 @@ class Engine:
                 self._tiers.wait()
             if batch is not None:
                 self._launch(batch)
-                # One token of a request at a time, so that a stop string ends it where it is complete.
+                # One token of a request at a time, so that a request ends where its stop string is complete.
                 if not moved and self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
@@ -239,7 +239,7 @@ class Engine:
         return self._outputs.collect(moved)
 
     def _plan(self) -> Batch | None:
-        """The next batch; None if there is none, or if the tokens of the batch in flight must be known first."""
+        """Plan the next batch; None if no request can run, or if the tokens of the batch in flight must be known."""
         ahead = bool(self._in_flight)
         try:
             return self.scheduler.schedule_after(self._in_flight[0][0]) if ahead else self.scheduler.schedule()
@@ -263,7 +263,7 @@ class Engine:
             self._fail(batch, error)
 
     def _settle(self) -> list[Request]:
-        """Wait for the first batch in flight, if there is one, and commit it; the requests that got tokens."""
+        """Wait for the first batch in flight, if there is one, and commit it. Returns the requests that got tokens."""
         if not self._in_flight:
             return []
         batch, pending, started = self._in_flight.popleft()
@@ -281,7 +281,7 @@ class Engine:
             entry.request.note_prompt_logprobs(entry.start, logprobs)
         for number, state in result.hidden_states.items():
             batch.entries[number].request.hidden_state = state
-        seconds = None if self._in_flight else time.monotonic() - started  # alone, so that the time is its own
+        seconds = None if self._in_flight else time.monotonic() - started  # with another batch, the time is shared
         moved = self.scheduler.commit(batch.entries, result, seconds)
         for request, entries in self.entries.keep_marked(moved):
             self._outputs.note_kept(request, entries)
@@ -312,9 +312,10 @@ class Engine:
     # ------------------------------------------------------------------ tiers
 
     def store_on(self) -> bool:
-        """Move stores on while no request runs, and prepare for loads; True if more is left. Call it until it is False.
+        """Continue stores while no request runs, and prepare for loads. Returns True if more work is left.
 
-        It returns at once: a tier's threads write. While requests run, steps move stores on.
+        Call this until it returns False. It returns at once, because a tier's threads write. While requests run, steps
+        continue the stores.
         """
         self.entries.save()
         is_busy = self.has_unfinished_requests()
@@ -323,7 +324,7 @@ class Engine:
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """What lies below the pool, the nearest first."""
+        """The names of the tiers below the pool, the nearest first."""
         return self._tiers.names
 
     def report_tiers(self) -> TiersReport:
@@ -352,10 +353,10 @@ class Engine:
         return self._tiers.prefix_files.export_to(path, sequence, manifest, overwrite=overwrite)
 
     def import_prefixes(self, path: Path, identity: CacheIdentity, model_name: str) -> ImportReport:
-        """Take the blocks of a file, if it is sound and of that identity: into the first tier, or else into the pool.
+        """Take the blocks of a file into the first tier; without a tier, into the pool.
 
-        Requests wait meanwhile. Raises ConfigError for a path that cannot be read, or if there is no tier and the file
-        has no token ids.
+        Takes only blocks of a sound file of that identity. Requests wait meanwhile. Raises ConfigError for a path that
+        cannot be read, or if there is no tier and the file has no token ids.
         """
         self._outputs.collect(self._settle())
         try:
@@ -370,7 +371,7 @@ class Engine:
             return ImportReport(rejected=str(error))
 
     def _sequence_in(self, facts: Facts) -> TokenSequence | None:
-        """The sequence whose token ids a file has; None if it has none."""
+        """The sequence whose token ids a file has; None if the file has no token ids."""
         token_ids = facts.get("token_ids")
         if token_ids is None:
             return None
@@ -378,7 +379,7 @@ class Engine:
         return self._intake.sequence("", Prompt(np.array(token_ids, np.int32), extra_keys=keys))
 
     def close(self, flush_s: float = 5.0) -> None:
-        """End all requests, and store what is left to store for at most `flush_s` seconds. Nothing works afterwards."""
+        """End all requests, and finish stores for at most `flush_s` seconds. The engine cannot be used afterwards."""
         self.abort_all()
         if self._in_flight:
             with suppress(Exception):
@@ -423,7 +424,7 @@ class Engine:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """What steps take, as drafts learnt it; None if nothing is drafted."""
+        """The seconds of steps, as drafting measured them; None if nothing is drafted."""
         return None if self.scheduler.drafting is None else self.scheduler.drafting.times
 
     @property
@@ -452,7 +453,7 @@ class Engine:
             self.manager.evict_blocks(ledger.blocks_under_salt(salt, self.manager.free_block_ids())[:excess])
 
     def close_session(self, owner: str | None, session: str) -> int | None:
-        """Let what only this session's requests left in memory be evicted first; see `KVCacheManager.close_session`."""
+        """Let blocks that only this session's requests used be evicted first; see `KVCacheManager.close_session`."""
         return self.manager.close_session((owner, session))
 
     def take_cache_events(self) -> list[NumberedEvent]:

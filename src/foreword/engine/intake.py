@@ -36,7 +36,7 @@ class Intake:
         self._has_warned = False
 
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""
+        """Make the requests that continue a prompt; they share it in the prefix cache. Raises InvalidRequestError."""
         max_tokens = self.check(prompt, params)
         self._note_cut(prompt, params, max_tokens)
         links = self._links(prompt)
@@ -158,7 +158,7 @@ class Intake:
     def sequence(
         self, request_id: str, prompt: Prompt, sources: tuple[TokenSequence, ...] | None = None
     ) -> TokenSequence:
-        """A prompt's tokens and keys. `sources`: those of its links, if they are known already."""
+        """A prompt's tokens and keys. `sources`: the sources of its links, if they are known already."""
         links, keys = self._links(prompt), prompt.begun().extra_keys
         if links is not None:
             sources = self._sources(links, prompt) if sources is None else sources
@@ -183,13 +183,13 @@ class Intake:
         return None if prompt.links is None else prompt.links.in_whole_blocks(self._manager.block_size)
 
     def _sources(self, links: Links, prompt: Prompt) -> tuple[TokenSequence, ...]:
-        """For each run the sequence that it is copied from; equal ones are one object."""
+        """For each run, the sequence from which it is copied; equal sequences are one object."""
         by_tokens: dict[bytes, TokenSequence] = {}
         by_array: dict[int, TokenSequence] = {}
         for tokens in links.sources:
             key = tokens.tobytes()
             if key not in by_tokens:
-                # All of a source lies under the salt: what all tenants share of a prompt is no part of it.
+                # All of a source lies under the salt: the part of a prompt that all tenants share is not in it.
                 source = Prompt(tokens, extra_keys=replace(prompt.extra_keys, salt_offset=0, spans=()))
                 by_tokens[key] = self.sequence("", source)
             by_array[id(tokens)] = by_tokens[key]
@@ -207,7 +207,7 @@ class Intake:
         return tuple(sorted(spans, key=lambda span: span.offset))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
-        """Most tokens to generate, all limits considered. Raises InvalidRequestError."""
+        """Return the most tokens to generate within all limits. Raises InvalidRequestError."""
         length = len(prompt.token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token")
@@ -274,7 +274,7 @@ class Intake:
             )
 
     def _check_pictures(self, prompt: Prompt) -> None:
-        """Raise InvalidRequestError for signs of pictures without pictures: tokens of a prompt that had some."""
+        """Raise InvalidRequestError for picture tokens without pictures, as in tokens of a prompt that had pictures."""
         sign = self._limits.picture_token_id
         if sign is None:
             return
@@ -341,7 +341,7 @@ class Intake:
             )
 
     def _check_room_for_sources(self, prompt: Prompt, num_tokens: int) -> None:
-        """Raise RequestTooLargeError if the pool cannot hold a request and all its sources at a time."""
+        """Raise RequestTooLargeError if the pool cannot hold a request and all its sources at the same time."""
         links, size = self._links(prompt), self._manager.block_size
         sources = {} if links is None else {tokens.tobytes(): len(tokens) for tokens in links.sources}
         if not sources:

@@ -3,7 +3,7 @@
 A mark of a prompt becomes an entry once the prompt is computed.
 
 A file has the entries that a restarted process still has to keep. An entry is written without its tokens: the key of
-its last block tells whether a prompt begins with it.
+its last block shows whether a prompt begins with the entry.
 
     CACHE_DIR/v1/<namespace, 32 hex>.entries     {"entries": [{"name", "owner", "source", "refresh_s", ...}, ...]}
 """
@@ -30,12 +30,12 @@ from foreword.request import Request
 logger = logging.getLogger(__name__)
 MAX_BYTES = 16 << 20
 SAVE_EVERY_S = 10.0
-"""Least seconds between two writings of the entries, which a restart goes on with."""
+"""Least seconds between two writes of the entries. A restarted process goes on with these entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedEntry:
-    """An entry, as a later process can keep it again."""
+    """An entry in a form from which a later process can keep the prefix again."""
 
     name: str
     owner: str | None
@@ -48,7 +48,7 @@ class SavedEntry:
     refresh_s: float | None
 
     def __post_init__(self) -> None:
-        """Raises ValueError or OverflowError for values that no entry has."""
+        """Raise ValueError or OverflowError for values that no entry has."""
         texts, refresh_s = (self.name, self.source, self.last_key), 1.0 if self.refresh_s is None else self.refresh_s
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.owner, str | None):
             raise ValueError("a name is no text")
@@ -61,13 +61,13 @@ class SavedEntry:
 
 
 class EntryFile:
-    """The entries of one model in a cache directory. Of two processes that write, the last one wins."""
+    """The entries of one model in a cache directory. If two processes write, the last write wins."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[SavedEntry]:
-        """What was written; nothing if there is no file, or if it is damaged, which is logged."""
+        """Read the written entries; empty if there is no file, or if the file is damaged, which is logged."""
         try:
             if self.path.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it has more than {MAX_BYTES} bytes")
@@ -113,15 +113,15 @@ class Keeper:
         self.wall_clock: Callable[[], float] = time.time
         """Seconds since 1970: the time that restarts share."""
         self._marked: WeakKeyDictionary[Request, Prompt] = WeakKeyDictionary()
-        """Prompts with marks whose first token is not there yet, by their first continuation."""
+        """First continuation of a prompt with marks -> the prompt, until the continuation has a token."""
 
     @property
     def are_possible(self) -> bool:
-        """Whether this engine can keep anything."""
+        """Whether this engine can keep prefixes."""
         return self._manager.keeps_prefixes
 
     def note_marks(self, request: Request, prompt: Prompt) -> None:
-        """Keep what a prompt marks, once its first continuation has a token."""
+        """Note the prefixes that a prompt marks; they are kept once its first continuation has a token."""
         if not self._manager.keeps_prefixes:
             return
         marks = (*prompt.marks, *(self._woken(request.sequence, prompt.owner) if self._asleep else ()))
@@ -139,7 +139,7 @@ class Keeper:
         return self.pin(prompt.prefix(mark.end), mark.keep)
 
     def pin(self, prompt: Prompt, keep: Keep) -> CacheEntry:
-        """Make an entry of a prompt's cached blocks, or add them to it.
+        """Make an entry of a prompt's cached blocks, or add the blocks to an existing entry.
 
         Raises ConfigError if pins are switched off.
         """
@@ -193,9 +193,9 @@ class Keeper:
     # ----------------------------------------------------------------- restarts
 
     def open(self, file: EntryFile) -> None:
-        """Go on with the entries that an earlier process left, and save those of this one there.
+        """Go on with the entries that an earlier process left in a file, and save this process's entries there.
 
-        An earlier entry has no blocks in memory until a prompt begins with it: tiers have them.
+        An earlier entry has no blocks in memory until a prompt begins with the entry: only tiers have its blocks.
         """
         self._file = file
         self._asleep = {entry.name: entry for entry in file.read() if entry.until > self.wall_clock()}
@@ -224,7 +224,7 @@ class Keeper:
         self._last_saved = time.monotonic()
 
     def _woken(self, sequence: TokenSequence, owner: str | None) -> Iterator[Mark]:
-        """Marks for the entries of an earlier process that a prompt begins with."""
+        """Yield a mark for each entry of an earlier process with which a prompt begins."""
         number_of = {key.hex(): number for number, key in enumerate(sequence.block_hashes(), start=1)}
         for entry in self._asleep.values():
             number = number_of.get(entry.last_key)

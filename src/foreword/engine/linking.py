@@ -1,14 +1,14 @@
 """Linking: the sources of linked prompts are computed, held while they are copied, and named for the copy.
 
 A linked request waits until the pool has the sources of all runs that its hit lacks. The scheduler computes missing
-ones as ordinary requests, which leave ordinary blocks: the source of a run is exact, and anybody's prefix.
+sources as ordinary requests, which leave ordinary blocks: a source is exact, and any request may hit it.
 
     waiting    the first linked request in the queue holds the sources that are there, while others are computed
-    admitted   it holds them until the step that copies them is settled; it writes to blocks of its own alone
-    later      its blocks are found by equal compositions alone, under keys that name the runs (cache/keys/links.py)
+    admitted   it holds them until the step that copies them is settled; it writes only to blocks of its own
+    later      only equal compositions find its blocks, under keys that name the runs (cache/keys/links.py)
 
-Only one waiting request holds sources, or two could wait for each other's blocks. Intake refuses a request that does
-not fit into the empty pool together with its sources.
+Only one waiting request holds sources; otherwise two requests could wait for each other's blocks. Intake refuses a
+request that does not fit into the empty pool together with its sources.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Linking:
         queue: Callable[[Request], None],
         move: Callable[[Request, tuple[int, int], str | None], None],
     ) -> None:
-        """`queue` lets a request that computes a source wait for its turn; `move` gives a waiting one another service
-        key and tenant.
+        """`queue` lets a request that computes a source wait for its turn; `move` gives such a waiting request another
+        service key and tenant.
         """
         self._manager, self._running, self._queue, self._move_to = manager, running, queue, move
         self._linked: set[Request] = set()
@@ -47,9 +47,9 @@ class Linking:
         self._held: dict[Request, dict[TokenSequence, BlockIds]] = {}
         """Request -> the blocks of the sources that it holds. A source is held once for all runs that lie in it."""
         self._head: Request | None = None
-        """The waiting request that keeps what it holds from step to step."""
+        """The waiting request that keeps its sources from step to step."""
         self._lacking: dict[str | None, tuple[Request, list[TokenSequence]]] = {}
-        """Tenant other than the head's -> the first of its requests that lacked these sources when its turn came."""
+        """Tenant other than the head's -> its first request that lacked sources at its turn, and these sources."""
         self._spent: list[BlockIds] = []
         """Sources whose copy is planned, until that step is settled."""
         self._computing: dict[BlockHash, Request] = {}
@@ -61,7 +61,7 @@ class Linking:
     # --------------------------------------------------------------- waiting
 
     def arrive(self, request: Request) -> None:
-        """A request was queued: have the sources computed that the pool lacks."""
+        """Note that a request was queued, and queue requests that compute the sources that the pool lacks."""
         if request.sources:
             self._linked.add(request)
             hit = self._manager.get_computed_blocks(request.sequence, skip_reading=request.skips_cache)
@@ -69,10 +69,11 @@ class Linking:
             self._compute_missing(request, [source for source in needed if not self._is_cached(source, needed[source])])
 
     def hold_for(self, waiting: Iterable[Request]) -> None:
-        """Before a step is planned: let the first linked request in the queue hold the sources that are there.
+        """Let the first linked request in the queue hold the sources that the pool has. Call it before planning a step.
 
-        Those that it lacks are computed, as they are when a request arrives. So are those that the first request of
-        another tenant lacked when its turn came, or it would wait for the linked requests of all other tenants.
+        The sources that it lacks are computed, as when a request arrives. The sources that the first request of another
+        tenant lacked at its turn are computed too. Otherwise that request would wait for the linked requests of all
+        other tenants.
         """
         if not self._linked:
             return
@@ -89,7 +90,7 @@ class Linking:
             self._compute_missing(self._head, self._gather(self._head, hit))
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the pool lacks a source of a run that the hit lacks. If not, the request holds all of them."""
+        """Whether the pool lacks a source of a run that the hit lacks. If not, the request holds all these sources."""
         if not request.sources:
             return False
         missing = self._gather(request, hit)
@@ -100,7 +101,7 @@ class Linking:
         return bool(missing)
 
     def _gather(self, request: Request, hit: PrefixHit) -> list[TokenSequence]:
-        """Hold the sources that the pool has, of those that are needed; returns the others."""
+        """Hold the needed sources that the pool has; returns the needed sources that it lacks."""
         held, missing = self._held.setdefault(request, {}), []
         for source, num_blocks in self._needed(request, hit).items():
             if source in held:
@@ -113,7 +114,7 @@ class Linking:
         return missing
 
     def _needed(self, request: Request, hit: PrefixHit) -> dict[TokenSequence, int]:
-        """The sources of the runs that a hit lacks, and the number of first blocks of each that hold its runs."""
+        """The sources of the runs that a hit lacks; for each, the number of leading blocks that hold these runs."""
         ends = dict.fromkeys(self._pending(request, hit.num_tokens), 0)
         assert request.links is not None
         for run, source in zip(request.links.runs, request.sources, strict=True):
@@ -134,8 +135,9 @@ class Linking:
     def _compute_missing(self, request: Request, missing: Sequence[TokenSequence]) -> None:
         """Queue requests that compute these sources, before the linked request itself.
 
-        One that waits after it, for a later request, moves forward: a queue may pass over all requests that begin as
-        the linked one does while that one waits, and a request of high priority must not wait for one of low priority.
+        If the request that computes a source waits after the linked request, it moves forward. Otherwise the queue
+        could pass it over while the linked request waits, if both begin alike; and a request of high priority could
+        wait for a request of low priority.
         """
         for source in missing:
             key = source.block_hashes()[-1]
@@ -151,7 +153,7 @@ class Linking:
             self._wanted_by.setdefault(computing, set()).add(request)
 
     def resume_before(self, request: Request) -> tuple[tuple[int, int], str | None]:
-        """The service key and tenant of a request that waits again: it may compute a source, wanted by others since."""
+        """The service key and tenant of a request that waits again; a source goes before the requests that want it."""
         first = min(self._wanted_by.get(request, ()), key=lambda wanting: wanting.service_key, default=request)
         if first.service_key < request.service_key:
             return self._place_before(first), first.tenant
@@ -171,7 +173,7 @@ class Linking:
     # --------------------------------------------------------------- running
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """A request was admitted with this hit."""
+        """Note that a request was admitted with this hit; it releases sources that it does not need."""
         if not request.sources:
             return
         self._stop_wanting(request)
@@ -190,7 +192,7 @@ class Linking:
     def without_runs(
         self, rows: Int64Array, starts: Int64Array, ends: Int64Array
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Spans of rows as the ranges that are computed: a row may stand several times, in ascending order."""
+        """Reduce spans of rows to the ranges that are computed; a row may occur several times, in ascending order."""
         if not self._held:
             return rows, starts, ends
         ranges: list[tuple[int, int, int]] = []
@@ -244,13 +246,13 @@ class Linking:
     # ------------------------------------------------------------------- end
 
     def settle(self) -> None:
-        """The planned steps were computed, or have failed: their sources are needed no longer."""
+        """Release the sources of the planned steps, which were computed or have failed."""
         for block_ids in self._spent:
             self._manager.release_blocks(block_ids)
         self._spent.clear()
 
     def leave(self, request: Request) -> list[Request]:
-        """A request runs or waits no longer; returns requests that now compute sources for nobody."""
+        """Forget a request that no longer runs or waits; returns requests that now compute sources for nobody."""
         self.release(request)
         self._linked.discard(request)
         if request is self._head:
@@ -260,20 +262,20 @@ class Linking:
         return self._stop_wanting(request)
 
     def _stop_wanting(self, request: Request) -> list[Request]:
-        """Forget that a request needs sources; returns the requests that compute theirs for nobody."""
+        """Forget that a request needs sources; returns the requests that now compute sources for nobody."""
         for wanting in self._wanted_by.values():
             wanting.discard(request)
         return [computing for computing, wanting in self._wanted_by.items() if not wanting]
 
     def release(self, request: Request) -> None:
-        """Give back what a request holds: it runs no longer, or waits without a claim."""
+        """Give back the sources that a request holds: it runs no longer, or waits without a claim."""
         for block_ids in self._held.pop(request, {}).values():
             self._manager.release_blocks(block_ids)
 
     def yield_blocks(self, to: Request | None = None) -> bool:
-        """Blocks are short: give back those that waiting requests hold, but for `to`; False if they hold none.
+        """Give back the blocks that waiting requests hold, except `to`, because blocks are short.
 
-        They take none again before the next step is planned.
+        Returns False if these requests hold no blocks. They take no blocks again before the next step is planned.
         """
         waiting = [request for request in self._held if request.status is RequestStatus.WAITING and request is not to]
         given_back = any(self._held[request] for request in waiting)
@@ -295,7 +297,7 @@ class Linking:
         self._wanted_by.clear()
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
-        """Raise AssertionError if somebody holds sources who is gone, or a source is computed for nobody."""
+        """Raise AssertionError if a request that is gone holds sources, or a source is computed for nobody."""
         assert set(self._held) <= self._linked <= {*waiting, *running}, "sources are held for nobody"
         assert set(self._computing.values()) == set(self._wanted_by) <= {*waiting, *running}
         assert all(wanting <= set(waiting) for wanting in self._wanted_by.values())

@@ -31,7 +31,7 @@ def run_all(
     *,
     show_progress: bool = False,
 ) -> list[RequestOutput]:
-    """Continue prompts; the results are in the callers' order. An error or an interrupt aborts all of them."""
+    """Continue prompts; the results are in the callers' order. An error or an interrupt aborts all requests."""
     seeds = engine.next_seeds(len(prompts))
     ids = [next_id() for _ in prompts]
     outputs: dict[int, RequestOutput] = {}
@@ -99,7 +99,7 @@ class _Node:
     children: list[_Node] = field(default_factory=list)
 
     def numbers(self) -> Iterator[int]:
-        """Its prompts, depth-first."""
+        """The numbers of its prompts, depth-first."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -108,7 +108,7 @@ class _Node:
 
 
 def _tree(prompts: Sequence[Prompt], numbers: Sequence[int], block_size: int) -> _Node:
-    """Build the tree of the whole blocks that prompts share. Each prompt ends in a node of its own, even equal ones."""
+    """Build the tree of the whole blocks that prompts share. Every prompt, even an equal one, ends in its own node."""
     ordered = sorted(numbers, key=lambda number: (prompts[number].token_ids.astype(">u4").tobytes(), number))
     root = _Node(0)
     path = [root]

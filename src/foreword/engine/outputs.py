@@ -1,4 +1,4 @@
-"""The outputs of callers' requests, kept up to date while these run."""
+"""The outputs of callers' requests, kept up to date while the requests run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Outputs:
     ) -> RequestOutput:
         """The output of a prompt's continuations. Their tokens are in it as soon as the requests have them.
 
-        `begins_reply`: whether their text begins, and does not continue the prompt's.
+        `begins_reply`: whether their text begins anew, and does not continue the prompt's text.
         """
         answers, after = [], () if begins_reply else prompt_token_ids
         for index, request in enumerate(requests):
@@ -116,7 +116,7 @@ class Outputs:
         ]
 
     def read(self, request: Request) -> None:
-        """Turn a request's new tokens into text before the step is over; it ends if they complete a stop string."""
+        """Turn a request's new tokens into text before the step is over; a complete stop string ends the request."""
         group = self._group_of.get(request)
         for answer in () if group is None else group.answers:
             if answer.request is request and answer.stream is not None:
@@ -128,7 +128,7 @@ class Outputs:
             self._group_of[request].output.kept = entries
 
     def _collect(self, group: _Group) -> RequestOutput:
-        """Tokens and log probabilities are in the output since they were recorded; the rest follows here."""
+        """Complete a group's output: recorded tokens and log probabilities are in it already, and the rest follows."""
         output, is_finished = group.output, True
         for answer in group.answers:
             if answer.completion.finish_reason is None:

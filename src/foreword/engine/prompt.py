@@ -1,4 +1,4 @@
-"""An engine's inputs: prompts, and once, its model's limits, its keys and its text tools."""
+"""An engine's inputs: prompts and, once for all prompts, its model's limits, its keys and its text tools."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BlockKeys:
     """Stands for the model; `chain_root` makes it."""
 
     def digest(self) -> str:
-        """What caches must agree on to have the same keys, in hexadecimal digits."""
+        """A digest that is equal for all caches with the same keys, in hexadecimal digits."""
         return hashlib.sha256(self.hash_fn.name.encode() + b"\n" + self.root).hexdigest()
 
 
@@ -67,7 +67,7 @@ BREAKPOINT, RESOURCE = "breakpoint", "resource"
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How long a prefix is to be kept, and as what."""
+    """How long a prefix is to be kept, and under which source and name."""
 
     ttl_s: float
     """Seconds from the moment at which it is computed, or is used again."""
@@ -76,9 +76,9 @@ class Keep:
     name: str | None = None
     """The entry's name; None: the same prefix of the same owner and source is the same entry."""
     until: float | None = None
-    """The end by the engine's clock, in place of `ttl_s`; then use does not keep it longer."""
+    """The end on the engine's clock, in place of `ttl_s`, which use does not move; None: `ttl_s` counts."""
     is_refreshed: bool = True
-    """Whether a request that begins with all of it keeps it `ttl_s` from then on."""
+    """Whether a request that begins with the whole prefix keeps it for `ttl_s` from then on."""
 
     def __post_init__(self) -> None:
         ttl_s = self.ttl_s
@@ -88,7 +88,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a prompt up to which it is to be kept."""
+    """A place in a prompt: the prefix before it is to be kept."""
 
     end: int
     """The number of tokens before the mark; only whole blocks before it are kept."""
@@ -109,22 +109,22 @@ class Prompt:
     message_ends: tuple[int, ...] = ()
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()
-    """Once the prompt is computed, each becomes an entry of the cache."""
+    """Marks, each of which becomes an entry of the cache once the prompt is computed."""
     begins_reply: bool = False
     """Whether the answer's text begins here, as in a chat, so that decoders may drop the space before its first word.
     Otherwise it continues the prompt's text."""
     links: Links | None = None
     """Tokens that are copied from other sequences, and positions; None: all tokens are computed, in their places."""
     adapter: Adapter | None = None
-    """What computes its tokens, from a place that the adapter finds in the prompt; None: the model alone."""
+    """The adapter that computes its tokens, from a place that it finds in the prompt; None: only the model computes."""
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures whose rows replace tokens, in their order; each is a span of `extra_keys` too."""
     embeds: Embeds | None = None
-    """Rows in place of its first tokens, which are 0, each a part of a span of `extra_keys`; None: it has none."""
+    """Rows in place of its first tokens, which are 0 and lie in spans of `extra_keys`; None: it has no such rows."""
     owner: str | None = None
     """The owner whose budget the entries use, and whose turn the request takes; None: only the shared budget."""
     session: str | None = None
-    """The owner's session that the request belongs to; None: to none."""
+    """The owner's session to which the request belongs; None: it belongs to no session."""
 
     def prefix(self, num_tokens: int) -> Prompt:
         """The first `num_tokens` tokens, which no link replaces, and the rest of a picture in which they end."""

@@ -1,4 +1,4 @@
-"""Recording: what a step computed becomes known.
+"""Recording: appends the tokens of a computed step to their requests.
 
 A step's drafts are compared with the tokens sampled in their places:
 
@@ -41,7 +41,7 @@ class Recording:
         """Reads the new tokens of a request, and finishes it if they complete a stop string."""
 
     def record(self, entries: Entries, result: BatchResult, drafting: Drafting | None) -> list[Request]:
-        """Record a step; returns the requests that got tokens. Requests that left during the step get none."""
+        """Record a step; returns the requests that got tokens. Requests that left during the step get no tokens."""
         alive = self._running.still_run(entries)
         ends, result_rows = entries.known_ends(), entries.result_rows()
         self._running.progress["num_computed"][entries.rows[alive]] = ends[alive]
@@ -59,7 +59,7 @@ class Recording:
         return moved
 
     def _check(self, entries: Entries, numbers: Int64Array, result: BatchResult) -> dict[int, int]:
-        """The number of leading right drafts, by number of entry. The slots of the others are given back."""
+        """Count the leading right drafts, by number of entry, and give back the slots of the other drafts."""
         right = {}
         ends, result_rows = entries.known_ends(), entries.result_rows()
         for number in numbers.tolist():
@@ -112,7 +112,7 @@ class Recording:
             self._note_first_token(requests[at])
         may_end = ends | entries.facts["may_run_dry"][numbers]
         for at in may_end.nonzero()[0].tolist():
-            if requests[at].status is not RequestStatus.FINISHED:  # a source ends with the last one that needs it
+            if requests[at].status is not RequestStatus.FINISHED:  # a source ends with its last user
                 self.finish_if_due(requests[at], int(token_ids[at]))
         filled = (before["source"] >= 0) & (lengths % self._manager.block_size == 0)
         if filled.any():

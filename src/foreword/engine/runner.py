@@ -39,13 +39,13 @@ class LaunchingRunner(Protocol):
 
 
 class Encoder(Protocol):
-    """What encodes the pictures of a runner's batches."""
+    """Encodes the pictures of a runner's batches."""
 
     def missing(self, picture: Picture, rows: range, salt: str | Alone | None) -> Sequence[range]:
         """The pieces that a step with these rows of a picture would encode, as ranges of its rows, ascending."""
 
     def counts(self) -> Counter[str]:
-        """Rows that steps needed: those of `encoder`, of `memory` and of a `tier`."""
+        """The number of rows that steps needed, by where they came from: `encoder`, `memory` or `tier`."""
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class SeeingRunner(Protocol):
     """A `Runner` whose batches may show pictures."""
 
     encoder: Encoder | None
-    """None: its model takes none."""
+    """The encoder; None: the model takes no pictures."""
 
 
 @dataclass(frozen=True, slots=True)

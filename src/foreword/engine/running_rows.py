@@ -114,7 +114,7 @@ class RunningRows:
     def expect(self, entries: Entries) -> None:
         """Count a step as computed, and a token for each request that samples in it.
 
-        A request whose token reaches its length expects none, and has nothing more to compute.
+        A request that this token brings to its full length expects no token, and has nothing more to compute.
         """
         progress, numbers = self.progress, self.still_run(entries).nonzero()[0]
         progress["num_computed"][entries.rows[numbers]] = entries.ends[numbers]

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Continuous batching over one token budget; a hit's tokens take nothing of it.
+    """Continuous batching over one token budget, which the tokens of hits do not use.
 
-    Running requests come first in a step, in service order. When blocks run short, the scheduler preempts the last of
-    them: it frees its blocks (they stay cached), and the request waits for another lookup. The waiting queue has an
-    order of its own. Its oldest request blocks all others if it does not fit, so none starves.
+    Running requests come first in a step, in service order. When blocks run short, the scheduler preempts the last
+    running request: it frees the request's blocks (they stay cached), and the request waits for another lookup. The
+    waiting queue has its own order. If its oldest request does not fit, no other is admitted, so no request starves.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tiers`: what lies below the pool; None: nothing does. `clock`: seconds, to measure steps.
+        """`tiers`: the tiers below the pool; None: there are no tiers. `clock`: seconds, to measure steps.
 
         `encoder`: None if the model takes no pictures.
         """
@@ -61,7 +61,7 @@ class Scheduler:
         self.config = config
         self._tiers = tiers or TierDirector.of_none(manager)
         self.drafting: Drafting | None = None
-        """None: no tokens are drafted."""
+        """Drafts tokens; None: no tokens are drafted."""
         self.num_preemptions = 0
         self.states = StateCheckpoints.for_groups(manager.groups)
         """Positions of saved recurrent states, where steps end; None without recurrent layers."""
@@ -106,7 +106,7 @@ class Scheduler:
         self._linking.arrive(request)
 
     def _queue_source(self, source: Request) -> None:
-        """Queue a request that computes what a linked one needs."""
+        """Queue a request that computes a source of a linked request."""
         self._waiting.add(source)
         self._requests[source.request_id] = source
         self._tiers.arrive(source)
@@ -126,7 +126,7 @@ class Scheduler:
 
     @property
     def num_sources(self) -> int:
-        """The number of unfinished requests that compute sources of linked ones."""
+        """The number of unfinished requests that compute sources of linked requests."""
         return self._linking.num_computing
 
     @property
@@ -148,14 +148,14 @@ class Scheduler:
         return self._batch(self._next_entries())
 
     def schedule_after(self, launched: Batch) -> Batch | None:
-        """The step after one that is being computed, whose tokens are not known yet; None if they must be known.
+        """Plan the step after `launched`, whose tokens are not known yet; returns None if they must be known first.
 
-        Plans every request that may go on as if it did: it expects a token, and the batch names the token's source.
-        `commit` of the step before comes first, so requests that their tokens end have left when this batch is
+        Plans each request that may go on as if it did: the request expects a token, and the batch names the token's
+        source. `launched` is committed first, so a request that ends with its token has left when this batch is
         answered. The tokens must be known if a request would be preempted, which discards its token, if sampling
-        depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens. A tier's
-        blocks come and go only while no step is planned, so there is a pause for them too. So there is for drafts,
-        which go on from known tokens.
+        depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens. They must
+        be known for drafts, too, which go on from known tokens. A tier's blocks come and go only while no step is
+        planned, so this also returns None when a tier wants a pause.
         """
         before = launched.entries
         if before.drafts or (self.drafting is not None and self.drafting.wants_pause(before.requests)):
@@ -174,7 +174,7 @@ class Scheduler:
         self.manager.begin_step()
         self._linking.hold_for(self._waiting)
         batch = self._batch(self._serve((rows, starts, ends), ahead=True))
-        if batch is None:  # all of them end, or wait for blocks
+        if batch is None:  # all requests end, or wait for blocks
             self._running.stop_expecting(before)
         return batch
 
@@ -205,7 +205,7 @@ class Scheduler:
         return entries
 
     def _draft(self, drafting: Drafting, planned: Spans) -> dict[int, IntArray]:
-        """Drafts by row, for which the planned spans grow in place; none that take a block from another request."""
+        """Choose drafts by row, and lengthen the planned spans in place; no drafts if blocks are short for them."""
         rows, starts, ends = planned
         progress, num_tokens = self._running.progress.take(rows), int((ends - starts).sum())
         decoding = ((ends - starts == 1) & (ends == progress["num_tokens"]) & ~progress["is_new"]).nonzero()[0]
@@ -245,13 +245,13 @@ class Scheduler:
         return self.states is not None and self.manager.enable_prefix_caching
 
     def _find_room(self, rows: Int64Array, ends: Int64Array, served: int) -> list[int]:
-        """The rows that can run, after the first `served` got their slots and the next one lacks blocks."""
+        """The indices of rows that can run, after the first `served` rows got slots and the next row lacks blocks."""
         runnable = list(range(served))
         requests = [self._running[row] for row in rows.tolist()]
         for number in range(served, len(rows)):
             request = requests[number]
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted just now, for an earlier one
+                continue  # preempted just now, for an earlier request
             while self.manager.grow(request.row, int(ends[number])) is None:
                 if self._tiers.yield_blocks() or self._linking.yield_blocks():
                     continue
@@ -268,8 +268,8 @@ class Scheduler:
     def commit(self, entries: Entries, result: BatchResult, seconds: float | None = None) -> list[Request]:
         """Record that a step was computed: append sampled tokens, and finish requests that end with them.
 
-        Returns the requests that got tokens; requests that left during the step get none. `seconds`: what it took, if
-        that is known.
+        Returns the requests that got tokens; requests that left during the step get no tokens. `seconds`: the time of
+        the step; None if it is unknown.
         """
         self._tiers.note_settled(entries, seconds)
         self._linking.settle()
@@ -280,14 +280,14 @@ class Scheduler:
         return moved
 
     def _note_first_token(self, request: Request) -> None:
-        """The first token since admission: releases the requests that wait for this one's prefix."""
+        """Note a request's first token since admission, and release the requests that wait for its prefix."""
         self._coalescing.end(request)
         self._offer(request, request.num_prompt_tokens)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
 
     def _offer(self, request: Request, num_tokens: int) -> None:
-        """Offer tiers what is computed of a request, without linked text: a copy rebuilds it sooner than a load."""
+        """Offer a request's computed tokens to tiers, without linked text: a copy rebuilds it sooner than a load."""
         linked_from = request.sequence.linked_from
         if linked_from is None:
             self._tiers.offer(request, num_tokens)
@@ -295,10 +295,10 @@ class Scheduler:
             self._tiers.offer(request, min(num_tokens, linked_from))
 
     def others_rely_on(self, entries: Entries) -> bool:
-        """Whether others use blocks that this step, which is not committed, should compute.
+        """Whether other requests may use blocks that this step should compute; the step is not committed yet.
 
-        They do if a later step is planned, or if one of its requests has left: then its blocks are free, and cached as
-        if they were computed, even a block that was filled by a token that became known later.
+        They may if a later step is planned, or if a request of this step has left: then the request's blocks are free,
+        and cached as if they were computed, even a block that was filled by a token that became known later.
         """
         alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)
         return bool((~alive | (progress["num_computed"] == entries.ends)).any())
@@ -425,7 +425,7 @@ class SimulatedScheduler(Scheduler):
         return entries
 
     def num_steady_steps(self) -> int:
-        """The number of next steps that only add a token to each request, if none arrives and no token ends one.
+        """The number of next steps that only add a token to each request, if no request arrives or ends by a token.
 
         In these steps no request is admitted, and no block is taken or filled.
         """

@@ -1,8 +1,8 @@
 """Shares: which of its tokens each running request computes in a step.
 
-Linked tokens take nothing of the budget, and a share ends with a computed token. With recurrent layers it may end only
-where a state can be, and in no model among tokens that see each other, or after rows that the step does not encode. A
-step encodes some pictures, and requests that run meanwhile wait for a part at most.
+Linked tokens do not use the budget, and a share ends with a computed token. With recurrent layers, a share ends only
+where a state can be saved. In no model does a share end among tokens that see each other, or contain picture rows that
+the step does not encode. A step encodes only some pictures, so that other running requests need not wait for all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foreword.engine.running_rows import RunningRows
 from foreword.request import Alone, Request, whole_end
 
 Spans = tuple[Int64Array, Int64Array, Int64Array]
-"""Rows, and the start and end of the tokens that each computes."""
+"""Rows, and the start and end of the tokens that each row computes."""
 
 
 class Shares:
@@ -35,7 +35,7 @@ class Shares:
         encoding: EncoderBudget,
         wanted_by_waiting: Callable[[int], int],
     ) -> None:
-        """`wanted_by_waiting`: tokens, up to a number, that waiting requests need for the rest of their prompts."""
+        """`wanted_by_waiting(n)`: tokens, at most n, that waiting requests need for the rest of their prompts."""
         self._running, self._config, self._states, self._linking = running, config, states, linking
         self.encoding = encoding
         self._wanted_by_waiting = wanted_by_waiting
@@ -63,16 +63,17 @@ class Shares:
 
     @property
     def leaves_room(self) -> bool:
-        """Whether a prompt that one step cannot finish leaves room for others, without the option that says how much.
+        """Whether a prompt that one step cannot finish leaves room for other requests, though no option says how much.
 
-        With recurrent layers it does not: its steps end at their cells.
+        With recurrent layers it leaves no room, because its steps end at the ends of cells.
         """
         return self._states is None and self._config.long_prefill_token_threshold is None
 
     def _most_each(self, demand: Int64Array, budget: int) -> int:
         """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
 
-        These are running requests, and waiting ones that can compute the whole rest of their prompts beside it.
+        The others are running requests, and waiting requests that can compute the whole rest of their prompts beside
+        it.
         """
         longest, total = int(demand.max(initial=0)), int(demand.sum())
         if total <= budget:
@@ -81,9 +82,9 @@ class Shares:
         return budget - min(half, others + self._wanted_by_waiting(half - others))
 
     def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int, cap: int) -> Int64Array:
-        """The end of each row's span, where not every place will do: at most `budget` tokens in all.
+        """The end of each row's span, if spans cannot end everywhere; at most `budget` tokens in all.
 
-        A row gets at most `cap` tokens, unless no place comes before.
+        A row gets at most `cap` tokens, unless its span cannot end before.
         """
         ends = starts.copy()
         lengths = self._running.progress["num_tokens"][rows].tolist()
@@ -102,7 +103,7 @@ class Shares:
     def end(self, request: Request, start: int, budget: int, length: int | None = None, cap: int | None = None) -> int:
         """The end of a request's span in this step; `start` if it should wait.
 
-        `length`: the number of its tokens; None: those that are known. `cap`: its most tokens, if others want some.
+        `length`: the number of its tokens; None: of its known tokens. `cap`: its most tokens, if others want some.
         """
         budget_of_one = min(budget, self._config.long_prefill_token_threshold or cap or budget)
         length = len(request) if length is None else length
@@ -121,13 +122,13 @@ def num_computed(request: Request, start: int, end: int) -> int:
 
 
 _Piece = tuple[str | Alone | None, str, int]
-"""Salt, picture and first row."""
+"""The salt, the picture's digest, and the first row of the piece."""
 
 
 class EncoderBudget:
     """Ends spans before rows of pictures that a step has no time to encode.
 
-    A step encodes pieces, which are whole pictures or tiles, of at most `max_rows` rows; one piece in any case.
+    A step encodes pieces, which are whole pictures or tiles, of at most `max_rows` rows in all; but always one piece.
     """
 
     def __init__(self, encoder: Encoder | None, max_rows: int) -> None:
@@ -143,7 +144,7 @@ class EncoderBudget:
         self._planned.clear()
 
     def cut(self, request: Request, start: int, end: int) -> int:
-        """The end of a span from `start`, before the first row that this step cannot have; `end` if it has all.
+        """The end of a span from `start`, before the first row that this step cannot encode; `end` if there is none.
 
         Books nothing: the request may not start.
         """
@@ -165,7 +166,7 @@ class EncoderBudget:
                 self._remaining -= num_rows
 
     def _pieces(self, request: Request, start: int, end: int) -> Iterator[tuple[_Piece, int, int]]:
-        """What a span would have encoded: the name and the rows of each piece, and the first token that needs it."""
+        """Yield the pieces that a span needs: name, number of rows, and the first token that needs the piece."""
         if self._encoder is None or start >= request.num_prompt_tokens:
             return
         salt = request.rows_salt
@@ -176,5 +177,5 @@ class EncoderBudget:
                 yield name, len(piece), int(placed.places[max(first, piece.start)])
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether this step cannot have the row after a waiting request's hit."""
+        """Whether this step cannot encode the row after a waiting request's hit."""
         return self.cut(request, hit.num_tokens, hit.num_tokens + 1) == hit.num_tokens

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Snapshot:
     """An engine between two steps. `Engine.snapshot()` takes it; all statistics are read here.
 
-    It is a copy: later steps do not change it. A new counter is a field of `PrefixCacheStats` alone.
+    It is a copy: later steps do not change it. A new counter needs only a field of `PrefixCacheStats`.
     """
 
     stats: PrefixCacheStats
@@ -82,7 +82,7 @@ class Snapshot:
         entries: Sequence[CacheEntry],
         clock: float,
     ) -> Snapshot:
-        """The present moment. `before` are the counters up to the last reset."""
+        """Take a snapshot of the present moment. `before`: the counters up to the last reset."""
         manager = scheduler.manager
         return cls(
             stats=PrefixCacheStats() + manager.stats,
@@ -111,7 +111,7 @@ class Snapshot:
 
     @classmethod
     def total(cls, parts: Sequence[Snapshot]) -> Snapshot:
-        """Several engines as one: counts are added, the pools' blocks are lined up. Tiers are those of the first."""
+        """Several engines as one: counts are added, the pools' blocks are lined up. Tiers are the first engine's."""
         if len(parts) == 1:
             return parts[0]
         first = parts[0]

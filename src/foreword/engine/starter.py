@@ -15,7 +15,7 @@ from foreword.engine.waiting.queue import WaitingQueue
 from foreword.request import Request, RequestStatus
 
 MAX_TRIED = 8
-"""Waiting requests that are looked up beside an unfinished prompt and do not fit, in a step."""
+"""The most waiting requests that a step looks up beside an unfinished prompt although they do not fit."""
 
 
 class Starter:
@@ -31,14 +31,14 @@ class Starter:
         tiers: TierDirector,
         linking: Linking,
     ) -> None:
-        """A request may wait for a prefix that a running one computes (`coalescing`) or that a tier has, for the
+        """A request may wait for a prefix that a running request computes (`coalescing`) or that a tier has, for the
         sources of its links, and for a step that encodes its picture (`shares`).
         """
         self._manager, self._waiting, self._running, self._shares = manager, waiting, running, shares
         self._coalescing, self._tiers, self._linking = coalescing, tiers, linking
 
     def _is_under_way(self, request: Request) -> bool:
-        """Whether what a request waits for is still to come."""
+        """Whether the prefix for which a request waits is still being computed or loaded."""
         return self._coalescing.still_waits(request) or self._tiers.still_waits(request)
 
     def _must_wait(self, request: Request, hit: PrefixHit, *, may_load: bool) -> bool:
@@ -61,7 +61,7 @@ class Starter:
         """Start waiting requests; returns the row, start and end of each, [started, 3].
 
         `ahead`: another step is planned already. `whole`: only requests that can compute the whole rest of their
-        prompts, because a running one cannot.
+        prompts, because a running request cannot.
         """
         spans: list[tuple[int, int, int]] = []
         num_refused = 0

@@ -31,7 +31,7 @@ class PrefixCachingBlock:
         self.number: int = 0 if prev_block is None else prev_block.number + 1
         self.token_ids: list[int] = []
         self.content_hash: BlockHash | None = None
-        """None while the block is not full, or if it can never be found."""
+        """The block's key; None while the block is not full, or if it can never be found."""
         self._hash_fn = hash_fn
 
     def key_with(self, token_ids: Sequence[int]) -> BlockHash | None:
@@ -45,7 +45,7 @@ class PrefixCachingBlock:
 class PrefixCachingBlockAllocator:
     """Blocks that are found by their content.
 
-    Free blocks that hold nothing are given away first, then the least recently accessed ones
+    Free blocks that hold nothing are given away first, then the least recently accessed blocks
     (`mark_blocks_as_accessed`). Among blocks accessed at one time, the block that ends the longest prefix goes first.
     """
 
@@ -64,9 +64,9 @@ class PrefixCachingBlockAllocator:
     def allocate_immutable_block(
         self, prev_block: PrefixCachingBlock | None, token_ids: Sequence[int]
     ) -> PrefixCachingBlock:
-        """A full block of these `block_size` tokens after `prev_block`: the cached one, or a new one.
+        """A full block of these `block_size` tokens after `prev_block`: the cached block, or a new block.
 
-        Raises AllocationError if there is no block, or if the tokens do not fill one.
+        Raises AllocationError if no block is free, or if the tokens do not fill a block.
         """
         if len(token_ids) != self.block_size:
             raise AllocationError(

@@ -1,4 +1,4 @@
-"""Blocks found by the keys of their contents: of one group that needs whole prefixes, and of groups that share a pool.
+"""Finds blocks by the keys of their contents, for one group that needs whole prefixes or for groups that share a pool.
 
 A hybrid model looks up single blocks: it needs a window's blocks even if the blocks before them are
 gone. A key of the hash chain identifies its whole prefix, so a block is found without its
@@ -131,7 +131,7 @@ class GroupedHashIndex(_KeysAlone, Generic[Key]):
         self._num_indexed += len(keys)
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        """Forget these blocks, ignoring unknown ones. Returns those it forgot."""
+        """Forget these blocks; ignores unknown blocks. Returns the blocks that it forgot."""
         forgotten: list[int] = []
         if not self._num_indexed:
             return NO_BLOCKS
@@ -177,8 +177,8 @@ class GroupedHashIndex(_KeysAlone, Generic[Key]):
 class HashIndex(_KeysAlone):
     """Blocks by their chained hash, as in vLLM v1.
 
-    Lookups find the first block with a key. Later blocks with the same key are duplicates: one of them takes its place
-    when it is removed, so a request's block table never has to change.
+    Lookups find the first block with a key. Later blocks with the same key are duplicates. When the first block is
+    removed, a duplicate takes its place, so a request's block table never has to change.
 
     With `verify_tokens`, a lookup compares the tokens and extra keys of the whole prefix. Then a hash function with
     colliding keys costs time, but a lookup never returns another prompt's block. The index stores all indexed tokens,

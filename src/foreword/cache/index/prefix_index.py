@@ -30,7 +30,7 @@ class PrefixMatch:
     block_ids: BlockIds
     """The block ids of its leading full blocks."""
     partial: PartialBlock | None = None
-    """The block that matches beyond them, if the index finds parts of blocks."""
+    """A block that matches in part after the full blocks, if the index finds parts of blocks; None if no block does."""
 
 
 NO_MATCH = PrefixMatch(np.empty(0, np.int32))
@@ -41,9 +41,9 @@ class PrefixHit:
     """The cached beginning of a sequence. Valid until the next call that changes the cache."""
 
     tables: tuple[BlockIds, ...]
-    """For each group, the block ids of the leading full blocks that were found; NULL_BLOCK where none is needed."""
+    """For each group, the block ids of the leading full blocks that were found; NULL_BLOCK where no block is needed."""
     partial: PartialBlock | None
-    """A block that holds some of the tokens after them; it is copied if a request takes the hit."""
+    """A block that holds some of the tokens after the full blocks; it is copied if a request takes the hit."""
     num_tokens: int
     """Leading tokens that need not be computed.
 
@@ -67,7 +67,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a sequence differs from the indexed ones, and the tokens of both. Numbers below 0 represent media."""
+    """Where a sequence leaves all indexed sequences, and the next tokens of both. Numbers below 0 represent media."""
 
     position: int
     """The number of leading tokens that are indexed, including tokens inside a block."""
@@ -88,7 +88,7 @@ class PrefixNode:
     """Stays the same while the node exists; the lower part of a split node keeps it."""
     parent_id: int | None
     salt: str | None
-    """The salt under which lookups find it; None if they find it without one."""
+    """The salt under which lookups find the node; None if they find it without a salt."""
     start: int
     """The number of tokens before it."""
     num_tokens: int
@@ -116,18 +116,18 @@ class PrefixIndex(Protocol):
         """The longest indexed beginning of `sequence`. Changes nothing."""
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the sequence's full block number `block` is indexed, given that those before it are."""
+        """Whether the sequence's full block number `block` is indexed, given that the blocks before it are."""
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
-        """Where the sequence differs from the indexed ones, with at most `num_tokens` of each continuation.
+        """Where the sequence leaves all indexed sequences, with at most `num_tokens` tokens of each continuation.
 
         None if all of it is indexed, or if the index cannot tell. Changes nothing.
         """
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        """At most `num_tokens` tokens that follow all of the sequence in an indexed one; empty if none is known.
+        """The tokens after the sequence in an indexed longer one, at most `num_tokens`; empty if there is none.
 
-        Of several ways to go on, the last one that was indexed. Changes nothing.
+        If several longer sequences are indexed, the one that was indexed last. Changes nothing.
         """
 
     def original_of(self, block_id: int) -> int | None:
@@ -136,8 +136,8 @@ class PrefixIndex(Protocol):
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         """Index `block_ids` as the sequence's full blocks number `first`, `first + 1`, ...
 
-        A block may be a duplicate of an indexed one: both stay. False, and no change, if the blocks before `first` are
-        no longer indexed and these blocks could not be found without them.
+        A block may duplicate an indexed block: both stay. Returns False, and changes nothing, if the blocks before
+        `first` are no longer indexed and lookups could not find these blocks without them.
         """
 
     def insert_each(
@@ -159,9 +159,9 @@ class PrefixIndex(Protocol):
         """All indexed tails (a copy)."""
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        """Forget these (distinct) blocks and tails, and all that cannot be found without them. Returns all of these.
+        """Forget these (distinct) blocks and tails, and the blocks and tails that cannot be found without them.
 
-        Ignores blocks that were not indexed, but returns them too.
+        Returns all forgotten blocks. Ignores blocks that were not indexed, but returns them too.
         """
 
     def clear(self) -> None:
@@ -173,7 +173,7 @@ class PrefixIndex(Protocol):
         """The `limit` nodes of the tree that were reused most; None if the index has no tree.
 
         `num_reuses` has a count for each block; without it, nodes are ordered by length. `under_salt` selects nodes
-        under salts that begin with it. Changes nothing.
+        under salts that begin with that text. Changes nothing.
         """
 
     def block_ids(self) -> BlockIds:

@@ -22,7 +22,7 @@ def encode_head(major_type: int, value: int) -> bytes:
 
 
 def encode(value: object) -> bytes:
-    """Anything that consists of None, integers, byte strings, text and tuples."""
+    """Encode a value that consists of None, integers, byte strings, text and tuples."""
     match value:
         case None:
             return NULL
@@ -38,7 +38,7 @@ def encode(value: object) -> bytes:
 
 
 def encode_integers(values: npt.NDArray[np.int32]) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """Encode integers one after the other; also returns the end of each one in the bytes, [len(values)].
+    """Encode integers one after the other; also returns where each integer ends in the bytes, [len(values)].
 
     An integer takes 1, 2, 3 or 5 bytes; all bytes of one rank are written together.
     """

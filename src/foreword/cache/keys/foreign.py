@@ -112,7 +112,7 @@ def sglang_keys(token_ids: Sequence[int], page_tokens: int, context: Context) ->
 
 
 def published(engine: str, key: bytes) -> int:
-    """The number by which an engine's events name a key: of vLLM's the last 8 bytes, of SGLang's the first, signed."""
+    """The number that names a key in an engine's events: its last 8 bytes in vLLM, its first 8, signed, in SGLang."""
     if engine == "vllm":
         return int.from_bytes(key[-8:], "big")
     return int.from_bytes(key[:8], "big", signed=True)

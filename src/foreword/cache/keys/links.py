@@ -1,7 +1,7 @@
 """Names of linked tokens in block keys: whose KV they hold, and how it was turned.
 
 A block that holds linked tokens has keys of its own, like a block that holds an image: a plain prompt never finds it,
-and all keys after it in the chain differ too. So what is approximate cannot mix with what is exact. A run's name says
+and all keys after it in the chain differ too. So approximate KV cannot mix with exact KV. A run's name says
 everything on which its KV depends besides the model, the salt and the tokens before it:
 
     SHA-256( key of the source's block in which the run ends | first, number of tokens, position )

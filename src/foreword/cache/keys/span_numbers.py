@@ -54,8 +54,8 @@ def placed_spans(keys: ExtraKeys) -> list[Placed]:
 def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]:
     """The stretches of a sequence that numbers replace: its spans, and the tokens at which salt and adapter begin.
 
-    What begins at the first token needs no number. First tokens come last, because they may replace the number of a
-    span's token. They name that token, so equal salts at different spans differ.
+    A salt or adapter that begins at the sequence's first token needs no number. `FirstToken`s come last, because they
+    may replace the number of a span's token. They name that token, so equal salts at different spans differ.
     """
     salted = keys.salt_offset if keys.salt is not None else 0
     adapted = keys.adapter_offset if keys.adapter is not None else 0
@@ -81,7 +81,7 @@ class SpanNumbers:
         cat, 3 placeholders   -2 -3 -4      dog, 2 placeholders   -5 -6
 
     Equal tokens of equal stretches get equal numbers; all others differ. Unused stretches stay until
-    their owner says which are still in use (`keep`); it must do so when `is_full`.
+    the owner says which tokens are still in use (`keep`). The owner must call `keep` when `is_full`.
     """
 
     def __init__(self, num_items: int) -> None:

@@ -31,7 +31,7 @@ class VerifiedPrefix:
 class VerifiedPrefixes:
     """Every prefix that a block holds, and all beginnings of these prefixes.
 
-    A prefix stays while a longer one needs it, so the blocks after an evicted block are found again when
+    A prefix stays while a longer prefix needs it, so the blocks after an evicted block are found again when
     that block returns.
     """
 

@@ -1,4 +1,4 @@
-"""Drafting: which tokens the next step checks besides the ones it must compute."""
+"""Drafting: chooses the guessed tokens that the next step checks, besides the tokens that it must compute."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from foreword.request import DraftCounts, Request
 MOST_DRAFTED = 31
 """Most tokens of one request to draft in a step."""
 PAUSE_EVERY = 16
-"""Steps that are planned ahead of known tokens before one waits for them, so that it can guess."""
+"""The number of steps to plan ahead of known tokens before a step waits for the tokens, so that it can guess."""
 SHARE_OF_RIGHT, SHARE_OF_WRONG = 0.1, 0.01
-"""Shares of a step's time for guesses about requests whose last guess was right, and wrong."""
+"""Shares of a step's time for guesses about requests whose last guess was right, and about other requests."""
 logger = logging.getLogger(__name__)
 
 
@@ -33,18 +33,18 @@ class _Guess:
 
     proposal: Proposal
     length: int
-    """Length of the text that it goes on from."""
+    """The number of tokens of the text that it continues."""
 
 
 @dataclass(slots=True)
 class _History:
-    """How guesses about a running request did."""
+    """The guesses about a running request, and the results of earlier guesses."""
 
     records: dict[str, Record] = field(default_factory=dict)
     """Source -> its record."""
     guesses: list[_Guess] = field(default_factory=list)
     was_right: bool = True
-    """Whether one of the guesses before these was right, or there was none yet."""
+    """Whether a guess of the round before these guesses was right; True before the first round."""
 
     def of(self, source: str) -> Record:
         return self.records.setdefault(source, Record())
@@ -63,7 +63,7 @@ class _Turns:
     at: int = 0
 
     def turns(self, count: int, num_in_step: float) -> Int64Array:
-        """Which of `count` requests are asked, if a step takes as long as `num_in_step` guesses."""
+        """Choose which of `count` requests to ask, by index, if a step takes as long as `num_in_step` guesses."""
         self.credit = min(float(count), self.credit + self.share * num_in_step)
         num_asked = int(self.credit)
         self.credit -= num_asked
@@ -75,7 +75,7 @@ class _Turns:
 class Drafting:
     """Asks drafters, and takes as many of their tokens as pay.
 
-    Every guess is compared with what came, whether it was drafted or not, so a source that is not used is still judged.
+    Every guess is compared with the tokens that came, drafted or not, so a source that is not used is still judged.
     """
 
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int, draft_tokens: DraftTokens = "auto") -> None:
@@ -89,7 +89,7 @@ class Drafting:
         self._seconds_of_guess = self._guessing_s = 0.0
         """Seconds of a recent guess, and of planning the drafts of the next step."""
         self._num_accepted = 0
-        """Drafts of the step that is recorded."""
+        """The number of accepted drafts in the step that is being recorded."""
         self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)
         self._num_ahead = 0
         """Steps that were planned ahead since the last pause."""
@@ -130,8 +130,8 @@ class Drafting:
     def wants_pause(self, requests: Sequence[Request]) -> bool:
         """Whether the next step should wait for the tokens of the step of these requests, so that it can draft.
 
-        A step that is planned ahead drafts nothing, but costs the host no time. So there is a pause if a request's last
-        guess was right, and now and then, to guess.
+        A step that is planned ahead drafts nothing, but costs the host no time. So the next step waits if a request's
+        last guess was right, and otherwise once in PAUSE_EVERY steps, to guess.
         """
         if self._fixed is not None:
             return True
@@ -184,7 +184,7 @@ class Drafting:
         return float(self.times.seconds(np.array([num_rows]))[0]) / self._seconds_of_guess
 
     def _guess(self, request: Request) -> _Judged | None:
-        """The proposal of which the most tokens are likely to be right."""
+        """Ask all drafters, and return the proposal whose expected number of right tokens is the highest."""
         history = self._histories[request]
         self._judge(request, history)
         max_tokens = min(MOST_DRAFTED, request.max_tokens - request.num_output_tokens - 1)
@@ -204,7 +204,7 @@ class Drafting:
         return best
 
     def _judge(self, request: Request, history: _History) -> None:
-        """Compare the last guesses with what came."""
+        """Compare the last guesses with the tokens that came."""
         history.was_right = False
         for guess in history.guesses:
             actual = request.sequence.token_ids[guess.length :]
@@ -223,14 +223,14 @@ class Drafting:
         history.guesses.clear()
 
     def note_checked(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """A step has checked a request's draft, of which these tokens are in its answer now."""
+        """Note that a step checked a request's draft, and that `num_accepted` of its tokens are in the answer now."""
         source = self._drafted_from.pop(request)
         self._num_accepted += num_accepted
         for counts in (self.counts, request.drafts):
             counts.count(source, num_accepted, num_drafted - num_accepted)
 
     def note_step(self, entries: Entries, seconds: float | None) -> None:
-        """A step was computed in this time, if that is known."""
+        """Note a computed step and its time; `seconds`: None if the time is unknown."""
         if seconds is not None:
             num_rows, num_requests = int((entries.ends - entries.starts).sum()), len(entries)
             self.times.note(num_rows, seconds)
@@ -245,12 +245,12 @@ class Drafting:
         self._guessing_s, self._num_accepted = 0.0, 0
 
     def forget(self) -> None:
-        """Forget what requests that have ended left behind, and keep what was learnt about speed."""
+        """Forget the texts that ended requests left behind, and keep what was learnt about speed."""
         for drafter in self._drafters:
             drafter.forget()
 
     def leave(self, request: Request) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         self._histories.pop(request, None)
         for drafter in self._drafters:
             drafter.leave(request)

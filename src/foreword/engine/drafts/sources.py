@@ -7,7 +7,7 @@ each pair of tokens, and links lead from each place to the one before it with th
 
     tokens   7 3 9 1 7 3 9 4 7 3         the text ends with 7 3
     links              1         5       places whose pair is 7 3: 9 (the end), 5, 1
-    followed by        9 4 ..            the one with the longest common past wins, then the last one
+    followed by        9 4 ..            the place with the longest common past wins; of equal places, the last
 
 SuffixDecoding (Oliaro et al., 2024) uses suffix trees, which take some 100 bytes for a token; this takes 16 to 24.
 """
@@ -58,13 +58,13 @@ class Drafter(Protocol):
     """The source of its drafts, for statistics."""
 
     def propose(self, request: Request, max_tokens: int) -> Proposal | None:
-        """Guess at most `max_tokens` tokens that follow the request's known tokens; None: no idea."""
+        """Guess at most `max_tokens` tokens that follow the request's known tokens; None: no guess."""
 
     def leave(self, request: Request) -> None:
-        """A request has ended; `request.finish_reason` says how."""
+        """Note that a request has ended; `request.finish_reason` says how."""
 
     def forget(self) -> None:
-        """Forget what requests that have ended left behind."""
+        """Forget the texts that ended requests left behind."""
 
 
 class SuffixIndex:
@@ -104,9 +104,9 @@ class SuffixIndex:
             self._link(max(1, start), end)
 
     def find(self, tail: IntArray, before: int) -> tuple[int, int] | None:
-        """The place before number `before` whose past agrees longest with `tail`, and the length of that agreement.
+        """Find the place below `before` whose past agrees longest with `tail`; returns the place and that length.
 
-        Of equals the last one; None if not even two tokens agree.
+        Of equally good places, the last; None if not even two tokens agree.
         """
         if len(tail) < PAIR:
             return None
@@ -162,7 +162,7 @@ class SuffixIndex:
 
 
 class _OfRequests:
-    """A drafter that knows running requests alone: it keeps a text of each."""
+    """A drafter that knows only running requests: it keeps a text for each request."""
 
     def __init__(self) -> None:
         self._texts: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
@@ -228,7 +228,7 @@ class PathsOfCache(Protocol):
     """A cache that knows how its sequences go on."""
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> IntArray:
-        """At most `num_tokens` tokens that followed all of this sequence in a cached one; empty if none is known."""
+        """The tokens after this sequence in a cached longer one, at most `num_tokens`; empty if there is none."""
 
 
 class CachedPaths:
@@ -241,7 +241,7 @@ class CachedPaths:
     READ_AHEAD = 128
     """Tokens to read at a time."""
     PAUSE = 32
-    """Tokens until a request whose text is no cached path is looked up again."""
+    """The number of new tokens after which a request without a cached path is looked up again."""
 
     def __init__(self, cache: PathsOfCache) -> None:
         self._cache = cache
@@ -281,7 +281,7 @@ class RecentAnswers:
     MOST_TOKENS = 16_384
     """Most tokens to keep for each namespace. If an answer does not fit, only the newest half stays beside it."""
     MOST_BYTES = 64 * 2**20
-    """Memory for all namespaces. The one whose last answer is the oldest goes first."""
+    """Memory for all namespaces. The namespace whose last answer is the oldest goes first."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str | None, str | None], SuffixIndex] = OrderedDict()

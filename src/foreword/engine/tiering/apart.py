@@ -1,7 +1,8 @@
-"""Payloads that are no blocks of the pool, in its tiers: what an encoder made of pictures.
+"""Keeps payloads other than blocks of the pool in the pool's tiers: the rows that an encoder made of pictures.
 
-A tier names a payload by namespace, group and key, and looks into none. Blocks of the pool have small group ids; these
-have the last one. A tier's threads have buffers as large as the largest payload, so large ones are cut.
+A tier names a payload by namespace, group and key, and never looks into it. Blocks of the pool have small group ids;
+these payloads have the last group id. A tier's threads have buffers as large as the largest payload, so large payloads
+are cut.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from foreword.tiers.tier import EXACT, GROUP_APART, BlockKeys, BlockRun, Buffers
 
 PIECE_BYTES = 4 << 20
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 2.0
-"""The longest wait for a load: before anything was computed, and ever."""
+"""The longest waits for a load, in seconds: before anything was computed, and in any case."""
 REST_S = 30.0
-"""After a load that was given up, nothing is loaded for this time: every request would wait for a slow tier again."""
+"""Seconds without loads after a load that took too long: otherwise every request would wait for the slow tier again."""
 
 
 class PayloadsApart:
-    """Loads and stores of such payloads. The engine's thread calls it and waits for loads, and so do all requests."""
+    """Loads and stores such payloads. The engine's thread calls it and waits for loads, and so do all requests."""
 
     def __init__(self, tiers: Sequence[Tier], namespace: bytes, root: BlockHash, stores: Stores) -> None:
-        """`root`: of all block keys, and so of these names; `stores`: what counts the bytes of a day."""
+        """`root`: the root of all block keys, and so of these names; `stores` counts the bytes of a day."""
         self._tiers, self._namespace, self._root, self._stores = tiers, namespace, root, stores
         self._rests_until = 0.0
 
@@ -58,7 +59,7 @@ class PayloadsApart:
             if not len(here) or tier.estimate_load_s(num_bytes) > min(wait_s, worth):
                 continue
             buffers = Buffers([pieces[number] for number in here.tolist()])
-            # Cancelled, not timed out: a tier forgets blocks whose load timed out, as if they were damaged.
+            # A late load is cancelled here: a tier forgets blocks whose load timed out, as if they were damaged.
             ticket = tier.load(keys.select(here), sizes[here], buffers, deadline_s=10 * MOST_WAIT_S)
             if not ticket.wait(wait_s):
                 ticket.cancel()
@@ -70,7 +71,7 @@ class PayloadsApart:
         return [number not in lost for number in range(len(names))]
 
     def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
-        """Begin to store those payloads that are admitted; they must not change any more."""
+        """Begin to store the payloads that are admitted; they must not change any more."""
         admitted = [self._stores.admits_apart(self._key(name)) for name in names]
         names = list(compress(names, admitted))
         keys, pieces, _ = self._cut(names, list(compress(payloads, admitted)))
@@ -91,7 +92,7 @@ class PayloadsApart:
     def _cut(
         self, names: Sequence[str], payloads: Sequence[memoryview]
     ) -> tuple[BlockKeys, list[memoryview], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """Payloads in pieces: their keys, the pieces, and for each the number of its payload."""
+        """Cut payloads into pieces; returns the pieces' keys, the pieces, and for each piece its payload's number."""
         cut = [
             (number, self._key(f"{name} {start}"), payload[start : start + PIECE_BYTES])
             for number, (name, payload) in enumerate(zip(names, payloads, strict=True))

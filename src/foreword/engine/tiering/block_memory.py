@@ -29,7 +29,7 @@ class BlockMemory(Protocol):
     def provide(self, block_ids: BlockIds) -> Iterator[None]:
         """Let the system provide the memory of blocks before they are used, a few megabytes before each pause.
 
-        What they hold stays.
+        The blocks keep their contents.
         """
 
 

@@ -1,8 +1,8 @@
 """TierDirector: decides what is loaded from tiers, what is stored in them, and what is computed instead.
 
 The scheduler calls it in two places: where a waiting request was looked up (`must_wait`), and where a request has
-computed tokens that others may find (`offer`). The engine tells it when steps are planned and settled, and what they
-cost.
+computed tokens that others may find (`offer`). The engine tells it when steps are planned and settled, and the time
+that they took.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import NAMESPACE_BYTES, BlockKeys, Tier, TierStats
 
 MOST_BLOCKS = 256
-"""The most blocks to compute keys of another identity for; nobody asks about it later in a prompt."""
+"""The number of leading blocks of a prompt for which keys of another identity are computed."""
 NEXT_BLOCKS = 16
-"""The blocks after a hit to look for; another identity must have one of them, as groups keep every n-th."""
+"""The number of blocks after a hit to look for. One found block is enough: a group may keep only every n-th block."""
 MOST_GROUPS = 8
-"""The most groups of another identity, whose groups are not known."""
+"""The number of groups to look for in another identity, because its groups are unknown."""
 logger = logging.getLogger(__name__)
 NOTHING = object()
 POLL_S = 0.005
@@ -53,7 +53,7 @@ class OtherIdentity:
     root: BlockHash
     block_size: int
     reason: MissReason
-    """What its blocks explain."""
+    """The reason of a miss that its blocks explain."""
 
     def has_more(self, sequence: TokenSequence, num_tokens: int) -> bool:
         """Whether it has blocks of this content after the first `num_tokens` tokens."""
@@ -78,7 +78,7 @@ class BelowThePool:
         self._loads, self._dropped, self._manager, self._others = loads, dropped, manager, others
 
     def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
-        """What is known of the sequence's block after `num_tokens` tokens, which the pool lacks; None: nothing."""
+        """Say why the pool lacks the sequence's block after `num_tokens` tokens; None: no reason is known here."""
         keys, number = sequence.block_hashes(), num_tokens // sequence.block_size
         if number >= len(keys):
             return None
@@ -132,9 +132,9 @@ class TierDirector:
         max_bytes_per_day: int | None = None,
         others: Sequence[OtherIdentity] = (),
     ) -> None:
-        """`tiers`: the nearest first; of two that have as much of a prefix, the first one serves it.
+        """`tiers`: the nearest first; if two tiers have equally much of a prefix, the first tier serves it.
 
-        `admission`: what is stored; None: everything. `others`: whose blocks explanations look for.
+        `admission` decides what is stored; None: everything. `others`: identities whose blocks explanations look for.
         """
         self._tiers, self._memory, self._manager = tuple(tiers), memory, manager
         self._cost = StepCost()
@@ -151,40 +151,40 @@ class TierDirector:
         self._namespace = namespace
         self._num_planned = self._num_settled = 0
         self._ahead: Iterator[None] = iter(())
-        """Has the system provide the memory of blocks that are given away next."""
+        """Each item lets the system provide some memory of the blocks that are given away next."""
         self._num_planned_before = -1
-        """Steps that were planned when `_ahead` was made."""
+        """The number of steps that were planned when `_ahead` was made."""
 
     @classmethod
     def of_none(cls, manager: KVCacheManager) -> TierDirector:
-        """The director of an engine that has nothing below the pool."""
+        """The director of an engine that has no tiers below the pool."""
         return cls((), UnknownMemory(), manager, bytes(NAMESPACE_BYTES))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tiers, the nearest first."""
+        """The names of the tiers, the nearest first."""
         return tuple(tier.name for tier in self._tiers)
 
     def apart(self, root: BlockHash) -> PayloadsApart | None:
-        """What keeps other payloads than blocks in the tiers; None without tiers. `root`: of all block keys."""
+        """Make the keeper of payloads other than blocks; None without tiers. `root`: the root of all block keys."""
         return PayloadsApart(self._tiers, self._namespace, root, self._stores) if self._tiers else None
 
     # ------------------------------------------------------------------- steps
 
     def before_step(self) -> None:
-        """Call it before a step is planned while no other is."""
+        """Finish loads and continue stores. Call it before a step is planned, while no other step is planned."""
         self._loads.poll()
         self.go_on(is_busy=True)
 
     def go_on(self, *, is_busy: bool) -> bool:
-        """Move stores on; True if there is more to store. `is_busy`: requests run."""
+        """Continue stores; returns True if there is more to store. `is_busy`: requests run."""
         if len(self._stores) and self._num_planned == self._num_settled:
             self._manager.begin_step()  # so that recurrent states of the last step count as computed
         self._stores.go_on(self._num_planned, self._num_settled, is_busy=is_busy)
         return self._stores.is_storing
 
     def provide_ahead(self) -> bool:
-        """Let the system provide some memory for the next load; False if it has. Call it while no request runs."""
+        """Let the system provide memory for the next load; False if all is there. Call it while no request runs."""
         if self._tiers and self._num_planned_before != self._num_planned:
             self._num_planned_before = self._num_planned
             groups = range(len(self._manager.groups))
@@ -202,23 +202,23 @@ class TierDirector:
         return len(self._loads) > 0
 
     def note_planned(self) -> None:
-        """A step was planned."""
+        """Note that a step was planned."""
         self._num_planned += 1
 
     def note_settled(self, entries: Entries, seconds: float | None) -> None:
-        """The oldest planned step was committed after `seconds` (None: not known), or has failed."""
+        """Note that the oldest planned step was committed after `seconds` (None: unknown), or has failed."""
         self._num_settled = min(self._num_planned, self._num_settled + 1)
         if seconds is not None and self._tiers:
             self._cost.note_step(entries.starts, entries.ends, seconds)
 
     def wait(self) -> None:
-        """Nothing can be computed before a load ends: wait for one, but not for long."""
+        """Wait until a load ends, but not for long. Call it if nothing can be computed before a load ends."""
         self._loads.arrived.wait(POLL_S)
 
     # ---------------------------------------------------------------- requests
 
     def arrive(self, request: Request) -> None:
-        """A request arrives: ask the tiers what they have of its prefix, so that they answer before its turn."""
+        """Ask the tiers what they have of an arriving request's prefix, so that they answer before its turn."""
         if self._tiers:
             self._loads.arrive(request)
 
@@ -234,7 +234,7 @@ class TierDirector:
         return bool(self._tiers) and self._loads.must_wait(request, hit, may_begin=may_begin)
 
     def offer(self, request: Request, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of a request are computed, or will be by a step that is planned."""
+        """Offer to store a request's first `num_tokens` tokens, which are computed or will be by a planned step."""
         if self._tiers:
             likely_end = max((end for end in request.message_ends if end <= num_tokens), default=0)
             if likely_end and num_tokens > request.num_prompt_tokens:
@@ -243,16 +243,16 @@ class TierDirector:
             request.loads.num_offered_tokens = max(request.loads.num_offered_tokens, num_tokens)
 
     def offer_pinned(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of a sequence were pinned."""
+        """Offer to store the first `num_tokens` tokens of a sequence, which were pinned."""
         if self._tiers:
             self._offers.add_pinned(sequence, num_tokens)
 
     def leave(self, request: Request) -> None:
-        """A waiting request has left."""
+        """Forget a waiting request that has left."""
         self._loads.leave(request)
 
     def yield_blocks(self) -> bool:
-        """Blocks are short: give back those that loads and stores hold; False if they hold none."""
+        """Give back the blocks that loads and stores hold, because blocks are short; False if they hold no blocks."""
         held = len(self._loads) > 0 or self._stores.holds_blocks
         self._loads.cancel_all()
         self._stores.cancel()
@@ -261,7 +261,7 @@ class TierDirector:
     # --------------------------------------------------------------------- end
 
     def reset(self) -> None:
-        """Forget what is under way; the tiers keep what they have."""
+        """Forget the loads and stores under way; the tiers keep what they have."""
         self._loads.cancel_all()
         self._stores.forget_offers()
         self._num_settled = self._num_planned
@@ -280,7 +280,7 @@ class TierDirector:
             tier.close(max(0.0, until - time.monotonic()))
 
     def report(self) -> TiersReport:
-        """What happened so far, and what the tiers hold: a copy."""
+        """Report the loads and stores so far, and what the tiers hold (a copy)."""
         return TiersReport(
             tuple(TierReport(tier.name, tier.stats(), deepcopy(self._loads.counts[tier.name])) for tier in self._tiers),
             deepcopy(self._stores.counts),

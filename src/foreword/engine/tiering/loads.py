@@ -2,14 +2,15 @@
 
     arrived -> asking -> waiting -> (a tier has more than the pool, and loading beats computing) -> loading -> waiting
 
-When a request arrives, the tiers are asked what they have of its prefix. One far away may take a while to answer; the
-request waits for that, but not for long. A request that waits holds up nobody: those after it are admitted. A load
-fills blocks that no lookup finds. When it is done, the blocks that arrived are indexed, and the request is looked up
-again like any other. What did not arrive is computed. Requests that lack the same block wait for one load.
+When a request arrives, the tiers are asked what they have of its prefix. A distant tier may take a while to answer; the
+request waits for the answer, but not for long. A waiting request holds up nobody: the requests after it are admitted. A
+load fills blocks that no lookup finds. When it is done, the blocks that arrived are indexed, and the request is looked
+up again like any other. Blocks that did not arrive are computed. Requests that lack the same block wait for one load.
 
 Fences. A load takes blocks only while no step is planned, because a step may still write to the blocks that were free
-before it. It holds the part of the prefix that is in the pool, and at most half of the pool. It has a deadline. When a
-load ends, by itself or because it is cancelled, its thread touches no block any more (`Ticket`).
+before it. A load also holds the part of the prefix that is in the pool; all loads together hold at most half of the
+pool. A load has a deadline. When it ends, by itself or because it is cancelled, its thread touches no block any more
+(`Ticket`).
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from foreword.tiers.ticket import Outcome, Report, Ticket
 from foreword.tiers.tier import BlockKeys, Tier, joined_keys
 
 PIECE_BYTES = 256 << 20
-"""A longer prefix is loaded in pieces, where each beginning of a hit is a hit."""
+"""The most bytes of a load. A longer prefix is loaded in pieces, if each beginning of a hit is a hit."""
 WORTH = 0.8
-"""The largest part of the seconds to compute a prefix that loading it may take."""
+"""The largest share of the time to compute a prefix that a load of this prefix may take."""
 LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 1.0
 SHORTEST_FIRST_DEADLINE_S = 5.0
@@ -51,12 +52,12 @@ SHORTEST_FIRST_DEADLINE_S = 5.0
 computing would take as much longer: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s, and its prompt's
 40 tokens 5 s."""
 DEADLINE_FACTOR = 3.0
-"""A load may take this many times what the tier estimates."""
+"""A load may take this many times the seconds that the tier estimates."""
 FIRST_DEADLINE_BYTES_PER_S = 20e6
 """The rate that sets the deadline before anything was computed: processors compute 5 to 100 MB of KV a second."""
 LEAST_PROBE_S, MOST_PROBE_S = 0.05, 0.25
 PROBE_SHARE = 0.2
-"""The largest part of the seconds to compute a prompt that asking for it may take, within these bounds."""
+"""The largest share of the time to compute a prompt that a tier's answer may take, within these bounds."""
 
 _FAILURES: dict[int, LoadFailure] = {
     Outcome.TIMEOUT: LoadFailure.TIER_SLOW,
@@ -67,7 +68,7 @@ _FAILURES: dict[int, LoadFailure] = {
 
 @dataclass(slots=True)
 class LoadCounts:
-    """What loads from one tier did so far."""
+    """Totals of the loads from one tier so far."""
 
     num_loads: int = 0
     num_tokens: int = 0
@@ -77,7 +78,7 @@ class LoadCounts:
     saved_s: float = 0.0
     """Estimated seconds to compute the loaded blocks, less the seconds that the loads took."""
     num_cancelled: int = 0
-    """Loads that were given up: nobody waited for them any more, or running requests needed their blocks."""
+    """Loads that were cancelled: no request waited any more, or running requests needed the loads' blocks."""
     num_declined: int = 0
     """Prefixes that were computed though the tier had them, because loading would not have been faster."""
     num_regretted: int = 0
@@ -97,7 +98,7 @@ class Load:
     keys: Sequence[BlockHash]
     """The keys of the sequence's blocks that lookups find after the load and not before."""
     start: int
-    """Tokens of the hit that it continues."""
+    """The number of tokens in the hit that the load continues."""
     num_bytes: int
     compute_s: float | None
     ticket: Ticket
@@ -110,12 +111,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What could be loaded from one tier."""
+    """A possible load from one tier."""
 
     tier: Tier
     tables: tuple[BlockIds, ...]
     parts: list[Part]
-    """Without block ids: nothing is taken yet."""
+    """The parts without block ids: no block is taken yet."""
     num_tokens: int
     num_bytes: int
     load_s: float
@@ -123,7 +124,10 @@ class _Plan:
 
     @property
     def deadline_s(self) -> float:
-        """A load may take as long as computing would: together at most twice as long, or a second longer."""
+        """The seconds that computing would take, so that a late load and computing take at most twice as long.
+
+        At least a second, and at least DEADLINE_FACTOR times the tier's estimate.
+        """
         if self.compute_s is None:
             compute_s = max(SHORTEST_FIRST_DEADLINE_S, self.num_bytes / FIRST_DEADLINE_BYTES_PER_S)
         else:
@@ -149,11 +153,11 @@ class Loads:
         self.arrived = threading.Event()
         """Set by every load that ends by itself."""
         self.wants_pause = False
-        """A load is to begin as soon as no step is planned."""
+        """Whether a load is to begin as soon as no step is planned."""
         self.counts = {tier.name: LoadCounts() for tier in tiers}
 
     def __len__(self) -> int:
-        """Loads under way, and requests that wait for answers."""
+        """The number of loads under way and of requests that wait for answers."""
         return len(self._loads) + len(self._probes)
 
     # ---------------------------------------------------------------- requests
@@ -189,7 +193,7 @@ class Loads:
         self.arrived.set()
 
     def must_wait(self, request: Request, hit: PrefixHit, *, may_begin: bool) -> bool:
-        """Whether the request should wait for a load of what `hit` lacks. Begins one if `may_begin`."""
+        """Whether the request should wait for a load of blocks that `hit` lacks. Begins the load if `may_begin`."""
         if request.skips_cache or not request.loads.may_ask:
             return False
         keys, number = request.sequence.block_hashes(), hit.num_shared_tokens // self._manager.block_size
@@ -226,7 +230,7 @@ class Loads:
     # ------------------------------------------------------------------- loads
 
     def poll(self) -> None:
-        """Index what has arrived. Call it while no step is planned, before `begin_step`."""
+        """Index the blocks that have arrived. Call this while no step is planned, before `begin_step`."""
         self.arrived.clear()
         self.wants_pause = False
         for load in self._loads.copy():
@@ -240,7 +244,7 @@ class Loads:
         return any(load.ticket.done for load in self._loads)
 
     def cancel_all(self) -> None:
-        """Give up all loads and release their blocks; wait for no answers. The requests compute."""
+        """Cancel all loads, release their blocks, and stop waiting for answers. The requests compute instead."""
         self._probes.clear()
         for load in self._loads.copy():
             for request in load.waiting:
@@ -255,7 +259,7 @@ class Loads:
         return key in self._owner_of or sequence in self._gave_up
 
     def can_load(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Whether a tier has what makes a hit longer than `num_tokens`, the sequence's longest hit in the pool."""
+        """Whether a tier has blocks that make the hit longer than `num_tokens`, the longest hit in the pool."""
         manager, first = self._manager, num_tokens // self._manager.block_size
         keys = manager.keys_by_group(sequence)
         if manager.has_one_full_group:
@@ -267,11 +271,11 @@ class Loads:
         return False
 
     def _plan(self, sequence: TokenSequence, hit: PrefixHit) -> _Plan | None:
-        """The load that makes the longest hit, if any is faster than computing."""
+        """Plan the load that makes the longest hit, of the loads that are faster than computing; None if none is."""
         keys = self._manager.keys_by_group(sequence)
         plans = [self._plan_from(tier, sequence, hit, keys) for tier in self._tiers]
         possible = [plan for plan in plans if plan is not None]
-        return max(possible, key=lambda plan: plan.num_tokens, default=None)  # of equal ones the first tier's
+        return max(possible, key=lambda plan: plan.num_tokens, default=None)  # the first tier's, of equal plans
 
     def _plan_from(
         self, tier: Tier, sequence: TokenSequence, hit: PrefixHit, keys: Sequence[Sequence[BlockHash]]
@@ -342,7 +346,7 @@ class Loads:
         return load
 
     def _adopt(self, load: Load) -> None:
-        """Index the blocks that arrived, and count."""
+        """Index the blocks that arrived, and count the load."""
         report, at, num_adopted = load.ticket.report, 0, 0
         for part in load.parts:
             is_good = report.outcomes[at : at + len(part.numbers)] == Outcome.DONE
@@ -389,7 +393,7 @@ class Loads:
         load.waiting.clear()
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
-        """Raise AssertionError if somebody waits who is not queued, or for a load that is not under way."""
+        """Raise AssertionError if a request waits that is not queued, or for a load that is not under way."""
         assert self._load_of.keys() | self._probes.keys() <= set(waiting), (
             "a request that is not queued waits for a load"
         )
@@ -398,7 +402,7 @@ class Loads:
 
 
 def _failure(report: Report) -> LoadFailure | None:
-    """What the first block that failed says about the tier."""
+    """The tier's failure that the first failed block reports; None if no block failed that way."""
     return next((_FAILURES[outcome] for outcome in report.outcomes.tolist() if outcome in _FAILURES), None)
 
 
@@ -410,9 +414,9 @@ def _runs(numbers: BlockIds, chosen: npt.NDArray[np.int64]) -> list[npt.NDArray[
 
 
 LEAST_TOKENS = 64
-"""Smaller steps cost mostly what a step costs whatever it computes, and say little about tokens."""
+"""The least tokens of a step to learn from: the time of a smaller step is mostly fixed, whatever its tokens."""
 KEPT = 0.98
-"""Weight of what is known after each step."""
+"""The share of their weight that earlier steps keep at each new step."""
 
 
 class StepCost:
@@ -422,10 +426,10 @@ class StepCost:
         self._products = np.zeros((2, 2))
         self._sums = np.zeros(2)
         self._fitted: tuple[float, float] | None = None
-        """a and b; None: not known for the steps so far."""
+        """a and b; None: not computed yet for the steps so far."""
 
     def note_step(self, starts: Int64Array, ends: Int64Array, seconds: float) -> None:
-        """Note what a step cost that computed positions `starts` to `ends` (exclusive) of some requests."""
+        """Note the seconds of a step that computed positions `starts` to `ends` (exclusive) of some requests."""
         tokens = ends - starts
         if tokens.sum() < LEAST_TOKENS:
             return
@@ -435,7 +439,7 @@ class StepCost:
         self._fitted = None
 
     def seconds(self, start: int, end: int) -> float | None:
-        """Seconds to compute positions `start` to `end` (exclusive); None before the first step that says something."""
+        """Seconds to compute positions `start` to `end` (exclusive); None before the first step to learn from."""
         if not self._products[0, 0]:
             return None
         if self._fitted is None:

@@ -1,4 +1,4 @@
-"""Offers: sequences that wait to be stored, in the order in which they will be.
+"""Offers: sequences that wait to be stored, in the order in which they will be stored.
 
 Pinned prefixes come first. Then come the heads of prompts, and conversations up to the end of their last message, which
 later prompts repeat. Then comes the rest. Within each rank the offer comes first that saves the most seconds a byte:
@@ -34,7 +34,7 @@ FULL_SHARE = 0.9
 
 @dataclass(slots=True)
 class StoreCounts:
-    """What stores did so far."""
+    """Totals of the stores so far."""
 
     num_chunks: int = 0
     num_bytes: int = 0
@@ -46,7 +46,7 @@ class StoreCounts:
 
 
 class Rank(enum.IntEnum):
-    """What is stored first."""
+    """The rank of an offer; a higher rank is stored first."""
 
     REST = 0
     LIKELY = 1
@@ -88,14 +88,14 @@ def _numbers(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 
 
 class Offers:
-    """The queue."""
+    """The queue of offers."""
 
     def __init__(
         self, tiers: Sequence[Tier], memory: BlockMemory, manager: KVCacheManager, cost: StepCost, admission: Admission
     ) -> None:
         self._tiers, self._memory, self._manager, self._cost, self._admission = tiers, memory, manager, cost, admission
         self._waiting: list[Offer] = []
-        """In order of arrival."""
+        """The offers in order of arrival."""
         self.dropped = DroppedKeys()
         self.counts = StoreCounts()
 
@@ -130,11 +130,11 @@ class Offers:
         return is_admitted
 
     def put_back(self, offer: Offer) -> None:
-        """Let an offer that was taken come before its equals."""
+        """Put an offer that was taken back, before offers of equal rank and worth."""
         self._waiting.insert(0, offer)
 
     def take(self) -> Offer | None:
-        """The next offer."""
+        """Take the next offer; None if no offer waits."""
         if not self._waiting:
             return None
         return self._waiting.pop(max(range(len(self._waiting)), key=self._place))
@@ -168,7 +168,7 @@ class Offers:
         return chance * max(0.0, compute_s - load_s) / num_bytes
 
     def _admit(self, sequence: TokenSequence, start: int, end: int) -> npt.NDArray[np.bool_]:
-        """Which blocks of a sequence to store, given which tokens were computed, [blocks]."""
+        """Whether to store each block of a sequence of which tokens `start` to `end` were computed, [blocks]."""
         size, keys, has_room = self._manager.block_size, sequence.block_hashes(), self._has_room()
         admitted = np.zeros(len(keys), np.bool_)
         refused = []

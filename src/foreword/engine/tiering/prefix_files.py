@@ -56,16 +56,16 @@ class PrefixFiles:
             )
         run = run_of(manager, self._memory, self._namespace, sequence, parts)
         with_size = {**facts, "num_tokens": num_tokens}
-        # Nobody else gives blocks away meanwhile, so none has to be held.
+        # Nobody else gives blocks away meanwhile, so no block has to be held.
         num_bytes = write_prefix_file(RealFiles(), path, with_size, run, overwrite=overwrite)
         return ExportReport(num_tokens, len(run.keys), num_bytes)
 
     def take(self, file: PrefixFile, sequence: TokenSequence | None) -> ImportReport:
-        """Take the blocks of a file: into the first tier, or into the pool if there is none.
+        """Take the blocks of a file into the first tier; without a tier, into the pool.
 
-        `sequence`: of the tokens in the file, None if it has none. Raises ConfigError if the blocks can go nowhere,
-        UnsoundFileError if they cannot be of as many tokens as the file says, OSError if the file changes meanwhile;
-        then nothing has changed.
+        `sequence`: the sequence of the file's token ids; None if the file has no token ids. Raises ConfigError if the
+        blocks can go nowhere, UnsoundFileError if they cannot hold the number of tokens that the file says, OSError if
+        the file changes meanwhile; after an error, nothing has changed.
         """
         self._check_num_tokens(file, sequence)
         if self._tiers:
@@ -97,7 +97,7 @@ class PrefixFiles:
             )
 
     def _places(self, file: PrefixFile, sequence: TokenSequence) -> list[dict[int, Place]] | None:
-        """For each group, the blocks of the file by their number in the sequence; None if one does not fit."""
+        """For each group, the blocks of the file by their number in the sequence; None if a block does not fit."""
         numbers = [{key: number for number, key in enumerate(keys)} for keys in self._manager.keys_by_group(sequence)]
         places: list[dict[int, Place]] = [{} for _ in numbers]
         for header in file.runs:
@@ -119,7 +119,7 @@ class PrefixFiles:
         ]
         counts = [len(numbers) for numbers in missing]
         held = _blocks_of(cached)
-        manager.hold_blocks(held)  # or else taking blocks could evict what is here
+        manager.hold_blocks(held)  # otherwise taking blocks could evict them
         block_ids = manager.take_blocks(sum(counts))
         if block_ids is None:
             manager.release_blocks(held)

@@ -5,7 +5,8 @@ A sequence is offered when its prompt is computed and when its request leaves. S
 
 Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. The chunk begins when
 every step that was planned when it was chosen is settled: such a step may still fill one of its blocks. A chunk that
-takes too long is cancelled. While requests run, stores take a fifth of the time, so that steps keep memory and disk.
+takes too long is cancelled. While requests run, stores take a fifth of the time: the rest leaves memory and disk to
+steps.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ class _Chunk:
     offer: Offer
     parts: list[Part]
     tiers: list[Tier]
-    """Those that lack some of the blocks."""
+    """The tiers that lack some of the blocks."""
     is_last: bool
     """Whether the tiers lack no further blocks of the sequence."""
     num_planned: int
-    """Steps planned when it was chosen."""
+    """The number of steps planned when it was chosen."""
     num_bytes: int
     run: BlockRun | None = None
-    """What the tiers store; None before it begins."""
+    """The run that the tiers store; None before the store begins."""
     tickets: list[Ticket] = field(default_factory=list)
     started: float = 0.0
 
 
 class _Apart(NamedTuple):
-    """Payloads on their way to the tiers that are no blocks of the pool."""
+    """Payloads other than blocks of the pool, on their way to the tiers."""
 
     run: BlockRun
     tickets: list[Ticket]
@@ -62,7 +63,7 @@ class _Apart(NamedTuple):
 
 
 class Stores:
-    """What is offered, and the chunk under way. The engine's thread calls it."""
+    """The offers, and the chunk under way. The engine's thread calls it."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Stores:
         self.counts = offers.counts
 
     def __len__(self) -> int:
-        """Offers that are not stored yet."""
+        """The number of offers that are not stored yet."""
         return len(self._offers) + (self._chunk is not None)
 
     @property
@@ -120,7 +121,7 @@ class Stores:
     def cancel(self) -> None:
         """Give up the chunk under way, with its sequence, and release its blocks; count the blocks that are stored.
 
-        A tier that is just writing may finish its part, up to 8 MiB, which counts for no day.
+        A tier that is just writing may finish its part, up to 8 MiB, which does not count in `bytes_today`.
         """
         chunk = self._chunk
         if chunk is not None:
@@ -130,17 +131,17 @@ class Stores:
             self._release(chunk)
 
     def forget_offers(self) -> None:
-        """Store nothing of what was offered so far."""
+        """Cancel the chunk under way, and forget all offers."""
         self.cancel()
         self._offers.clear()
 
     @property
     def is_storing(self) -> bool:
-        """Whether anything is under way, or waits."""
+        """Whether a store is under way or waits."""
         return len(self) > 0 or len(self._apart) > 0
 
     def admits_apart(self, key: bytes) -> bool:
-        """Whether to store a payload that was just made and is no block of the pool. Call it once each time."""
+        """Whether to store a payload that is no block of the pool. Call it once each time a payload is made."""
         return self._offers.admits_apart(key)
 
     def store_apart(self, run: BlockRun) -> None:
@@ -153,7 +154,7 @@ class Stores:
             self.counts.num_dropped_offers += 1
 
     def _settle_apart(self) -> None:
-        """Count what became of such payloads; give up those that take too long."""
+        """Count the results of stores of such payloads; cancel stores that take too long."""
         pending, self._apart = self._apart, []
         for store in pending:
             if time.monotonic() - store.started > PATIENCE_S:
@@ -168,7 +169,7 @@ class Stores:
     # ------------------------------------------------------------------ chunks
 
     def _choose(self, num_planned: int) -> _Chunk | None:
-        """Hold the next blocks that a tier lacks; sequences that have none are done with."""
+        """Choose and hold the next blocks that a tier lacks, and drop offers without them. None: no offer is left."""
         while (offer := self._offers.take()) is not None:
             chunk = self._chunk_of(offer, num_planned)
             if chunk is None:
@@ -182,7 +183,7 @@ class Stores:
         return None
 
     def _chunk_of(self, offer: Offer, num_planned: int) -> _Chunk | None:
-        """The first blocks of a sequence that are cached and that a tier lacks; None if there are none."""
+        """The first blocks of a sequence that are cached and that a tier lacks; None if no block is so."""
         parts = cached_parts(self._manager, offer.sequence, offer.num_tokens)
         if not parts:
             return None
@@ -233,7 +234,7 @@ class Stores:
         chunk.tickets += [tier.store(run) for tier in chunk.tiers]
 
     def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
-        """Count a chunk and release it. If its sequence has more, that comes next, while something gets through."""
+        """Count a chunk and release it. More blocks of its sequence come next, if a tier took any of these."""
         seconds, gets_through, run = time.monotonic() - chunk.started, False, chunk.run
         assert run is not None, "the chunk has not begun"
         for ticket in chunk.tickets:
@@ -255,7 +256,7 @@ class Stores:
         self._chunk = None
 
     def _count(self, store: _Chunk | _Apart, ticket: Ticket) -> None:
-        """Count what became of a run in one tier."""
+        """Count the results of a run in one tier."""
         assert store.run is not None, "the store has not begun"
         self.counts.blocks_by_outcome.update(ticket.report.by_reason())
         num_bytes = int(store.run.payload_bytes[ticket.report.outcomes == Outcome.DONE].sum())
@@ -263,7 +264,7 @@ class Stores:
         self._bytes_today += num_bytes
 
     def _may_write(self, num_bytes: int) -> bool:
-        """Whether this day's bytes allow this number, in all tiers, besides those that are under way."""
+        """Whether the day's limit allows this number of bytes, in all tiers, besides the bytes under way."""
         if time.monotonic() - self._day_began > DAY_S:
             self._day_began, self._bytes_today = time.monotonic(), 0
         num_bytes += self._bytes_today + sum(store.num_bytes for store in self._apart)
@@ -271,7 +272,7 @@ class Stores:
 
 
 def cached_parts(manager: KVCacheManager, sequence: TokenSequence, num_tokens: int) -> list[Part]:
-    """The cached blocks that the first `num_tokens` tokens fill, by group; groups without any are left out."""
+    """The cached blocks that the first `num_tokens` tokens fill, by group; groups without such blocks are left out."""
     parts = []
     tables, all_keys = manager.cached_blocks(sequence), manager.keys_by_group(sequence)
     for group_id, (spec, table, keys) in enumerate(zip(manager.groups, tables, all_keys, strict=True)):
@@ -283,7 +284,7 @@ def cached_parts(manager: KVCacheManager, sequence: TokenSequence, num_tokens: i
 
 
 def names_of(manager: KVCacheManager, namespace: bytes, sequence: TokenSequence, parts: Sequence[Part]) -> BlockKeys:
-    """The names of a sequence's blocks in `parts`, of which there is at least one."""
+    """The names of a sequence's blocks in `parts`; there must be at least one block."""
     keys = manager.keys_by_group(sequence)
     return joined_keys(
         BlockKeys.of_group(namespace, part.group_id, [keys[part.group_id][n] for n in part.numbers.tolist()])
@@ -294,7 +295,7 @@ def names_of(manager: KVCacheManager, namespace: bytes, sequence: TokenSequence,
 def run_of(
     manager: KVCacheManager, memory: BlockMemory, namespace: bytes, sequence: TokenSequence, parts: list[Part]
 ) -> BlockRun:
-    """A sequence's blocks in `parts` as a run that can be stored; it reads the pool when they are."""
+    """A sequence's blocks in `parts` as a run that can be stored; the run reads the pool when it is stored."""
     names, blocks = names_of(manager, namespace, sequence, parts), BlocksOfParts(memory, parts)
     flags, values = np.full(len(names), EXACT, np.uint16), np.ones(len(names), np.float32)
     return BlockRun(names, blocks.payload_bytes, blocks, _parents(parts), flags, values)
@@ -310,7 +311,7 @@ def _places(parts: Sequence[Part]) -> dict[tuple[int, int], int]:
 
 
 def _parents(parts: Sequence[Part]) -> npt.NDArray[np.int32]:
-    """For each block its predecessor's place among all, [blocks]; -1 if it is not among them."""
+    """For each block, the place of its predecessor among all blocks, [blocks]; -1 if the predecessor is missing."""
     parents, start = [], 0
     for part in parts:
         part_parents = np.arange(start - 1, start - 1 + len(part.numbers), dtype=np.int32)

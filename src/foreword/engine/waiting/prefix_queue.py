@@ -1,23 +1,23 @@
 """PrefixQueue: serves what is cached first, within a bound on delay.
 
-The order: tenants by turns; of a tenant priorities; within both (a lane) the family of which most is cached, and of a
-family the oldest request.
+The order: tenants take turns, and the requests of a tenant go by priority. The requests of one tenant and priority are
+a lane: there, the family with the most cached blocks goes first, and of a family its oldest request.
 
 A request may be overtaken, within its lane, by later ones that together take at most `max_overtake_s` seconds:
 
     arrival     1 (new document)   2 (cached)   3 (cached)   4 (new)   5 (cached)
     service     2   3   5   1   4                  2, 3 and 5 take time from 1, and 5 from 4, within the bound
 
-What later requests took from a request depends on its arrival alone, and most was taken from the oldest. So one sum
-per lane decides, however many wait.
+The time that later requests took from a request depends only on its arrival, and is longest for the oldest request. So
+one sum per lane decides, however many requests wait.
 
 `WaitingPrefixes` sorts the waiting requests by what is cached of their prompts. The cache's ledger reports changes, so
 nothing is looked up again. A family is the requests of one lane with the same first missing block. Keys are chained, so
-all that comes before that block is the same too: if one of them computes it, the others hit it.
+all that comes before that block is the same too: if one of the requests computes the block, the others hit it.
 
     cached     |--- document ---|
     request 1  |--- document ---|-- question a --|     a family for each of the two questions,
-    request 2  |--- document ---|-- question b --|     and one of both where the document is missing
+    request 2  |--- document ---|-- question b --|     and one family of both while the document is missing
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from foreword.request import Request
 GONE = -1
 Name = tuple[int, BlockHash | str]
 MAX_STALE = 4
-"""Entries of a lane's heaps for each waiting request; beyond, they are made anew."""
+"""The most entries of a lane's heap for each waiting request; with more entries, the heaps are rebuilt."""
 
 
 class FamilyLane(Protocol):
     """Requests among which the order of service is decided."""
 
     def note(self, family: Family) -> None:
-        """Note a family of this lane that is new, or has another oldest member or another beginning."""
+        """Note a family of this lane that is new, or whose oldest member or beginning has changed."""
 
 
 class Family:
@@ -57,17 +57,17 @@ class Family:
         self.lane = lane
         self.name = name
         self.num_cached = num_cached
-        """Blocks of the beginning that are cached."""
+        """The number of cached blocks in the beginning."""
         self.oldest = oldest
         """The member that is served first."""
         self.members = {oldest: None}
-        """In the order in which they came: a set's would hang on addresses."""
+        """The members in the order in which they came. (The order of a set would depend on addresses.)"""
         self.version = GONE
-        """A number of its own for each oldest member that it had; GONE once it has no members."""
+        """A unique number, new after each change of the oldest member or the beginning; GONE if it is no family now."""
         self.passed_in = -1
         """The last step in which it was passed over."""
         self._by_age: list[tuple[tuple[int, int], Request]] = []
-        """The members but the oldest, and some that have left."""
+        """Heap of the members except the oldest; it may also have members that left."""
 
     def add(self, request: Request) -> None:
         self.members[request] = None
@@ -86,8 +86,8 @@ class Family:
 class WaitingPrefixes:
     """Families of waiting requests, kept up to date by the ledger of the first group of layers.
 
-    With an index that can forget a block and keep the ones after it, a family may count too many blocks until it is
-    looked up; the radix index cannot.
+    If an index can forget a block but keep the blocks after it, a family may count too many blocks until it is looked
+    up. The radix index always forgets these blocks too.
     """
 
     def __init__(self, ledger: GroupLedger) -> None:
@@ -96,7 +96,7 @@ class WaitingPrefixes:
         self._versions = count()
         self._family_of: dict[Request, Family] = {}
         self._keys: dict[Request, Sequence[BlockHash]] = {}
-        """The keys of each prompt's blocks; none if it must not be looked up."""
+        """The keys of each prompt's blocks; empty if the prompt must not be looked up."""
         self._families: dict[tuple[FamilyLane, Name], Family] = {}
         self._by_missing: dict[BlockHash, dict[Family, None]] = {}
         """First missing block -> families."""
@@ -127,35 +127,35 @@ class WaitingPrefixes:
         return self._family_of[request]
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of a waiting request that are known to be cached."""
+        """The number of a waiting request's tokens that are known to be cached."""
         return self._family_of[request].num_cached * self._ledger.width * request.sequence.block_size
 
     # ------------------------------------------------------------------ events
 
     def stored(self, keys: Sequence[BlockHash]) -> None:
-        """These blocks are found from now on."""
+        """Note that lookups find these blocks from now on."""
         if self._by_missing:
             for family in dict.fromkeys(family for key in keys for family in self._by_missing.get(key, ())):
                 self._spread(family)
 
     def gone(self, keys: Iterable[BlockHash]) -> None:
-        """These blocks are not found any more."""
+        """Note that lookups do not find these blocks any more."""
         if not self._by_last:
             return
         for key in keys:
             families = list(self._by_last.get(key, ()))
-            if families:  # all of them share the blocks up to this one
+            if families:  # all these families share the blocks up to this key
                 member_keys = self._keys[families[0].oldest]
                 num_cached = self._num_cached(member_keys, 0, families[0].num_cached)
                 for family in families if num_cached < families[0].num_cached else ():
                     self._move(family, num_cached)
 
     def cleared(self) -> None:
-        """No block is found any more."""
+        """Note that lookups find no block any more."""
         self.gone(list(self._by_last))
 
     def _spread(self, family: Family) -> None:
-        """Put the members of a family whose next block is cached where they belong now."""
+        """Put the members of a family, whose next block is cached now, into the families to which they belong."""
         low, oldest_keys = family.num_cached, self._keys[family.oldest]
         likely = self._num_cached(oldest_keys, low, len(oldest_keys))
         places: dict[BlockHash | None, int] = {}
@@ -177,7 +177,7 @@ class WaitingPrefixes:
     # ------------------------------------------------------------------ places
 
     def _move(self, family: Family, num_cached: int) -> None:
-        """Move a family whose members have this number of cached blocks and the same next one."""
+        """Move a family whose members have this number of cached blocks and the same next block."""
         self._drop(family)
         name = self._name(family.oldest, num_cached)
         existing = self._families.get((family.lane, name))
@@ -202,7 +202,7 @@ class WaitingPrefixes:
             self._note(family)
 
     def _name(self, request: Request, num_cached: int) -> Name:
-        """Names a family by its next block; if none is missing, by its last one, or its only request."""
+        """Name a family by its first missing block; if no block is missing, by the last block, or by the request."""
         keys = self._keys[request]
         if num_cached < len(keys):
             return num_cached, keys[num_cached]
@@ -239,11 +239,11 @@ class WaitingPrefixes:
         return number < len(keys) and keys[number] in self._ledger
 
     def _num_cached(self, keys: Sequence[BlockHash], low: int, high: int) -> int:
-        """The number of leading blocks that are found, between two bounds; found blocks have no gaps before them."""
+        """The number of leading blocks that are found, between two bounds. No missing block is before a found one."""
         return bisect.bisect_left(keys, True, low, high, key=lambda key: key not in self._ledger)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if families, members and tables contradict each other, or what the ledger finds."""
+        """Raise AssertionError if families, members and tables contradict each other or the ledger."""
         for request, family in self._family_of.items():
             assert request in family.members
             keys, at = self._keys[request], family.num_cached
@@ -268,11 +268,11 @@ class Lane:
         self._by_match: list[tuple[int, tuple[int, int], int, Family]] = []
         self._by_age: list[tuple[tuple[int, int], int, Family]] = []
         self._passed_by_match = self._by_match[:]
-        """What was taken from a heap because its family was passed over in this step."""
+        """Entries that were taken from a heap because their families were passed over in this step."""
         self._passed_by_age = self._by_age[:]
         self._arrivals: list[tuple[tuple[int, int], Request]] = []
         self._overtook: list[tuple[tuple[int, int], float]] = []
-        """Service keys and seconds of requests that overtook one which still waits, in order of arrival."""
+        """Service keys and seconds of requests that overtook a waiting request, in order of arrival."""
         self._taken_s = 0.0
         """The sum of these seconds."""
 
@@ -297,7 +297,7 @@ class Lane:
         heapq.heappush(self._by_age, (age, family.version, family))
 
     def begin_step(self) -> None:
-        """Offer again what was passed over in the step before."""
+        """Offer the families again that were passed over in the step before."""
         for by_match in self._passed_by_match:
             heapq.heappush(self._by_match, by_match)
         for by_age in self._passed_by_age:
@@ -306,7 +306,7 @@ class Lane:
         self._passed_by_age.clear()
 
     def best(self, step: int) -> Request | None:
-        """The request of which most is cached, among those that were not passed over in this step."""
+        """The oldest request of the family with the most cached blocks, if not passed over in this step; else None."""
         while self._by_match:
             _, _, version, family = self._by_match[0]
             if version == family.version:
@@ -317,11 +317,11 @@ class Lane:
         return None
 
     def likely(self) -> Iterator[Request]:
-        """Requests of which much is cached: the front of a heap is not quite in order."""
+        """Requests with many cached blocks: the front of the heap, which is not quite in order."""
         return (family.oldest for _, _, version, family in self._by_match[:32] if version == family.version)
 
     def oldest(self, step: int) -> Request | None:
-        """The oldest of them."""
+        """The oldest request of the families that were not passed over in this step; None if all were."""
         while self._by_age:
             _, version, family = self._by_age[0]
             if version == family.version:
@@ -334,7 +334,7 @@ class Lane:
     # ------------------------------------------------------------------- bound
 
     def start(self, request: Request, seconds: float) -> None:
-        """A request starts, and takes this time from those that came before it."""
+        """Note that a request starts, and takes this time from the requests that came before it."""
         self.waiting.remove(request)
         while self._arrivals and self._arrivals[0][1] not in self.waiting:
             heapq.heappop(self._arrivals)
@@ -350,7 +350,7 @@ class Lane:
             self._taken_s = 0.0  # no error of rounding adds up
 
     def seconds_taken_from(self, request: Request) -> float:
-        """What later requests took from a waiting one since it came."""
+        """The seconds that later requests took from a waiting request since it came."""
         num_before = bisect.bisect(self._overtook, (request.service_key, float("inf")))
         return self._taken_s - sum(seconds for _, seconds in self._overtook[:num_before])
 
@@ -461,7 +461,7 @@ class PrefixQueue:
 
 
 KEPT = 0.9
-"""Weight of what is known after each step, and each answer."""
+"""The share of its weight that a value keeps at each later step or answer."""
 
 
 class Mean:
@@ -476,7 +476,7 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """None before the first value."""
+        """The mean; None before the first value."""
         return self._sum / self._weight if self._weight else None
 
 
@@ -494,11 +494,11 @@ class Pace:
         self._prompt_token_s, self._answer_token_s, self._answer_tokens = Mean(), Mean(), Mean()
 
     def begin_step(self) -> None:
-        """A step is planned while no other is computed."""
+        """Note that a step is planned while no other step is computed."""
         self._began = self._clock()
 
     def note_step(self, entries: Entries) -> None:
-        """The step that was planned first was computed."""
+        """Note that the first of the planned steps was computed."""
         now = self._clock()
         seconds, self._began = now - self._began, now
         num_tokens = int((entries.ends - entries.starts).sum())
@@ -506,14 +506,14 @@ class Pace:
         mean.note(seconds, num_tokens)
 
     def note_answer(self, num_tokens: int) -> None:
-        """An answer has ended after this number of tokens."""
+        """Note that an answer has ended after this number of tokens."""
         self._answer_tokens.note(num_tokens, 1)
 
     def seconds(self, request: Request, num_tokens: int) -> float:
-        """Seconds of a request that computes `num_tokens` tokens before its first new one.
+        """Estimate the seconds of a request that computes `num_tokens` tokens before its first new token.
 
-        Its answer is expected to be as long as others were, or as long as it may be if none has ended. Infinite before
-        the first step that computed prompts.
+        The answer is expected to be as long as earlier answers, or as long as allowed if no answer has ended. Infinite
+        before the first step that computed prompts.
         """
         prompt_token_s = self._prompt_token_s.value
         if prompt_token_s is None:

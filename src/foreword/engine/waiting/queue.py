@@ -32,7 +32,7 @@ class Turns:
         """Credit in tokens, of tenants that wait. Debts of other tenants stay here until nobody waits."""
 
     def join(self, tenant: Tenant) -> None:
-        """Note that a tenant has requests that wait. Changes nothing if it had some before."""
+        """Note that a tenant has requests that wait. Changes nothing if it had waiting requests before."""
         if tenant not in self._ring:
             self._ring.append(tenant)
             self._credit.setdefault(tenant, 0)
@@ -51,7 +51,7 @@ class Turns:
             self._credit[tenant] = self._credit.get(tenant, 0) - num_tokens
 
     def next(self, skipped: Collection[Tenant]) -> Tenant:
-        """The tenant whose turn it is; tenants in `skipped` cannot use theirs. At least one tenant is not skipped."""
+        """The tenant whose turn it is; tenants in `skipped` cannot use a turn. At least one tenant is not skipped."""
         while True:
             tenant = self._ring[0]
             if tenant not in skipped:
@@ -76,12 +76,12 @@ class WaitingQueue(Protocol):
         """Forget a waiting request that has ended."""
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Forget a waiting request that runs now, and computes `num_tokens` tokens before its first new one."""
+        """Forget a waiting request that runs now, and computes `num_tokens` tokens before its first new token."""
 
     def candidates(self) -> Iterator[Request]:
         """The requests to try in this step, each once it is asked for.
 
-        A request that still waits when the next one is asked for cannot run in this step, and is passed over.
+        A request that still waits when the next request is asked for cannot run in this step, and is passed over.
         """
 
     def likely(self, limit: int) -> Iterable[Request]:
@@ -149,8 +149,8 @@ class ArrivalQueue:
 class PriorityQueue:
     """Serves tenants by turns; within a tenant, the lowest service key first.
 
-    A request that does not fit holds up all later ones. A priority orders the requests of one tenant, and takes nothing
-    from another one.
+    A request that does not fit holds up all later requests. A priority orders the requests of one tenant, and takes
+    nothing from another tenant.
     """
 
     def __init__(self, quantum: int) -> None:
