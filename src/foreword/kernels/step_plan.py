@@ -54,7 +54,7 @@ class SharingRule:
         return (self.search_ns + num_blocks * self.search_ns_per_block) / 1e3
 
     def pays(self, num_chunks: int, num_blocks: int) -> bool:
-        """Whether saving at most `num_chunks` may be worth a search through `num_blocks` entries."""
+        """Whether not reading at most `num_chunks` chunks may be worth a search through `num_blocks` entries."""
         return not self.token_bytes or self.saving_us(num_chunks) > self.search_us(num_blocks)
 
 
@@ -81,9 +81,9 @@ class StepPlan:
     most_queries: int
     """Most queries of a SHARED item."""
     num_chunks: int
-    """Chunks that members see, counted for each member; there are at most as many SHARED items."""
+    """The sum over members of the chunks that each member sees; there are at most as many SHARED items."""
     groups: tuple[int, ...]
-    """For each group of requests that share their first chunk, their number."""
+    """The number of requests in each group that shares its first chunk."""
     seen_to: Int64Array | None = None
     """See `Batch.seen_to`."""
 
@@ -262,5 +262,5 @@ class Sharing:
         self._bytes_this_step += token_bytes
 
     def explain(self) -> str:
-        """A text for people: what requests shared since the kernel was made."""
+        """Describe, in a text for people, what requests shared since the kernel was made."""
         return self._report.describe() if self._enabled else "two-phase attention: switched off"

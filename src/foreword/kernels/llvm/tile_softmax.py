@@ -11,8 +11,9 @@ A polynomial that yields 1024 + n in float16 has n in its last bits, and so has 
 only add to the exponent, which explains the 76 above.
 
 The peak is MARGIN above the largest score that a row has when its first weights are computed. Weights between 2 ** -76
-and 1 are right. Smaller ones become 2 ** -76 and larger ones nearly 2; so do those thousands of powers below the peak,
-where integers wrap around. A row whose weights add up to MOST_SUM or more must be weighed again.
+and 1 are right. Smaller weights become 2 ** -76, larger weights nearly 2. Weights thousands of powers below the peak
+also become nearly 2, because integers wrap around there. A row whose weights add up to MOST_SUM or more must be weighed
+again.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _joined(builder: Any, low: Any, high: Any) -> Any:
 
 
 def _offset(builder: Any, stats: Any) -> Any:
-    """The addend of a row's scaled scores; not a number if its peak is not."""
+    """The addend of a row's scaled scores; NaN if the row's peak is NaN."""
     above = builder.fsub(ir.Constant(F32, _LEAST_POWER), emit.load(builder, stats, 0, F32))
     offset = emit.call(builder, "llvm.fma.f32", above, ir.Constant(F32, 512.0), ir.Constant(F32, _MAGIC))
     return emit.splat(builder, offset)
@@ -110,8 +111,8 @@ def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
 def estimate_peaks(builder: Any, *arguments: Any) -> None:
     """Write peaks of some rows from the first panel that they see: MARGIN above the largest score, rounded up.
 
-    They see its tokens from `low` to before `high`, at least one. Arguments: scores [rows, 64] and bytes between rows,
-    stats [rows, 2], the number of rows, low, high, factor.
+    The rows see the panel's tokens from `low` to before `high`, at least one token. Arguments: scores [rows, 64] and
+    bytes between rows, stats [rows, 2], the number of rows, low, high, factor.
     """
     scores, score_bytes, stats, num_rows, low, high, factor = arguments
     seen = [_seen(builder, begin, low, high) for begin in range(0, PANEL_TOKENS, LANES)]
@@ -210,7 +211,7 @@ def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: 
 
 
 def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bool) -> Any:
-    """1 if scores[bounds] are numbers below infinity, in size if `by_size`."""
+    """1 if scores[bounds], or their absolute values if `by_size`, are below infinity and not NaN."""
     infinity = ir.Constant(emit.F32S, [float("inf")] * LANES)
 
     def body(index: Any, so_far: Any) -> list[Any]:
@@ -230,5 +231,5 @@ def are_finite(builder: Any, scores: Any) -> Any:
 
 @emit.instructions("aii", types.intp)
 def are_below_infinity(builder: Any, scores: Any, start: Any, stop: Any) -> Any:
-    """1 if scores[start:stop] (multiples of 16) are numbers, and none of them infinitely large."""
+    """1 if scores[start:stop] (multiples of 16) are numbers, and no score is infinitely large."""
     return _all_less(builder, scores, (start, stop), by_size=False)

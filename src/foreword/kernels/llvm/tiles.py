@@ -52,7 +52,7 @@ def has_tiles() -> bool:
 
 
 def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
-    """Emit an instruction for tiles; none without tiles, where this code is compiled but never called."""
+    """Emit an instruction for tiles; without tiles nothing, because the code is compiled but never called."""
     if not has_tiles():
         return
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
@@ -81,7 +81,8 @@ def _multiply(builder: Any, result: int, left: int, right: int) -> None:
 def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
     """Lay out this thread's tiles for products of `num_rows` (1 to 32) rows of A; writes 64 bytes to `config`.
 
-    Up to 16 rows, all tiles of rows have that number; with more, the first have 16 and the second have the rest.
+    With up to 16 rows, all tiles of rows have `num_rows` rows. With more, the first tiles have 16 rows, the second the
+    rest.
     """
     byte, full = ir.IntType(8), emit.integer(TILE_ROWS)
     few = builder.icmp_signed("<=", num_rows, full)
@@ -101,9 +102,10 @@ def release(builder: Any) -> None:
 
 
 def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any, *, passing: bool = False) -> None:
-    """Add the products of one or two tiles of rows and two of weights; `passing`: weights come from the second cache.
+    """Add the products of one or two tiles of rows and two tiles of weights.
 
-    It is fastest to wait for weights from the second cache together, and for those from the first one by one.
+    `passing`: weights come from the second cache. Then it is fastest to wait for both tiles of weights together. If
+    they come from the first cache, it is fastest to wait for each tile by itself.
     """
     line, rows = emit.integer(64), [a, builder.add(a, builder.mul(stride, emit.integer(TILE_ROWS)))]
     _load(builder, 6, weights, line, passing=passing)
@@ -138,7 +140,7 @@ class Product(NamedTuple):
     go_on: Any
     """Start from sums in memory [32, 32]."""
     multiply: Any
-    """Add one step: the address of rows, bytes between them, the address of two tiles of weights."""
+    """Add one step: the address of rows, bytes between rows, the address of two tiles of weights."""
     end: Any
     """Write the sums [32, 32] float32."""
 
@@ -170,9 +172,9 @@ product_16, product_32 = _product(1), _product(2)
 
 
 def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
-    """All steps of a product of up to 32 rows, and other work in each: vectors work while tiles do.
+    """Make a product of up to 32 rows that does other work in each step: vectors work while tiles do.
 
-    `beside(builder, step, *others)` emits the other work. The result takes rows, bytes between them, weights, the
+    `beside(builder, step, *others)` emits the other work. The result takes rows, bytes between rows, weights, the
     number of steps, and `others`, whose letters are `signature`.
     """
 

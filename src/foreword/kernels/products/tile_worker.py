@@ -3,7 +3,7 @@
 Each unit of work expands its own weights. For few rows it expands a step at a time, while tiles multiply the step
 before, so such a product waits for little but memory. For more rows it expands some panels at a time, which then stay
 in the core's second cache for all rows of the unit. Long rows (along k) are cut into *parts*, and sums wait in memory
-from part to part; they are float32 there as in tiles, so cutting changes no bit.
+from part to part. Sums are float32 there as in tiles, so cutting changes no bit.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
 BLOCK_ROWS = 2 * TILE_ROWS
 MOST_STREAMED_ROWS = 64
-"""Most rows for which each block expands the weights again: keeping them would cost more than it saves."""
+"""Most rows for which each block expands the weights again. Keeping expanded weights would cost more than it saves."""
 MOST_UNIT_ROWS, MOST_PANELS, MOST_STREAMED_PANELS = 576, 8, 2
-"""Most rows and panels of a unit. Few rows have smaller units: the smaller the last one, the less threads wait for
-each other."""
+"""Most rows and panels of a unit. Few rows have smaller units, because threads wait less for each other if the last
+unit is small."""
 MOST_STEPS, PART = 40, 14
 """Most steps of a panel that is not cut into parts, and most steps of a part: 32 rows of a part stay in the first cache
 for all panels of a unit."""
@@ -65,10 +65,10 @@ def _set_units(a: Record, num_threads: int) -> None:
 
 
 def _beside(finish: Callable[..., None]) -> Any:
-    """All steps of a product, each of which also ends one row of the product before.
+    """Make the function for all steps of a product, in which each step also ends one row of the product before.
 
     Further arguments: the number of those rows, their sums, bias and target; bytes between targets, and bytes to the
-    next targets; bytes between rows that will be read soon, and the first of these.
+    next targets; bytes between rows that will be read soon, and the first of these rows.
     """
 
     def end_row(builder: Any, step: Any, *others: Any) -> None:
@@ -97,7 +97,7 @@ def _lay_out(scratch: int, num_rows: int, laid_out: int) -> int:
 
 @inlined
 def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
-    """Multiply up to 32 rows by a panel: a step is expanded while the tiles multiply the one before.
+    """Multiply up to 32 rows by a panel: a step is expanded while the tiles multiply the step before.
 
     Near the end of the panel, prefetch the first weights of the panel `following`.
     """
@@ -217,13 +217,13 @@ def _expand_units(a: Any, scratch: int) -> None:
             part = first_step, min(first_step + a.part_steps, a.num_steps)
             _expand(a, scratch, panels, part)
             for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
-                # The last block repeats rows of the one before, with the same bits.
+                # The last block repeats rows of the block before, with the same bits.
                 _multiply_block(a, scratch, min(row, a.num_rows - BLOCK_ROWS), block, panels, part)
 
 
 @functools.cache
 def _compile() -> Worker:
-    """Compile the function that every thread runs: it computes units until none is left."""
+    """Compile the function that every thread runs: it computes units until no unit is left."""
 
     @worker(PRODUCT)
     def multiply(arguments: Any) -> None:

@@ -1,6 +1,6 @@
-"""An adapter's matrices, packed for the products of one model, the name of their content, and what they add to rows.
+"""An adapter's matrices, packed for one model's products, the name of their content, and the terms that they add.
 
-What is added to a row of a step is computed in float32 in an order that no other row changes, and rows without an
+The terms for a row of a step are computed in float32 in an order that no other row changes, and rows without an
 adapter are not touched (`kernels/products/low_rank.py`).
 """
 
@@ -38,9 +38,9 @@ class Place:
     """The number of the product among those of all layers."""
     part: int
     first: int
-    """The first output of the product that it computes."""
+    """The weight's first output in the product."""
     width: int
-    """The number of outputs."""
+    """The number of the weight's outputs."""
     inputs: int
 
 
@@ -69,7 +69,7 @@ def _in(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, Place]]:
 
 
 def most_bytes(spec: DecoderSpec, rank: int) -> int:
-    """Bytes of memory of an adapter that changes every weight by this rank."""
+    """Bytes of memory of an adapter that changes every weight, with changes of this rank."""
     sides = sum(padded_inputs(side) for place in places(spec).values() for side in (place.inputs, place.width))
     return 4 * sides * -(-rank // RANKS) * RANKS
 
@@ -91,7 +91,7 @@ class AdapterName:
     """The name of an adapter, for a process that computes nothing."""
 
     def __init__(self, digest: str, invocation: Sequence[int] | None, folder: str) -> None:
-        """`invocation`: the tokens with which an aLoRA adapter begins, if it is one."""
+        """`invocation`: the tokens with which an aLoRA adapter begins; None: it is a plain LoRA adapter."""
         self.digest = digest
         """Names the content: equal for the same matrices, scales and tokens, wherever they come from."""
         self.invocation = None if invocation is None else np.array(invocation, np.int32)
@@ -99,9 +99,9 @@ class AdapterName:
         """The folder from which it was read."""
 
     def begin_in(self, token_ids: npt.NDArray[np.int32]) -> int | None:
-        """The index of the first token of a prompt that it computes; None: none, as if there were no adapter.
+        """The index of the first token of a prompt that it changes; None: no token, as if there were no adapter.
 
-        aLoRA (arXiv 2504.12397): the last place at which the invocation begins. Without one: 0.
+        aLoRA (arXiv 2504.12397): the last place at which the invocation begins. Without an invocation: 0.
         """
         if self.invocation is None:
             return 0
@@ -115,7 +115,7 @@ class AdapterName:
 
 
 class AdapterWeights(AdapterName):
-    """One adapter. Whoever runs a request under it keeps it alive."""
+    """One adapter. A request that runs with it holds it, and keeps it in memory."""
 
     def __init__(
         self, spec: DecoderSpec, changes: Mapping[str, LowRank], invocation: Sequence[int] | None, folder: str = ""
@@ -143,7 +143,7 @@ class AdapterWeights(AdapterName):
 
 
 def _digest(changes: Mapping[str, LowRank], invocation: Sequence[int] | None) -> str:
-    """SHA-256 of all that decides what the adapter computes, in one form and order."""
+    """SHA-256 of everything that determines the adapter's results, in one form and order."""
     digest = hashlib.sha256(repr(None if invocation is None else [int(token) for token in invocation]).encode())
     for name, change in sorted(changes.items()):
         digest.update(f"\n{name} {len(change.down)} {change.scale.hex()} ".encode() + change.content)
@@ -151,7 +151,7 @@ def _digest(changes: Mapping[str, LowRank], invocation: Sequence[int] | None) ->
 
 
 ALONE_OPERATIONS = 1 << 18
-"""The calling thread computes fewer multiplications alone: waking the others takes longer."""
+"""The calling thread computes fewer multiplications alone, because waking other threads takes longer."""
 NONE = -1
 STEP_ARGUMENTS = "num_rows", "numbers", "tables", "unit_rows", "scratch", "thread_scratch"
 """Arguments that change in every step of an operation whose rows have fixed addresses."""
@@ -161,7 +161,7 @@ class AdaptedRows:
     """For each row of a step the adapter that changes it, if any."""
 
     def __init__(self, adapters: Sequence[AdapterWeights], numbers: Int64Array) -> None:
-        """`numbers` [rows]: of each row the place of its adapter in `adapters`, or NONE."""
+        """`numbers` [rows]: for each row, the place of its adapter in `adapters`, or NONE."""
         self._adapters, self._numbers = adapters, np.ascontiguousarray(numbers)
         self._tables = np.stack([adapter.tables for adapter in adapters], axis=1)
         self.is_changed = (self._tables != 0).any(axis=1)
@@ -181,7 +181,7 @@ class AdaptedRows:
         )
 
     def of(self, rows: Tensor) -> AdaptedRows:
-        """These for some of the rows."""
+        """Return the same for some of the rows."""
         return AdaptedRows(self._adapters, self._numbers[rows.numpy()])
 
     def changed(self) -> Tensor:
@@ -204,13 +204,13 @@ class AdaptedRows:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """What adapters add to the results of one product."""
+    """The terms that adapters add to the results of one product."""
 
     rows: AdaptedRows
     product: int
 
     def add(self, rows: Tensor, result: Tensor) -> Tensor:
-        """The result [rows, out], which is used up, of `rows` [rows, in], with what adapters add to it."""
+        """Add adapters' terms to `result` [rows, out] of `rows` [rows, in], and return it; `result` is used up."""
         adapted, inputs, target = self.rows, rows.float(), result.float().contiguous()
         missing = low_rank.padded_inputs(inputs.shape[-1]) - inputs.shape[-1]
         inputs = torch.nn.functional.pad(inputs, (0, missing)) if missing else inputs.contiguous()
@@ -224,16 +224,16 @@ class Deltas:
         return target if result.dtype == torch.float32 else target.to(result.dtype)
 
     def changed(self) -> Tensor:
-        """The rows that have an adapter, perhaps one that leaves this product as it is."""
+        """The rows that have an adapter, even an adapter that leaves this product as it is."""
         return self.rows.changed()
 
     def of(self, rows: Tensor) -> Deltas:
-        """These for some of the rows."""
+        """Return the same for some of the rows."""
         return Deltas(self.rows.of(rows), self.product)
 
 
 class LayerDeltas(NamedTuple):
-    """What adapters add to each product of a layer; None: no row changes."""
+    """The terms that adapters add to each product of a layer; None: no row changes."""
 
     project: Deltas | None = None
     output: Deltas | None = None
@@ -245,13 +245,13 @@ NO_DELTAS = LayerDeltas()
 
 
 class LowRankOperation(Operation):
-    """What adapters add to the results of one product, in float32."""
+    """Adds adapters' terms to the results of one product, in float32."""
 
     def __init__(self) -> None:
         super().__init__(low_rank.compile_worker())
 
     def bind(self, rows: int, inputs: int, target: int, outputs: int) -> None:
-        """Set the addresses of rows [rows, inputs], whose number is padded, and of what they are added to."""
+        """Set the addresses of rows [rows, inputs], with padded `inputs`, and of the results that are added to."""
         a = self.arguments
         a["rows"], a["row_bytes"], a["num_steps"] = rows, 4 * inputs, inputs // LANES
         a["target"], a["target_bytes"] = target, 4 * outputs

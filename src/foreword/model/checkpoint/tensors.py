@@ -48,7 +48,7 @@ class WeightsLog:
         self._seconds, self._last = seconds_between_lines, time.monotonic()
 
     def note(self) -> None:
-        """One more tensor has been read."""
+        """Note that one more tensor has been read."""
         self._read += 1
         now = time.monotonic()
         if now - self._last >= self._seconds:
@@ -118,10 +118,10 @@ class StoredPlace:
     is_weight: bool = False
     """Whether it may be the weight of a product."""
     keeps_float32: bool = False
-    """Whether it is read in float32, whatever the type of others."""
+    """Whether it is read in float32, whatever type other tensors get."""
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """The tensor in memory of its own; numbers of 16 bits that rows of float32 multiply stay so. Raises OSError."""
+        """Read the tensor into memory of its own. 16-bit weights for float32 rows stay in 16 bits. Raises OSError."""
         kind = _KEPT.get(self.dtype) if dtype == torch.float32 and self.is_weight else None
         if self.keeps_float32:
             return self.stored().float()
@@ -175,7 +175,7 @@ class StoredTensors(MutableMapping[str, Weight]):
     def __init__(
         self, model: str, places: Mapping[str, Place], dtype: torch.dtype, *, in_integers: bool = False
     ) -> None:
-        """`dtype`: the type of all tensors; others are converted. `in_integers`: how whole numbers are multiplied."""
+        """`dtype`: the type that tensors get; `in_integers`: whether whole numbers are multiplied in integers."""
         self._model, self._places, self._dtype, self._in_integers = model, dict(places), dtype, in_integers
         self._read: dict[str, Weight] = {}
         self._log = WeightsLog(model, len(self._places))
@@ -219,7 +219,7 @@ class StoredTensors(MutableMapping[str, Weight]):
 
 
 def safetensors_places(folder: Path, *, quantized: bool = False) -> dict[str, StoredPlace]:
-    """The tensors of a folder by their names. Raises UnreadableError, unless `quantized` also for parts of weights."""
+    """The tensors of a folder by their names, if `quantized` also parts of weights. Raises UnreadableError."""
     types = {**_TYPES, **(_PARTS if quantized else {})}
     try:
         return {name: place for path in _files(folder) for name, place in _places(path, types).items()}

@@ -1,9 +1,9 @@
 """Linear layers in bfloat16 whose weights are held in 12 bits each, for AMX tiles or for pairs in vectors.
 
 oneDNN uses tiles too, but cuts the inner dimension by the number of rows, so a row's bits depend on the other rows
-(docs/decisions/0017-tiles.md). Here they do not. Without tiles, vectors multiply pairs of bfloat16 from the same packed
-weights (docs/decisions/0023-products-in-pairs.md). For a gated feed-forward network, gate and up lie side by side in a
-panel, and the gate is computed before anything is written.
+(docs/decisions/0017-tiles.md). Here a row's bits do not. Without tiles, vectors multiply pairs of bfloat16 from the
+same packed weights (docs/decisions/0023-products-in-pairs.md). For a gated feed-forward network, gate and up lie side
+by side in a panel, and the gate is computed before anything is written.
 
     weights   panels of 32 columns; a panel: for 32 of k at a time two tiles; a tile: 16 pairs of k x 16 columns;
               12 bits each (`kernels/products/weights12.py`)
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 Ids = npt.NDArray[np.int64]
 
 MANY_EXCEPTIONS = 1 / 32
-"""Share of a layer's weights that causes a warning; at twice this share they take as much memory as bfloat16."""
+"""The share of exceptions in a layer that causes a warning; with twice this share, weights take as much as bfloat16."""
 ALONE_OPERATIONS = 1 << 19
-"""The calling thread computes a product of fewer multiplications alone: waking the others takes longer."""
+"""The calling thread computes a product of fewer multiplications alone, because waking other threads takes longer."""
 
 
 class CompactProduct:
-    """Weights, packed: rows [..., in_features] to [..., out_features], or [..., out_features / 2] if they are gated."""
+    """A product with packed weights: rows [..., in_features] to [..., out_features], half as many if gated."""
 
     format = "12 bits"
     dtype = torch.bfloat16
@@ -110,7 +110,7 @@ class CompactProduct:
         return int(self._constants["thread_scratch"])
 
     def operations(self) -> list[ProductOperation]:
-        """The product as a new operation; there may be many."""
+        """Make a new operation that computes the product; many may exist."""
         return [self._operation()]
 
     @property
@@ -134,9 +134,10 @@ class CompactProduct:
         return flat[self._columns()]
 
     def some(self, rows: Tensor, outputs: Ids) -> Tensor:
-        """Columns `outputs` of the product of bfloat16 rows, [..., len(outputs)]: the panels that hold them are run.
+        """Columns `outputs` of the product of bfloat16 rows, [..., len(outputs)]. Only panels with these columns are
+        run.
 
-        Bits are those of the whole product, which computes each panel alone.
+        The bits are those of the whole product, which computes each panel alone.
         """
         panels, place = np.unique(outputs // PRODUCT_PANEL, return_inverse=True)
         if 2 * len(panels) > self._num_panels:
@@ -167,7 +168,7 @@ class CompactProduct:
         return self._run(self._of_thread.operation, rows, self.width)
 
     def of_heads(self, rows: Tensor, target: Tensor) -> None:
-        """Rows [rows, heads, in_features] to `target` [rows, heads, out_features / heads]; both may have gaps."""
+        """Multiply rows [rows, heads, in] to `target` [rows, heads, out_features / heads]; both may have gaps."""
         rows = rows if rows.stride(2) == 1 else rows.contiguous()
         operation = self._of_thread.operation
         scratch = thread_memory(self.thread_scratch * torch.get_num_threads())
@@ -196,7 +197,7 @@ class ProductOperation(Operation):
     """A product of the rows that `bind` set last."""
 
     def __init__(self, worker: ProductWorker, constants: Record, memory: object) -> None:
-        """`constants`: arguments that `bind` does not set; `memory`: what they are addresses of."""
+        """`constants`: arguments that `bind` does not set; `memory`: the memory at the addresses among them."""
         super().__init__(worker.compile())
         self._memory, self._set_units = memory, worker.set_units
         for name in PRODUCT.names or ():

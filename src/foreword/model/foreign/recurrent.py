@@ -203,7 +203,7 @@ class StateProbe:
 
 
 def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArguments) -> float:
-    """Measure in float32 how far the results of a sequence in pieces are from those of the whole."""
+    """Measure in float32 how far the results of a sequence in pieces are from the results of the whole."""
     exact = copy.deepcopy(module).float()
     name = next(n for n in CACHE_ARGUMENTS if n in call.arguments)
     source = next(iter(call.signature.parameters))
@@ -224,6 +224,6 @@ def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArgume
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """The name under which a module's `forward` takes its cache; None if it takes none."""
+    """The name under which a module's `forward` takes its cache; None if it takes no cache."""
     parameters = inspect.signature(module.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)

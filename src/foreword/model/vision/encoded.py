@@ -1,10 +1,10 @@
 """The rows of pictures, encoded and kept.
 
 Encoders and image processors are transformers'. A picture's rows depend on no other picture: each is encoded alone, and
-its tiles, where a family has them, one after the other. Encoded pictures are kept by the digest of what they show and
-the salt of who shows them; the engine's thread alone may ask for them, so a new picture of several requests is encoded
+its tiles, where a family has them, one after the other. Encoded pictures are kept under their digest and the salt of
+the user who shows them. Only the engine's thread may ask for them, so a new picture of several requests is encoded
 once. A tile is encoded when a step first needs one of its rows, unless the tiers below the pool have it. A step asks
-them once, for all its pictures.
+the tiers once, for all its pictures.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch import Tensor
 from foreword.request import Alone, Picture
 
 Key = tuple[str | Alone | None, str]
-"""The salt of who shows a picture, and its digest. Rows are kept under it, lest time tell who else showed the picture.
-"""
+"""The salt of the user who shows a picture, and the picture's digest. Rows are kept under both, so that the time of an
+answer does not tell who else showed the picture."""
 
 
 class Vision(Protocol):
-    """The half of a model that sees. Families inherit what they do not say themselves."""
+    """The half of a model that sees. Families inherit the defaults that they do not override."""
 
     token_id: int
     """The token that rows of pictures replace."""
     digest: str
     """A digest of everything besides pixels and weights on which a picture's rows depend."""
     num_added: int = 0
-    """The number of layers after which more is added to its rows."""
+    """The number of first layers after which further terms are added to its rows."""
     sees_ahead: bool = False
-    """Whether tokens of a picture see each other, also the later ones."""
+    """Whether tokens of a picture see each other, also later tokens."""
     written_sign: tuple[str, str] | None = None
-    """The sign of a picture in chat templates, and what transformers' processor makes of it before it is encoded."""
+    """The sign of a picture in chat templates, and the text by which transformers' processor replaces it in prompts."""
 
     @property
     def sign_id(self) -> int:
@@ -50,24 +50,24 @@ class Vision(Protocol):
 
     @property
     def most_whole(self) -> int:
-        """Most tokens that one step must compute."""
+        """The most tokens that one step must compute together; 0: a step may end at any token."""
         return 0
 
     def shape(self, height: int, width: int) -> Any:
         """The tiles into which a picture of this size is cut."""
 
     def num_rows(self, shape: Any) -> int:
-        """The number of rows of a picture that is cut so."""
+        """The number of rows of a picture that is cut into this shape."""
 
     def text(self, shape: Any) -> str:
-        """The text that stands in a prompt for a picture that is cut so."""
+        """The text that stands in a prompt for a picture that is cut into this shape."""
 
     def grid(self, shape: Any) -> tuple[int, int] | None:
         """Rows and columns in which its tokens turn; None: they turn as text does."""
         return None
 
     def without_weights(self) -> Self:
-        """A copy that cuts and names pictures, and encodes none: it can be pickled."""
+        """A copy that cuts and names pictures but encodes no picture; it can be pickled."""
         clone = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, torch.nn.Module):
@@ -87,7 +87,7 @@ class _EncodedTiles:
     """The encoded tiles of one picture."""
 
     rows: Tensor
-    """[rows, width]; those of tiles that are not encoded are meaningless."""
+    """[rows, width]; rows of tiles that are not encoded are meaningless."""
     tiles: set[int]
     """Numbers of the tiles that are encoded."""
 
@@ -103,9 +103,9 @@ class Below(Protocol):
     """The tiers below memory, which keep rows longer than the process runs."""
 
     def load(self, names: Sequence[str], payloads: Sequence[memoryview], compute_s: float | None) -> Sequence[bool]:
-        """Fill the payloads of names that tiers have; returns for each whether it was filled.
+        """Fill the payloads of names that tiers have; return for each name whether its payload was filled.
 
-        `compute_s`: seconds to make all of them, None if that is not known; it takes less time.
+        `compute_s`: seconds to compute all payloads, None if unknown; loading takes less time.
         """
 
     def store(self, names: Sequence[str], payloads: Sequence[memoryview]) -> None:
@@ -130,17 +130,17 @@ class EncodedPictures:
     def __init__(self, vision: Vision, form: RowsOfPictures, max_bytes: int) -> None:
         """`max_bytes`: most memory of kept rows between steps; the last picture stays in any case, for its next chunk.
 
-        What was encoded lately takes as much again while tiers write it.
+        Rows that were encoded lately take their memory once more while tiers write them.
         """
         self.vision, self.max_bytes, self._form = vision, max_bytes, form
         self.below: Below | None = None
-        """None: there is nothing below."""
+        """The tiers below; None: there are no tiers."""
         self._pictures: OrderedDict[Key, _EncodedTiles] = OrderedDict()
         self.num_bytes = self.num_encoded = self.num_rows = self.num_found_rows = self.num_loaded_rows = 0
-        """Memory of kept rows; how often a picture was begun to be encoded; the rows that were encoded, those that a
-        step found, and those that were loaded."""
+        """Bytes of kept rows; the number of pictures whose encoding began; and the numbers of rows that were encoded,
+        that steps found, and that were loaded."""
         self.seconds = 0.0
-        """Time that encoding took."""
+        """Seconds that encoding took."""
 
     def without_weights(self) -> EncodedPictures:
         """A copy for another process, which encodes nothing."""
@@ -153,7 +153,8 @@ class EncodedPictures:
     def missing(self, picture: Picture, rows: range, salt: str | Alone | None = None) -> list[range]:
         """The tiles that must be encoded for these rows of a picture, as ranges of its rows.
 
-        From the first that is not kept to the last one, with kept ones between them, because they are encoded together.
+        These are the tiles from the first missing to the last missing one, with kept tiles between, as one call encodes
+        them.
         """
         picture_tiles, size = self._pictures.get((salt, picture.digest)), self.vision.tile_rows(picture.shape)
         tiles = range(rows.start // size, -(-rows.stop // size))
@@ -178,14 +179,14 @@ class EncodedPictures:
         return rows
 
     def _make_room(self, in_use: set[Key]) -> None:
-        """Drop rows until memory is kept to: first those of requests that skip the cache, which no other one finds."""
+        """Drop rows until they fit: first rows of requests that skip the cache, which no other request finds."""
         for key in sorted(self._pictures, key=lambda key: key in in_use or not isinstance(key[0], Alone))[:-1]:
             if self.num_bytes <= self.max_bytes:
                 break
             self.num_bytes -= self._pictures.pop(key).rows.nbytes
 
     def _load(self, below: Below, needed: Sequence[PictureRows]) -> None:
-        """Keep those tiles of a step that are below."""
+        """Load and keep the tiles of a step that the tiers have."""
         tiles = {
             _name(part.key, tile): (part, tile, torch.empty((len(tile), self._form.width), dtype=self._form.dtype))
             for part in needed
@@ -203,7 +204,7 @@ class EncodedPictures:
                 self.num_loaded_rows += len(tile)
 
     def _encode(self, picture: Picture, key: Key, missing: list[range]) -> None:
-        """Encode tiles that stand side by side; those among them that are kept keep their bits."""
+        """Encode tiles that stand side by side. Tiles among them that are already kept get the same bits again."""
         started, size = time.monotonic(), self.vision.tile_rows(picture.shape)
         first, end = missing[0].start, missing[-1].stop
         rows = self.vision.encode(picture.pixels(), slice(first // size, end // size))
