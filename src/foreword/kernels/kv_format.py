@@ -7,8 +7,8 @@ and one scale:
     code    = element / scale, rounded to the nearest whole number, ties to even
     element = code * scale, for all readers
 
-Both follow from the row alone, and attention reads nothing but what was written, the step's own rows too. So a token's
-KV has the same bits in any batch, and a hit reads what a miss wrote.
+Codes and scale follow from the row alone, and attention reads only what was written, even for the step's own rows. So a
+token's KV has the same bits in any batch, and a hit reads what a miss wrote.
 
     a block's page of numbers    token 0: head 0, head 1, ..; token 1: ..
     a block's page of codes      the codes in this order, and then the scales in this order
@@ -19,8 +19,8 @@ A latent format stores one row a token for all heads and no values: a value is t
     written by    `KVBlocks.write`; `model/cpu/rotary.py`; of numbers, `triton/blocks.py` and `model/rotation.py`
     read by       `KVBlocks.read` and `read_blocks`, and by the compiled kernels whose `why_not` accepts the format
 
-All blocks of a pool have one format, and it is part of their keys. `KVBlocks` is where readers find codes and scales:
-nobody is handed a bare tensor.
+All blocks of a pool have one format, and it is part of their keys. Readers find codes and scales in `KVBlocks`, and
+never get a bare tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class KVFormat:
     dtype: torch.dtype
     """The type of an element in its block; int8: codes with a scale for each row."""
     latent: bool = False
-    """Whether values are the first elements of keys, of which each token has one for all heads."""
+    """Whether values are the first elements of keys, with one key per token for all heads."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class KVFormat:
         return f"{computed} as {'latent ' if self.latent else ''}{self.dtype}"
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row of `dim` elements, with all that belongs to it."""
+        """Bytes of a row of `dim` elements, with its scale if elements are codes."""
         return dim * self.dtype.itemsize + (SCALE_BYTES if self.is_coded else 0)
 
     def token_row_bytes(self, key_dim: int, value_dim: int) -> tuple[int, int]:
@@ -90,9 +90,9 @@ class KVFormat:
 
 
 def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., dim] of any type as codes [..., dim] int8 and scales [...] bfloat16.
+    """Encode rows [..., dim] of any type as codes [..., dim] int8 and scales [...] bfloat16.
 
-    A row with an element that is no number, or is infinite, has such a scale: all of it is read as no number.
+    A row with a NaN or an infinite element gets a NaN or infinite scale, so all its elements are read as NaN.
     """
     exact = rows.float()
     size = exact.abs().view(torch.int32).amax(-1).view(torch.float32)  # as integers, a NaN is larger than any number
@@ -164,7 +164,7 @@ class KVBlocks:
         return all(part.stride(0) == count * self.format.row_bytes(part.shape[3]) for part in (self.keys, self.values))
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows [tokens, kv_heads, dim] of any type at slots [tokens]; those of latent values are in the keys."""
+        """Store rows [tokens, kv_heads, dim] of any type at slots [tokens]; latent values are in the keys' rows."""
         both = (self.keys, keys), (self.values, values)
         for at, (blocks, rows) in enumerate(both[:1] if self.format.latent else both):
             if self.scales is None:

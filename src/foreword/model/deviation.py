@@ -36,7 +36,7 @@ from foreword.model.storage import KVStorage
 from foreword.request import LinkedRun, Links
 
 KEPT_BYTES = 64 << 20
-"""Bytes of sources' keys and values that are kept, those used last."""
+"""Limit in bytes of sources' keys and values to keep; the last used sources are kept."""
 PASS_TOKENS = 2048
 """Most tokens of one chunk of a pass, which bounds its memory."""
 FloatArray = npt.NDArray[np.float32]
@@ -45,7 +45,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class Beginning:
-    """All that a decoder computes up to the keys and values of its second layer."""
+    """The part of a decoder up to the keys and values of its second layer."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder, self._attention = decoder, ReferenceAttention()
@@ -66,7 +66,7 @@ class Beginning:
             return storage.blocks[1].read(torch.arange(len(token_ids)))
 
     def _step(self, storage: KVStorage, token_ids: IntArray, positions: IntArray, start: int) -> Step:
-        """The tokens from index `start` on, after those before."""
+        """Make the step of the tokens from index `start` on, after all earlier tokens."""
         num_tokens, device = len(token_ids), self._decoder.device
         table = np.arange(storage.num_blocks, dtype=np.int32)[None]
         indices = np.arange(start, start + num_tokens, dtype=np.int32)
@@ -101,7 +101,7 @@ class LinkDeviations:
     def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
         """The squared deviation of each linked token of a prompt, [tokens]; 0 for tokens in no run.
 
-        `salt`: its tenant's. What is kept of sources is kept apart, so that nobody learns from a time what others link.
+        `salt`: the tenant's. Sources are kept apart for each salt, so that nobody learns from a time what others link.
         Raises InvalidRequestError for a prompt that the model cannot compute.
         """
         if self._beginning is None:
@@ -188,5 +188,5 @@ class _KeptSources:
 
 
 def _num_bytes(source: KeysValues | None) -> int:
-    """Bytes of the memory that tensors lie in: they may be parts of larger ones."""
+    """Bytes of the memory in which tensors lie; a tensor may be a part of a larger one."""
     return 0 if source is None else sum(tensor.untyped_storage().nbytes() for tensor in source)

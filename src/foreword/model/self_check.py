@@ -21,7 +21,7 @@ NUM_TOKENS = 45
 BLOCK_SIZE = 4
 CELL_TOKENS = 12
 NUM_PROMPT_TOKENS = 29
-"""Prompt tokens of the preempted request: two cells, and a part of one that holds a whole block."""
+"""Prompt tokens of the preempted request: two cells, and a part of a third cell that holds a whole block."""
 NUM_GENERATED_TOKENS = 3
 
 
@@ -40,7 +40,7 @@ class ShortPrompt:
         self.logits = self.check.run((0, self.tokens, start, num_tokens))
 
     def digest(self) -> str:
-        """A digest of the logits and of all attention layers' KV: it tells one arithmetic from another."""
+        """A digest of the logits and of all attention layers' KV, which differs from one arithmetic to another."""
         digest = hashlib.sha256(_bytes(self.logits))
         storage = self.check.storage
         for layer, group_id in sorted(storage.group_of.items()):
@@ -56,12 +56,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def find_inexactness(model: LoadedModel, prompt: ShortPrompt | None = None) -> str | None:
-    """Compute the end of one short prompt in several ways; returns what the logits depend on, or None.
+    """Compute the end of one short prompt in several ways; return on what the logits wrongly depend, or None.
 
     The ways are: all at once; in uneven chunks down to one token; and beside another request, over KV that a third
-    one wrote, once as prefill and once as decoding. They cost six forward passes of at most 52 tokens.
-    Recurrent layers give equal bits for equal cells only. So their chunks end on the grid of cells, and decoding is not
-    compared with prefill. Instead, at most nine more passes check what a cache makes of cells.
+    request wrote, once as prefill and once as decoding. They cost six forward passes of at most 52 tokens. Recurrent
+    layers give equal bits for equal cells only. So their chunks end on the grid of cells, and decoding is not compared
+    with prefill. Instead, at most nine more passes check cells after preemption and after cache hits.
     """
     prompt = prompt or ShortPrompt(model)
     check, tokens, whole = prompt.check, prompt.tokens, prompt.logits

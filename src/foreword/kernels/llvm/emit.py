@@ -119,7 +119,7 @@ def fused(builder: Any, left: Any, right: Any, addend: Any) -> Any:
 
 
 def larger(builder: Any, left: Any, right: Any) -> Any:
-    """The larger of two, lane by lane; `left` where one is not a number."""
+    """The larger of two numbers, lane by lane; `left` where one of the two is NaN."""
     return builder.select(builder.fcmp_ordered(">", right, left), right, left)
 
 
@@ -205,7 +205,7 @@ def rounded_pairs(builder: Any, low: Any, high: Any) -> Any:
 
 
 def by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
-    """A numba function of a number of rows, one of `counts`, and of `signature`; it has code for each count."""
+    """Make a numba function of a number of rows and of `signature`, with code for each number in `counts`."""
 
     @instructions("i" + signature)
     def function(builder: Any, num_rows: Any, *arguments: Any) -> None:

@@ -28,7 +28,7 @@ def load(builder: Any, address: Any, index: Any, to_bf16: bool) -> Any:
 
 
 def rounded(builder: Any, vector: Any) -> Any:
-    """float32 as the bits of the nearest bfloat16, ties to even; not-a-number stays so."""
+    """float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = builder.bitcast(vector, I32S)
 
     def const(value: int) -> ir.Constant:
@@ -69,7 +69,7 @@ def _share(builder: Any, value: Any, power: Any) -> Any:
 def _norm(bf16: bool) -> Any:
     @emit.instructions("aaaifi")
     def norm(builder: Any, x: Any, weight: Any, target: Any, width: Any, epsilon: Any, form: Any) -> None:
-        """One row divided by the root of its mean square and scaled by `weight`; `width` is whole vectors."""
+        """Divide one row by the root of its mean square, and scale it by `weight`; `width` is whole vectors."""
 
         def square(index: Any, total: Any) -> list[Any]:
             value = load(builder, x, index, bf16)
@@ -100,7 +100,7 @@ def _norm(bf16: bool) -> Any:
 def _gate(bf16: bool, activation: Callable[[Any, Any], Any]) -> Any:
     @emit.instructions("aaai")
     def gate(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
-        """activation(x) * y of one row; the first is rounded as if it were written; `width` is whole vectors."""
+        """activation(x) * y of one row; activation(x) is rounded as if it were written; `width` is whole vectors."""
 
         def body(index: Any) -> list[Any]:
             factor = activation(builder, load(builder, x, index, bf16))

@@ -21,11 +21,11 @@ class _Family:
     """The places of both halves of a family's models. The language half is a decoder by itself."""
 
     language: str
-    """The written family of the language half, if the file says none of them."""
+    """The written family of the language half, if the file does not name it."""
     text: tuple[str, ...]
-    """Beginnings of the names of its weights; "model." replaces them."""
+    """Beginnings of the names of the language half's weights; "model." replaces the beginning."""
     vision: Mapping[str, str]
-    """Beginnings of the names of other weights -> their part."""
+    """Beginnings of the names of other weights -> the beginning that names their part."""
     is_qwen: bool = False
     is_tied: bool = False
     """Whether the embedding is the head too, if the file does not say."""
@@ -84,7 +84,7 @@ _OF_OTHERS = frozenset(
 _OF_VISION = frozenset(
     "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id".split()
 )
-"""Fields that files have beside those of the language half, and that are not its own."""
+"""Fields that files have beside the language half's fields, and that do not belong to this half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None:
         return raw
     text = raw.get("text_config")
-    if text is None and family.is_qwen:  # older files have it beside the rest
+    if text is None and family.is_qwen:  # older files have its fields beside the others
         text = raw
     if not isinstance(text, Mapping) or "rms_norm_eps" not in {**family.defaults, **text}:
         raise UnreadableError("a text_config that is left out, or has no rms_norm_eps")
@@ -117,7 +117,7 @@ def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         text |= {**kind, **_three_positions(text)}
         text["rope_parameters"]["mrope_interleaved"] = family.language != "qwen2"  # whatever the file says
     if family.language == "qwen3_moe":
-        text["norm_topk_prob"] = True  # likewise
+        text["norm_topk_prob"] = True  # whatever the file says
     tied = raw.get("tie_word_embeddings", family.is_tied) or (family.is_qwen and text.get("tie_word_embeddings", False))
     return {**kind, **text, "dtype": dtype, "tie_word_embeddings": tied}
 
@@ -134,7 +134,7 @@ def _three_positions(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_form(folder: Path, reason: Exception) -> None:
-    """Raise UnsupportedModelError for a model with pictures that is not read here: no other code runs its halves."""
+    """Raise UnsupportedModelError for a model with pictures that is not read here, as no other code runs its halves."""
     try:
         kind = json.loads((folder / "config.json").read_bytes()).get("model_type")
     except (OSError, ValueError, AttributeError):

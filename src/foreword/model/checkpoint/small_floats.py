@@ -27,9 +27,9 @@ from foreword.model.cpu.coded_product import CodedProduct, CodedRows, Weight
 Config = Mapping[str, Any]
 """`quantization_config` of a config.json."""
 BAND = 1 << 20
-"""Weights that are expanded at once."""
+"""The number of weights that are expanded at once."""
 NO_NUMBER = 255
-"""The exponent of MXFP4 that stands for no number."""
+"""The exponent of MXFP4 that stands for NaN."""
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_(blocks|scales|bias)")
 
 
@@ -48,7 +48,7 @@ class Float8Place:
         return self.weight.shape
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """The weight's codes, or the weight in memory of its own. Raises OSError or UnreadableError."""
+        """Read the weight, as codes or as a tensor in memory of its own. Raises OSError or UnreadableError."""
         outputs, inputs = self.shape
         rows, columns = self.block
         grid = -(-outputs // rows), -(-inputs // columns)
@@ -90,7 +90,7 @@ class Mxfp4Place:
     """[experts * rows, in / 32]"""
     first: int
     step: int
-    """Rows of the file from one of its rows to the next."""
+    """The number of the file's rows from one of the weight's rows to the next."""
     count: int
     keeps_codes: bool
 
@@ -99,7 +99,7 @@ class Mxfp4Place:
         return self.count, 32 * self.blocks.shape[1]
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """The weight's codes, or the weight in memory of its own. Raises OSError."""
+        """Read the weight, as codes or as a tensor in memory of its own. Raises OSError."""
         rows = CodedRows(FORMATS["MXFP4"], (self.count, 32 * self.blocks.shape[1]), self._codes)
         return rows if self.keeps_codes and CodedProduct.can_take(rows) else rows.plain(dtype)
 
@@ -129,13 +129,13 @@ class BiasPlace:
         return (len(range(self.first, self.biases.shape[1], self.step)),)
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """The numbers in memory of their own. Raises OSError."""
+        """Read the numbers into memory of their own. Raises OSError."""
         biases = self.biases.rows(self.expert, (1, self.biases.shape[1]))
         return biases[0, self.first :: self.step].to(dtype).contiguous()
 
 
 def float8_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of an FP8 checkpoint by their names. Raises UnreadableError for what is not read here."""
+    """The weights of an FP8 checkpoint by their names. Raises UnreadableError if it is not read here."""
     is_compressed = config.get("quant_method") == "compressed-tensors"
     end = ".weight_scale" if is_compressed else ".weight_scale_inv"
     weights: dict[str, Place] = {}

@@ -43,7 +43,7 @@ class StoredModel:
     """The length of the longest sequence that the model accepts."""
     eos_token_ids: frozenset[int]
     vision: VisionFiles | None = None
-    """The half that sees pictures; None: there is none."""
+    """The files of the half that sees pictures; None if the model has no such half."""
 
 
 def read_stored(options: ModelConfig) -> StoredModel:
@@ -70,8 +70,8 @@ def read_stored(options: ModelConfig) -> StoredModel:
     vision = None
     if not files and not is_grouped:
         plain, vision = parted(folder, read_raw(folder), safetensors_places(folder))
-    # Without instructions for bfloat16, rows of float32 are multiplied several times as fast, by weights as they are.
-    # Experts in one tensor would become float32.
+    # Without instructions for bfloat16, float32 rows and weights in their 16 bits are multiplied several times as fast.
+    # Experts in one tensor would become float32, so they keep bfloat16.
     is_apart = all(isinstance(place, StoredPlace) and len(place.shape) < 3 for place in plain.values())
     keeps_bits = values["dtype"] == "bfloat16" and is_apart
     in_integers = options.weight_arithmetic == "int8"
@@ -99,7 +99,7 @@ def read_stored(options: ModelConfig) -> StoredModel:
 
 
 def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mapping[str, Place]:
-    """All places but those of layers that guess tokens ahead: they follow the others, if the config counts them."""
+    """All places except those of layers that guess tokens ahead, which come last, if the config counts them."""
     if not values.get("num_nextn_predict_layers"):
         return places
     numbers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in places}
@@ -108,7 +108,7 @@ def _of_layers(places: Mapping[str, Place], values: Mapping[str, Any]) -> Mappin
 
 
 def quantized_as(folder: Path) -> str | None:
-    """The quant_method of a folder that is read here alone, if its family and form are known; None for others."""
+    """The quant_method of a folder, if foreword reads weights of this method and transformers does not; else None."""
     try:
         method = read_raw(folder)["quantization_config"]["quant_method"]
     except (UnreadableError, TypeError, LookupError):
@@ -117,7 +117,7 @@ def quantized_as(folder: Path) -> str | None:
 
 
 def _grouped(folder: Path, config: Any, keeps_codes: bool) -> dict[str, Place]:
-    """The weights of a quantized folder. Raises UnsupportedModelError, or UnreadableError if transformers may do."""
+    """The weights of a quantized folder. Raises UnsupportedModelError; UnreadableError if transformers may read it."""
     try:
         return grouped_places(safetensors_places(folder, quantized=True), config, keeps_codes=keeps_codes)
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -57,11 +57,12 @@ class Stamp(NamedTuple):
 
 
 class RememberedDigests:
-    """Digests of files by path and stamp, in one file of the user's; where that cannot be written, nothing is kept."""
+    """Digests of files by path and stamp, in one file of the user's; nothing is kept if it cannot be written."""
 
     def __init__(self, path: Path | None = None, *, least_bytes: int = 1 << 24, settled_s: float = 2.0) -> None:
-        """`least_bytes`: smaller files are read faster than they are worth a place; `settled_s`: a file younger than
-        that may change again within one tick of its file system's clock, so its digest is not kept.
+        """`least_bytes`: smaller files have no place here, because they are read quickly; `settled_s`: a file that
+        changed less than this time ago may change again within one tick of its file system's clock, so its digest is
+        not kept.
         """
         self._file = UserFile(path or user_cache_folder() / "foreword" / "weights.json")
         self._least_bytes, self._settled_ns = least_bytes, int(settled_s * 1e9)
@@ -100,7 +101,7 @@ class WeightsDigest:
 
     def __enter__(self) -> WeightsDigest:
         folder = Path(self._options.model)
-        if folder.is_dir():  # what the hub's client has stored does not change, and may not be there yet
+        if folder.is_dir():  # files of the hub's client do not change, and may not be there yet
             with contextlib.suppress(OSError):  # the loader says what is wrong with a folder
                 self._start(weight_files(folder))
         return self
@@ -154,7 +155,7 @@ class WeightsDigest:
 def weight_files(folder: Path) -> list[Path]:
     """The files from which transformers reads a folder's weights; empty if they are not known.
 
-    With an adapter in the folder, those of the model that it belongs to count too. Raises OSError.
+    With an adapter in the folder, the files of the model to which it belongs count too. Raises OSError.
     """
     files: list[Path] = []
     explicit = _json(folder / "config.json").get("transformers_weights")
@@ -187,7 +188,7 @@ def _hub_folder(options: ModelConfig) -> Path:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file's object; empty if there is none."""
+    """The JSON object in a file; empty if there is no such object."""
     with contextlib.suppress(OSError, ValueError):
         fields = json.loads(path.read_bytes())
         return fields if isinstance(fields, dict) else {}
@@ -209,7 +210,7 @@ def _piece(path: Path, start: int, end: int) -> bytes:
 
 
 def digest_sources(*folders: Path) -> str:
-    """A digest of the Python files in folders, where code decides bits."""
+    """A digest of the Python files in folders whose code decides bits."""
     paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return _sha256(hashlib.sha256(path.read_bytes()).digest() for path in paths).hex()
 

@@ -24,7 +24,7 @@ from foreword.kernels.runtime.threads import OfThread, Operation
 from foreword.model.cpu.row_functions import Norm
 
 ALONE_ELEMENTS = 1 << 16
-"""The calling thread computes up to this many elements alone: waking the others takes longer."""
+"""The calling thread computes up to this many elements alone, because waking other threads takes longer."""
 UNIT_ROWS = 4
 HEADS = record(
     "rows",
@@ -93,7 +93,7 @@ def _write_codes(size: int, row: int, blocks: int, slot: int, place: tuple[int, 
 
 @inlined
 def _turn_head(a: Any, source: int, target: int, row: int, norm: tuple[int, Any, int]) -> None:
-    """Write a head that is normalised and rotated; `norm`: its weight (0: no norm), epsilon and form."""
+    """Normalise, rotate and write a head; `norm`: its weight (0: no norm), epsilon and form."""
     size = a.item_bytes
     weight, epsilon, form = norm
     cosine, sine = a.cosine + row * a.turned * size, a.sine + row * a.turned * size
@@ -112,7 +112,7 @@ def _turn_head(a: Any, source: int, target: int, row: int, norm: tuple[int, Any,
 
 @functools.cache
 def _compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes rows until none is left."""
+    """Compile the function that every thread runs: it computes rows until no row is left."""
 
     @worker(HEADS)
     def place_heads(arguments: Any) -> None:
@@ -183,12 +183,12 @@ class RotaryKernel:
     def __init__(self, shapes: HeadShapes, query_norm: Norm | None, key_norm: Norm | None) -> None:
         self.shapes = shapes
         self.operation = functools.partial(RotaryOperation, shapes, (query_norm, key_norm))
-        """Makes the pass as a new operation; there may be many."""
+        """Makes a new operation that does the pass; many may exist."""
         self._of_thread = OfThread(self.operation)
 
     @staticmethod
     def can_write(blocks: KVBlocks, dtype: torch.dtype) -> bool:
-        """Whether rows of this type can be the blocks' elements, and lie without gaps."""
+        """Whether the blocks take rows of this type, and lie without gaps."""
         return blocks.is_contiguous and blocks.format.can_take(dtype)
 
     def __call__(self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: KVBlocks) -> Tensor:

@@ -1,8 +1,9 @@
 """What each layer remembers, and in which shapes: at load, two tokens run through the plain model once.
 
 Importing this module registers attn_implementation="foreword_probe", which computes nothing and notes each request for
-attention. Unlike `foreword_attention` it has a mask function: models build their masks, and each must hide exactly what
-the layer's window or chunk says. The probe refuses a layer that hides or remembers anything else, with the reason.
+attention. Unlike `foreword_attention` it has a mask function: models build their masks, and each mask must hide exactly
+what the layer's window or chunk hides. The probe refuses a layer that hides or remembers anything else, with the
+reason.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class Remembered:
     recurrent: dict[int, nn.Module]
     """Recurrent layer -> the module that keeps its state."""
     options: dict[int, AttentionOptions]
-    """Attention layer -> what it asks attention for."""
+    """Attention layer -> the options with which it calls attention."""
 
 
 def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
     """Find out what a plain model's layers remember. Raises UnsupportedModelError if it cannot be served.
 
-    Call it before modules are packed: a probe copies some of them, and packed weights cannot be copied.
+    Call it before modules are packed: a probe copies some modules, and packed weights cannot be copied.
     """
     probe = LayoutProbe()
     kind = getattr(config, "model_type", "?")
@@ -111,7 +112,7 @@ class LayoutProbe:
     ) -> None:
         """Note the shapes of one layer's queries, keys and values, and what it sees; or why it cannot be served.
 
-        Attention sees no mask. So the layer must ask it to hide what the mask hides.
+        foreword's attention gets no mask. So the layer must ask it to hide what the mask hides.
         """
         (query, key, value), name = heads, type(module).__name__
         layer = getattr(module, "layer_idx", None)
