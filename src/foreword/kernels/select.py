@@ -1,4 +1,4 @@
-"""The choice of an attention kernel, of which only the chosen one is loaded, and the protocol of all kernels."""
+"""The choice of an attention kernel, which is then the only kernel that is loaded, and the protocol of all kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AttentionKernel(Protocol):
         """
 
     def explain(self) -> str:
-        """A text for people: what the kernel did in the steps so far."""
+        """Describe, in a text for people, what the kernel did in the steps so far."""
 
 
 class ReferenceAttention:
@@ -63,12 +63,12 @@ class ReferenceAttention:
         return None
 
     def explain(self) -> str:
-        """A text for people; this kernel makes no choices."""
+        """Return a text for people; this kernel makes no choices."""
         return "attention in plain torch: nothing is shared"
 
 
 def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
-    """The kernel called `name`; "auto" is a compiled one wherever one runs. Raises ConfigError."""
+    """Make the kernel called `name`; "auto": a compiled kernel, if one runs here. Raises ConfigError."""
     if name == "reference":
         return ReferenceAttention()
     checks = {"cpu": _why_not_cpu, "triton": _why_not_triton}
@@ -95,7 +95,7 @@ def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
 def choose_kernel(
     name: KernelName, device: torch.device, kv_format: KVFormat, layers: Iterable[AttentionOptions]
 ) -> AttentionKernel:
-    """The kernel called `name` for a model's layers; "auto" takes plain torch if a compiled one refuses one of them.
+    """The kernel called `name` for a model's layers; "auto": plain torch, if the compiled kernel refuses a layer.
 
     Raises ConfigError if the kernel that was asked for refuses a layer.
     """
@@ -189,10 +189,10 @@ class DeviceAttention(Protocol):
     def lay_out_decoding(
         self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
     ) -> HostPlan:
-        """`lay_out` for a batch of at most `num_rows` single tokens, each after fewer than `max_tokens` others.
+        """`lay_out` for a batch of at most `num_rows` single tokens, each after fewer than `max_tokens` other tokens.
 
         Plans with equal `num_rows`, `max_tokens` and `block_size` have one `most`, and attention at one address runs
-        the same device operations for all of them. So a graph that was recorded with one plan computes another after
-        its data has been replaced. Results have the bits of `lay_out`. Rows after the batch's are padding; their
-        results mean nothing.
+        the same device operations for all of them. So a graph that was recorded with one plan computes another plan
+        after the data has been replaced. Results have the bits of `lay_out`. Rows after the batch's rows are padding;
+        their results mean nothing.
         """

@@ -1,1 +1,1 @@
-"""The model room, the only one that imports torch: loading, attention over paged KV, sampling."""
+"""The model room: loading, attention over paged KV, sampling. Beside it, only `kernels/` imports torch."""

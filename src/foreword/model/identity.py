@@ -30,15 +30,15 @@ ARITHMETIC_VERSION = 1
 LAYOUT_VERSION = 1
 """Raise it when a block's bytes mean something else though `CacheLayout` says the same."""
 MANY_THREADS = 3
-"""From this number on torch may divide float32 activations and lone products otherwise (docs/decisions/0002).
-Other numbers of threads change no bit, and none does where torch computes no layer."""
+"""From this number of threads on, torch may divide float32 activations and single products differently
+(docs/decisions/0002). Smaller numbers change no bit. No number does where torch computes no layer."""
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite")
 _ARITHMETIC = ("amx", "avx", "f16c", "fma", "neon", "sse", "sve")
 """Beginnings of the names of processor features that compute numbers."""
 
 
 def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int]) -> dict[str, Any]:
-    """The facts that decide KV on any machine. `weights`: a digest of their content.
+    """The facts that decide KV on any machine. `weights`: a digest of the weights' content.
 
     The model's path, its name and its tokenizer are not among them.
     """

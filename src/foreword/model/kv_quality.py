@@ -28,14 +28,14 @@ ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The distance of next tokens' distributions from those with KV in the model's own type."""
+    """The distance of next tokens' distributions from the distributions with KV in the model's own type."""
 
     num_texts: int
     num_tokens: int
     mean_divergence: float
     """KL(own type || int8) in nats, over all positions of all texts."""
     largest_divergence: float
-    """Mean of the text that suffers most."""
+    """The mean of the text with the largest mean."""
     same_likeliest_token: float
     """Share of positions at which the likeliest token is the same."""
 
@@ -44,13 +44,13 @@ class FormatPool:
     """A model with one format of KV, and a pool of its own."""
 
     def __init__(self, model: LoadedModel, num_tokens: int) -> None:
-        """`num_tokens`: of all requests together."""
+        """`num_tokens`: the number of tokens of all requests together."""
         self._layout = model.plan_layout(LayoutOptions(BLOCK_SIZE, keep_all=True))
         self.storage = KVStorage(self._layout, self._layout.blocks_of(num_tokens + BLOCK_SIZE), model.device)
         self._runner = ModelRunner(model, self.storage)
 
     def batch(self, starts: Sequence[int], token_ids: Sequence[Sequence[int]]) -> Batch:
-        """Some tokens of each request after its first `starts` ones; requests share no block."""
+        """Make a batch of some tokens of each request, after its first `starts` tokens; requests share no block."""
         ends = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
         tables, first = [], 0
         for group in self._layout.groups:

@@ -30,7 +30,7 @@ GIB = 2**30
 CPU_DEFAULT_SHARE = 0.25
 CPU_DEFAULT_LIMIT_BYTES = 4 * GIB
 CPU_DEFAULT_LEAST_BYTES = GIB
-"""Room for old prefixes, however little the requests that run together can hold."""
+"""Room for old prefixes, even if the requests that run together can hold less."""
 GPU_DEFAULT_SHARE = 0.9
 
 
@@ -39,8 +39,8 @@ def kv_cache_bytes(
 ) -> int:
     """Decide on the memory for KV blocks, after the weights were loaded. Raises ConfigError if nothing is left.
 
-    `measure` finds out what takes a GPU's memory; None on a CPU. `most_running_bytes`: what the largest number of
-    requests that run together hold if all are as long as can be.
+    `measure` finds out what takes a GPU's memory; None on a CPU. `most_running_bytes`: the bytes of KV that the most
+    requests that run together can hold.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -51,7 +51,7 @@ def kv_cache_bytes(
     if share is not None:
         return int(share * available)
     limit = CPU_DEFAULT_LIMIT_BYTES
-    if most_running_bytes is not None:  # as much again keeps what they leave
+    if most_running_bytes is not None:  # the same size again keeps the KV of ended requests
         limit = min(limit, max(CPU_DEFAULT_LEAST_BYTES, 2 * most_running_bytes))
     return min(int(CPU_DEFAULT_SHARE * available), limit)
 

@@ -6,10 +6,10 @@
 Each pass writes its KV before the next one attends, so the passes together see what the whole batch would see.
 
 A pass is padded (`RowPadding`) to a number of rows at which each row's bits do not depend on the others. Without
-padding they do, in two places:
+padding, bits depend on other rows in two places:
 
 - A plain float32 matrix product of fewer than 16 rows takes another path, and so does a plain bfloat16 product of a
-  single long row. With packed weights, only a float32 product of a single row does.
+single long row. With packed weights, only a float32 product of a single row takes another path.
 - Elementwise functions (silu, gelu, sigmoid) compute the last few elements of each thread's share one by one, with
   a different exponential than in vectors. So each share must consist of whole vectors.
 
@@ -35,7 +35,7 @@ FASTEST_PACKED_ROWS = 4
 def split_batch(batch: Batch, logit_rows: Rows, max_tokens: int) -> Iterator[tuple[Batch, Rows]]:
     """Yield passes of `max_tokens` tokens (the last may be shorter), each with its part of `logit_rows` (ascending).
 
-    A pass carries no entries, because it may hold only a part of one.
+    A pass carries no entries, because it may hold only a part of an entry.
     """
     for start in range(0, batch.num_tokens, max_tokens):
         end = min(start + max_tokens, batch.num_tokens)

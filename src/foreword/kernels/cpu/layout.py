@@ -133,7 +133,7 @@ request_at, item_at, merge_at, row_at, stats_at, found_at, scratch_at = map(
 
 
 def scratch_offsets(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: int) -> dict[str, int]:
-    """The parts of a thread's scratch memory, where each begins, and the `end`; in bytes.
+    """The parts of a thread's scratch memory -> the byte at which each part begins, and the `end`.
 
     `token_bytes`: the larger of a token's keys and values over all heads; `most_rows`: most rows of an item.
     """

@@ -39,7 +39,7 @@ def turn_rows_bf16(keys: Any, targets: Any, owners: Any, cosines: Any, sines: An
     """Turn the rows `targets` of keys [slots, heads, dim], the bits of bfloat16, by the angles of their owners.
 
     `cosines`, `sines` [owners, pairs] float32; `pairs`: the first element of the first pair, the distance to the next
-    pair's, and the distance between the two elements of a pair.
+    pair's first element, and the distance between the two elements of a pair.
     """
     start, step, apart = pairs
     for at in range(len(targets)):

@@ -31,10 +31,10 @@ def seen_to(a: Any, entry: Any, query: int) -> Any:
 
 @compiled
 def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -> None:
-    """Write the addresses of a chunk's keys and values, token by token; of zeros, where no row sees the token.
+    """Write the addresses of a chunk's keys and values, token by token; the address of zeros, if no row sees a token.
 
-    The addresses hold for all heads, so the next unit of work often finds its own here already. At the beginning of a
-    layer FOUND must say -1, because the layer's KV lies elsewhere.
+    The addresses hold for all heads, so the next unit of work often finds its addresses here already. At the beginning
+    of a layer, FOUND must have the request -1, because the layer's KV lies elsewhere.
     """
     record, zeros = found_at(s.found, 0), s.zeros
     before = record.request, record.chunk, record.low, record.high
@@ -61,7 +61,7 @@ def _put(s: Any, token: int, zeros: int) -> None:
 
 @compiled
 def _block_bytes(a: Any, dim: int) -> Any:
-    """Bytes of a block's keys, or values, of some dimension."""
+    """Bytes of a block's keys, or values, with `dim` elements for each head."""
     return a.block_size * a.num_kv_heads * (dim * a.stored_bytes + (SCALE_BYTES if a.stored_bytes == 1 else 0))
 
 
@@ -106,7 +106,7 @@ def _locate_scales(a: Any, s: Any, place: tuple[int, int], low: int, high: int) 
 
 @compiled
 def _ask_for_scales(a: Any, place: tuple[int, int], num_tokens: int) -> None:
-    """Prefetch the scales of a chunk's first tokens, those of all heads; `place`: request, chunk."""
+    """Prefetch the scales of a chunk's first tokens, for all heads; `place`: request, chunk."""
     (request, chunk), num_bytes = place, SCALE_BYTES * a.num_kv_heads * a.block_size
     table, first = a.tables + 4 * request * a.table_width, chunk * CHUNK // a.block_size
     key_block, value_block = _block_bytes(a, a.key_dim), _block_bytes(a, a.value_dim)
@@ -118,7 +118,7 @@ def _ask_for_scales(a: Any, place: tuple[int, int], num_tokens: int) -> None:
 
 @compiled
 def look_ahead(a: Any, s: Any, request: int, chunk: int, kv_head: int) -> None:
-    """Find the next chunk, to prefetch it while this one is computed: that makes decoding 17% faster."""
+    """Find the next chunk, so that it is prefetched meanwhile, which makes decoding 17% faster."""
     entry = request_at(a.requests, request)
     length = entry.first_position + entry.num_queries
     rows = s.next_key_rows, s.next_value_rows

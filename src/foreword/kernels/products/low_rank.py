@@ -1,6 +1,7 @@
 """Products of float32 rows and pairs of low-rank matrices, compiled by numba: result += up(down(row)), row by row.
 
-A row names one table, or none; a table has up to three parts, each of which changes consecutive columns of the result.
+A row names one table, or no table; a table has up to three parts, each of which changes consecutive columns of the
+result.
 An element is computed in one order, which no other row changes:
 
     low       16 lanes, each one chain of fused multiply-adds along every 16th input; then a tree over the lanes
@@ -26,7 +27,7 @@ from foreword.kernels.llvm.emit import F32, LANES
 from foreword.kernels.runtime.compiled import Worker, compiled, record, view, worker
 
 PARTS = 3
-"""Parts of a table."""
+"""The number of parts of a table."""
 RANKS = 2
 """Ranks are padded to a multiple of this number, the chains of a row that run beside each other."""
 MOST_ROWS = 3
@@ -44,8 +45,8 @@ LOW_RANK = record(
     "num_steps",  # 16 inputs each
     "target",
     "target_bytes",
-    "numbers",  # of each row the number of its table, or -1
-    "tables",  # their addresses; 0 for one that changes nothing
+    "numbers",  # for each row, the number of its table, or -1
+    "tables",  # the tables' addresses; 0 for a table that changes nothing
     "unit_rows",
     "counters",
     "scratch",
@@ -64,7 +65,7 @@ def thread_scratch(most_rank: int) -> int:
 
 
 def padded_inputs(count: int) -> int:
-    """The number of inputs that rows must have for matrices of `count`."""
+    """The number of inputs that rows must have for matrices with `count` inputs."""
     return -(-count // LANES) * LANES
 
 
@@ -162,7 +163,7 @@ def _add_part(part: Any, a: Any, row: int, count: int, scratch: int) -> None:
 
 @functools.cache
 def compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes units of rows until none is left."""
+    """Compile the function that every thread runs: it computes units of rows until no unit is left."""
 
     @worker(LOW_RANK)
     def add_products(arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """The common parts of all workers of linear layers: their arguments, panels of compact weights, and the ends of rows.
 
-A unit of work is some rows x some panels; threads take units from a counter. Some products are those of heads, side by
-side: each head has panels of its own, and rows of its own, one after the other.
+A unit of work is some rows x some panels; threads take units from a counter. Some products are products of heads, side
+by side: each head has panels of its own, and rows of its own, one after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCT = record(
     "part_steps",  # steps of each part but the last
     "num_panels",
     "head_panels",  # panels of one head
-    "head_bytes",  # bytes from a row of one head to that of the next
+    "head_bytes",  # bytes from a row of one head to the next head's row
     "head_gap",  # elements between the results of two heads
     "group",  # panels of a unit, all of one head
     "unit_rows",  # rows of a unit
@@ -40,7 +40,7 @@ PRODUCT = record(
     "counters",
     "scratch",
     "thread_scratch",  # bytes of scratch memory per thread
-    "first",  # number of rows of a unit that multiply weights as these are expanded (`pair_worker.py`)
+    "first",  # number of rows of a unit that multiply weights during the expansion (`pair_worker.py`)
 )
 """The arguments of a product: addresses, and counts."""
 SUMS_BYTES = 4 * PRODUCT_PANEL
@@ -51,7 +51,7 @@ class ProductWorker(NamedTuple):
     """One way to multiply."""
 
     compile: Callable[[], Worker]
-    """Compiles the function that every thread runs: it computes units until none is left."""
+    """Compiles the function that every thread runs: it computes units until no unit is left."""
     thread_scratch: Callable[[int], int]
     """Bytes of scratch memory for each thread, from the number of steps of the weights."""
     set_units: Callable[[Record, int], None]

@@ -110,7 +110,7 @@ def record(*integers: str, **others: type[np.generic]) -> np.dtype[np.void]:
 
 
 class _Cache(FunctionCache):
-    """numba's cache of one function, whose key has the digest. Files that cannot be read or written end nothing."""
+    """numba's cache of one function, with the digest in its key. A file that cannot be read or written is no error."""
 
     def _index_key(self, *arguments: Any) -> Any:
         return (*super()._index_key(*arguments), source_digest())
@@ -149,7 +149,7 @@ def _warn_once() -> None:
 def source_digest() -> str:
     """A text that changes with any file that a kernel can inline, and with whether it may use tiles.
 
-    Triton's files are apart: it compiles them itself.
+    Triton's files do not count, because Triton compiles them itself.
     """
     kernels = Path(__file__).parents[1]
     digest = hashlib.sha256(bytes([has_tiles()]))

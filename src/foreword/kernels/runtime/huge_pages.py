@@ -29,7 +29,7 @@ _POPULATE_WRITE = 23
 
 
 def allocate(num_bytes: int) -> Bytes:
-    """Memory that begins where a huge page can, [num_bytes]; the system provides it at the first write.
+    """Memory [num_bytes] that begins where a huge page can begin; the system provides it at the first write.
 
     Its last bytes lie in small pages, so few bytes do not take 2 MiB. Raises MemoryError if the system refuses.
     """
@@ -38,9 +38,9 @@ def allocate(num_bytes: int) -> Bytes:
 
 
 def provide(memory: Bytes) -> bool:
-    """Let the system provide memory now instead of at its first write; its content stays, even if others write to it.
+    """Let the system provide memory now, not at its first write; its content stays, even if other threads write to it.
 
-    False if the system cannot (before Linux 5.14). Other threads run while it works.
+    Return False if the system cannot (before Linux 5.14). Other threads run while it works.
     """
     if sys.platform != "linux" or not len(memory):
         return False
@@ -52,7 +52,7 @@ def provide(memory: Bytes) -> bool:
 
 
 def _reserve(num_bytes: int) -> tuple[Bytes, int]:
-    """Memory with room for `num_bytes`, and their first position in it."""
+    """Reserve memory with room for `num_bytes`; return it, and the position in it where these bytes begin."""
     room = num_bytes + HUGE_PAGE
     try:
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -94,8 +94,8 @@ class HugePages:
         """While the caller does something else, a thread touches `num_bytes` of memory, until the first `allocate`.
 
         The first write to a page takes time: 0.1 s a GB where the system has it at hand, 2 s where a virtual machine
-        must ask its host. At the end the memory that was not allocated goes back to the system: a region of that size
-        must not stay because of one other piece.
+        must ask its host. At the end, memory that was not allocated goes back to the system, because a region of that
+        size must not stay for one other piece.
         """
         try:
             region, start = _reserve(num_bytes)

@@ -25,7 +25,7 @@ class LayerArguments:
     """One layer's attention."""
 
     query: Tensor
-    """[tokens, heads, key_dim]; the last dimension without gaps, and so below."""
+    """[tokens, heads, key_dim]; the last dimension has no gaps, as in all tensors below."""
     blocks: KVBlocks
     """Blocks of the query's dtype."""
     options: AttentionOptions
@@ -53,14 +53,14 @@ class LayerArguments:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Positional: query, keys, values, and slopes in units of log 2; without slopes any tensor in their place."""
+        """Positional arguments: query, keys, values, and slopes in units of log 2, or any tensor if there are none."""
         slopes = self.options.score.slopes
         slopes = self.query if slopes is None else slopes.float() * LOG2_E
         return self.query, self.blocks.keys, self.blocks.values, slopes
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
-        """Positional, after the metadata: strides in elements, then the factors of scores.
+        """Positional arguments after the metadata: strides in elements, then the factors of scores.
 
         Scores are in units of log 2, so that weights are powers of 2. With a soft-cap the cap is in those units, and
         scores are divided by the cap first.
@@ -147,8 +147,9 @@ def prefill_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes
 def decode_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes:
     """Sizes for `attend_items`.
 
-    It has 64 rows, most of them masked where few requests share: prefill uses a tensor core's instruction for 64 rows
-    on Hopper, and one for 16 might sum in another order. Decoding waits for KV, which is read only once in any case.
+    It has 64 rows, most of them masked where few requests share. The reason is that prefill uses a tensor core's
+    instruction for 64 rows on Hopper, and an instruction for 16 rows might sum in another order. Decoding waits for KV,
+    which is read only once in any case.
     """
     key_width, value_width = _width(key_dim), _width(value_dim)
     tokens = _tokens(dtype, key_width)

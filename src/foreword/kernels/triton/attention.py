@@ -28,23 +28,24 @@ from foreword.kernels.triton.prefill import attend_folds
 from foreword.kernels.triton.tile import LAUNCH, LOG2_E
 
 PROGRAMS_PER_PROCESSOR = 4
-"""Programs of `attend_items` for each multiprocessor; they take turns, so more of them only wait."""
+"""Programs of `attend_items` for each multiprocessor. Programs take turns, so more programs would only wait."""
 INTERPRETED_PROGRAMS = 3
-"""Programs without a GPU: few, so that they take several turns, as they do on one."""
+"""Programs without a GPU: few, so that each takes several turns, as on a GPU."""
 
 
 class TritonAttention:
     """Plans steps and attends. One thread at a time.
 
     `plan` and `attend` are the kernel protocol. A runner that brings a step's metadata to the device in one copy, or
-    captures CUDA graphs, calls `lay_out` or `lay_out_decoding` and attends with `HostPlan.at` of where `data` will be.
+    captures CUDA graphs, calls `lay_out` or `lay_out_decoding`. It attends with the result of `HostPlan.at`, called
+    with the memory where `data` will be.
     """
 
     def __init__(self, *, share: bool = True) -> None:
         """`share`: two-phase attention."""
         self._sharing = Sharing(enabled=share)
         self._tile_queries = 16
-        """Queries of an item of decoding: a tile full of them, once the number of heads is known."""
+        """The most queries of an item of decoding: enough to fill a tile, once the number of heads is known."""
         self._num_programs: dict[torch.device, int] = {}
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> TritonPlan:
@@ -63,8 +64,8 @@ class TritonAttention:
         """A plan of single tokens, in a shape that depends on nothing but the numbers given.
 
         Calls of `attend` with plans of one shape launch the same kernels with the same arguments, so a CUDA graph of
-        one serves all. It reserves partial results for `num_rows` contexts of `max_tokens`, 4 (value_dim + 2) bytes
-        per head and 256 tokens, and spends no time on those that are not there.
+        one plan serves all plans. It reserves partial results for `num_rows` contexts of `max_tokens`, 4 (value_dim +
+        2) bytes per head and 256 tokens, and spends no time on contexts that are not there.
         """
         del scrap_block
         shape = decoding_shape(num_rows, max_tokens, block_size)
@@ -78,7 +79,7 @@ class TritonAttention:
         return "takes no KV in codes" if kv_format.is_coded else None
 
     def explain(self) -> str:
-        """A text for people: what was shared since the kernel was made."""
+        """Describe, in a text for people, what was shared since the kernel was made."""
         return self._sharing.explain()
 
     def attend(self, query: Tensor, blocks: KVBlocks, plan: TritonPlan, options: AttentionOptions) -> Tensor:

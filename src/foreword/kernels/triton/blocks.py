@@ -114,7 +114,7 @@ def write_slots(blocks: KVBlocks, slots: Tensor, keys: Tensor, values: Tensor) -
 class BlockCopier:
     """Copies blocks in all tensors of pages by two launches: to staging memory, and from there.
 
-    A block may be a source and, given away in the same step, a target; only so are all sources read first.
+    A block may be a source and, if it is given away in the same step, a target. Staging lets all sources be read first.
     """
 
     def __init__(self, pages: Sequence[Tensor]) -> None:

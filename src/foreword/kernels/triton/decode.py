@@ -1,8 +1,8 @@
 """Decoding on a GPU: one chunk of KV for the queries of all requests that have it, and the merge of results.
 
-The arithmetic is that of `tile.py`. A long context is split over programs by its chunks; a chunk that requests share is
-read once for all of them (ChunkAttention's first phase), any other for one (its second). Both leave partial results in
-the same places, and the merge takes a query's chunks in ascending order.
+The arithmetic is that of `tile.py`. A long context is split over programs by its chunks. A chunk that requests share is
+read once for all these requests (ChunkAttention's first phase), any other chunk for one request (its second phase).
+Both phases leave partial results in the same places, and the merge takes a query's chunks in ascending order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attend_items(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Partial results of items. Program p of P takes units (item, KV head) p, p + P, p + 2P, ...; any P works."""
+    """Compute partial results. Program p of P takes units (item, KV head) p, p + P, p + 2P, ...; any P works."""
     key_dim, value_dim = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
     num_units = tl.load(metadata + _NUM_ITEMS) * NUM_KV_HEADS
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):

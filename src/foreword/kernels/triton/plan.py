@@ -10,9 +10,9 @@ The parts follow each other without gaps:
     items       [items, 4]          request whose blocks are read, chunk, first query, queries    (decoding)
     tables      [requests, width]   block ids
 
-Under CUDA graphs the shapes must not change from step to step: a plan in `decoding_shape` reserves room for the
-largest step that a graph serves. Its array ends with the last entry in use: items and tables, most of it, come last,
-and kernels read their places, numbers and width from the header.
+Under CUDA graphs the shapes must not change from step to step: a plan in `decoding_shape` reserves room for the largest
+step that a graph serves. Its array ends with the last entry in use. Items and tables, which are most of the array, come
+last, and kernels read their places, numbers and width from the header.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PlanShape:
 
     @property
     def size(self) -> int:
-        """Most int32 of the whole."""
+        """The most int32 numbers of the whole plan."""
         return self.items + 4 * self.num_items + self.num_requests * self.table_width
 
 
@@ -74,7 +74,7 @@ class TritonPlan:
 
     shape: PlanShape
     metadata: Tensor
-    """[shape.size] int32, or less in a plan of its own; contiguous, and its address a multiple of 16 bytes."""
+    """[shape.size] int32, or fewer if the plan has an array of its own; contiguous, at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class HostPlan:
         return self.shape.size
 
     def to(self, device: torch.device) -> TritonPlan:
-        """The plan on a device, by one copy of its own."""
+        """Copy the plan to a device, apart from other arrays."""
         return TritonPlan(self.shape, torch.from_numpy(self.data).to(device))
 
     def at(self, metadata: Tensor) -> TritonPlan:
@@ -103,7 +103,7 @@ class HostPlan:
 
 
 def decoding_shape(num_rows: int, max_tokens: int, block_size: int) -> PlanShape:
-    """Room for `num_rows` requests that decode one token each, with at most `max_tokens` tokens."""
+    """The shape with room for `num_rows` requests that decode one token each, with at most `max_tokens` tokens."""
     num_chunks = num_rows * -(-max_tokens // CHUNK)
     return PlanShape(
         num_tokens=num_rows,
@@ -118,7 +118,7 @@ def decoding_shape(num_rows: int, max_tokens: int, block_size: int) -> PlanShape
 
 
 def fitting_shape(step: StepPlan, tile_queries: int) -> PlanShape:
-    """No larger than a step needs."""
+    """The smallest shape that holds a step."""
     num_requests, width = step.tables.shape
     return PlanShape(
         num_tokens=step.num_tokens,
@@ -160,7 +160,7 @@ def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
 
 
 def lay_out_alone(batch: Batch, shape: PlanShape) -> HostPlan:
-    """`lay_out` of a batch of single tokens that share no KV: of most decoding steps, in less than half the time."""
+    """`lay_out` for single tokens that share no KV, as in most decoding steps, in less than half the time."""
     num_chunks = batch.positions // CHUNK + 1
     ends = num_chunks.cumsum()
     assert ends[-1] <= shape.num_slots
@@ -176,7 +176,7 @@ def lay_out_alone(batch: Batch, shape: PlanShape) -> HostPlan:
 
 
 def _frame(shape: PlanShape, num_items: int, num_queries: int, tables: IntArray) -> IntArray:
-    """An array with header, padding and tables, its other parts still to be written."""
+    """Make an array with header, padding and tables, whose other parts are written later."""
     assert num_items <= shape.num_items
     assert num_queries <= shape.num_queries
     width = min(tables.shape[1], shape.table_width)

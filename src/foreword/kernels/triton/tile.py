@@ -8,7 +8,7 @@ bits do not depend on which of the two computed it:
 2. Sums over tokens and dimensions are matrix products and row sums of one shape each. Multiply-adds are spelt out, and
    kernels are launched with `LAUNCH`, so that no other multiplication and addition are fused.
 3. A step that a row does not see multiplies its results by exactly 1 and adds exactly 0. Values that no row of a tile
-   sees are read as zeros, because 0 times not-a-number is not 0.
+   sees are read as zeros, because 0 * NaN is not 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foreword.kernels.step_plan import CHUNK as CHUNK_TOKENS
 LOG2_E = 1.4426950408889634
 CHUNK = tl.constexpr(CHUNK_TOKENS)
 LOWEST = tl.constexpr(-3.0e38)
-"""A peak of nothing: finite, so that the difference of two is 0."""
+"""The peak of a row that sees nothing. It is finite, so that the difference of two such peaks is 0."""
 LAUNCH = {"enable_fp_fusion": False}
 """Options of all launches, besides warps and stages."""
 
@@ -68,7 +68,7 @@ def capped(scores, cap):
 def modified(products, factor, cap, slope, distance, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
     """Scores [ROWS, TOKENS] in units of log 2: the step that `reference.ScoreModifier` describes.
 
-    `slope` [ROWS]; `distance` [ROWS, TOKENS]: positions of keys less those of queries.
+    `slope` [ROWS]; `distance` [ROWS, TOKENS]: positions of keys minus positions of queries.
     """
     scores = products * factor
     if HAS_CAP:
@@ -94,7 +94,7 @@ def attend_step(
     start,  # position of the first token
     seen,  # positions that some row sees: from the first to the second
     row_low,  # [ROWS]: the first position that a row sees
-    row_high,  # its position + 1, or 0
+    row_high,  # [ROWS]: the row's position + 1, or 0
     factor,
     cap,
     slope,  # [ROWS]
@@ -105,7 +105,7 @@ def attend_step(
     HAS_SLOPES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """TOKENS tokens of KV: the tile's peak, total and mixed with them."""
+    """Attend to TOKENS tokens of KV; return the tile's peak, total and mixed with these tokens."""
     token = start + tl.arange(0, TOKENS)
     read = (token >= seen[0]) & (token < seen[1])
     block = tl.load(table + token // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
@@ -138,7 +138,7 @@ def attend_step(
 
 @triton.jit
 def merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed):
-    """Merge a chunk's partial results into those so far (ChunkAttention's attn_reduce)."""
+    """Merge a chunk's partial results into the results so far (ChunkAttention's attn_reduce)."""
     new_peak = tl.maximum(peak, chunk_peak)
     decay, gain = tl.exp2(peak - new_peak), tl.exp2(chunk_peak - new_peak)
     total = tl.fma(chunk_total, gain, total * decay)
@@ -150,7 +150,7 @@ def merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed):
 def finish(peak, total, mixed, sinks, HAS_SINKS: tl.constexpr):
     """The rows' results: mixed / total, with a sink's weight in the total; 0 for rows that saw nothing.
 
-    Adding 0 makes a negative zero positive: a chunk that is not seen might, or might not, have done so before.
+    Adding 0 makes a negative zero positive, because adding an unseen chunk may have done so before, or not.
     """
     if HAS_SINKS:
         new_peak = tl.maximum(peak, sinks)

@@ -76,5 +76,5 @@ def max_positions(text: Any) -> int:
 
 
 def token_ids(value: Any) -> frozenset[int]:
-    """One token, several or none, as configs name end tokens."""
+    """The tokens in a field that names one end token, a list of end tokens, or null."""
     return frozenset(value if isinstance(value, list) else [] if value is None else [value])

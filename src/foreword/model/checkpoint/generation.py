@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "generation_config.json"
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that are read, as vLLM reads them; `do_sample` is not, and end tokens are read with the model."""
+"""Fields that are read, as vLLM reads them. `do_sample` is not read, and end tokens are read with the model."""
 
 
 def recommended_sampling(options: ModelConfig) -> SamplingParams:
-    """Sampling parameters with the values of the model's file, or of the one that `generation_config` names.
+    """Sampling parameters with the values of the model's file, or of the file that `generation_config` names.
 
     Raises ConfigError if the named file does not exist, or for values that no request could give.
     """
@@ -43,7 +43,7 @@ def recommended_sampling(options: ModelConfig) -> SamplingParams:
 
 
 def differences(params: SamplingParams) -> dict[str, float]:
-    """The values of NAMES that are not those of plain sampling."""
+    """The values of NAMES that differ from plain sampling."""
     plain = SamplingParams()
     return {name: getattr(params, name) for name in NAMES if getattr(params, name) != getattr(plain, name)}
 

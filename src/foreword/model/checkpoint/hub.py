@@ -1,6 +1,6 @@
 """Models of Hugging Face's hub: folders of safetensors as `USER/REPOSITORY`, GGUF files as `USER/REPOSITORY:Q4_K_M`.
 
-huggingface_hub fetches and keeps files. What was fetched once is found without a network, too.
+huggingface_hub fetches and keeps files. Files that were fetched once are found without a network, too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ INDEX = "model.safetensors.index.json"
 PATIENCE_S = 15.0
 """Seconds after which a silent hub counts as unreachable."""
 USUAL = "Q4_K_M"
-"""The type that a name without one means, if the repository has it."""
+"""The type that a name without a type means, if the repository has files of this type."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `find_hub` would ask the hub for it."""
+    """Whether `find_hub` would ask the hub for this name."""
     matched = _NAME.fullmatch(name)
     is_named = matched is not None and (matched[2] is not None or name.lower().endswith("gguf"))
     return is_named and not Path(name).expanduser().exists()
@@ -42,8 +42,8 @@ def is_hub_name(name: str) -> bool:
 def find_folder(name: str, revision: str | None) -> Path | None:
     """Fetch the checkpoint of a name, if it is read here, and return its folder.
 
-    None for everything else, without its weights: transformers knows more forms, and says what is wrong. Without a
-    hub that answers, what was fetched before is found. Raises ModelLoadError.
+    None for any other checkpoint, whose weights are not fetched: transformers knows more forms, and says what is wrong.
+    If the hub does not answer, a version that was fetched before is found. Raises ModelLoadError.
     """
     matched = _NAME.fullmatch(name)
     if matched is None or matched[2] is not None or is_hub_name(name) or Path(name).expanduser().exists():
@@ -69,7 +69,7 @@ def find_folder(name: str, revision: str | None) -> Path | None:
 
 
 def file_of(options: ModelConfig, name: str) -> Path | None:
-    """A file of a checkpoint, fetched from the hub if need be; None if it is not there, or cannot be reached."""
+    """A file of a checkpoint, if need be fetched from the hub; None if it does not exist, or cannot be reached."""
     folder = Path(options.model).expanduser()
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -90,7 +90,7 @@ def file_of(options: ModelConfig, name: str) -> Path | None:
 
 
 def _fetch(name: str, revision: str | None, files: set[str]) -> Path | None:
-    """The folder of a checkpoint with all that it needs; None, without weights, for one that is not read here."""
+    """Fetch the files of a checkpoint, and return its folder; None, without weights, if it is not read here."""
     from huggingface_hub import snapshot_download
 
     from foreword.model.checkpoint.config_json import read_config  # imports torch, which an absent model does not need
@@ -131,7 +131,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def find_hub(name: str, revision: str | None) -> Path | None:
-    """Fetch the file of a name with a type, or of one that ends with "gguf"; of a split model the first file.
+    """Fetch the file of a name that has a type or ends with "gguf". For a split model, return the first file.
 
     None for other names, and for paths that are here. Raises ModelLoadError.
     """
@@ -154,7 +154,7 @@ def find_hub(name: str, revision: str | None) -> Path | None:
 
 
 def _kept(name: str, repository: str, kind: str | None, revision: str | None, reason: Exception) -> Path:
-    """The file, if it was fetched once. `reason`: why the hub says nothing. Raises ModelLoadError."""
+    """Find the file, if it was fetched before. `reason`: why the hub does not answer. Raises ModelLoadError."""
     folders = _snapshots(repository, revision)
     if not folders:
         raise ModelLoadError(
@@ -179,7 +179,7 @@ def _snapshots(repository: str, revision: str | None) -> list[Path]:
 
 
 def choose(names: Iterable[str], model: str, kind: str | None) -> list[str]:
-    """The files of a type, in order; of the usual one if `kind` is None. Raises ModelLoadError."""
+    """Choose the files of a type, in order; None: the usual type. Raises ModelLoadError."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.endswith(".gguf") and not any(part in name.rpartition("/")[2] for part in _SIDE_FILES):

@@ -27,7 +27,7 @@ class Pooling:
     normalises: bool = True
     """Whether embeddings have length 1."""
     refusal: str | None = None
-    """The reason why this model gives no embeddings; None: it gives some."""
+    """The reason why this model gives no embeddings; None if it gives embeddings."""
 
     @classmethod
     def of(cls, options: ModelConfig) -> Pooling:
@@ -53,7 +53,7 @@ class Pooling:
         return cls("Normalize" in modules)
 
     def check(self, dimensions: int | None, width: int | None = None) -> None:
-        """Raise InvalidRequestError if there are no embeddings, or none of this many dimensions."""
+        """Raise InvalidRequestError if the model gives no embeddings, or none with this number of dimensions."""
         if self.refusal is not None:
             raise InvalidRequestError(f"this model gives no embeddings: {self.refusal}; choose another model")
         if dimensions is not None and (dimensions < 1 or (width is not None and dimensions > width)):
@@ -61,7 +61,7 @@ class Pooling:
             raise InvalidRequestError(f"dimensions={dimensions} is out of range; use 1{limit}")
 
     def embedding(self, hidden: FloatArray | None, dimensions: int | None = None) -> FloatArray:
-        """An embedding of the last token's hidden state [width]: its first `dimensions`.
+        """Return an embedding made of the first `dimensions` elements of the last token's hidden state [width].
 
         Raises InvalidRequestError, and EngineError if there is no state.
         """

@@ -23,7 +23,7 @@ from foreword.kernels.runtime.compiled import Worker, record, worker
 from foreword.kernels.runtime.threads import OfThread, Operation
 
 ALONE_ELEMENTS = 1 << 17
-"""The calling thread computes up to this many elements alone: waking the others takes longer."""
+"""The calling thread computes up to this many elements alone, because waking other threads takes longer."""
 UNIT_ELEMENTS = 1 << 14
 """Most elements that a thread takes at a time."""
 ROWS = record(
@@ -43,16 +43,16 @@ ROWS = record(
 )
 """The arguments of an operation on rows: addresses, and sizes in elements."""
 BFLOAT16 = 4
-"""Bit of `form`, beside those of norms: all numbers are bfloat16; float32 without it."""
+"""Bit of `form`, beside the bits of norms: all numbers are bfloat16; without this bit, float32."""
 GELU = 8
-"""Bit of `form` of a gate: gelu, by its tanh; silu without it."""
+"""Bit of `form` of a gate: gelu, by its tanh; without this bit, silu."""
 Gate = Literal["silu", "gelu_tanh"]
-"""activation(gate) * up."""
+"""The activation in activation(gate) * up."""
 
 
 @functools.cache
 def _compile_worker() -> Worker:
-    """Compile the function that every thread runs: it computes units of rows until none is left."""
+    """Compile the function that every thread runs: it computes units of rows until no unit is left."""
 
     @worker(ROWS)
     def compute_rows(arguments: Any) -> None:

@@ -32,11 +32,11 @@ _BIASES = ("alibi", "position_bias")
 _SCALES = ("inv_norm_factor", "softmax_scale")
 """Names under which attention modules keep the factor of their scores."""
 _INPUT_SIZES = (1.0, 1e3)
-"""Sizes of random rows; the larger ones reach the limit that clips queries, keys and values."""
+"""Sizes of random rows; rows of the larger size reach the limit that clips queries, keys and values."""
 
 
 def use_slopes(model: PreTrainedModel) -> None:
-    """Let the attention modules that bias scores by distance ask the interface for it."""
+    """Let the attention modules that bias scores by distance call the interface, with slopes."""
     num_heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     if not isinstance(num_heads, int):
         return

@@ -24,12 +24,12 @@ ATTENTION_NAME = "foreword"
 
 
 HONOURED = frozenset(("scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes"))
-"""Names of what a layer may pass to attention to change the result."""
+"""Names of the arguments that a layer may pass to attention to change the result."""
 WITHOUT_EFFECT = frozenset(
     ("dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits", "deterministic")
 )
-"""Names that change no result: nothing is trained here, `probe.py` checks causality, and positions are known anyway.
-A layer that passes anything else is refused by its name, because it would be ignored."""
+"""Names of arguments that change no result: nothing is trained here, `probe.py` checks causality, and positions are
+known anyway. A layer that passes any other argument is refused by this name, because the argument would be ignored."""
 
 
 def attention_options(

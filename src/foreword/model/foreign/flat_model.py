@@ -25,7 +25,7 @@ class FlatModel:
 
     module: PreTrainedModel
     cache_argument: str | None
-    """The name under which the model takes its cache; None if it takes none."""
+    """The name under which the model takes its cache; None if it takes no cache."""
     device: torch.device
 
     def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: Any, cache: Any) -> Tensor:

@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 """Numbers of rows for which decode steps are recorded; larger batches run like prefill."""
 MOST_ROWS_EACH = 16
-"""Rows of a request that attend one by one, each reading the request's KV; more of them run like prefill."""
+"""The most rows of a request that attend one by one, each reading the request's KV. More rows run like prefill."""
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the ascending `sizes` that holds `num_rows`; None if none does."""
+    """The smallest of the ascending `sizes` that holds `num_rows`; None if no size does."""
     at = bisect.bisect_left(sizes, num_rows)
     return sizes[at] if at < len(sizes) else None
 
@@ -107,7 +107,7 @@ class DecodeGraphs:
         return padded_size(batch.num_tokens, self.sizes)
 
     def plan(self, batch: Batch, size: int, put: Put) -> DecodeStep:
-        """Pack what the graph of this size reads."""
+        """Pack the inputs of the graph of this size."""
         batch = batch.as_single_tokens()
         plans = self._plans(batch, size)
         return DecodeStep(size, batch.num_tokens, put(self._row_array(batch, size)), [put(plan.data) for plan in plans])

@@ -31,10 +31,10 @@ class Event(Protocol):
     """A point in the queue of the device's work."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Whether the device has passed this point."""
 
     def synchronize(self) -> None:
-        """Return when the device has passed it."""
+        """Return when the device has passed this point."""
 
 
 class Graph(Protocol):
@@ -55,7 +55,7 @@ class Device(Protocol):
         """Host memory [num_bytes] uint8 that the device can copy from and to while the host goes on."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy between a `host_buffer` and the device; the host's side must not change until it is done."""
+        """Queue a copy between a `host_buffer` and the device. Until it is done, the host's side must not change."""
 
     def mark(self) -> Event:
         """The point after all work queued so far."""

@@ -38,7 +38,7 @@ Put = Callable[[npt.NDArray[Any]], Tensor]
 ROWS_AT_A_TIME = 64
 """Rows that are sorted in float64 at a time; this limit bounds the memory for it."""
 ALONE_ELEMENTS = 1 << 17
-"""The calling thread draws from up to this many logits alone: waking the others takes longer."""
+"""The calling thread draws from up to this many logits alone, because waking other threads takes longer."""
 
 
 def uniform_numbers(seeds: Words, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -90,7 +90,7 @@ class Draws:
 
     @classmethod
     def make(cls, facts: FactRows, num_generated: Int64Array, vocab: int, put: Put) -> Draws | None:
-        """The draws of rows with a temperature; None if there are none."""
+        """The draws of rows with a temperature; None if no row has one."""
         assert vocab <= MOST_WORDS
         rows = (facts["temperature"] > 0).nonzero()[0]
         if not len(rows):
@@ -137,7 +137,7 @@ class Draws:
 
 
 def _draw_sorted(logits: Tensor, options: Tensor, is_cut: bool) -> Tensor:
-    """A token of each row of `logits` [rows, vocab], [rows]."""
+    """Draw a token for each row of `logits` [rows, vocab]; return the tokens, [rows]."""
     scale, min_weight, top_k, top_p, uniform = options.T[..., None].unbind()
     largest, likeliest = logits.max(-1, keepdim=True)
     shares = torch.exp2((logits.double() - largest) * scale).nan_to_num(0.0)

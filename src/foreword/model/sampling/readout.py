@@ -31,7 +31,7 @@ class LogitRows:
     ends: Rows
     """[entries]: entry e has rows ends[e - 1] to ends[e] of `rows`."""
     columns: Rows | None = None
-    """The tokens whose logits are read, ascending: labels, if nobody reads other tokens. None: all are."""
+    """The tokens whose logits are read, ascending: labels, if nobody reads other tokens. None: all tokens."""
 
 
 def logit_rows(batch: Batch) -> LogitRows:
@@ -52,7 +52,7 @@ def logit_rows(batch: Batch) -> LogitRows:
 
 
 def _labels_alone(entries: Entries) -> Rows | None:
-    """All labels of the entries that sample, ascending; None if one of them may sample other tokens."""
+    """All labels of the entries that sample, ascending; None if an entry may sample other tokens."""
     samples = entries.samples
     if not entries.facts["has_labels"][samples].all() or not samples.any():
         return None
@@ -97,9 +97,9 @@ class PromptRows(NamedTuple):
 
     entry: int
     rows: slice
-    """Of the logits."""
+    """The rows of the logits."""
     token_ids: Tensor
-    """The prompt token after each."""
+    """The prompt token after each row."""
     num_likeliest: int
     """The number of likeliest tokens to report as well."""
     certifies: bool
@@ -108,7 +108,7 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """Plans the results that leave a step."""
+    """The plan of the results that leave a step."""
 
     num_results: int
     entries: Rows
@@ -158,7 +158,7 @@ def _last_rows(ends: Rows, counts: Rows) -> Rows:
 
 
 def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> PromptRows | None:
-    """One of `Readout.prompts`: an entry reports on the tokens after positions `first_reported` and later."""
+    """Make one of `Readout.prompts`: reports on the prompt tokens after positions `first_reported` and later."""
     entry = batch.entries[number]
     request, params = entry.request, entry.request.params
     assert params.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""The weights of a GGUF model: in their codes where products take those, else expanded when they are asked for.
+"""The weights of a GGUF model: in their codes where products take codes, else expanded when they are asked for.
 
 Values are computed in float32 and rounded once.
 """
@@ -33,10 +33,10 @@ class GgufPlace:
         return self.weight.shape
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """The weight's codes, or the weight in memory of its own. Raises OSError."""
+        """Read the weight, as codes or as a tensor in memory of its own. Raises OSError."""
         tensor, minus, order = self.weight.tensor, self.weight.minus, self.weight.order
         if tensor.blocks.name == "F32" or minus or len(self.shape) != 2:
-            whole = len(self.shape) < 2  # the order is one of values, then
+            whole = len(self.shape) < 2  # then the order is of values, not of rows
             raw = self.weight.rows(0, math.prod(self.shape[:-1]), in_order=not whole)
             values = tensor.blocks.expand(raw.reshape(-1, tensor.blocks.num_bytes)).reshape(self.shape)
             values = values[order] if whole and order is not None else values
