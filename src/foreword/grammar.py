@@ -1,7 +1,7 @@
 """Grammars: schemas and regular expressions as masks over tokens.
 
-A constraint never fails a step: if the grammar gives up, it allows nothing, which ends the answer. Nested schemas are
-compiled on a thread with a large stack, because code that overflows its stack ends the process without an exception.
+A constraint never fails a step: if the grammar gives up, it allows no token, which ends the answer. Nested schemas are
+compiled on a thread with a large stack, because a stack overflow would end the process without an exception.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from foreword.errors import InvalidRequestError
 from foreword.request import StructuredOutputsParams, TokenConstraint
 
 STACK_BYTES = 256 * 2**20
-"""Address space of the thread; only the used part takes memory."""
+"""Bytes of address space for the thread's stack; only the used part takes memory."""
 T = TypeVar("T")
 _starting = threading.Lock()
 MAX_KEPT_BYTES = 64 * 2**20
 MAX_KEPT = 64
 BYTES_PER_CHARACTER = 256
-"""Bytes that llguidance takes per character of a source: measured 60 for properties of objects, 90 for patterns, 240
-for nested objects.
+"""Bytes that llguidance needs for each character of a source. Measured: 60 for properties of objects, 90 for patterns,
+240 for nested objects.
 """
 LEAST_BYTES = 64 * 1024
 logger = logging.getLogger(__name__)
 Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 _NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "lark": "grammar"}
 MAX_SOURCE_CHARACTERS = 128 * 1024
-"""Longest schema or grammar; one of this length takes about a second, and 32 MB, to compile."""
+"""Most characters of a schema or grammar. Compiling one of this length takes about a second and 32 MB."""
 MAX_COMPLAINT = 300
 """Most characters of a message about an error in a grammar."""
 MAX_LEXER_STATES = 25_000
-"""Most lexer states of one grammar, at 1 to 2 KB each; llguidance's own limit is ten times that."""
+"""Most lexer states of one grammar; a state takes 1 to 2 KB. llguidance's own limit is ten times as high."""
 _BROKEN: dict[str, tuple[str, ...]] = {
     "unclosed group": (),
     "unopened group": (),
@@ -49,11 +49,11 @@ _BROKEN: dict[str, tuple[str, ...]] = {
     "repetition operator missing expression": ("{", "(?"),
     "invalid repetition count range": (),
 }
-"""Faults in the words of llguidance -> texts with which the pattern is right in some dialect."""
+"""For each fault, in llguidance's words: texts that make such a pattern right in some dialect."""
 
 
 def with_deep_stack(work: Callable[[], T]) -> T:
-    """The result of `work`, done in a thread of its own. Raises what it raises."""
+    """Run `work` in a thread with a large stack. Returns its result, or raises its error."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -82,14 +82,14 @@ class KeptGrammars:
         self._matchers: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def get(self, kind: str, source: str) -> Any:
-        """The result for a source; None if it is not kept."""
+        """The compiled grammar of a source; None if it is not kept."""
         matcher = self._matchers.get((kind, source))
         if matcher is not None:
             self._matchers.move_to_end((kind, source))
         return matcher
 
     def keep(self, kind: str, source: str, compiled: Any) -> None:
-        """Keep the result for a source; the least recently used ones make room."""
+        """Keep the compiled grammar of a source. The least recently used grammars are dropped to make room."""
         self._matchers[kind, source] = compiled
         self.num_bytes += _num_bytes(source)
         while len(self._matchers) > MAX_KEPT or self.num_bytes > self._max_bytes:
@@ -115,11 +115,11 @@ class Grammars:
         self.kept = KeptGrammars()
 
     def lark(self, grammar: str) -> Callable[[], TokenConstraint]:
-        """Open constraints to a Lark grammar. Raises InvalidRequestError for an unusable grammar."""
+        """Return a function that opens constraints to a Lark grammar. Raises InvalidRequestError if it is unusable."""
         return self._open("lark", grammar)
 
     def open(self, params: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
-        """Open constraints to a form. Raises InvalidRequestError for an unusable one."""
+        """Return a function that opens constraints to a form. Raises InvalidRequestError if the form is unusable."""
         if params.json is not None:
             return self._open("json", json.dumps(params.json))
         if params.regex is not None:
@@ -132,13 +132,13 @@ class Grammars:
 
     @staticmethod
     def can_follow(pattern: str) -> bool:
-        """Whether a grammar may have this regular expression: there is no look-around, and no reference back."""
+        """Whether grammars support this regular expression. They have no look-around and no back-references."""
         complaint: str = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
         return not complaint
 
     @staticmethod
     def is_broken(pattern: str) -> bool:
-        """Whether this is a regular expression in no dialect, such as `(`, rather than one that grammars lack."""
+        """Whether no dialect has this regular expression, such as `(`. False: valid, or not supported by grammars."""
         complaint: str = llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
         return any(
             f"error: {name}" in complaint and not any(text in pattern for text in elsewhere)
@@ -154,11 +154,11 @@ class Grammars:
         return _Opener(self, kind, source, matcher)
 
     def constraint(self, matcher: Any) -> TokenConstraint:
-        """An answer's constraint at its beginning."""
+        """Make the constraint of an answer that begins now."""
         return _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
 
     def _compile(self, kind: Kind, source: str) -> Any:
-        """A matcher at its beginning, to be copied."""
+        """Compile a matcher at its beginning, from which copies are made."""
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise InvalidRequestError(
                 f"the {_NAMES[kind]} has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS} are taken, write a "
@@ -181,7 +181,7 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class _Opener:
-    """Opens constraints of one grammar. A pickled one compiles it again, for the tokenizer of its new home."""
+    """Opens constraints of one grammar. When it is unpickled, the grammar is compiled for that process's tokenizer."""
 
     grammars: Grammars
     kind: Kind

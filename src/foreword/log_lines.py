@@ -1,4 +1,4 @@
-"""Log lines: text for people or JSON for programs, written by a thread that may wait for the reader."""
+"""Log lines: text for people or JSON for programs. A thread of its own writes them, and may wait for the reader."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PatientHandler(logging.Handler):
             self.num_lost += 1
 
     def close(self) -> None:
-        """Write the waiting lines, unless nobody reads them. May be called twice."""
+        """Write the waiting lines, but wait only `close_timeout_s` for the reader. May be called twice."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._lines.put(None, timeout=self._close_timeout_s)

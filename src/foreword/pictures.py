@@ -1,6 +1,6 @@
-"""Pictures: files and images of callers, checked, decoded, named by what they show, and placed in prompts.
+"""Pictures: checks and decodes callers' files and images, names them by their pixels, and places them in prompts.
 
-Any thread may call it.
+Any thread may call this module.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FILE_BYTES = 32 * 2**20
 MAX_URL = 4096
-"""Characters of an address."""
+"""Most characters of an address."""
 MAX_PIXELS = 2**25
-"""Pixels of one picture: a file of a few kilobytes may hold billions."""
+"""Most pixels of one picture: a file of a few kilobytes may hold billions."""
 MAX_RATIO = 100
-"""The longer side, as a multiple of the shorter one."""
+"""Most times that the longer side may have the length of the shorter side."""
 MAX_SCANS = 64
-"""Scans of a JPEG: each goes over all pixels, though it may have a few bytes. Cameras and programs write about ten."""
+"""Most scans of a JPEG. A scan may have few bytes, but it costs time for all pixels. Usual files have about ten."""
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""A marker of a JPEG, unless it stands among a scan's pixels."""
+"""A marker of a JPEG, except for markers inside a scan's data."""
 MAX_SEGMENTS = 10_000
-"""Segments of a JPEG. Cameras and programs write about a hundred at most."""
+"""Most segments of a JPEG. Cameras and programs write about a hundred at most."""
 _TURNS: Mapping[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF's orientation -> `PIL.Image.Transpose`, which is not imported yet."""
 _ON_ITS_SIDE = range(5, 9)
 """Orientations that swap height and width."""
 Pixels = npt.NDArray[np.uint8]
 MOST_KNOWN = 4096
-"""Files whose pictures' digests are remembered."""
+"""The number of files whose digests are remembered."""
 _KINDS = ("image", "image_pil", "image_url")
 
 
@@ -60,27 +60,27 @@ class PictureFile:
 
     data: Any = field(repr=False)
     url: str | None = None
-    """The address of its bytes, if they must be fetched: until then there is no data."""
+    """The address from which to fetch the bytes; `data` is None until then. None: there is nothing to fetch."""
 
     def fill(self, data: bytes) -> None:
-        """Take the bytes that were fetched, once: all who hold the file have them."""
+        """Set the fetched bytes, once. All holders of this object see them."""
         assert self.data is None
         object.__setattr__(self, "data", data)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a file; of an image, of its pixels."""
+        """The number of bytes of the file, or of the image's pixels; 0 until the file is fetched."""
         if self.data is None:
             return 0
         return len(self.data) if isinstance(self.data, bytes) else 3 * self.data.width * self.data.height
 
 
 class _FewReads(io.BytesIO):
-    """A file that refuses more reads than its size explains: Pillow's Python loops over chunks, segments and runs."""
+    """A file that allows only as many reads as its size explains: Pillow loops over small pieces in slow Python."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
-        self._reads_left = 10_000 + len(data) // (40 if data[:3] == b"GIF" else 500)  # a GIF has pieces of 255 bytes
+        self._reads_left = 10_000 + len(data) // (40 if data[:3] == b"GIF" else 500)  # GIFs have pieces of 255 bytes
 
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads_left -= 1
@@ -90,7 +90,7 @@ class _FewReads(io.BytesIO):
 
 
 def file_of_url(url: object) -> PictureFile:
-    """The picture in a data URL, or at an address that is still to be fetched. Raises InvalidRequestError."""
+    """The picture in a data URL, or at an address from which it must be fetched later. Raises InvalidRequestError."""
     if not isinstance(url, str):
         raise InvalidRequestError(f"the URL of a picture is a {type(url).__name__}, not a text")
     scheme = url[:8].lower().partition(":")[0]
@@ -114,7 +114,7 @@ def file_of_base64(text: str) -> PictureFile:
     if len(text) > MAX_FILE_BYTES * 4 // 3 + 4:
         raise _too_large(len(text) * 3 // 4)
     try:
-        data = text.encode("ascii").translate(None, b" \t\r\n").rstrip(b"=")  # lines and missing padding leave no doubt
+        data = text.encode("ascii").translate(None, b" \t\r\n").rstrip(b"=")  # line ends and padding change nothing
         return PictureFile(base64.b64decode(data + b"=" * (-len(data) % 4), validate=True))
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(
@@ -130,18 +130,18 @@ def _not_fetched(url: str) -> InvalidRequestError:
 
 
 def upright_copy(image: Image) -> PictureFile:
-    """A caller's image of Pillow, which may be a file that is not decoded yet. Raises InvalidRequestError."""
+    """Copy and decode a caller's image of Pillow, turned upright. Raises InvalidRequestError."""
     from PIL import ImageOps
 
     _check_size(image.width, image.height)
     try:
-        return PictureFile(ImageOps.exif_transpose(image))  # a copy in any case: the caller may draw on
-    except Exception as error:  # decoders raise whatever they like
+        return PictureFile(ImageOps.exif_transpose(image))  # always a copy: the caller may change the image
+    except Exception as error:  # decoders may raise any error
         raise _unreadable(error) from error
 
 
 def size_of(file: PictureFile) -> tuple[int, int]:
-    """Height and width that a picture will have, checked before anything is decoded. Raises InvalidRequestError."""
+    """Height and width of a picture in pixels, checked before its pixels are decoded. Raises InvalidRequestError."""
     image = _opened(file)
     return (image.width, image.height) if _orientation(file, image) in _ON_ITS_SIDE else (image.height, image.width)
 
@@ -153,12 +153,12 @@ def pixels_of(file: PictureFile) -> Pixels:
     try:
         if isinstance(file.data, bytes):
             image.load()
-            _check_size(image.width, image.height)  # some formats say it twice
+            _check_size(image.width, image.height)  # some formats give the size twice
         rgb = _rgb(image)
         return np.asarray(rgb if turn is None else rgb.transpose(turn), np.uint8)
     except InvalidRequestError:
         raise
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders may raise any error
         raise _unreadable(error) from error
 
 
@@ -181,7 +181,7 @@ def _opened(file: PictureFile) -> Image:
         )
     try:
         image = Image.open(_FewReads(file.data), formats=FORMATS)
-        is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"  # a camera's JPEG, previews
+        is_animated = bool(getattr(image, "is_animated", False)) and image.format != "MPO"  # a JPEG with previews
     except InvalidRequestError:
         raise
     except Image.DecompressionBombError as error:
@@ -195,7 +195,7 @@ def _opened(file: PictureFile) -> Image:
 
 
 def _num_scans(data: bytes) -> int:
-    """The number of scans of a JPEG, up to its end: phones put a film after it."""
+    """The number of scans of a JPEG, up to its end marker: phones put a film after that."""
     place = num_scans = 0
     for _ in range(MAX_SEGMENTS):
         marker = _MARKER.search(data, place)
@@ -213,19 +213,19 @@ def _in_pieces() -> InvalidRequestError:
 
 
 def _orientation(file: PictureFile, image: Image) -> int:
-    """The orientation of the camera, as EXIF says it before the pixels."""
-    if not isinstance(file.data, bytes) or "exif" not in image.info:  # a PNG would be decoded to look for more
+    """The orientation in the EXIF data before the pixels; 1 without such data."""
+    if not isinstance(file.data, bytes) or "exif" not in image.info:  # to look after the pixels, a PNG is decoded
         return 1
     try:
         return int(image.getexif().get(0x0112, 1))
-    except Exception:  # as if it said nothing
+    except Exception:  # EXIF data that cannot be read is ignored
         return 1
 
 
 def _rgb(image: Image) -> Image:
     from PIL import Image
 
-    if image.mode in ("I", "F"):  # which value is white, nobody says
+    if image.mode in ("I", "F"):  # the value of white is not known
         kind = "float" if image.mode == "F" else "32-bit integer"
         raise InvalidRequestError(f"a picture has pixels of the type {kind}; send 8 bits for each colour")
     if image.mode in ("I;16", "I;16L", "I;16B"):
@@ -264,7 +264,7 @@ def _unreadable(error: Exception) -> InvalidRequestError:
 
 
 class Vision(Protocol):
-    """The half of a model that sees, as this room knows it."""
+    """The part of a model that reads pictures, as this room uses it."""
 
     token_id: int
     digest: str
@@ -280,14 +280,14 @@ class Vision(Protocol):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReadPicture:
-    """A picture that was checked."""
+    """A picture whose size was checked and whose digest is known."""
 
     digest: str
     shape: Any
     file: PictureFile = field(repr=False)
 
     def pixels(self) -> Pixels:
-        """Its pixels, [height, width, 3], decoded anew."""
+        """Decode the picture again. Returns its pixels, [height, width, 3]."""
         return pixels_of(self.file)
 
 
@@ -296,7 +296,7 @@ class Placeholders(NamedTuple):
 
     token_ids: npt.NDArray[np.int32]
     places: npt.NDArray[np.int32]
-    """Indices of the tokens that its rows replace."""
+    """Indices of the tokens that the picture's rows replace, in `token_ids`."""
 
 
 class Pictures:
@@ -305,20 +305,21 @@ class Pictures:
     def __init__(
         self, vision: Vision, encode: Callable[[str], Sequence[int]], *, max_pictures: int, max_tokens: int
     ) -> None:
-        """`encode`: the tokenizer's, for a part of a text. `max_tokens`: of all pictures of a prompt."""
+        """`encode`: returns the tokens of a part of a text. `max_tokens`: most tokens of all pictures in a prompt."""
         self._vision, self._encode = vision, encode
         self._max_pictures, self._max_tokens = max_pictures, max_tokens
         self._digests: OrderedDict[tuple[str, bytes], tuple[str, tuple[int, int]]] = OrderedDict()
-        """Owner and digest of a file -> digest of the picture in it, and its height and width."""
+        """For the owner and the digest of a file: the digest of its picture, and the picture's height and width."""
         self._lock = threading.Lock()
         self.held = HeldBytes()
-        """The files that requests hold."""
+        """The bytes of the files that requests hold."""
         self._placeholders = lru_cache(1024)(self._make_placeholders)
 
     def read(self, files: Sequence[PictureFile], owner: str = "") -> list[ReadPicture]:
-        """Check and name pictures: sizes and tokens of all before any is decoded. Raises InvalidRequestError.
+        """Check and name pictures. All sizes and tokens are checked before the first decoding.
 
-        What a file shows is remembered for its `owner` alone, lest time tell others who sent it.
+        The digest of a file is remembered for its `owner` only. Otherwise the time of a request would tell others that
+        the file was sent before. Raises InvalidRequestError.
         """
         if len(files) > self._max_pictures:
             raise TooManyPicturesError(
@@ -349,7 +350,7 @@ class Pictures:
         return read
 
     def shown(self, prompt: Prompt, pictures: Sequence[ReadPicture]) -> Prompt:
-        """The prompt with each sign of a picture replaced by its tokens. Raises InvalidRequestError."""
+        """Replace each picture's sign in a prompt by the picture's tokens. Raises InvalidRequestError."""
         token_ids = prompt.token_ids
         signs = np.flatnonzero(token_ids == self._vision.sign_id)
         if len(signs) != len(pictures):
@@ -384,7 +385,7 @@ class Pictures:
         )
 
     def _digest(self, file: PictureFile, size: tuple[int, int], shape: Any) -> str:
-        """The digest of what a file shows, and of how it is prepared."""
+        """The digest of a file's pixels and of the way in which they are prepared."""
         pixels = pixels_of(file)
         if pixels.shape[:2] != size:
             raise InvalidRequestError("a picture has another size than its file's beginning says; write the file anew")
@@ -393,7 +394,7 @@ class Pictures:
         return digest.hexdigest()
 
     def _note(self, name: tuple[str, bytes] | None, digest: str, size: tuple[int, int]) -> None:
-        """Remember what a file shows, by its owner and the digest of its bytes."""
+        """Remember the digest and size of a file's picture, by its owner and the digest of its bytes."""
         if name is None:
             return
         with self._lock:
@@ -411,7 +412,7 @@ class Pictures:
 
 
 def taken_apart(messages: Sequence[Any]) -> list[Any]:
-    """Messages in which marks stand for pictures; those without pictures are the same objects."""
+    """Put marks in place of the pictures in messages. Messages without pictures stay the same objects."""
     return [_taken_apart(message) for message in messages]
 
 
@@ -439,7 +440,7 @@ def _file(part: Mapping[str, Any]) -> PictureFile:
 
 
 def picture_file(source: Any) -> PictureFile:
-    """A picture of a Python caller: an image of Pillow, bytes of a file, or a path. Raises InvalidRequestError."""
+    """Read a picture from Python: an image of Pillow, a file's bytes, or a path. Raises InvalidRequestError."""
     if isinstance(source, bytes):
         return PictureFile(source)
     if isinstance(source, str | Path):

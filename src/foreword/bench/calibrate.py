@@ -1,7 +1,7 @@
 """`foreword bench calibrate`: measures this machine's rates for `foreword replay --flops --bandwidth`.
 
-It measures steps whose cost that model predicts, and solves for the model's two rates. It assumes that arithmetic
-limits prefill and that memory limits the decoding of one request.
+Replay's cost model predicts the time of a step from two rates. This command measures steps, and solves for the rates.
+It assumes that arithmetic limits prefill and that memory limits the decoding of one request.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Calibration:
     bytes_per_s: float
     prefill_tokens: int
     prefill_s: float
-    """Median time to the first token of `prefill_tokens` tokens, with nothing cached."""
+    """Median seconds to the first token after `prefill_tokens` tokens, with nothing cached."""
     decode_step_s: float
-    """Median time of a step that decodes one request."""
+    """Median seconds of a step that decodes one request."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of `foreword bench calibrate`."""
+    """Add the options of `foreword bench calibrate`."""
     parser.add_argument("model", metavar="MODEL", help="folder of the model that is served")
     parser.add_argument(
         "--prefill-tokens", type=int, default=1024, metavar="N", help="length of the prompts (default: 1024)"
@@ -90,7 +90,7 @@ def calibrate(
     rng = np.random.default_rng(seed)
 
     def seconds(num_tokens: int, num_new: int) -> float:
-        """The time of one request from its start to its last token, with nothing cached."""
+        """Seconds of one request from its start to its last token, with nothing cached."""
         limits = llm.engine.limits
         drawn = limits.without_pictures(rng.integers(0, limits.vocab_size, num_tokens).astype(np.int32))
         prompt = {"prompt_token_ids": drawn.tolist()}
@@ -109,7 +109,7 @@ def calibrate(
     pairs = prefill_tokens * (prefill_tokens + 1) / 2
     flops = prefill_tokens * cost.flops_per_token + pairs * cost.flops_per_pair
     num_bytes = cost.weight_bytes + (DECODE_CONTEXT + DECODE_STEPS / 2) * cost.kv_bytes_per_token
-    # The measured times include the model's constant per step; a step that is shorter than that has less of it.
+    # Measured times include the cost model's constant per step. At most half of a measured time is taken off for it.
     return Calibration(
         flops_per_s=flops / max(prefill - cost.overhead_s, prefill / 2),
         bytes_per_s=num_bytes / max(decode - cost.overhead_s, decode / 2),

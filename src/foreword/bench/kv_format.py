@@ -1,4 +1,7 @@
-"""`foreword bench kv-format`: what KV in eight bits holds and changes, on a user's model and texts."""
+"""`foreword bench kv-format`: measures how much more KV fits in eight bits, and how that changes predictions.
+
+It uses a user's model and texts.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError
 
 MOST_DIVERGENCE = 0.002
-"""Mean divergence in nats that is called small: the goal that foreword set itself."""
+"""The largest mean divergence, in nats, that is called small: foreword's own goal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of `foreword bench kv-format`."""
+    """Add the options of `foreword bench kv-format`."""
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of the model that is served")
     parser.add_argument("texts", metavar="TEXT", nargs="+", type=Path, help="files of text such as the model gets")
     parser.add_argument(
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. Raises ConfigError for texts that cannot be read, and what loading raises."""
+    """Run with parsed arguments. Raises ConfigError for texts that cannot be read, and the errors of loading."""
     from foreword.model.kv_quality import quality, tokens_a_gigabyte
     from foreword.model.loader import load_model
     from foreword.text import Tokenizer

@@ -1,14 +1,14 @@
 """`foreword bench trace`: runs recorded traffic, and compares the reuse with the reuse that the recording allows.
 
-A recording, as Mooncake publishes them or `serve --record` writes them, is scaled down to a desk. The reuse that it
-allows is computed from block ids alone, so an engine's own count can be checked against it. A recording names the
-content of every block by an id. Blocks of 512 tokens become blocks of 16 tokens, and lengths shrink by the same factor,
-so requests share the same parts; blocks of 16 tokens stay as they are:
+Mooncake publishes such recordings, and `serve --record` writes them. A recording names the content of every block by an
+id. So the reuse that it allows can be computed from ids alone, and compared with the engine's own count. A recording is
+scaled down for a small machine: blocks of 512 tokens become blocks of 16 tokens, and lengths shrink by the same factor,
+so requests share the same parts. Blocks of 16 tokens stay as they are:
 
     recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
     scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    36 prompt tokens
 
-A partial last block without an id is shared with no request, so it gets a new id.
+No other request shares a partial last block without an id, so it gets a new id.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 16
 FIRST_OWN_ID = 2**256
-"""Recorded ids are smaller: they have 64 bits."""
+"""The first id for blocks without a recorded id. Recorded ids have 64 bits, so they are smaller."""
 MOSTLY_FOUND = 0.5
 """A request counts as a hit in the report if at least this share of its prompt was found."""
 DEFINITIONS = (
@@ -102,7 +102,7 @@ def _scaled(num_tokens: int, block_tokens: int) -> int:
 
 
 def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:
-    """The tokens of a prompt: each block id has the same tokens everywhere, a partial block the first of them."""
+    """The tokens of a prompt. A block id has the same tokens in all prompts; a partial block has the first of them."""
     blocks = [
         np.random.default_rng((seed, block_id)).integers(vocab_size, size=BLOCK_TOKENS)
         for block_id in request.block_ids
@@ -117,10 +117,10 @@ class UnlimitedCache:
         self._node_of: dict[tuple[int, int], int] = {}  # (node of the blocks before, block id) -> node
 
     def admit(self, request: TraceRequest) -> int:
-        """Add the next request; returns its reusable prompt tokens. Its full blocks are reusable from now on.
+        """Add the next request, whose full blocks can be reused from now on. Returns its own reusable prompt tokens.
 
-        That includes blocks that another request is still computing, because a request waits for them. A prompt's last
-        token is always computed.
+        Blocks that another request is still computing count, because a request waits for them. A prompt's last token is
+        always computed.
         """
         node, num_known = 0, 0
         for depth, block_id in enumerate(request.full_block_ids):
@@ -197,8 +197,8 @@ class TraceReport:
     tokens_reused: int
     """Prompt tokens that the engine reports as found in the cache."""
     tokens_reused_beyond: int
-    """Reused tokens of partly matching blocks, which block ids do not show: two blocks may begin alike by chance, or a
-    partial last block may return after an answer has filled it."""
+    """Reused tokens of partly matching blocks, which block ids do not show. Two blocks may begin with equal tokens by
+    chance, or a partial last block may come again after an answer has filled it."""
     tokens_reusable: int
     """Prompt tokens that a cache with unlimited memory could reuse, according to the trace's block ids."""
     tokens_computed: int
@@ -210,14 +210,14 @@ class TraceReport:
     """Cached blocks whose memory was given to other content."""
     preemptions: int
     explanation: str
-    """Why the reuse differs from what the trace allows; empty if it does not, or if the reason is unknown."""
+    """Why the reuse differs from the reuse that the trace allows; empty if it does not, or the reason is unknown."""
     hit_rate: float
     """Share of the prompt tokens that were reused, 0.0 to 1.0."""
     ttft_hits: Latency
     ttft_misses: Latency
     generated_tokens: int
     wall_s: float
-    """Seconds from the first request's start to the last request's end, without loading the model."""
+    """Seconds from the first request's start to the last request's end; loading the model is not counted."""
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
     """Prompt tokens served per second, including reused ones."""
@@ -231,7 +231,7 @@ class TraceReport:
 def run_trace(options: TraceBenchOptions, console: Console) -> TraceReport:
     """Drive the engine with a trace, showing progress on `console`.
 
-    Raises TraceError for a malformed trace, before it loads a model, and the errors of LLM.
+    Raises TraceError for a malformed trace, before a model is loaded, and the errors of LLM.
     """
     from foreword import LLM
 
@@ -339,7 +339,7 @@ def _report(options: TraceBenchOptions, llm: LLM, served: Served, num_skipped: i
 
 
 def _explain(options: TraceBenchOptions, num_evictions: int, num_preemptions: int) -> str:
-    """The known reasons why the reuse differs from what the trace allows; empty if there are none."""
+    """The known reasons for a difference between the reuse and the reuse that the trace allows; may be empty."""
     reasons = []
     if not options.enable_prefix_caching:
         reasons.append("prefix caching is off")
@@ -354,7 +354,7 @@ def _explain(options: TraceBenchOptions, num_evictions: int, num_preemptions: in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword bench trace`."""
+    """Add the options of `foreword bench trace`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="requests in Mooncake's JSONL format")
     _flags().add_to(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
@@ -365,7 +365,7 @@ def _flags() -> Flags:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments; 1 if reuse differs from what the trace allows and nothing explains it."""
+    """Run with parsed arguments. Returns 1 if the reuse differs from what the trace allows without a known reason."""
     console = Console(stderr=args.json)
     options = TraceBenchOptions(file=args.file, **_flags().given(args))
     report = run_trace(options, console)

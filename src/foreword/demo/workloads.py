@@ -62,9 +62,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Agents with one system prompt and one list of tools; each asks its questions, all agents together.
+    """Agents with one system prompt and one list of tools. Each has its own questions; all agents run together.
 
-    What the agents look up is in `notes`, which no prompt holds.
+    The facts that the agents look up are in `notes`, which are not in any prompt.
     """
 
     name: str
@@ -121,17 +121,17 @@ class WorkloadReport:
 
     @property
     def ttft_cold_ms(self) -> float:
-        """Median time to first token without the cache."""
+        """Median milliseconds to the first token without the cache."""
         return median(turn.ttft_ms for turn in self.uncached)
 
     @property
     def ttft_warm_ms(self) -> float:
-        """Median time to first token of the requests that hit."""
+        """Median milliseconds to the first token of the requests that hit."""
         return median(turn.ttft_ms for turn in self.cached if turn.num_cached_tokens)
 
 
 def make_agents(seed: int = 0, num_agents: int = 4, num_questions: int = 3) -> Agents:
-    """The demo's agents; equal seeds give equal ones."""
+    """Draw the demo's agents; equal seeds give equal agents."""
     rng = Random(f"agents {seed}")
     notes = make_document(rng, num_agents * num_questions)
     questions = ask(rng, notes, num_agents * num_questions)
@@ -144,7 +144,7 @@ def make_agents(seed: int = 0, num_agents: int = 4, num_questions: int = 3) -> A
 
 
 def make_workloads(seed: int = 0) -> list[Workload]:
-    """The demo's workloads without tools; equal seeds give equal ones."""
+    """Draw the demo's workloads without tools; equal seeds give equal workloads."""
     rng = Random(seed)
     long_document = make_document(rng, num_facts_for(1000))
     questions = ask(rng, long_document, 12)
@@ -188,7 +188,7 @@ def run_workload(llm: LLM, workload: Workload) -> tuple[Turn, ...]:
 
 
 def run_agents(llm: LLM, agents: Agents) -> tuple[Turn, ...]:
-    """Answer all questions: the model calls the tool, gets its result, and answers from that."""
+    """Answer all questions: the model calls the tool, gets the tool's result, and answers from that."""
     params = SamplingParams(temperature=0.0, max_tokens=MAX_CALL_TOKENS)
     histories: list[list[Message]] = [
         [{"role": "system", "content": agents.system_prompt.text}] for _ in agents.questions
@@ -214,7 +214,7 @@ def _answer(question: Question) -> Message:
 
 
 def _message(reply: Reply) -> Message:
-    """The message that goes into the history: a call, or a text."""
+    """Turn a reply into the message for the history: a call, or a text."""
     message: Message = {"role": "assistant", "content": reply.content.strip()}
     calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in reply.tool_calls]
     return (
@@ -233,7 +233,7 @@ def _turn(output: RequestOutput, *, correct: bool) -> Turn:
 
 
 def compare(cached: LLM, uncached: LLM, workload: Workload | Agents) -> WorkloadReport:
-    """Run a workload on two engines of the same model; only one of them caches prefixes."""
+    """Run a workload on two engines of the same model; only one engine caches prefixes."""
     if isinstance(workload, Agents):
         return WorkloadReport(workload.name, run_agents(cached, workload), run_agents(uncached, workload))
     return WorkloadReport(workload.name, run_workload(cached, workload), run_workload(uncached, workload))

@@ -1,1 +1,1 @@
-"""`foreword pml`: checks and runs files of prompt modules, and measures what linking costs in answers."""
+"""`foreword pml`: checks and runs files of prompt modules, and measures how many right answers linking loses."""

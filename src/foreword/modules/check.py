@@ -1,6 +1,6 @@
-"""`foreword pml check FILE`: a schema's layout, or where it is wrong.
+"""`foreword pml check FILE`: shows a schema's layout, or the place of its error.
 
-Exit codes: 0 the schema is sound, 1 it is not, 2 a user's mistake.
+Exit codes: 0 the schema is sound, 1 it is not, 2 the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SEAMS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword pml check`."""
+    """Add the options of `foreword pml check`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="schema of prompt modules")
     parser.add_argument(
         "--model",
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_report(report: SchemaReport, title: str) -> None:
-    """The layout as a table, and what is worth knowing."""
+    """Print the layout as a table, and notes for the schema's author."""
     num_modules = counted(len(report.rows) - 1, "module")
     print(
         f"{title}: schema {report.name!r}, {num_modules}, {counted(report.num_positions, 'position')}, "

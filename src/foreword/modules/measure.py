@@ -1,4 +1,4 @@
-"""`foreword pml measure --model M`: what linking costs in right answers with one model.
+"""`foreword pml measure --model M`: measures how many right answers linking loses with one model.
 
 Each question goes to `all`, which is the plain prompt bit for
 bit, and to each method, greedy. With `--gaps` all are asked again with gaps between positions.
@@ -35,12 +35,13 @@ from foreword.request import RequestOutput, SamplingParams
 _COMPUTE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 Interval = tuple[float, float]
 MEANT_FOR = ("independent", "parameters", "order")
-"""The tasks that linking is meant for: no line of a part needs another part to be read. A saved file counts these."""
+"""The tasks for which linking is meant: each line of a part is understood without other parts. A saved file counts
+these tasks."""
 MEASURED_METHODS = ("none", "first-16", "all")
 LEAST_PROMPTS = 100
-"""Fewest prompts of a saved file. If none of them is lost or gained, a loss of 2.7% or less cannot be told apart."""
+"""The fewest prompts of a saved file. If no answer among 100 is lost or gained, the loss may still be up to 2.7%."""
 LEAST_RIGHT = 0.2
-"""Share of the prompts that `all` must answer rightly: a method cannot lose what `all` does not have."""
+"""The least share of prompts that `all` must answer rightly: a method cannot lose answers that `all` has wrong."""
 TASK_TOKENS, USERS_TOKENS = 16, 64
 USERS = "prompts"
 """The name of the cell of a user's own prompts."""
@@ -53,13 +54,13 @@ class Arm:
     name: str
     method: Method
     salt: str | None = None
-    """A namespace of its own, for an arm that caches other bits than its keys say, or whose times count."""
+    """A cache namespace of its own, for an arm whose cached bits differ from other arms', or whose times count."""
     changed: Callable[[LLM], AbstractContextManager[None]] = lambda llm: nullcontext()
-    """What is changed while it answers: a negative control."""
+    """A context that changes the model while the arm answers, for a negative control."""
 
     @classmethod
     def of(cls, name: str) -> Arm:
-        """The arm of a method. Raises InvalidRequestError for an unknown one."""
+        """Make the arm of a method by its name. Raises InvalidRequestError for an unknown method."""
         return cls(name, Method.parse(name))
 
 
@@ -69,25 +70,25 @@ class Answer:
 
     output: RequestOutput
     first_token_ms: float
-    """Milliseconds from the call to the first token: choosing what is linked takes time, too."""
+    """Milliseconds from the call to the first token; the choice of the parts to link takes some of this time."""
 
 
 @dataclass
 class Tally:
-    """What one arm did with the prompts of one cell."""
+    """Counts of one arm's answers to the prompts of one cell."""
 
     num_asked: int = 0
     num_with_answer: int = 0
     """Prompts whose right answer is known."""
     num_right: int = 0
     num_plain_right: int = 0
-    """The number of these prompts that `all` without gaps answers rightly."""
+    """The number of prompts that `all` without gaps answers rightly."""
     num_lost: int = 0
     num_gained: int = 0
     num_agreeing: int = 0
     num_linked: int = 0
-    """Prompts with an answer of which something was linked, or that have gaps between positions: the others tell
-    nothing about the method, and are neither lost nor gained."""
+    """Prompts with a known answer that were not computed exactly: tokens were linked, or positions have gaps. The other
+    prompts say nothing about the method, and cannot be lost or gained."""
     shares: list[float] = field(default_factory=list)
     """For each prompt, the share of its tokens that were neither linked nor part of its exact beginning."""
     times_ms: list[float] = field(default_factory=list)
@@ -157,8 +158,8 @@ def tally(
 ) -> dict[str, Tally]:
     """Ask all prompts with `all`, without gaps between positions, and with each arm; by the arms' names.
 
-    `at_once` prompts run together, which is faster; times are worth reading only with one. Then each arm has a
-    namespace of its own: what a method computes of a part another one would find cached.
+    `at_once` prompts run together, which is faster. Times are meaningful only if `at_once` is 1. Then each arm has a
+    namespace of its own: otherwise a method would find tokens in the cache that another method has computed.
     """
     if at_once == 1:
         arms = [replace(arm, salt=arm.salt or arm.name) for arm in arms]
@@ -178,7 +179,7 @@ def tally(
 def _linked_answers(
     llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[Answer]
 ) -> list[Answer]:
-    """A method that links nothing of a prompt without gaps gives the plain prompt's bits: these are not asked again."""
+    """Answer with a method. If it links nothing of a prompt without gaps, the plain answer is taken: bits are equal."""
     differs = [prompt.composition.has_gaps or _links_any(prompt.composition, arm.method) for prompt in several]
     linked = [prompt for prompt, may_differ in zip(several, differs, strict=True) if may_differ]
     if arm.salt is not None:
@@ -205,13 +206,13 @@ def _links_any(composition: Composition, method: Method) -> bool:
 
 
 def _exact_tokens(llm: LLM, prompt: Asked) -> int:
-    """The leading tokens that every method finds as a prefix once the sources are computed."""
+    """The number of leading tokens that every method finds as a cached prefix once the sources are computed."""
     block_size = llm.layout.block_size
     return prompt.composition.num_exact_tokens // block_size * block_size
 
 
 def _compute_sources(llm: LLM, several: Sequence[Asked], salt: str | None) -> None:
-    """Compute the sources, so that no arm pays for them."""
+    """Compute the sources, so that they do not add to the time of an arm."""
     sources = [source for prompt in several for source in (*prompt.composition.sources, *prompt.hidden)]
     prompts = [{"prompt_token_ids": source.token_ids, "cache_salt": salt} for source in dict.fromkeys(sources)]
     llm.generate(prompts, _COMPUTE, show_progress=False)
@@ -223,7 +224,7 @@ class Cell:
 
     task: str
     num_tokens: int | None = None
-    """About how long its documents are, in tokens of the embedded tokenizer."""
+    """Approximate length of all its documents, in tokens of the embedded tokenizer; None: users' prompts."""
     num_parts: int | None = None
     has_gaps: bool = False
     """Whether its prompts have gaps between positions."""
@@ -234,18 +235,18 @@ class Cell:
         return f"{self.task}{size}{' gaps' if self.has_gaps else ''}"
 
     def fails(self, tallies: Mapping[str, Tally]) -> bool:
-        """Whether `all` itself has too few right answers to compare with; `leak` has none to have."""
+        """Whether `all` has too few right answers for a comparison. Leak tasks never fail: no answer is right there."""
         of_all = next(iter(tallies.values()))
         return self.task not in ("leak", EDIT_LEAK) and of_all.num_plain_right < LEAST_RIGHT * of_all.num_with_answer
 
     @property
     def counts(self) -> bool:
-        """Whether a saved file counts it among prompts of parts."""
+        """Whether a saved file counts the cell among prompts of parts."""
         return self.task in (*MEANT_FOR, USERS)
 
     @property
     def is_edit(self) -> bool:
-        """Whether a saved file counts it among edits of chats, which have no gaps."""
+        """Whether a saved file counts the cell among edits of chats, which have no gaps."""
         return self.task == EDIT and not self.has_gaps
 
 
@@ -254,7 +255,7 @@ Found = dict[Cell, dict[str, Tally]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword pml measure`."""
+    """Add the options of `foreword pml measure`."""
     listed: dict[str, Any] = {"type": _names, "metavar": "LIST"}
     parser.add_argument(
         "--methods",
@@ -292,7 +293,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Run with parsed arguments; `options` are those of the engine."""
+    """Run with parsed arguments; `options` are the engine's."""
     check_model(options)
     arms, cells, seed = _arms(args.methods), _cells(args), int(options.get("seed") or 0)
     if args.save is not None:
@@ -352,7 +353,7 @@ def _arms(names: Sequence[str]) -> list[Arm]:
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
-    """The cells that are asked for. Raises ConfigError for values that cannot be drawn."""
+    """The cells that the arguments ask for. Raises ConfigError for values from which no cases can be drawn."""
     for name in ("questions", "max_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -377,7 +378,7 @@ def _numbers(name: str, texts: Sequence[str]) -> list[int]:
 
 
 def _check_save(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
-    """Refuse before anything runs what could not be saved after it."""
+    """Raise ConfigError before anything runs if the results could not be saved."""
     path = args.save.expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--save {str(args.save)!r} cannot be written; name a file in a folder that exists")
@@ -413,7 +414,7 @@ def _drawn(questions: Questions, cell: Cell, number: int, seed: int) -> Iterator
 
 
 def _params(args: argparse.Namespace, questions: Questions) -> SamplingParams:
-    """Greedy. A model without a chat template does not end after an answer, so the line's end does."""
+    """Greedy parameters. Without a chat template, a model goes on after an answer, so a line's end stops it."""
     of_tasks = args.prompts is None
     limit = args.max_tokens or (TASK_TOKENS if of_tasks else USERS_TOKENS)
     return SamplingParams(max_tokens=limit, temperature=0.0, stop=("\n",) if of_tasks and questions.is_plain else ())
@@ -426,7 +427,7 @@ def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
 
 
 def _saved(tallies_of: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
-    """Right answers over the prompts of the cells that count, with gaps and without. Raises ConfigError."""
+    """Sum up the cells that count, with gaps, without gaps, and edits, for a saved file. Raises ConfigError."""
     counted = {cell: tallies for cell, tallies in tallies_of.items() if cell.counts}
     dense = _totals({cell: tallies for cell, tallies in counted.items() if not cell.has_gaps})
     with_gaps = _totals({cell: tallies for cell, tallies in counted.items() if cell.has_gaps})
@@ -435,9 +436,9 @@ def _saved(tallies_of: Found, model_id: str, report: dict[str, Any]) -> Measured
 
 
 def _totals(tallies_of: Found) -> dict[str, Rightness]:
-    """Right answers over the prompts of these cells, together, of which a method linked anything.
+    """For each method, lost and gained answers over all prompts of these cells of which it linked tokens.
 
-    Raises ConfigError if there are too few: that says nothing about linking.
+    Raises ConfigError if there are too few such prompts to say anything about linking.
     """
     totals: dict[str, Tally] = {}
     for cell, tallies in tallies_of.items():
@@ -454,7 +455,7 @@ def _totals(tallies_of: Found) -> dict[str, Rightness]:
 
 
 def print_table(tallies_of: Mapping[Cell, Mapping[str, Tally]], console: Console) -> None:
-    """One row for each cell and method."""
+    """Print a table with one row for each cell and method."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("task", no_wrap=True)
     table.add_column("method", no_wrap=True)

@@ -1,8 +1,8 @@
-"""Questions: cases of the tasks, and users' prompts, as prompts of one model whose documents can be linked.
+"""Questions: turns cases of the tasks, and users' prompts, into prompts of one model whose documents can be linked.
 
 With a chat template a prompt is one message of a user:
 
-    before   instruction   document 1   document 2   ...   question   what opens the answer
+    before   instruction   document 1   document 2   ...   question   opening of the answer
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from foreword.text import Tokenizer
 from foreword.text.schema_text import schema_text
 
 CUT_SIZES = (16, 64, 256)
-"""Lengths in tokens of the pieces that `cut` may cut."""
+"""Lengths, in tokens, of the pieces in the `cut` tasks."""
 EDIT, EDIT_LEAK = "edit", "edit-leak"
-"""Tasks with a part that the earlier prompt had: the question is of another part, or of that one."""
+"""Tasks in which a part of the earlier prompt was cut out. `edit` asks about another part, `edit-leak` about this."""
 TASK_NAMES = (
     *(name for task in TASKS for name in ([f"cut-{size}" for size in CUT_SIZES] if task == "cut" else [task])),
     EDIT,
@@ -42,14 +42,14 @@ class Asked:
 
     composition: Composition
     answer: str | None
-    """The right answer; None if nobody gave one."""
+    """The right answer; None if it is not known."""
     hidden: tuple[Source, ...] = ()
     """Sources that are computed before the question although the prompt does not have them."""
     dense: Composition | None = None
-    """The prompt without the gaps between its positions; None: it has none."""
+    """The prompt without the gaps between its positions; None: the prompt has no gaps."""
 
     def with_gaps(self) -> Asked:
-        """The prompt as a schema places it of which it leaves out half: one more module before each, as long as it."""
+        """The prompt with gaps, as if a module of equal length had been left out before each module."""
         parts: list[Part] = []
         shift, before = 0, ""
         for part in self.composition.parts:
@@ -63,9 +63,9 @@ class Asked:
         return replace(self, composition=Composition(tuple(parts)), dense=self.composition)
 
     def is_right(self, text: str) -> bool:
-        """Whether a text contains the right answer as whole words and numbers; case, and how words part, do not count.
+        """Whether a text contains the right answer as whole words and numbers. Case and white space do not count.
 
-        A model that says "The code is 4821." is as right as one that says "4821".
+        "The code is 4821." is as right as "4821".
         """
         if self.answer is None:
             return False
@@ -78,10 +78,10 @@ def _words(answer: str) -> list[str]:
 
 
 class Questions:
-    """Questions as prompts of one model."""
+    """Makes prompts of one model from cases and users' questions."""
 
     def __init__(self, tokenizer: Tokenizer, *, plain: bool = False) -> None:
-        """`plain`: without the chat template, as for a model that has none. Raises ChatTemplateError."""
+        """`plain`: do not use the chat template, as for a model without one. Raises ChatTemplateError."""
         self._text = schema_text(tokenizer)
         self.is_plain = plain or tokenizer.chat_template is None
         if self.is_plain:
@@ -91,7 +91,7 @@ class Questions:
             self._after += self._text.answer("user")
 
     def draw(self, rng: Random, task: str, num_tokens: int, num_parts: int) -> Asked:
-        """A case of a task by its name in `TASK_NAMES`. Raises ValueError as `tasks.draw`."""
+        """Draw a case of a task in `TASK_NAMES`, as a prompt. Raises ValueError as `tasks.draw` does."""
         if task in (EDIT, EDIT_LEAK):
             return self._draw_edit(rng, task, num_tokens, num_parts)
         name, _, size = task.partition("-")
@@ -111,7 +111,7 @@ class Questions:
         return Asked(concatenated([head, *sources, after]), case.question.answer, hidden)
 
     def _draw_edit(self, rng: Random, task: str, num_tokens: int, num_parts: int) -> Asked:
-        """A prompt of `num_parts` parts that lost another one; the parts after that can be linked from what was."""
+        """Draw a prompt of `num_parts` parts, from which one more was cut out. Parts after the cut can be linked."""
         each = num_tokens // num_parts
         case = draw(rng, "independent", num_tokens=num_tokens + each, num_parts=num_parts + 1)
         line = Fact(case.question.key, case.question.answer).text
@@ -127,7 +127,7 @@ class Questions:
         return tuple(token for part in parts for token in self._encode(f"{part}\n"))
 
     def read(self, fields: Mapping[str, Any]) -> Asked:
-        """A user's prompt: "documents", "question", and optionally "instructions" and "answer". Raises ConfigError."""
+        """Read a user's prompt: "documents", "question", optionally "instructions" and "answer". Raises ConfigError."""
         if not isinstance(fields, Mapping) or not {"documents", "question"} <= set(fields) <= USERS_FIELDS:
             raise ConfigError(
                 'a line must have "documents" and "question", and may have "instructions" and "answer"; it has '
@@ -149,7 +149,7 @@ class Questions:
         return Asked(composition, fields.get("answer"))
 
     def read_file(self, path: Path) -> list[Asked]:
-        """The prompts of a file of JSON lines. Raises ConfigError, with the line's number."""
+        """Read the prompts of a file of JSON lines. Raises ConfigError, with the line's number."""
         try:
             lines = path.expanduser().read_text(encoding="utf-8").split("\n")  # texts may have other ends of lines
         except (OSError, ValueError) as error:
@@ -170,7 +170,7 @@ class Questions:
         return prompts
 
     def _with_argument(self, case: Case, head: TokenIds, after: TokenIds) -> Composition:
-        """The case with one part whose key words are an argument: its source has placeholders there."""
+        """Make a case's prompt with the key words of one part as an argument. Its source has placeholders there."""
         parts = [Part(head, 0, "text")]
         for number, text in enumerate(case.parts):
             name, begin = str(number), parts[-1].end

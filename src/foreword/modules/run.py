@@ -1,4 +1,4 @@
-"""`foreword pml run FILE PROMPT --model M`: answers one prompt of a schema, plainly or linked."""
+"""`foreword pml run FILE PROMPT --model M`: answers one prompt of a schema, with or without linking."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_model(options: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword pml run`."""
+    """Add the options of `foreword pml run`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="schema of prompt modules")
     parser.add_argument("prompt", metavar="PROMPT", help="file of a prompt, or its text, which begins with <prompt")
     parser.add_argument("--include", metavar="FOLDER", type=Path, help="folder of the files that `src` may name")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Run with parsed arguments; `options` are those of the engine."""
+    """Run with parsed arguments; `options` are the engine's."""
     check_model(options)
     for file in (args.file, *(() if looks_like_xml(args.prompt) else (Path(args.prompt),))):
         if not file.expanduser().is_file():
@@ -112,7 +112,7 @@ def _in_words(link: LinkReport) -> str:
 
 
 def _print_comparison(answers: Sequence[LinkedAnswer], *, as_json: bool) -> None:
-    """The answers below each other, as a table, or as one JSON line."""
+    """Print the answers as a table with one row for each, or as one JSON line."""
     if as_json:
         print(json.dumps([{**asdict(answer), "link": _report(answer.link)} for answer in answers]))
         return

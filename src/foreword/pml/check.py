@@ -1,4 +1,4 @@
-"""Check: what a schema's author should know of its layout."""
+"""Check: a report about a schema's layout for its author."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from foreword.pml.layout import Box, Choice, Layout, Run, Slot
 from foreword.pml.schema import Child, Turn, Union
 
 SEAM_CHARACTERS = 48
-"""Text on each side of a seam that is tokenized to find out whether tokens would join."""
+"""Characters on each side of a seam to tokenize, to find out whether tokens would join."""
 MOST_NEIGHBOURS = 4096
-"""Most pairs of neighbouring texts that are tried: two unions of 2,000 members in succession have 4 million."""
+"""Most pairs of neighbouring texts to try: two consecutive unions of 2,000 members have 4 million pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +21,24 @@ class Row:
     """A module in its layout."""
 
     path: str
-    """"" for the schema's own text."""
+    """The module's path; "" for the schema's own text."""
     num_tokens: int
-    """Tokens of its own text, with the places of parameters, without nested modules."""
+    """Tokens of its own text, placeholders of parameters included, without nested modules."""
     begin: int
     end: int
-    """Positions from the first of its items to the one after its last."""
+    """The position of its first item, and the position after its last item."""
     room: int | None
-    """Tokens of a prompt's text that fit right after it if no other module follows; None: any number."""
+    """The number of tokens of a prompt's text that fit right after it if no module follows; None: any number."""
     parameters: tuple[tuple[str, int], ...]
-    """Names and lengths."""
+    """Names of its parameters, with their lengths in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """Two texts that are tokenized apart, and would have other tokens if they were one."""
+    """The place where two texts meet that would have other tokens if they were tokenized as one text."""
 
     before: str
-    """Path of the module whose text ends there."""
+    """Path of the module whose text ends there. `after`: path of the module whose text begins there."""
     after: str
     text_before: str
     text_after: str
@@ -46,7 +46,7 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class SchemaReport:
-    """What `foreword pml check` says of a schema."""
+    """The results of `foreword pml check` for a schema."""
 
     name: str
     num_positions: int
@@ -62,7 +62,7 @@ class SchemaReport:
 
 
 def report_on(layout: Layout) -> SchemaReport:
-    """A report on a schema that can be laid out."""
+    """Make a report on a schema that can be laid out."""
     rows = tuple(_rows(layout.root, ()))
     same: dict[tuple[int, ...], list[str]] = {}
     for path, box in layout.boxes.items():
@@ -83,12 +83,15 @@ def report_on(layout: Layout) -> SchemaReport:
 
 
 def _rows(box: Box, later: tuple[int, ...]) -> Iterator[Row]:
-    """`later`: where the texts around this module go on after it, innermost first."""
+    """Yield the rows of a module and its nested modules.
+
+    `later`: positions at which the texts around this module go on after it, innermost first.
+    """
     room = min((begin - box.end for begin in later if begin >= box.end), default=None)
     parameters = tuple((name, slot.parameter.length) for name, slot in box.slots.items())
     yield Row(box.path, len(box.own_ids), box.position, box.end, room, parameters)
     nexts: list[int | None] = [None]
-    """For each item from the last one on, the position of the first text or parameter from there."""
+    """From the last item to the first: the position of the first text or parameter at or after the item, or None."""
     for item in reversed(box.items):
         nexts.append(item.position if isinstance(item, Run | Slot) else nexts[-1])
     for item, fixed in zip(box.items, nexts[-2::-1], strict=True):
@@ -110,9 +113,10 @@ def _seams(layout: Layout, pairs: Sequence[tuple[_End, _End]]) -> Iterator[Seam]
 
 
 def _neighbours(box: Box, ends: tuple[_End, ...]) -> Generator[tuple[_End, _End], None, tuple[_End, ...]]:
-    """Texts that touch each other where all is imported; `ends` are those before the box. Returns those after it.
+    """Yield pairs of texts that touch each other if all modules are imported.
 
-    Members of a union without text leave the same ends behind, which count once: else they double with each union.
+    `ends`: the ends of texts before the box. Returns the ends of texts after it. Union members without text leave the
+    same ends, which are counted once: otherwise their number would double with each union.
     """
     for item in box.items:
         if isinstance(item, Run):
@@ -121,7 +125,7 @@ def _neighbours(box: Box, ends: tuple[_End, ...]) -> Generator[tuple[_End, _End]
                     yield end, (box.path, item.text[:SEAM_CHARACTERS])
                 ends = ((box.path, item.text[-SEAM_CHARACTERS:]),)
         elif isinstance(item, Slot):
-            ends = ()  # an argument is tokenized apart in any case
+            ends = ()  # an argument is always tokenized separately
         elif isinstance(item, Box):
             ends = yield from _neighbours(item, ends)
         else:

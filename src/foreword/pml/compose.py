@@ -1,12 +1,12 @@
-"""Compose: one prompt of a schema as parts with positions, or the reason why there is none.
+"""Compose: turns one prompt of a schema into parts with positions, or raises an error that says why it cannot.
 
-Imported items keep the schema's order and positions, whatever the order of the prompt. The prompt's own text after a
-module begins where that module's last token ends, and may use the positions up to the next imported token:
+Imported items keep the schema's order and positions, even if the prompt names them in another order. The prompt's own
+text after a module begins after that module's last token, and may use the positions up to the next imported token:
 
     schema    a a a a a   b b b b b b   c c c
     prompt    a a a a a   x x x . . .   c c c   y y       x after <a/>, b left out, y after <c/>
 
-Text after the last module stands after everything that is imported.
+Text after the last module stands after all imported parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foreword.pml.schema import Role, Text
 
 MAX_REFERENCES = 4096
 MAX_COMPARED_CHARACTERS, MAX_COMPARED_NAMES = 64, 256
-"""Names that are compared with an unknown one."""
+"""To suggest a name in place of an unknown one: the longest name to compare, and the most names to compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Placing:
     """How the parts of a prompt get their positions."""
 
     positions: str = "schema"
-    """"schema" keeps the schema's, and text that does not fit is an error; "shift" moves later parts on as far as text
-    needs; "dense" leaves no gaps, so that positions are indices."""
+    """"schema" keeps the schema's positions, and text that does not fit is an error. "shift" moves later parts on as
+    far as text needs. "dense" leaves no gaps, so that positions are indices."""
     trailing: str = "last"
-    """Where text after the last module begins: after the last part ("last"), or after all that the schema reserves
-    ("schema")."""
+    """Where text after the last module begins: after the last part ("last"), or after all positions that the schema
+    reserves ("schema")."""
 
     def __post_init__(self) -> None:
         """Raises PromptError for unknown values."""
@@ -55,7 +55,7 @@ class Placing:
 
 
 def compose(layout: Layout, prompt: ModulePrompt, placing: Placing | None = None) -> Composition:
-    """The composition of a prompt. Raises PromptError."""
+    """Make the composition of a prompt. Raises PromptError."""
     placing = Placing(**{**asdict(placing or Placing()), **prompt.placing})
     if prompt.schema_name not in (None, layout.schema.name):
         raise prompt.place.error(
@@ -71,7 +71,7 @@ def compose(layout: Layout, prompt: ModulePrompt, placing: Placing | None = None
 
 
 class _Imports:
-    """Checks what a prompt imports against the schema."""
+    """Checks the imports of a prompt against the schema."""
 
     def __init__(self, layout: Layout, prompt: ModulePrompt) -> None:
         self._layout = layout
@@ -111,7 +111,7 @@ class _Imports:
         self.imports[path] = Import(arguments, place)
 
     def _add_modules_around(self, path: str, place: Place) -> None:
-        """A nested module brings those that it is nested in."""
+        """Import the modules around a nested module too."""
         while "/" in path:
             path = path.rpartition("/")[0]
             self.imports.setdefault(path, Import({}, place))
@@ -137,7 +137,7 @@ class _Imports:
 
 
 def references(prompt: ModulePrompt) -> list[Reference]:
-    """The modules that a prompt names, in its order, without those in them."""
+    """The modules that a prompt names, in its order, without their nested modules."""
     named: list[Reference] = []
     for child in prompt.children:
         inner = child.children if isinstance(child, Message) else (child,)
@@ -147,7 +147,7 @@ def references(prompt: ModulePrompt) -> list[Reference]:
 
 def _near(path: str, paths: Sequence[str]) -> str:
     names = [name for name in paths if name]
-    # Comparing takes the product of the lengths, so a client must not choose long ones.
+    # Comparing takes time with the product of the lengths, so a client must not choose long names.
     short = [name for name in names if len(name) <= MAX_COMPARED_CHARACTERS][:MAX_COMPARED_NAMES]
     near = difflib.get_close_matches(path, short, n=1) if len(path) <= MAX_COMPARED_CHARACTERS else []
     # A nested module that is named as if it stood at the top is the likeliest mistake.
@@ -161,7 +161,7 @@ def _near(path: str, paths: Sequence[str]) -> str:
 
 
 class _Items:
-    """The imported runs and arguments of a schema as parts, in its order."""
+    """The imported runs and arguments of a schema as parts, in the schema's order."""
 
     def __init__(self, layout: Layout, imports: Mapping[str, Import]) -> None:
         self._layout, self._imports = layout, imports
@@ -178,7 +178,7 @@ class _Items:
         source = self._layout.source(box.path, self._imports)
         begin = len(source.token_ids) - len(box.own_ids)
         after: str | None = None
-        """Whether text now stands after an argument: to the next tag ("run"), or to the end ("module")."""
+        """Up to where text stands after an argument: the next tag ("run"), the module's end ("module"), or None."""
         for item in box.items:
             if isinstance(item, Run):
                 size = len(item.token_ids)
@@ -221,12 +221,12 @@ def _stronger(before: str | None, now: str) -> str | None:
 
 @dataclass(slots=True)
 class Inserted:
-    """Text of the prompt: it stands before the part of this number, and right after the part before."""
+    """Text of the prompt, right before the part with index `number`."""
 
     number: int
     pieces: list[str]
     name: str
-    """The module that it follows, for errors."""
+    """Path of the module that the text follows, for errors."""
     place: Place
     token_ids: TokenIds = ()
 
@@ -236,7 +236,7 @@ class Inserted:
 
 
 class _Texts:
-    """Where a prompt's own texts stand among the imported parts. Texts that touch each other are one."""
+    """Finds the places of a prompt's own texts among the imported parts. Texts that touch each other are joined."""
 
     def __init__(
         self, layout: Layout, prompt: ModulePrompt, imports: Mapping[str, Import], parts: Sequence[Part]
@@ -263,7 +263,7 @@ class _Texts:
             text.token_ids = layout.text.encode(text.text)
 
     def _check_order(self, prompt: ModulePrompt, modules: Sequence[Reference]) -> None:
-        """Text has a place among modules only if the prompt names them in the schema's order."""
+        """Raise PromptError if text stands among modules that the prompt does not name in the schema's order."""
         has_text_between = any(not isinstance(child, Reference) for child in prompt.children[:-1])
         last = prompt.children[-1] if prompt.children else None
         holds_references = isinstance(last, Message) and any(isinstance(node, Reference) for node in last.children)
@@ -278,7 +278,7 @@ class _Texts:
                     )
 
     def _first_number(self, modules: Sequence[Reference]) -> int:
-        """Where text before the first module stands: after the schema's own text before that module."""
+        """The number of the part before which the prompt's first text stands: after the schema's own text there."""
         if not modules:
             return len(self._parts)
         return bisect_left(self._positions, self._layout.boxes[modules[0].path].position)
@@ -317,7 +317,7 @@ class _Texts:
         self._insert(after, message.place)
 
     def _role_so_far(self) -> Role | None:
-        """The role of the message before the place of the next text: one of the schema, or the prompt's own."""
+        """The role of the last message, of the schema or the prompt, before the place of the next text."""
         number, role = self._last_message or (0, None)
         begin = self._parts[number - 1].position if number else -1
         end = self._parts[self._number - 1].position if self._number else -1
@@ -327,7 +327,7 @@ class _Texts:
         return role
 
     def _open_answer(self, prompt: ModulePrompt) -> None:
-        """A conversation goes on with the assistant's answer, unless the prompt ends with text of its own."""
+        """Open the assistant's answer if the prompt is a conversation and does not end with text of its own."""
         self._number = len(self._parts)
         role = self._role_so_far()
         if role is None or role == "assistant" or (prompt.children and isinstance(prompt.children[-1], Text)):
@@ -339,7 +339,7 @@ class _Texts:
 
 
 def _last_parts(parts: Sequence[Part]) -> dict[str, int]:
-    """For each module, the number of the last part in it or in a module nested in it."""
+    """For each module, the index of the last part in it or in a nested module."""
     last: dict[str, int] = {}
     for number, part in enumerate(parts):
         path = part.name.partition(":")[0]
@@ -353,7 +353,7 @@ def _last_parts(parts: Sequence[Part]) -> dict[str, int]:
 
 
 def _place(parts: Sequence[Part], inserted: Sequence[Inserted], placing: Placing, schema_end: int) -> list[Part]:
-    """Parts and texts in order, with their final positions."""
+    """Put parts and texts in order, and give them their final positions."""
     placed: list[Part] = []
     cursor = shift = 0
     waiting = [text for text in inserted if text.token_ids]

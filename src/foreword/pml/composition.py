@@ -7,9 +7,9 @@ An engine needs only this module of the room: it has token ids, positions and na
     prompt                          a0 a1 a2  b1 b2 b3  x0 x1     index     0 1 2   3  4  5    6  7
                                                                   position  0 1 2  11 12 13   14 15
 
-The index of a token is its place among the prompt's tokens: causal order, slots, blocks. Its rotary position is the
-angle that its keys are turned by. Positions ascend with the index, but they may leave gaps: a schema reserves positions
-for modules that a prompt leaves out.
+The index of a token is its place among the prompt's tokens; it decides causal order, slots and blocks. The rotary
+position decides the angle by which its keys are turned. Positions ascend with the index, but they may leave gaps: a
+schema reserves positions for modules that a prompt leaves out.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ PartKind = Literal["module", "argument", "text"]
 class Source:
     """Tokens that are computed by themselves, as an ordinary request, at positions from 0 and with ordinary keys.
 
-    Equal tokens are one source, whatever schemas or documents they come from: `name` is for people, and does not take
-    part in comparisons.
+    Equal tokens are one source, even if they come from different schemas or documents. `name` is for people, and
+    comparisons ignore it.
     """
 
     token_ids: TokenIds
-    """Tokens of the scaffold, if there is one, then those of the module. Parameters hold placeholders."""
+    """Tokens of the scaffold, if there is one, then tokens of the module. Parameters hold placeholders."""
     begin: int = 0
     """The number of tokens of the scaffold, which are computed first and never linked."""
     name: str = ""
-    """The module's path, such as "plan.rome"; a document's number; "" is a schema's own text."""
+    """A module's path, such as "plan/rome", or a document's number; "" for a schema's own text."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.begin <= len(self.token_ids)
@@ -75,14 +75,14 @@ class Part:
     """Rotary position of the first token."""
     kind: PartKind
     name: str = ""
-    """Path of the module that it belongs to; of an argument "module:parameter"; "" is text of schema or prompt."""
+    """Path of its module; "module:parameter" for an argument; "" for text of the schema or the prompt."""
     span: Span | None = None
-    """Where the same tokens can be linked from; None: they have to be computed in the prompt."""
+    """The tokens of a source from which the part can be linked; None: it has to be computed in the prompt."""
     num_after_argument: int = 0
-    """The first tokens of a span that stand after an argument in their text: their KV in the source has seen
-    placeholders instead. Every method recomputes them, unless it is told not to."""
+    """The number of first tokens of a span that stand after an argument. Their KV in the source has seen placeholders
+    instead of the argument. Every method recomputes these tokens, unless it is told not to."""
     first_k: int | None = None
-    """The first tokens of the module that are recomputed, in place of the method's k; None: as the method says."""
+    """The number of first tokens of the module to recompute, in place of the method's k; None: the method's k."""
 
     def __post_init__(self) -> None:
         span = self.span
@@ -108,7 +108,7 @@ class Composition:
 
     @functools.cached_property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """Ids of all tokens, by index; read-only. They are the plain prompt, too: the same text without gaps."""
+        """Ids of all tokens, by index; read-only. The plain prompt has the same ids, without gaps."""
         token_ids = np.array([token_id for part in self.parts for token_id in part.token_ids], dtype=np.int32)
         token_ids.flags.writeable = False
         return token_ids
@@ -123,7 +123,7 @@ class Composition:
 
     @functools.cached_property
     def begins(self) -> tuple[int, ...]:
-        """The index of each part's first token, and the number of tokens."""
+        """The index of each part's first token, and at the end the number of all tokens."""
         sizes = [0, *(len(part.token_ids) for part in self.parts)]
         return tuple(np.cumsum(sizes).tolist())
 
@@ -153,10 +153,10 @@ class Composition:
 
     @functools.cached_property
     def num_exact_tokens(self) -> int:
-        """The first tokens whose linked KV is the KV of the plain prompt, bit for bit.
+        """The number of first tokens whose linked KV equals the KV of the plain prompt, bit for bit.
 
-        Up to there positions are indices, and each source begins with what the prompt begins with. So nothing has to be
-        moved, and nothing approximates: ordinary blocks with ordinary keys.
+        Up to there positions are indices, and each source begins with the same tokens as the prompt. So no KV has to be
+        moved, and nothing is approximate: these are ordinary blocks with ordinary keys.
         """
         begins = self.begins
         for part, index in zip(self.parts, begins, strict=False):
@@ -171,7 +171,7 @@ class Composition:
 
 
 def concatenated(pieces: Sequence[Source | TokenIds]) -> Composition:
-    """A prompt of pieces that follow each other without gaps: sources are linked as a whole, tokens are computed.
+    """Make a prompt of pieces without gaps between them. Sources are linked as a whole, tokens are computed.
 
     For prompts without a schema, such as documents and a question. Pieces without tokens are left out.
     """

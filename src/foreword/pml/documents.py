@@ -4,9 +4,9 @@ The prompt is
 
     opening   instructions   document 1   document 2   ...   question
 
-Each document's source is the opening, the instructions and that document: what every prompt begins with stands once
-before each. So a document's first tokens are not the first of all, on which models rest a share of their attention, and
-the document that stands first is exact.
+Each document's source is the opening, the instructions and that document. So the beginning of every prompt stands once
+before each document. Models rest a share of their attention on the first tokens of all, and these are not a document's
+tokens. Also, the first document is exact.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DocumentTokens:
 
     @property
     def num_source_tokens(self) -> int:
-        """The tokens of all sources: the head stands in each."""
+        """The number of tokens of all sources; the head counts once for each."""
         return sum(len(self.head) + len(document) for document in self.documents)
 
     def composition(self) -> Composition:
@@ -55,10 +55,10 @@ class DocumentTokens:
 
 
 def read_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> DocumentTokens:
-    """The tokens of `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator".
+    """Read `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator", as tokens.
 
-    Each is a text, or a list of token ids, which is taken as it is: without separator. `text`: None without a
-    tokenizer, for token ids. Raises InvalidRequestError for other values.
+    Each piece is a text, or a list of token ids, to which no separator is added. `text`: None without a tokenizer; then
+    all pieces must be token ids. Raises InvalidRequestError for other values.
     """
     encode = _no_tokenizer if text is None else text.encode
     documents, separator = prompt["documents"], prompt.get("separator", SEPARATOR)
@@ -75,7 +75,7 @@ def read_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Docume
 
 
 def compose_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Composition:
-    """The composition of documents and a question. Raises as `read_documents`."""
+    """Make the composition of documents and a question. Raises the same errors as `read_documents`."""
     return read_documents(prompt, text).composition()
 
 

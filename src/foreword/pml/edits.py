@@ -1,11 +1,11 @@
-"""Edits: a prompt that was cut or changed in the middle, and what it still has of the earlier one.
+"""Edits: links a prompt that was cut or changed in the middle from the earlier prompt.
 
     earlier prompt     system   user 1   tool result, 900 tokens   answer 1   user 2   answer 2
                        |        |                                  |          |        |
     edited prompt      system   user 1   tool result, cut          answer 1   user 2   answer 2   user 3
                        -- exact prefix --   computed               ---------- linked ----------   computed
 
-What follows the edit can be linked from the earlier prompt. It is approximate: it has seen what was cut.
+Text after the edit can be linked from the earlier prompt. Its KV is approximate: it has seen the text that was cut.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy.typing as npt
 from foreword.pml.composition import Composition, Part, Source, Span
 
 LEAST_RUN = 32
-"""Tokens that must follow each other in both prompts to be linked."""
+"""The least number of consecutive equal tokens in both prompts to link."""
 WINDOW = LEAST_RUN // 2
 TokenArray = npt.NDArray[np.int32]
 
 
 def compose_edit(token_ids: Sequence[int] | TokenArray, before: Sequence[int] | TokenArray) -> Composition:
-    """The edited prompt `token_ids`, with parts that can be linked from `before`, in the order that they have there.
+    """Make the edited prompt `token_ids`, with parts that can be linked from `before`, in the order of both.
 
     Takes time and memory proportional to the tokens. Runs of fewer than LEAST_RUN tokens are computed.
     """
@@ -53,13 +53,13 @@ def compose_edit(token_ids: Sequence[int] | TokenArray, before: Sequence[int] | 
 
 
 Run = tuple[int, int, int]
-"""Begin in the edited prompt, begin in the earlier one, and length."""
+"""Index of the first token in the edited prompt and in the earlier prompt, and the number of tokens."""
 
 
 def _runs(new: TokenArray, old: TokenArray, start: int) -> list[Run]:
-    """What both have after `start`, in the order of both.
+    """Find runs that both prompts have after `start`, in the order of both.
 
-    Every WINDOW-th window of `old` is looked for at each place of `new`.
+    Windows of `old` at every WINDOW-th place are looked for at each place of `new`.
     """
     places: defaultdict[bytes, list[int]] = defaultdict(list)
     for place in range(start, len(old) - WINDOW + 1, WINDOW):
@@ -83,7 +83,7 @@ def _longest(
 ) -> Run:
     """The longest run with a window that begins in `new` within WINDOW tokens from `at`; it begins after `least`.
 
-    Texts that repeat meet windows of several repetitions: one of them is followed by all that follows here.
+    A text that repeats matches windows of several repetitions. One of these gives the whole run.
     """
     best = (at, 0, 0)
     for number in range(at, min(at + WINDOW, len(new) - WINDOW + 1)):
@@ -100,7 +100,7 @@ def _longest(
 
 
 def _num_equal(ours: TokenArray, theirs: TokenArray) -> int:
-    """The length of the common beginning."""
+    """The number of leading tokens that are equal."""
     num_equal, size, length = 0, 4 * LEAST_RUN, min(len(ours), len(theirs))
     while num_equal < length:  # in growing pieces: most comparisons end soon
         end = min(length, num_equal + size)

@@ -6,8 +6,8 @@ reads unchanged.
     <schema name>                                         its own text is part of every prompt
       <module name src cache scaffold recompute>          text; modules nest
         <parameter name length scaffold optional recompute/>
-      <union scaffold> <module/> ... </union>             one member at most is imported
-      <system> <user> <assistant>                         messages; modules may stand in them, and they in modules
+      <union scaffold> <module/> ... </union>             at most one member is imported
+      <system> <user> <assistant>                         messages; they may hold modules, and modules may hold them
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SPACE = "xml:space"
 _SPACES = " \t\r\n"
 
 Include = Callable[[str, Place], str]
-"""The text of the file that a module's `src` names. Raises PMLError if it may not be read."""
+"""Returns the text of the file that a module's `src` names. Raises PMLError if it may not be read."""
 
 
 def read_schema(text: str | bytes, file: str, include: Include) -> Schema:
-    """The schema of an XML text; `file` names it in errors. Raises PMLSyntaxError or SchemaError, with the place."""
+    """Read a schema from XML; `file` is its name in errors. Raises PMLSyntaxError or SchemaError, with the place."""
     root = parse(text, file)
     if root.tag != "schema":
         raise root.place.error(PMLSyntaxError, f"the outer tag is <{root.tag}>; a schema begins with <schema name=...>")
@@ -52,7 +52,7 @@ def read_schema(text: str | bytes, file: str, include: Include) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What a child inherits from the tags around it."""
+    """Facts that a child inherits from the tags around it."""
 
     is_exact: bool = False
     """Whether white space is kept as it is written."""
@@ -61,7 +61,7 @@ class _Around:
 
 
 class _SchemaReader:
-    """Turns elements into modules, and refuses what contradicts itself."""
+    """Turns elements into modules, and refuses contradictions."""
 
     def __init__(self, include: Include) -> None:
         self._include = include
@@ -197,7 +197,7 @@ def _parameter(element: Element) -> Parameter:
 
 
 def is_exact(element: Element, inherited: bool = False) -> bool:
-    """Whether white space in this element is kept, which `xml:space` decides. Raises PMLSyntaxError."""
+    """Whether white space in this element is kept; `xml:space` decides. Raises PMLSyntaxError."""
     value = element.attributes.get(_SPACE)
     if value not in (None, "preserve", "default"):
         raise element.place.error(PMLSyntaxError, f"xml:space={value!r} is unknown; use preserve or default")
@@ -205,9 +205,9 @@ def is_exact(element: Element, inherited: bool = False) -> bool:
 
 
 def spaced(text: str, is_first: bool = False, is_last: bool = False) -> str:
-    """Text whose white space at both ends is one space, or none at the beginning or end of a message.
+    """Turn the white space at each end of a text into one space, or remove it at an end of a message.
 
-    White space alone is nothing: it is the layout of the file.
+    A text of white space alone is only the layout of the file, and becomes "".
     """
     bare = text.strip(_SPACES)
     if not bare:
@@ -240,7 +240,7 @@ def _flag(element: Element, name: str, *, default: bool) -> bool:
 
 
 def _recompute(element: Element) -> tuple[bool, int | None]:
-    """Whether all of a module is computed in each prompt, and the number of its first tokens that are."""
+    """Read `recompute`: whether each prompt computes the whole module, and the number of first tokens to compute."""
     wish = element.attributes.get("recompute")
     if wish in (None, "all"):
         return wish == "all", None
@@ -283,7 +283,7 @@ def _parameters(children: tuple[Child, ...]) -> list[Parameter]:
 
 
 def _check_scaffolds(schema: Schema) -> None:
-    """A scaffold names modules that stand before the module, so that nothing waits for itself."""
+    """Raise SchemaError if a scaffold names a module that does not stand before the module: it would need itself."""
     earlier: set[str] = set()
     for path, module, _ in schema.modules():
         for name in module.scaffold:

@@ -1,6 +1,6 @@
 """Layout: the tokens and rotary positions of a schema's texts, parameters and modules.
 
-One counter runs through the document. The members of a union begin at the same position, and what follows the union
+One counter runs through the document. The members of a union begin at the same position, and the item after the union
 begins where its longest member ends:
 
     text   module a      union { b | c }         text
@@ -25,38 +25,39 @@ MAX_SCHEMA_TOKENS = 1 << 22
 
 
 BOX_BYTES, ITEM_BYTES = 900, 350
-"""Measured memory of a module, and of a text, parameter or union in it, besides names, texts and ids."""
+"""Measured bytes of a module, and of a text, parameter or union in it, without names, texts and ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaText:
-    """What a layout asks of a model's tokenizer and chat template."""
+    """The functions of a model's tokenizer and chat template that a layout needs."""
 
     encode: Callable[[str], TokenIds]
-    """Tokens of a text, without those that the tokenizer adds to a prompt; special tokens count if they are written."""
+    """Returns the tokens of a text, without the tokens that the tokenizer adds to a prompt. Special tokens in the text
+    are read as such."""
     opening: TokenIds
-    """Tokens that begin every prompt, such as the one for its beginning; every source begins with them too."""
+    """Tokens that begin every prompt and every source, such as the token for the beginning of a text."""
     placeholder_id: int
     """The token that fills parameters while their module is computed."""
     around: Callable[[Role | None, Role], tuple[str, str]]
-    """Texts before and after a message, given the role of the message before it (None: the conversation begins; then
-    without the opening). Raises ChatTemplateError."""
+    """Returns the texts before and after a message, given the role of the message before it and its own role. None: it
+    is the first message; the opening is left out. Raises ChatTemplateError."""
     answer: Callable[[Role], str]
-    """The text that opens the assistant's answer after a message of this role. Raises ChatTemplateError."""
+    """Returns the text that opens the assistant's answer after a message of this role. Raises ChatTemplateError."""
     max_token_characters: int | None = None
     """Characters of the longest token; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a schema may take."""
+    """Limits of a schema."""
 
     max_module_tokens: int | None = None
-    """Most tokens of a module with its scaffold, which one request must hold; None: any number."""
+    """Most tokens of a module with its scaffold, which must fit into one request; None: any number."""
     max_tokens: int = MAX_SCHEMA_TOKENS
     """Most tokens of all modules."""
     go_on: Callable[[], object] = lambda: None
-    """Called before each text is tokenized; raises to end the work."""
+    """Called before each text is tokenized. It may raise an error to end the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +92,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A module in its place; the schema's own text is the box at path ""."""
+    """A module in its place. The box at path "" has the schema's own text."""
 
     path: str
     module: Module
     items: tuple[Item, ...]
     position: int
     end: int
-    """The position after its last item, used or not."""
+    """The position after its last item, whether a prompt imports that or not."""
     own_ids: TokenIds
-    """Its own text, with placeholders and without nested modules."""
+    """Tokens of its own text, with placeholders and without nested modules."""
     spoken: tuple[tuple[int, Role], ...]
-    """Positions of its own texts in which messages begin, and the role of the last one there."""
+    """Positions of its own texts in which messages begin, each with the role of the last message that begins there."""
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -134,7 +135,7 @@ class Layout:
     """A schema in tokens and positions."""
 
     def __init__(self, schema: Schema, text: SchemaText, bounds: Bounds = Bounds()) -> None:
-        """Raises SchemaError for a module or scaffold that is too long, or a message that no template can write."""
+        """Raises SchemaError for a module or scaffold that is too long, or a message that the template cannot write."""
         self.schema, self.text = schema, text
         self.root = _Builder(text, bounds).box("", schema.root, 0, None)
         self.boxes: Mapping[str, Box] = {box.path: box for box in _all_boxes(self.root)}
@@ -143,7 +144,7 @@ class Layout:
             self._check_lengths(bounds.max_module_tokens)
 
     def _check_lengths(self, limit: int) -> None:
-        """Every source must fit into one request, with its scaffold."""
+        """Raise SchemaError unless every source with its scaffold fits into one request."""
         for path, box in self.boxes.items():
             scaffold = sum(len(self.boxes[name].own_ids) for name in box.module.scaffold)
             num_tokens = len(box.own_ids) + (scaffold + len(self.text.opening) if path else 0)
@@ -161,13 +162,13 @@ class Layout:
         return self.root.end
 
     def union_of(self, path: str) -> Choice | None:
-        """The union that a module is a member of."""
+        """The union to which a module belongs; None if it is in no union."""
         return self._unions.get(path)
 
     def source(self, path: str, imported: Mapping[str, object]) -> Source:
-        """What a module's text is linked from, in a prompt that imports these paths.
+        """The source from which a module's text is linked, in a prompt that imports these paths.
 
-        With its scaffold if all of it is imported, otherwise alone: a module that is left out has no influence.
+        It has the module's scaffold only if the whole scaffold is imported: a module that is left out has no influence.
         """
         own_ids = self.boxes[path].own_ids
         if not path:
@@ -181,13 +182,13 @@ class Layout:
         return scaffold if all(name in imported for name in scaffold) else ()
 
     def num_tokens_of_source(self, path: str, imported: Mapping[str, object]) -> int:
-        """The tokens of a source, which need not be made for that."""
+        """The number of tokens of a source, counted without making it."""
         own_tokens = len(self.boxes[path].own_ids)
         scaffold = sum(len(self.boxes[name].own_ids) for name in self._scaffold(path, imported))
         return own_tokens + scaffold + (len(self.text.opening) if path else 0)
 
     def sources(self) -> tuple[Source, ...]:
-        """All that prompts of this schema may link from, each once: what to compute before the first prompt comes."""
+        """All sources that prompts of this schema may use, each once. They can be computed before the first prompt."""
         sources: dict[Source, None] = {}
         for path, box in self.boxes.items():
             if box.module.is_cached and box.own_ids:
@@ -209,7 +210,7 @@ class Layout:
 
     @functools.cached_property
     def num_source_tokens(self) -> int:
-        """Tokens of all sources. They are not made: each repeats its scaffold, which many modules may name."""
+        """The number of tokens of all sources. It is counted without making them, because each repeats its scaffold."""
         number_of: dict[TokenIds, int] = {}
         number = {path: number_of.setdefault(box.own_ids, len(number_of)) for path, box in self.boxes.items()}
         counts: dict[tuple[bool, tuple[int, ...]], int] = {}
@@ -230,7 +231,7 @@ class _Builder:
         self._num_tokens = 0
         self._role: Role | None = None
         self._began: Role | None = None
-        """The last message that began and has not yet been placed."""
+        """Role of the last message that has begun but whose text has no place yet; else None."""
 
     def box(self, path: str, module: Module, position: int, role: Role | None) -> Box:
         self._role = role
@@ -270,7 +271,7 @@ class _Builder:
         return Box(path, module, tuple(items), begin, position, tuple(own_ids), tuple(spoken))
 
     def _check_characters(self, text: str, path: str, module: Module) -> None:
-        """A text that cannot fit is refused before it is tokenized."""
+        """Refuse a text that cannot fit before it is tokenized."""
         per_token = self._text.max_token_characters
         if self._limit is not None and per_token is not None and len(text) > self._limit * per_token:
             raise module.place.error(
@@ -280,7 +281,7 @@ class _Builder:
             )
 
     def _check_parameter(self, parameter: Parameter) -> None:
-        """One that cannot fit is refused before its places are made."""
+        """Refuse a parameter that cannot fit before its placeholders are made."""
         if self._limit is not None and parameter.length > self._limit:
             raise parameter.place.error(
                 SchemaError,
@@ -309,9 +310,9 @@ class _Builder:
         return token_ids + (self._text.placeholder_id,) * (parameter.length - len(token_ids))
 
     def _flat(self, children: tuple[Child, ...]) -> Iterator[str | Parameter | Module | Union]:
-        """The children, with messages written out and texts that touch each other joined.
+        """Yield the children, with messages written out and texts that touch each other joined.
 
-        A generator: what it has not yet come to knows the role of what was placed before it.
+        It must be a generator: the text of a message depends on the role of the items that were placed before it.
         """
         text = ""
         for piece in self._pieces(children):
@@ -343,7 +344,7 @@ class _Builder:
 
 
 def _item_bytes(item: Item) -> int:
-    """Bytes of an item's texts and ids: of a text, as it was written and as it is laid out."""
+    """Bytes of an item's texts and ids. A text counts twice: in the schema and in the layout."""
     if isinstance(item, Run):
         return 2 * sys.getsizeof(item.text) + 8 * len(item.token_ids)
     if isinstance(item, Slot):

@@ -1,4 +1,4 @@
-"""Library: schemas that are loaded for one model, and the prompts that they make."""
+"""Library: loads schemas for one model, and makes their prompts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from foreword.pml.schema import Schema
 logger = logging.getLogger(__name__)
 
 TEXT_NAME = "<schema>"
-"""The name in errors of a schema that has no file."""
+"""The name, in errors, of a schema without a file."""
 
 NAMED = 10
-"""Most texts that a warning names."""
+"""The most texts to name in a warning."""
 Keep = Callable[[TokenIds, float, str | None], int]
-"""Compute tokens as an ordinary request and keep them for a number of seconds, under a salt; gives the tokens kept."""
+"""Computes tokens as an ordinary request and keeps them for a number of seconds, under a salt. Returns the number of
+kept tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class SchemaPrompt:
     """A prompt of a schema's modules, ready for `LLM.generate`."""
 
     composition: Composition
-    """Its tokens with their positions, and what they can be linked from."""
+    """Its tokens with their positions, and the sources from which they can be linked."""
     schema_name: str
     modules: tuple[str, ...]
     """Paths of the imported modules that have text, in order."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """The plain prompt: the same tokens one after another, without gaps. Without linking this is what runs."""
+        """The plain prompt: the same tokens without gaps, [tokens]. Without linking, this prompt runs."""
         return self.composition.token_ids
 
 
@@ -53,7 +54,7 @@ class LoadedSchema:
     def __init__(self, layout: Layout, keep: Keep | None = None, block_size: int = 1) -> None:
         self.layout = layout
         self.num_tokens = sum(len(box.own_ids) for box in layout.boxes.values())
-        """Tokens of its modules, with the places of parameters."""
+        """The number of tokens of its modules, placeholders of parameters included."""
         self._keep, self._block_size = keep, block_size
 
     @property
@@ -62,7 +63,7 @@ class LoadedSchema:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The token sequences that its modules are computed as; ordinary prompts find them in the cache, too."""
+        """The token sequences with which its modules are computed. Ordinary prompts find them in the cache too."""
         return self.layout.sources()
 
     def prompt(
@@ -74,11 +75,12 @@ class LoadedSchema:
         positions: str = "schema",
         trailing: str = "last",
     ) -> SchemaPrompt:
-        """The prompt of modules by name, or of PML text. Raises PMLSyntaxError or PromptError.
+        """Make a prompt from modules by name, or from PML text. Raises PMLSyntaxError or PromptError.
 
         A mapping has, for each module, a mapping of its parameters to texts and of its nested modules to mappings:
-        `{"plan": {"duration": "3 days", "rome": {}}}`. `text` follows; `messages` are texts by role. A PML text begins
-        with `<prompt schema=...>` and has all of this itself. `positions` and `trailing` are those of `Placing`.
+        `{"plan": {"duration": "3 days", "rome": {}}}`. `text` follows the modules; `messages` are texts by role. A PML
+        text begins with `<prompt schema=...>`, and has text and messages itself. `positions` and `trailing`: see
+        `Placing`.
         """
         if isinstance(prompt, str) and prompt:
             if text or messages:
@@ -89,7 +91,7 @@ class LoadedSchema:
         return self._composed(modules, Placing(positions, trailing))
 
     def read_prompt(self, file: str | Path) -> SchemaPrompt:
-        """The prompt of a file of PML. Raises PMLError, with file, line and column."""
+        """Make the prompt of a PML file. Raises PMLError, with file, line and column."""
         content = _read(Path(file).expanduser(), MAX_BYTES, Place(str(file)))
         return self._composed(read_prompt(content, str(file)), Placing())
 
@@ -101,9 +103,9 @@ class LoadedSchema:
     def compile(self, pin_ttl_s: float = 300.0, *, cache_salt: str | None = None) -> int:
         """Compute all sources now and keep them for `pin_ttl_s` seconds; returns the number of tokens kept.
 
-        Each is an ordinary request with ordinary keys, so this changes no answer: without it, sources are computed when
-        the first prompt needs them. Only whole blocks are kept and linked: a warning names the sources that have none.
-        Raises what `LLM.pin_prefix` raises.
+        Each source is an ordinary request with ordinary keys, so this changes no answer. Without it, sources are
+        computed when the first prompt needs them. Only whole blocks are kept and linked: a warning names the sources
+        without a whole block. Raises the errors of `LLM.pin_prefix`.
         """
         assert self._keep is not None
         if short := [source for source in self.sources if len(source.token_ids) < self._block_size]:
@@ -127,20 +129,20 @@ class Library:
     text: SchemaText
     keep: Keep | None = field(default=None, repr=False)
     bounds: Bounds = field(default_factory=Bounds)
-    """What a schema may take."""
+    """Limits of a schema."""
     block_size: int = 1
-    """Tokens of the engine's blocks: of a text, whole ones are kept."""
+    """Tokens of an engine's block. Only whole blocks of a text are kept."""
 
     def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
-        """The schema of a file, or of a text that begins with `<`.
+        """Load the schema of a file, or of a text that begins with `<`.
 
-        `include` is the folder whose files a module may name in `src`; without it none may. Raises PMLSyntaxError or
-        SchemaError, with file, line and column.
+        `include` is the folder whose files a module may name in `src`; without it, `src` is refused. Raises
+        PMLSyntaxError or SchemaError, with file, line and column.
         """
         return self._laid_out(load_schema(source, include))
 
     def load_text(self, text: str) -> LoadedSchema:
-        """The schema of a text, which can name no file. Raises as `load`."""
+        """Load the schema of a text, which cannot name files. Raises the same errors as `load`."""
         return self._laid_out(read_schema(text, TEXT_NAME, _Included(None, 0).read))
 
     def _laid_out(self, schema: Schema) -> LoadedSchema:
@@ -148,7 +150,7 @@ class Library:
 
 
 def load_schema(source: str | Path, include: str | Path | None = None) -> Schema:
-    """The schema of a file, or of a text that begins with `<`; no tokenizer is needed. Raises as `Library.load`."""
+    """Read the schema of a file, or of a text that begins with `<`, without a tokenizer. Raises as `Library.load`."""
     if not isinstance(source, str | Path):
         raise PMLError(f"{source!r:.60} is neither a path nor a text of PML")
     content: str | bytes
@@ -192,7 +194,7 @@ class _Included:
 
 
 def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
-    """A regular file's bytes; `name` is how a schema names it. Raises PMLError."""
+    """Read the bytes of a regular file; `name`: its name in a schema, for errors. Raises PMLError."""
     subject = f"src={name!r}" if name else f"the file {str(path)!r}"
     try:
         # A pipe or a device could block forever.

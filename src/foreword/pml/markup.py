@@ -1,7 +1,7 @@
 """Markup: XML as elements and texts, each with its place in the file.
 
-Declarations are refused, so a text can neither define entities nor name other files, and comments and processing
-instructions vanish.
+Declarations are refused, so a text can neither define entities nor name other files. Comments and processing
+instructions are dropped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MAX_ELEMENTS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands: line and column count from 1; line 0: nowhere in a text."""
+    """A place in a text. Line and column count from 1; line 0: not in a text."""
 
     file: str = ""
     line: int = 0
     column: int = 0
 
     def error(self, kind: type[PMLError], message: str) -> PMLError:
-        """An error of this place, to be raised."""
+        """Make an error that names this place; the caller raises it."""
         return kind(message, self.file, self.line, self.column)
 
 
@@ -45,7 +45,7 @@ class TextNode:
 
 @dataclass(slots=True)
 class Element:
-    """A tag, its attributes, and what it holds."""
+    """A tag with its attributes and its children."""
 
     tag: str
     attributes: Mapping[str, str]
@@ -53,7 +53,7 @@ class Element:
     children: list[Element | TextNode] = field(default_factory=list)
 
     def checked(self, kind: type[PMLError], allowed: frozenset[str], required: frozenset[str] = frozenset()) -> None:
-        """Raise an error of this kind unless it has only allowed attributes, and all required ones."""
+        """Raise an error of this kind if an attribute is not allowed, or if a required attribute is missing."""
         for name in self.attributes:
             if name not in allowed:
                 names = ", ".join(sorted(allowed)) or "none"
@@ -64,7 +64,7 @@ class Element:
 
 
 def parse(text: str | bytes, file: str) -> Element:
-    """The root element of an XML text in UTF-8; `file` names it in errors. Raises PMLSyntaxError."""
+    """Parse an XML text in UTF-8 and return its root element. `file`: its name in errors. Raises PMLSyntaxError."""
     content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(content) > MAX_BYTES:
         raise PMLSyntaxError(f"the text has {len(content):,} bytes, and may have {MAX_BYTES:,}; split it", file)

@@ -34,7 +34,7 @@ class Reference:
     place: Place = NOWHERE
 
     def flat(self) -> Iterator[Reference]:
-        """It, and the references in it."""
+        """Yield this reference and all references in it."""
         yield self
         for child in self.children:
             yield from child.flat()
@@ -58,9 +58,9 @@ class ModulePrompt:
 
     children: tuple[PromptChild, ...]
     schema_name: str | None = None
-    """The schema that it names; None: any."""
+    """The name of its schema; None: any schema."""
     placing: Mapping[str, str] = field(default_factory=dict)
-    """What the prompt says of its positions: `positions` is one of POSITIONS, `trailing` one of TRAILING."""
+    """The prompt's own fields of `Placing`: `positions`, one of POSITIONS, and `trailing`, one of TRAILING."""
     place: Place = field(default=NOWHERE, compare=False)
 
 
@@ -68,7 +68,7 @@ class ModulePrompt:
 
 
 def read_prompt(text: str | bytes, file: str = "<prompt>") -> ModulePrompt:
-    """The prompt of an XML text. Raises PMLSyntaxError or PromptError, with the place."""
+    """Read a prompt from XML. Raises PMLSyntaxError or PromptError, with the place."""
     root = parse(text, file)
     if root.tag != "prompt":
         raise root.place.error(
@@ -107,7 +107,7 @@ def _message(element: Element, inherited: bool) -> Message:
 def _plain(
     node: Element | TextNode, keeps_space: bool, *, is_first: bool = False, is_last: bool = False
 ) -> list[Text | Reference]:
-    """A text, unless nothing is left of it, or a reference."""
+    """Read a node as a text or a reference. Returns [] for a text of white space alone."""
     if isinstance(node, TextNode):
         text = node.text if keeps_space else spaced(node.text, is_first, is_last)
         return [Text(text, node.place)] if text else []
@@ -117,7 +117,7 @@ def _plain(
 
 
 def _literal(element: Element, inherited: bool) -> list[Text | Reference]:
-    """`<text>`: text whose white space may differ from that around it."""
+    """Read a `<text>`, which may have its own `xml:space`."""
     element.checked(PMLSyntaxError, frozenset({_SPACE}))
     keeps_space = is_exact(element, inherited)
     for node in element.children:
@@ -151,9 +151,9 @@ def _reference(element: Element, parent: str) -> Reference:
 
 
 def prompt_of(modules: Mapping[str, Any], *, text: str = "", messages: Mapping[str, str] | None = None) -> ModulePrompt:
-    """The prompt of modules by name: a value is a mapping of parameters to texts and of nested modules to mappings.
+    """Make a prompt from modules by name. A value maps parameters to texts, and nested modules to such mappings.
 
-    `text` follows the modules as it is; `messages` are texts by role, written as the chat template writes them.
+    `text` follows the modules unchanged. `messages` are texts by role, which the chat template writes.
     """
     if not isinstance(modules, Mapping):
         raise PromptError(f"modules={modules!r:.60} is no mapping; give names of modules, such as {{'plan': {{}}}}")
@@ -189,5 +189,5 @@ def _reference_of(name: Any, value: Any, parent: str) -> Reference:
 
 
 def looks_like_xml(text: str) -> bool:
-    """Whether a text is XML, and not a file's name."""
+    """Whether a text is XML rather than a file's name."""
     return re.match(r"\ufeff?\s*<", text) is not None

@@ -32,43 +32,44 @@ class Parameter:
 
     name: str
     length: int
-    """Tokens that an argument may have; the parameter reserves this number of positions."""
+    """The most tokens of an argument; the parameter reserves this number of positions."""
     scaffold: str = ""
-    """Text that stands there while the module is computed; the rest is filled with the placeholder token."""
+    """Text in place of an argument while the module is computed; the placeholder token fills the rest."""
     is_optional: bool = False
-    """Whether a prompt may leave it empty."""
+    """Whether a prompt may leave out the argument."""
     recomputed: AfterArgument = "run"
-    """The text of the module that is computed again after an argument: to the next tag, to the module's end, none."""
+    """The module's text to compute again after an argument: up to the next tag ("run"), up to the module's end
+    ("module"), or no text ("none")."""
     place: Place = field(default_factory=_nowhere, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Text that prompts import by name, and what is nested in it."""
+    """Text that prompts import by name, with its parameters and nested modules."""
 
     name: str
     children: tuple[Child, ...] = ()
     is_cached: bool = True
-    """False: computed in every prompt, after what stands before it there."""
+    """Whether its KV can be linked. False: each prompt computes it, after the text before it."""
     scaffold: tuple[str, ...] = ()
-    """Paths of modules after which it is computed where a prompt imports all of them."""
+    """Paths of modules after which it is computed, if a prompt imports all of these."""
     first_k: int | None = None
-    """Tokens at its beginning that are computed again where it is linked; None: as the method says."""
+    """The number of its first tokens to compute again when it is linked; None: the method decides."""
     place: Place = field(default_factory=_nowhere, compare=False)
 
     def modules(self) -> Iterator[tuple[Module, Union | None]]:
-        """The modules directly in it, each with its union if it has one; turns do not nest names."""
+        """Yield the modules directly in it, each with its union or None. Modules in its turns are among them."""
         for child in self.children:
             yield from _modules_of(child)
 
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """Modules of which a prompt imports one at most. All begin at the same position; the longest is its length."""
+    """Modules of which a prompt imports at most one. All begin at the same position; the longest sets the length."""
 
     members: tuple[Module, ...]
     scaffold: str | None = None
-    """The member that Prompt Cache's code computes the rest of a schema with. Nothing depends on it here."""
+    """The member with which Prompt Cache's code computes the rest of a schema. It has no effect here."""
     place: Place = field(default_factory=_nowhere, compare=False)
 
 
@@ -97,14 +98,14 @@ def _modules_of(child: Child) -> Iterator[tuple[Module, Union | None]]:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A schema: its root has no name, and every prompt imports the root's own text."""
+    """A schema. Its root module has no name, and every prompt imports the root's own text."""
 
     name: str
     root: Module
     file: str = field(default="", compare=False)
 
     def modules(self) -> Iterator[tuple[str, Module, Union | None]]:
-        """All modules in document order: the path, such as "plan/rome", the module, and its union."""
+        """Yield all modules in document order: the path, such as "plan/rome", the module, and its union or None."""
         waiting = [("", self.root, None)]
         ordered: list[tuple[str, Module, Union | None]] = []
         while waiting:

@@ -314,7 +314,7 @@ def _regex(pattern: str) -> str:
 
 
 def _sequence(name: str, items: Sequence[tuple[str, bool]], between: str) -> list[str]:
-    """Rules of items in their order. Items that are not required may be missing. Separators stand only between."""
+    """Rules of items in their order. Optional items may be missing. Separators stand only between items."""
     if not between:
         return [f"{name}: " + (" ".join(item if needed else f"{item}?" for item, needed in items) or '""')]
     # The first item has no separator before it: rules f apply before any item is written, rules r after that.
