@@ -22,9 +22,9 @@ NUM_OTHER_VALUES = 50_000
 
 NUM_OTHER_BYTES = 2**20
 BYTES_PER_TOKEN = 12
-"""Bytes of a token id: ten digits, a comma and a space."""
+"""Most bytes of a token id: ten digits, a comma and a space."""
 BYTES_PER_CHARACTER = 12
-"""Limit of a character in JSON: a surrogate pair, both halves written as escapes."""
+"""Most bytes of a character in JSON: a surrogate pair whose halves are both written as escapes."""
 VALUES_PER_MESSAGE = 8
 
 _NOT_TEXT = {
@@ -45,19 +45,19 @@ class BodyLimits:
     """Limit of one call's prompts."""
     vocab_size: int
     max_token_characters: int
-    """Characters of the longest token."""
+    """The number of characters of the longest token."""
     max_pictures: int = 0
-    """Limit of a conversation's pictures; 0: the model takes none."""
+    """Limit of a conversation's pictures; 0: the model takes no pictures."""
     picture_refusal: str = "takes no images"
     """The words of errors about a server without pictures."""
 
     @property
     def max_characters(self) -> int:
-        """Characters of the longest text that can fit into `max_model_len` tokens."""
+        """The number of characters of the longest text that can fit into `max_model_len` tokens."""
         return self.max_model_len * self.max_token_characters
 
     def most_bytes(self, model: type[Body]) -> int:
-        """Limit of a body's bytes: enough for prompts of the greatest length, or for pictures."""
+        """Return the limit of a body's bytes, which is enough for prompts of the greatest length, or for pictures."""
         if self.max_pictures and model.HOLDS != "prompts":
             return self.max_body_bytes
         num_bytes = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES
@@ -67,7 +67,7 @@ class BodyLimits:
         return self.max_prompts if model.HOLDS == "prompts" else 1
 
     def check_size(self, model: type[Body], size: JsonSize) -> None:
-        """Raises APIError 400 if a body has too many values or nests them too deeply."""
+        """Raise APIError 400 if a body has too many values or nests them too deeply."""
         if size.depth > MAX_DEPTH:
             raise bad_request(
                 f"The body has lists and objects {size.depth} deep inside each other; at most {MAX_DEPTH} are taken, "
@@ -85,7 +85,7 @@ class BodyLimits:
                 raise bad_request(f"The body has {count} {name}; at most {limit} are taken, send fewer.")
 
     def check_counts(self, model: type[Body], body: Any) -> None:
-        """Raises APIError 400 if parsed JSON has more of anything than the server can serve."""
+        """Raise APIError 400 if a field of parsed JSON has more entries, characters or tokens than the server takes."""
         if not isinstance(body, dict):
             raise bad_request("Invalid value for the body: it must be a JSON object")
         _at_most(body, MAX_FIELDS, "the body")
@@ -125,7 +125,7 @@ class BodyLimits:
                     _at_most(below, MAX_FIELDS, inner)
 
     def _check_prompt(self, name: str, prompt: Any) -> None:
-        """Check one text, one list of token ids, or several of either."""
+        """Check a text, a list of token ids, or several texts or lists."""
         if not isinstance(prompt, list):
             self._check_text(name, prompt)
         elif prompt and isinstance(prompt[0], int):
@@ -145,7 +145,7 @@ class BodyLimits:
             )
 
     def _check_pieces(self, name: str, value: Any) -> None:
-        """Check a text, a list of token ids, or a list of both that becomes one prompt."""
+        """Check a text, a list of token ids, or a list of such texts and lists that becomes one prompt."""
         is_one = not isinstance(value, list) or bool(value and isinstance(value[0], int))
         pieces = [value] if is_one else value
         _at_most(pieces, MAX_ENTRIES, name)
@@ -180,7 +180,7 @@ class BodyLimits:
         self._check_characters(name, num_characters)
 
     def _num_pictures(self, parts: list[Any], where: str) -> int:
-        """The number of pictures among parts. Raises APIError 400 for media that the model does not take."""
+        """Count the pictures among parts. Raises APIError 400 for media that the model does not take."""
         count = 0
         for number, part in enumerate(parts):
             kind = part.get("type") if isinstance(part, Mapping) else None
@@ -220,12 +220,12 @@ class BodyLimits:
 
 
 def _has_token_ids(prompt: Any) -> bool:
-    """Whether a prompt is token ids, or several lists of them. `check_size` has limited their number."""
+    """Say whether a prompt is a list of token ids, or several such lists. `check_size` has limited their number."""
     return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
 
 
 def _inner_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The objects in a field whose number of keys is limited."""
+    """Yield the objects in a field whose number of keys is limited, with their names."""
     if isinstance(value, list):
         for number, entry in enumerate(value):
             yield f"{name}[{number}]", entry

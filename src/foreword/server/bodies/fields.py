@@ -24,7 +24,7 @@ Identifier = Annotated[str, Field(max_length=64)]
 SessionId = Annotated[str, Field(min_length=1, max_length=256)]
 """The name of a session."""
 Word = Annotated[str, Field(max_length=64)]
-"""A name of one of a few choices."""
+"""The name of one of a few choices."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -41,17 +41,17 @@ Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 _UNSUPPORTED = "unsupported"
 Unsupported = Annotated[Any, _UNSUPPORTED]
-"""A field for a feature that this engine lacks: the server refuses it by name."""
+"""A field for a feature that this engine lacks. The server refuses such a field by name."""
 Whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 """Reads an integer that some clients write as 40.0."""
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 256
-"""Limit of the names that are logged, and remembered."""
+"""Limit of the names of unknown fields that are logged and remembered."""
 Place = tuple[int | str, ...]
 
 
 def _read_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check a long list of token ids: milliseconds for a million ids, where pydantic would look at each one."""
+    """Check a list of token ids. A million ids take milliseconds, because pydantic does not check each id."""
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         return check(value[:1] if isinstance(value, list) else value)
     if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID:
@@ -64,12 +64,12 @@ SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A body, or a part of one. An unknown field is an error: a misspelt field must not silently mean its default."""
+    """A body, or a part of a body. Unknown fields are errors: a misspelt field must not silently mean its default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     HOLDS: ClassVar[Literal["text", "tokens", "prompts"]] = "text"
-    """The contents of such a body: one conversation or text, one list of token ids, or several prompts."""
+    """What such a body holds at most: one conversation or text, one list of token ids, or several prompts."""
 
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that are `Unsupported`."""
@@ -79,17 +79,17 @@ class Body(BaseModel):
         cls.UNSUPPORTED = tuple(name for name, field in cls.model_fields.items() if _UNSUPPORTED in field.metadata)
 
     def asks_for_unsupported(self) -> str | None:
-        """Name of the first field that asks for an unsupported feature; None if there is none."""
+        """Return the name of the first field that asks for an unsupported feature; None if no field does."""
         return next((name for name in self.UNSUPPORTED if _asks(getattr(self, name))), None)
 
 
 def _asks(value: Any) -> bool:
-    """Whether a value asks for something. Zero, which equals False, does."""
+    """Say whether a value asks for something. Zero does, although it equals False."""
     return value is not None and value is not False and value not in ("", "none", [], {})
 
 
 class Part(BaseModel):
-    """A part of a body that ignores unknown fields: clients send earlier answers back as they got them."""
+    """A part of a body that ignores unknown fields, because clients send earlier answers back unchanged."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -106,7 +106,7 @@ class UnknownFields:
         self._lock = Lock()
 
     def validate(self, model: type[AnyBody], body: Any) -> AnyBody:
-        """Validate parsed JSON; unknown fields are removed from it if they are ignored. Raises ValidationError."""
+        """Validate parsed JSON. If unknown fields are ignored, they are removed from `body`. Raises ValidationError."""
         try:
             return model.model_validate(body)
         except ValidationError as error:
@@ -133,7 +133,7 @@ def _unknown(error: ValidationError) -> Sequence[Place]:
 
 
 def _remove(body: Any, place: Sequence[Any]) -> None:
-    """Remove a field. Some parts of its place name a type of a union, not a key; they are skipped."""
+    """Remove a field. Parts of its place that name a type of a union, and not a key, are skipped."""
     *inside, name = place
     for part in inside:
         inner = body[part] if isinstance(body, list) and isinstance(part, int) else None

@@ -1,4 +1,4 @@
-"""JSON from clients: counts the values in a text before Python builds any object from it, and parses it.
+"""JSON from clients: counts the values in a text before Python builds objects from it, then parses the text.
 
 The counting is compiled and releases Python's lock, so that other threads can run.
 """
@@ -19,7 +19,7 @@ from foreword.kernels.runtime.compiled import cached
 
 QUOTE, BACKSLASH, COMMA = 34, 92, 44
 PAUSE_AFTER, PAUSE_S = 2**16, 1e-4
-"""Characters of a long JSON text between two pauses, and their length in seconds."""
+"""The number of characters of a long JSON text between two pauses, and the length of a pause in seconds."""
 OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = 91, 93, 123, 125
 
 
@@ -31,16 +31,16 @@ class JsonSize(NamedTuple):
     num_containers: int
     """Number of values that are lists or objects."""
     depth: int
-    """Greatest depth of lists and objects inside each other."""
+    """The greatest depth to which lists and objects are nested."""
 
 
 def scan_json(text: bytes) -> JsonSize:
-    """The size of a JSON text in UTF-8: about a millisecond for a million bytes."""
+    """Count the values of a JSON text in UTF-8. A million bytes take about a millisecond."""
     return JsonSize(*(int(count) for count in _scan(np.frombuffer(text, np.uint8))))
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text. Raises ValueError if it is not JSON; NaN and numbers that no float holds are not."""
+    """Parse a JSON text. Raises ValueError if it is not JSON, also for NaN and numbers that no float can hold."""
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
@@ -82,7 +82,7 @@ def _scan(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
 
 
 def to_json(body: Any) -> str:
-    """Compact JSON. Non-ASCII characters are escaped, so that half a surrogate pair does no harm."""
+    """Return compact JSON. Non-ASCII characters are escaped, so that half a surrogate pair does no harm."""
     return _ENCODER.encode(body)
 
 
@@ -90,10 +90,10 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def to_long_json(body: Any, depth: int) -> str:
-    """Like `to_json`, but writes lists and objects down to this depth item by item.
+    """Return the same as `to_json`, but write lists and objects down to this depth item by item.
 
-    Long texts are written with pauses: a thread that only computes would hold Python's lock for 5 ms after each read
-    and each write of the event loop.
+    Long texts are written with pauses. Without pauses, a thread that only computes would hold Python's lock for 5 ms
+    after each read and each write of the event loop.
     """
     pieces, num_characters = [], 0
     for piece in _pieces(body, depth):

@@ -1,1 +1,1 @@
-"""Chats: conversations to answer and their answers, in a form that belongs to no dialect."""
+"""Chats: conversations to answer and their answers, in one form for all dialects."""

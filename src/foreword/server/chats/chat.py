@@ -26,23 +26,24 @@ from foreword.text.reply.turn import Turn
 
 Messages = Sequence[Mapping[str, Any]]
 STRIDE = 16
-"""Messages are left out in steps of this size, if half of the room stays in use: several turns then begin alike."""
+"""Messages are left out in steps of this size, so that prompts of several turns begin alike. The number is not rounded
+up to a step if less than half of the room would then be used."""
 AUTO, WHOLE = ToolChoice(), Ending()
 LOWEST = -9999.0
-"""Stands for the log probability of an impossible token, which JSON cannot express."""
+"""Replaces the log probability of an impossible token, because JSON cannot express minus infinity."""
 
 
 def thinking_inputs(template: str, *, enabled: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-    """The template inputs that a client sets (None: it does not), if the template mentions them."""
+    """Return the template inputs that a client sets (not None) and the template mentions."""
     inputs = {"enable_thinking": enabled, "reasoning_effort": effort}
     return {name: value for name, value in inputs.items() if value is not None and name in template}
 
 
 async def shortened(messages: Messages, max_tokens: int, count: Callable[[Messages], Awaitable[int]]) -> Messages:
-    """The conversation with at most `max_tokens` tokens: without its earliest messages if it has more.
+    """Leave the earliest messages of a conversation out, so that it has at most `max_tokens` tokens.
 
-    System messages at its beginning stay, a tool's result never comes without its call, and the last message always
-    stays: it may be too long by itself. `count` gives the number of tokens of a conversation.
+    System messages at its beginning stay, and a tool's result never stays without its call. The last message always
+    stays, even if it is too long by itself. `count` returns the number of tokens of a conversation.
     """
     if await count(messages) <= max_tokens:
         return messages
@@ -51,7 +52,7 @@ async def shortened(messages: Messages, max_tokens: int, count: Callable[[Messag
     if not starts:
         return messages
 
-    low, high = 0, len(starts) - 1  # the last start is right if none fits
+    low, high = 0, len(starts) - 1  # the last start is taken if no start fits
     while low < high:
         middle = (low + high) // 2
         if await count([*messages[:head], *messages[starts[middle] :]]) <= max_tokens:
@@ -73,7 +74,7 @@ class Chat:
     """A conversation to answer."""
 
     messages: Messages
-    """As chat templates take them: `content` is one text, calls have their arguments as mappings."""
+    """Messages in the form for chat templates: `content` is one text, and calls have mappings as arguments."""
     tools: Sequence[Tool] = ()
     choice: ToolChoice = AUTO
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -88,21 +89,21 @@ class Chat:
     context: Sequence[int] = ()
     """Tokens of an earlier answer and its prompt, before these messages."""
     num_bytes: int = 0
-    """Length of the call's body; work on long ones leaves the event loop."""
+    """Length of the call's body. Work on long bodies leaves the event loop."""
     link: str | None = None
-    """The method that copies the tokens after an edit from an earlier prompt of the session; None: copies nothing."""
+    """The method that copies the tokens after an edit from an earlier prompt of the session; None: no copies."""
 
     @property
     def inputs(self) -> dict[str, Any]:
         """All inputs of the template besides the messages.
 
-        Tools are among them even if none may be called: the prefix stays the same.
+        Tools are included even if no tool may be called, so that the prefix stays the same.
         """
         return {**self.template_inputs, **({"tools": list(self.tools)} if self.tools else {})}
 
     @property
     def system(self) -> dict[str, Any]:
-        """The system messages at its beginning, as an input of the prompt like the others."""
+        """The system messages at the beginning, in the form of a template input."""
         first = itertools.takewhile(lambda message: message["role"] == "system", self.messages)
         return {"system": [message["content"] for message in first]}
 
@@ -129,7 +130,7 @@ class ChatAnswer:
     ) -> None:
         self.stream = answer
         self.not_linked = not_linked
-        """Why nothing was linked although the chat has `link`; None: tokens were linked, or it has no `link`."""
+        """Why no token was linked although the chat has `link`; None: tokens were linked, or the chat has no `link`."""
         self._tool_use, self._turn, self._tokenizer = tool_use, turn, tokenizer
         self._readers: dict[int, ReplyReader | None] = {}
 
@@ -150,7 +151,7 @@ class ChatAnswer:
         return ReplyDelta(parts, "tool_calls" if calls else delta.finish_reason)
 
     def num_reasoning_tokens(self) -> int:
-        """The reasoning tokens of all choices, with markers. O(tokens) if there are any."""
+        """Count the reasoning tokens of all choices, with markers. If there is reasoning, it takes O(tokens) time."""
         return sum(
             self._tokenizer.num_tokens_in(choice.token_ids, reader.reasoning_spans)
             for choice in self.stream.outputs[0].outputs
@@ -158,14 +159,14 @@ class ChatAnswer:
         )
 
     def num_usage_bytes(self) -> int:
-        """Estimated bytes that `num_reasoning_tokens` reads: whether to call it on the event loop."""
+        """Estimate the bytes that `num_reasoning_tokens` reads, to decide whether to call it on the event loop."""
         if not any(reader is not None and reader.reasoning_spans for reader in self._readers.values()):
             return 0
         return 64 * sum(len(choice.token_ids) for choice in self.stream.outputs[0].outputs)
 
 
 def with_calls(parts: Sequence[Part], max_calls: int) -> list[Part]:
-    """The parts without the calls after the first `max_calls`."""
+    """Return the parts without the calls after the first `max_calls` calls."""
     numbers = itertools.count()
     return [part for part in parts if not isinstance(part, Call) or next(numbers) < max_calls]
 
@@ -175,7 +176,7 @@ async def start_chat(
 ) -> ChatAnswer:
     """Answer a conversation; returns once the engine has queued it.
 
-    Raises APIError, InvalidRequestError or ChatTemplateError for chats that this model, or this server, cannot answer.
+    Raises APIError, InvalidRequestError or ChatTemplateError for chats that this model or this server cannot answer.
     """
     use = await _tool_use(service, chat)
     inputs = chat.inputs
@@ -190,7 +191,7 @@ async def start_chat(
         async def count(messages: Messages) -> int:
             try:
                 return len((await service.conversation(messages, inputs, chat.ending)).token_ids)
-            except (PromptTooLongError, TooManyPicturesError):  # by its pictures alone
+            except (PromptTooLongError, TooManyPicturesError):  # its pictures alone are too many or too large
                 return max_tokens + 1
 
         max_tokens = service.max_prompt_len(params.max_tokens)
@@ -218,9 +219,9 @@ async def start_chat(
 
 
 async def _continued(service: Service, chat: Chat) -> Prompt:
-    """The prompt of messages after a context: the context, then the template's text from the end of an answer on.
+    """Return the prompt of messages after a context: the context, then the template's text after an answer's end.
 
-    Raises APIError 400 if the template does not show that end.
+    Raises APIError 400 if the end of an answer cannot be found in the template's text.
     """
     before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
     tokenizer, messages = service.tokenizer, [*before, *chat.messages]
@@ -233,7 +234,7 @@ async def _continued(service: Service, chat: Chat) -> Prompt:
 
 
 def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
-    """The marks of a conversation in its shortened form."""
+    """Return the marks of a conversation that are still in its shortened form, with their new places."""
     index_of = {id(message): index for index, message in enumerate(messages)}
     marks = []
     for mark in chat.marks:
@@ -245,21 +246,21 @@ def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
 
 
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:
-    """Length of a conversation's prompt. Raises what `start_chat` raises for a chat that this model cannot answer."""
+    """Count the tokens of a conversation's prompt. Raises the errors of `start_chat` for chats it cannot answer."""
     await _tool_use(service, chat)
     return len((await service.conversation(chat.messages, chat.inputs, chat.ending)).token_ids)
 
 
 async def read_prompt(service: Service, chat: Chat) -> Prompt:
-    """A conversation's prompt with its marks. Raises what `start_chat` raises."""
+    """Return a conversation's prompt with its marks. Raises the errors of `start_chat`."""
     await _tool_use(service, chat)
     return await service.conversation(chat.messages, chat.inputs, chat.ending, chat.marks)
 
 
 async def _forced(service: Service, chat: Chat, use: ToolUse) -> Callable[[], TokenConstraint]:
-    """Constraints on forced calls, without the patterns that no grammar can follow.
+    """Compile constraints on forced calls, without the patterns that no grammar can follow.
 
-    Raises InvalidRequestError for patterns that are no regular expressions.
+    Raises InvalidRequestError for patterns that are not regular expressions.
     """
     try:
         return await service.compile_grammar(await off_loop(chat.num_bytes, use.grammar))
@@ -280,22 +281,22 @@ async def _tool_use(service: Service, chat: Chat) -> ToolUse:
 
 
 def text_of(parts: Sequence[Part]) -> str:
-    """The text of an answer without its reasoning and its calls."""
+    """Return the text of an answer without its reasoning and its calls."""
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 def reasoning_of(parts: Sequence[Part]) -> str:
-    """The reasoning before an answer."""
+    """Return the reasoning before an answer."""
     return "".join(part.text for part in parts if isinstance(part, Reasoning))
 
 
 def calls_of(parts: Sequence[Part]) -> list[Call]:
-    """The calls of an answer."""
+    """Return the calls of an answer."""
     return [part for part in parts if isinstance(part, Call)]
 
 
 def arguments_of(call: Call) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None if the call was cut off, or if they are no JSON object."""
+    """Return the arguments of a call as an object; None if the call was cut off, or if they are no JSON object."""
     try:
         read = parse_json(call.arguments) if call.is_complete else None
     except (ValueError, RecursionError):
@@ -304,19 +305,19 @@ def arguments_of(call: Call) -> dict[str, Any] | None:
 
 
 def bytes_per_token(num_top: int | None) -> int:
-    """Estimated bytes of a token's text with log probabilities of `num_top` others; None: no log probabilities."""
+    """Estimate the bytes of a token's text, with log probabilities of it and of `num_top` others (None: without)."""
     return 8 if num_top is None else 128 * (1 + num_top)
 
 
 def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
-    """Estimated bytes of these deltas."""
+    """Estimate the bytes of these deltas."""
     return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
 ) -> list[dict[str, Any]]:
-    """For each token its text, bytes and log probability, and those of the `num_top` likeliest."""
+    """Return text, bytes and log probability of each token, and of the `num_top` likeliest tokens in its place."""
     content = []
     for token_id, of_position in zip(token_ids, logprobs, strict=True):
         top = sorted(of_position.items(), key=lambda item: item[1].rank)[:num_top]

@@ -1,8 +1,8 @@
 """Reuse after an edit in the middle of a chat: the tokens after the edit are linked from an earlier prompt.
 
-This is approximate, so the client asks for it, a gate decides, and the answer says so. If linking would not pay, the
-prompt stays plain, and the exact answer says why: the session has no such prompt, nothing after the edit is common, the
-source is not cached or has no room, or the saving is small.
+The answer is then approximate. So the client must ask for links, a gate decides, and the answer reports the links. If
+linking would not pay, the prompt stays plain, and the exact answer says why: the session has no such prompt, no token
+after the edit is common, the source is not cached or has no room, or the saving is small.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from foreword.server.service import Caller, Service
 from foreword.server.verbs import COUNT_LINKED, NOT_CACHED, TOO_LARGE
 
 NUM_EARLIER = 8
-"""Prompts of a session that are compared: the newest may be that of a title, or of a sub-agent."""
+"""The number of a session's newest prompts to compare, because the newest may be for a title or a sub-agent."""
 NUM_TRIED = 3
-"""The engines are asked about this many of them: the one that shares the most may not be cached."""
+"""The number of these prompts to ask the engines about, because the most similar prompt may not be cached."""
 LEAST_SAVING = 0.05
 """Linking must save this share of a prompt's tokens, and at least a block, because it costs exactness."""
 _NO_SOURCE = {
     TOO_LARGE: "the prompt, its answer and the earlier prompt do not fit into the cache together",
     NOT_CACHED: "the earlier prompt is not cached whole",
 }
-"""Why a source cannot be used; another one may be."""
+"""Reasons why a source cannot be used, although another source may be usable."""
 _EVERYTHING = Method.parse("none")
-"""Copies as much as possible; needs no pass of the model."""
+"""The method that copies as many tokens as possible, and needs no pass of the model."""
 
 
 async def linked_to_session(
     service: Service, caller: Caller, prompt: Prompt, link: str, params: SamplingParams
 ) -> tuple[Prompt, str | None]:
-    """The prompt, linked by the method `link` from an earlier plain one of its session if that saves enough.
+    """Link a prompt by the method `link` to an earlier plain prompt of its session, if that saves enough tokens.
 
-    Returns the plain prompt, and why, if it does not. Raises APIError 400 for what a linked prompt cannot have,
+    Otherwise returns the plain prompt, and the reason. Raises APIError 400 without a session or with pictures, and
     InvalidRequestError for a method that is not served.
     """
     method = service.links.method_of_edits(link)
@@ -81,8 +81,8 @@ async def linked_to_session(
 async def _linked(
     service: Service, plain: Prompt, composition: Composition, method: Method, params: SamplingParams
 ) -> tuple[Prompt, str | None]:
-    """The linked prompt, and why it does not pay."""
-    choices = [method] if method.percent is None else [_EVERYTHING, method]  # a pass of the model only if it may pay
+    """Return the linked prompt, and why it does not pay; None if it pays."""
+    choices = [method] if method.percent is None else [_EVERYTHING, method]  # runs the model only if that may pay
     for choice in choices:
         linked = await composed(service, choice, params.n, partial(service.llm.link, plain, composition, choice))
         why = await _not_paying(service, plain, linked, params.max_tokens)
@@ -92,12 +92,12 @@ async def _linked(
 
 
 def _least_saving(service: Service, plain: Prompt) -> int:
-    """Tokens that links must save."""
+    """Return the number of tokens that links must save."""
     return max(service.llm.layout.block_size, round(LEAST_SAVING * len(plain.token_ids)))
 
 
 async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_tokens: int | None) -> str | None:
-    """Why these links are not worth it now, or have no room; None: they save enough."""
+    """Say why these links are not worth their inexactness now, or have no room; None: they save enough."""
     num_found, num_reused = await service.thread.ask(COUNT_LINKED, plain, linked, max_tokens)
     if num_reused in _NO_SOURCE:
         return _NO_SOURCE[num_reused]
@@ -109,22 +109,22 @@ async def _not_paying(service: Service, plain: Prompt, linked: Prompt, max_token
 
 
 def _earlier(service: Service, caller: Caller, salt: str | None) -> list[RequestRecord]:
-    """The session's newest prompts that tokens alone describe, the newest first."""
+    """Return the session's newest prompts that tokens alone describe, the newest first."""
     recent = service.records.recent(MAX_RECORDS, caller.tenant.name)
     ran = (record for record in recent if record.session_id == caller.session_id and record.first_scheduled_time)
     return list(islice((record for record in ran if record.salt == salt and record.is_plain), NUM_EARLIER))
 
 
 def _edits(token_ids: npt.NDArray[np.int32], earlier: Sequence[RequestRecord], num_rest: int) -> Iterator[Composition]:
-    """The prompt as an edit of earlier ones: first the one that shares most tokens, before and after the edit.
+    """Yield the prompt as an edit of each of the NUM_TRIED earlier prompts that share most tokens with it, best first.
 
-    Yields one that shares all but `num_rest` tokens before it compares the next, otherwise the best NUM_TRIED. Leaves
-    out prompts that share no token after the edit.
+    Tokens before and after the edit count. An earlier prompt that shares all but `num_rest` tokens is yielded at once,
+    before the next prompt is compared. Prompts that share no token after the edit are left out.
     """
     candidates: list[tuple[int, Composition]] = []
     for before in (record.prompt_token_ids for record in earlier):
         if len(candidates) == NUM_TRIED and len(before) <= candidates[-1][0]:
-            continue  # it cannot share more
+            continue  # so short a prompt cannot share more tokens than the candidates do
         composition = compose_edit(token_ids, before)
         num_after = sum(len(part.token_ids) for part in composition.parts if part.span is not None)
         num_shared = common_length(token_ids, before) + num_after

@@ -1,8 +1,8 @@
 """ScoreTemplate: the conversation in which a model judges a text, and the tokens of its verdict.
 
-A template is a few lines of text with places for what is judged: a document and a query, or an input alone. The model's
-chat template writes the rest. Scores mean nothing without the template that a model was trained with, so the server
-has no default.
+A template is a few lines of text with places for the judged texts: a document and a query, or an input alone. The
+model's chat template adds the rest of the prompt. Scores mean nothing without the template that a model was trained
+with, so the server has no default.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ScoreTemplate:
     user: str
     """The user's message, with {query} and {document}, or with {input}; and perhaps {instruction}."""
     labels: tuple[str, ...]
-    """The possible answers, one token each; in a ranking, the first means that the document is relevant."""
+    """The possible answers, one token each. In a ranking, the first label means that the document is relevant."""
     system: str = ""
-    """The system message; none if it is empty."""
+    """The system message; empty: no system message."""
     instruction: str = ""
     """The default of {instruction}."""
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class ScoreTemplate:
 
     @classmethod
     def named(cls, option: str, name: str, places: tuple[str, ...]) -> ScoreTemplate:
-        """One of `KNOWN`, or the template of a TOML file with these fields, for an option that needs these places.
+        """Return the template of an option, which is one of `KNOWN` or is read from a TOML file with these fields.
 
-        Raises ConfigError.
+        The user message must have exactly these `places`. Raises ConfigError.
         """
         template = KNOWN[name] if name in KNOWN else cls._read(option, name)
         present = set(_PLACE.findall(template.user)) - {"instruction"}
@@ -88,7 +88,7 @@ class ScoreTemplate:
         return cls(**table)
 
     def messages(self, texts: Mapping[str, str], instruction: str | None = None) -> list[dict[str, str]]:
-        """The conversation about these texts, by place. Raises InvalidRequestError."""
+        """Return the conversation about these texts, by place. Raises InvalidRequestError."""
         if instruction is not None and "{instruction}" not in self.user:
             raise InvalidRequestError(
                 "the server's template has no place for an instruction; leave it out, or start the server with "
@@ -100,11 +100,11 @@ class ScoreTemplate:
         return [*first, {"role": "user", "content": user}]
 
     def tokens(self, tokenizer: Tokenizer, texts: Mapping[str, str], instruction: str | None = None) -> TokenIds:
-        """The prompt about these texts, by place. Raises InvalidRequestError."""
+        """Return the prompt's tokens about these texts, by place. Raises InvalidRequestError."""
         return tokenizer.render_chat(self.messages(texts, instruction), template_inputs=self.template_inputs)
 
     def label_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The tokens of the labels. Raises ConfigError for a label of several tokens."""
+        """Return the tokens of the labels. Raises ConfigError for a label of several tokens, or equal tokens."""
         encoded = [tokenizer.encode_part(label) for label in self.labels]
         long = next((label for label, ids in zip(self.labels, encoded, strict=True) if len(ids) != 1), None)
         if long is not None:
@@ -123,7 +123,7 @@ class Judge(NamedTuple):
 
     @classmethod
     def open(cls, option: str, name: str | None, places: tuple[str, ...], tokenizer: Tokenizer | None) -> Judge | None:
-        """The judge of an option; None without a `name`. Raises ConfigError if the chat template cannot show it."""
+        """Open the judge of an option; None without a `name`. Raises ConfigError if the model cannot be shown it."""
         if name is None:
             return None
         template = ScoreTemplate.named(option, name, places)

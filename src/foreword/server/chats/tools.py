@@ -14,13 +14,13 @@ from foreword.text.reply.forced import Function, forced_calls, without_patterns
 from foreword.text.reply.turn import Turn
 
 Tool = Mapping[str, Any]
-"""`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take it."""
+"""`{"type": "function", "function": {"name", "description", "parameters"}}`, as chat templates take a tool."""
 MOST_PATTERNS = 256
 logger = logging.getLogger(__name__)
 MOST_NAMED = 3
 """Limit of the patterns in a log line."""
 MOST_REMEMBERED = 1_000
-"""Limit of the patterns that are logged, and remembered."""
+"""Limit of the patterns that are logged and remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ToolChoice:
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None
-    """The only functions that a required call may name; None: all."""
+    """The only functions that a required call may name; None: all functions."""
     at_most_one: bool = False
 
 
@@ -43,7 +43,7 @@ class ToolUse:
         self._tokenizer = tokenizer
         self._form = tokenizer.reply_format
         self._relaxed: dict[str, Any] = {}
-        """By function: its parameters without the patterns that no grammar can follow."""
+        """Function name -> the parameters without the patterns that no grammar can follow."""
         if choice.mode == "required" and not tools:
             raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
         tool_names = {tool["function"]["name"] for tool in tools}
@@ -70,7 +70,7 @@ class ToolUse:
         return [function for function in functions if names is None or function["name"] in names]
 
     def grammar(self) -> str:
-        """Lark grammar of a forced call, or of several."""
+        """Return the Lark grammar of a forced call, or of several calls."""
         forced = [
             Function(function["name"], self._relaxed.get(function["name"], function.get("parameters") or {}))
             for function in self._forced
@@ -80,7 +80,7 @@ class ToolUse:
     def relax(self, can_follow: Callable[[str], bool]) -> list[str]:
         """Leave the patterns that no grammar can follow out of the next `grammar`. Returns descriptions for a log.
 
-        Checks MOST_PATTERNS distinct patterns, a millisecond each.
+        It checks at most MOST_PATTERNS different patterns, which take a millisecond each.
         """
         verdicts: dict[str, bool] = {}
 
@@ -97,7 +97,7 @@ class ToolUse:
         return descriptions
 
     def reader(self, turn: Turn) -> ReplyReader | None:
-        """The reader of one choice; None if its text stays as it is."""
+        """Return the reader of one choice; None if the choice's text stays as it is."""
         reads_calls = self.choice.mode != "none"
         return turn.reader(tools=self._tools, reads_calls=reads_calls, has_bare_call=self.is_forced)
 
@@ -109,7 +109,7 @@ class LoggedPatterns:
         self._logged: set[str] = set()
 
     def note(self, left_out: Sequence[str]) -> None:
-        """Log the patterns that are new."""
+        """Log the patterns that were not logged before."""
         new = [pattern for pattern in dict.fromkeys(left_out) if pattern not in self._logged]
         new = new[: MOST_REMEMBERED - len(self._logged)]
         if new:

@@ -1,1 +1,1 @@
-"""The dashboard: a page for operators at /dashboard. See page.py for its parts, mount.py for who may see it."""
+"""The dashboard: a page for operators at /dashboard. See page.py for its parts, and mount.py for access to it."""

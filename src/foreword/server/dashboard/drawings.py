@@ -1,7 +1,7 @@
-"""Drawings of the dashboard: records and looks as HTML, SVG and PNG.
+"""Drawings of the dashboard: turns records and snapshots into HTML, SVG and PNG.
 
-Every text that comes from a prompt is escaped here. Colours are CSS variables (style.css), so that a drawing is right
-in light and dark.
+Every text that comes from a prompt is escaped here. Colours are CSS variables (style.css), so that a drawing fits the
+light and the dark page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from foreword.text import Tokenizer
 
 NUM_BINS = 60
 MAX_CELLS = 4096
-"""Limit of the cells in the pool's map; larger pools have several blocks in a cell."""
+"""Limit of the cells in the pool's map. Larger pools have several blocks in a cell."""
 
 STATES = {
     BlockState.IN_USE: ("in use", (99, 102, 241)),
@@ -39,28 +39,28 @@ STATES = {
     BlockState.FREE: ("free", (148, 158, 172)),
 }
 MOST_ROWS, MOST_LETTERS = 20, 40
-"""Limits of a card's rows, and of a session's id."""
+"""Limits of a card's rows, and of the characters of a session's id."""
 
 
 def count(number: float) -> str:
-    """12,345 or 1.2 M."""
+    """Write a number: "12,345" or "1.2 M"."""
     if number < 100_000:
         return f"{number:,.0f}"
     return f"{number / 1e3:,.0f} k" if number < 1e6 else f"{number / 1e6:,.1f} M"
 
 
 def tokens(number: int) -> str:
-    """A number of tokens: "1 token", "12 tokens"."""
+    """Write a number of tokens: "1 token", "12 tokens"."""
     return f"{count(number)} token{'' if number == 1 else 's'}"
 
 
 def requests(number: int) -> str:
-    """1 request, 12 requests."""
+    """Write a number of requests: "1 request", "12 requests"."""
     return f"{count(number)} request{'' if number == 1 else 's'}"
 
 
 def seconds(value: float | None) -> str:
-    """12 ms, 1.2 s or 3 min."""
+    """Write a time: "12 ms", "1.2 s" or "3 min"."""
     if value is None:
         return "-"
     if value < 1:
@@ -69,7 +69,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """3.8 MiB, 64 MiB or 1.5 GiB."""
+    """Write a size: "3.8 MiB", "64 MiB" or "1.5 GiB"."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     return f"{num_bytes / 2**20:.{0 if num_bytes >= 10 * 2**20 else 1}f} MiB"
@@ -92,7 +92,7 @@ class ServedPrompt(Protocol):
 
 
 def token_bars(records: Sequence[ServedPrompt], now: float, window_s: float) -> str:
-    """Prompt tokens of the last `window_s` seconds, found ones below and computed ones above, in `NUM_BINS` bars."""
+    """Draw `NUM_BINS` bars of the prompt tokens of the last `window_s` seconds: found below, computed above."""
     width = window_s / NUM_BINS
     bins = np.zeros((NUM_BINS, 2))
     for record in records:
@@ -111,7 +111,7 @@ def token_bars(records: Sequence[ServedPrompt], now: float, window_s: float) -> 
 
 
 def ttft_dots(records: Sequence[RequestRecord], now: float, window_s: float) -> str:
-    """Time to first token of each request of the last `window_s` seconds, on a logarithmic scale."""
+    """Draw the time to first token of each request of the last `window_s` seconds, on a logarithmic scale."""
     dots = []
     for record in records:
         age = now - (record.finished_time or now)
@@ -131,7 +131,7 @@ def ttft_dots(records: Sequence[RequestRecord], now: float, window_s: float) -> 
 
 
 def chart(shapes: str, labels: Sequence[str], title: str, below: str) -> str:
-    """A drawing area of 100 by 100, stretched, with labels from top to bottom beside it, and HTML below it."""
+    """Draw shapes in a stretched area of 100 by 100, with labels beside it from top to bottom, and HTML below."""
     lines = "".join(
         f'<path class="gridline" d="M0 {100 * at / (len(labels) - 1):.2f}H100"/>' for at in range(len(labels))
     )
@@ -154,7 +154,7 @@ def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next of 10, 20, 50, 100, ..."""
+    """Return the smallest of 10, 20, 50, 100, ... that is not below the value."""
     if value <= 10:
         return 10.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -165,7 +165,7 @@ def _round_up(value: float) -> float:
 
 
 def pool_map(states: npt.NDArray[np.uint8]) -> str:
-    """Every block as a cell, in the order of block ids."""
+    """Draw the blocks as cells, in the order of block ids."""
     per_cell = -(-len(states) // MAX_CELLS)
     cells = _most_common(states, per_cell) if per_cell > 1 else states
     columns = min(len(cells), max(16, round(math.sqrt(2.6 * len(cells)))))
@@ -192,13 +192,13 @@ def _most_common(states: npt.NDArray[np.uint8], per_cell: int) -> npt.NDArray[np
 
 
 def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
-    """An indexed PNG of one pixel per cell, base64; what lies beyond the last cell is transparent."""
+    """Return an indexed PNG of one pixel per cell, in base64. Pixels beyond the last cell are transparent."""
     nothing = len(BlockState)
     pixels = np.full(columns * rows, nothing, np.uint8)
     pixels[: len(cells)] = cells
     lines = np.concatenate((np.zeros((rows, 1), np.uint8), pixels.reshape(rows, columns)), axis=1)
     palette = b"".join(bytes(STATES[state][1]) for state in BlockState) + bytes(3)
-    opacity = bytes([70, 255, 255, 255, 0])  # in the order of BlockState: free ones stay in the background
+    opacity = bytes([70, 255, 255, 255, 0])  # in the order of BlockState; free blocks stay in the background
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -218,7 +218,7 @@ def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
 
 
 def reuse_bar(num_cached: int, num_tokens: int, scale: float = 1.0) -> str:
-    """Found and computed tokens of one prompt, as a bar of `scale` times the full width."""
+    """Draw found and computed tokens of one prompt as a bar of `scale` times the full width."""
     percent = 100 * num_cached / max(1, num_tokens)
     title = f"{num_cached} of {num_tokens} prompt tokens found in the cache"
     return (
@@ -229,7 +229,7 @@ def reuse_bar(num_cached: int, num_tokens: int, scale: float = 1.0) -> str:
 
 
 def request_rows(records: Iterable[RequestRecord], tokenizer: Tokenizer | None, *, with_tenants: bool) -> str:
-    """Requests as rows: the found tokens, the time to the first token, and why the rest was missed."""
+    """Draw requests as rows: the found tokens, the time to the first token, and why the rest was missed."""
     listed = list(records)
     if not listed:
         return '<div class="empty">No requests yet. Send one, or use the chat.</div>'
@@ -262,7 +262,7 @@ def _stage(record: RequestRecord) -> str:
 
 
 def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
-    """Why the rest of a prompt was missed, with the texts that differ there."""
+    """Write why the rest of a prompt was missed, with the texts that differ there, as HTML."""
     explanation = record.explanation
     if explanation is None or explanation.reason is None:
         return ""
@@ -297,7 +297,7 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
 
 
 def miss_reasons(missed_tokens: Mapping[str, int], misses: Mapping[str, int]) -> str:
-    """Computed prompt tokens: first new text, then tokens that a cache could have found."""
+    """Draw the computed prompt tokens: first new text, then tokens that a cache could have found, by reason."""
     new = sum(missed for reason, missed in missed_tokens.items() if reason in NEW_TEXT)
     num_new = sum(requests for reason, requests in misses.items() if reason in NEW_TEXT)
     avoidable = {reason: missed for reason, missed in missed_tokens.items() if reason not in NEW_TEXT and missed}
@@ -316,7 +316,7 @@ def _reason(name: str, kind: str, num_tokens: int, num_requests: int, top: int) 
 
 
 def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
-    """A name, a number, more of it in small letters, and a bar whose parts are `shares` of the full width by kind."""
+    """Draw a name, a number, further words in small letters, and a bar with `shares` of its width by kind."""
     parts = "".join(f'<i class="{kind}" style="width:{100 * share:.1f}%"></i>' for kind, share in shares.items())
     return (
         f'<div class="reason"><div><span>{escape(name)}</span><b>{number}</b><small>{more}</small></div>'
@@ -325,17 +325,17 @@ def row(name: str, number: str, more: str, shares: Mapping[str, float]) -> str:
 
 
 def facts_row(facts: Mapping[str, str]) -> str:
-    """Names and values, in a row."""
+    """Write names and values in a row."""
     return f'<div class="model-facts">{pairs(facts.items())}</div>'
 
 
 def pairs(facts: Iterable[tuple[str, object]]) -> str:
-    """Names and values."""
+    """Write names and values as HTML."""
     return "".join(f"<div><span>{escape(name)}</span><b>{escape(str(value))}</b></div>" for name, value in facts)
 
 
 def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, seconds_per_token: float) -> str:
-    """The whole card, for blocks of `block_bytes`; a hit saves `seconds_per_token` of prefill for each token."""
+    """Draw the card about more memory. A block has `block_bytes`, and a hit token saves `seconds_per_token`."""
     if not curve and not look.stats.requests:
         return '<div class="empty">No curve yet: it is drawn from requests that have ended.</div>'
     return drawn_curve(curve, lambda num_blocks: size(num_blocks * block_bytes)) + _of_ghosts(
@@ -344,7 +344,7 @@ def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, 
 
 
 def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str:
-    """Hit rates over sizes of the pool, its own size first; `size` puts a number of blocks into words."""
+    """Draw hit rates over sizes of the pool, with the present size first. `size` puts a number of blocks into words."""
     if not points:
         return ""
     width = 100 / len(points)
@@ -376,7 +376,7 @@ def _size(point: CurvePoint, pool: CurvePoint, size: Callable[[int], str]) -> st
 
 
 def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> str:
-    """The counted tokens that were computed again although twice the blocks would have held them."""
+    """Write the number of tokens that were computed again although twice the blocks would have held them."""
     stats = look.stats
     note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "
     if not look.has_ledger:
@@ -392,7 +392,7 @@ def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> st
 
 
 def model_card(service: Service, num_blocks: int) -> str:
-    """The card's facts, for a pool of `num_blocks` blocks."""
+    """Write the facts of the model's card, for a pool of `num_blocks` blocks."""
     llm = service.llm
     layout, block_size = llm.layout, llm.layout.block_size
     facts = {
@@ -410,7 +410,7 @@ def model_card(service: Service, num_blocks: int) -> str:
 
 
 def entry_rows(look: Snapshot, *, with_tenants: bool) -> str:
-    """The whole card: broken entries first, then those that keep most."""
+    """Draw the card of kept entries: broken entries first, then the entries that keep most tokens."""
     entries = sorted(look.entries, key=lambda entry: (entry.is_whole, -entry.num_kept_tokens))
     broken = sum(not entry.is_whole for entry in look.entries)
     note = f"{count(len(entries))} entries, {count(broken)} of them not whole."
@@ -433,7 +433,7 @@ def _entry_row(entry: CacheEntry, now: float, with_tenants: bool) -> str:
 
 
 def session_rows(service: Service) -> str:
-    """The whole card: the sessions whose requests ended last; empty if no request named one."""
+    """Draw the card of the sessions whose requests ended last; empty if no request named a session."""
     sessions = service.records.sessions(MOST_ROWS + 1)
     with_tenants = service.tenants.asks_for_keys
     rows = "".join(_session_row(*session, with_tenants) for session in sessions[:MOST_ROWS])
@@ -454,7 +454,7 @@ def _session_row(tenant: str, session_id: str, stats: SessionStats, with_tenants
 
 
 def tier_rows(report: TiersReport) -> str:
-    """The whole card."""
+    """Draw the card of the tiers."""
     queue = f"{count(report.num_waiting_stores)} sequences wait to be stored"
     note = f'<div class="note">{size(report.bytes_today)} stored today; {queue}.</div>'
     return "".join(map(_tier_row, report.tiers)) + note
@@ -477,7 +477,7 @@ def _tier_row(tier: TierReport) -> str:
 
 
 def draft_rows(drafts: DraftCounts) -> str:
-    """The whole card, the source with the most guesses first; empty if nothing was drafted."""
+    """Draw the card of drafted tokens, the source with most drafts first; empty if no token was drafted."""
     drafted = {
         source: drafts.accepted.get(source, 0) + drafts.rejected.get(source, 0)
         for source in {**drafts.accepted, **drafts.rejected}

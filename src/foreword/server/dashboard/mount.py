@@ -1,9 +1,9 @@
 """Mounts the dashboard, and checks who may see it.
 
-NiceGUI keeps its pages in one global app, so a process has one dashboard: `run.serve` mounts it, not `make_app`.
-Everything under /dashboard, WebSockets included, passes one check; a browser without the operator's key gets a form.
+NiceGUI keeps its pages in one global app, so a process has one dashboard. `run.serve` mounts it, not `make_app`.
+Everything under /dashboard, WebSockets included, passes one check. A browser without the operator's key gets a form.
 NiceGUI sets its headers in middleware of Starlette's `BaseHTTPMiddleware`, which raises "No response returned" if a
-client leaves before its answer begins; `Edge` replaces it.
+client leaves before its answer begins. `Edge` replaces this middleware.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from html import escape
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from starlette._utils import get_route_path  # routes are matched with it: the check must see the same path
+from starlette._utils import get_route_path  # routes are matched with it, and the check must see the same path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -31,17 +31,17 @@ from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)
 FILES_NEVER_CHANGE = "public, max-age=31536000, immutable"
-"""The paths of these files contain NiceGUI's version."""
+"""The caching header of NiceGUI's files, whose paths contain its version."""
 PATH = "/dashboard"
 LOGIN = f"{PATH}/login"
 WRONG_KEY_DELAY_S = 0.5
 MAX_FORM_BYTES = 4096
-"""Limit of the form, which anybody may send."""
+"""Limit of the form in bytes, because anybody may send the form."""
 MAX_FORM_FIELDS = 64
 
 
 def give_edge(nicegui_app: FastAPI, files: str) -> None:
-    """Replace NiceGUI's own middleware by an Edge. `files` is the beginning of the paths of its files."""
+    """Replace NiceGUI's own middleware by an Edge. `files` is the beginning of the paths of NiceGUI's files."""
     nicegui_app.user_middleware[:] = [
         middleware
         for middleware in nicegui_app.user_middleware
@@ -51,7 +51,7 @@ def give_edge(nicegui_app: FastAPI, files: str) -> None:
 
 
 class Edge:
-    """Lets browsers keep files, puts a proxy's prefix before redirections, and lets clients leave."""
+    """Middleware that lets browsers keep files, adds a proxy's prefix to redirections, and lets clients leave."""
 
     def __init__(self, app: ASGIApp, *, files: str) -> None:
         self._app = app
@@ -110,7 +110,7 @@ def mount_page(
     build: Callable[[], object],
     refuse: Callable[[Request, APIError], Response] = error_response,
 ) -> None:
-    """Show a page at /dashboard to operators; `build` makes it for each viewer, `refuse` answers programs."""
+    """Show a page at /dashboard to operators. `build` makes the page for each viewer, `refuse` answers programs."""
     from nicegui import __version__ as nicegui_version
     from nicegui import app as nicegui_app
     from nicegui import ui
@@ -164,7 +164,7 @@ class _OperatorsOnly:
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Without a proxy's root path. A lifespan has no path.
+        # The path without a proxy's root path. A lifespan has no path.
         path = get_route_path(scope) if scope["type"] in ("http", "websocket") else ""
         if path in (PATH, LOGIN) or not path.startswith(f"{PATH}/"):
             await self._app(scope, receive, send)
@@ -187,7 +187,7 @@ class _OperatorsOnly:
 
 
 def _form(problem: str, root_path: str) -> Response:
-    """The form that asks for the key; it loads nothing else."""
+    """Make the form that asks for the key. The form loads no other files."""
     action = f"{escape(root_path)}{LOGIN}"
     return HTMLResponse(
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"

@@ -31,7 +31,7 @@ from foreword.text import Tokenizer
 
 MAX_REQUESTS = 300
 MAX_PARTING_TOKENS = 400_000
-"""Limit of the tokens of all compared prompts; the oldest requests beyond it are left out."""
+"""Limit of the tokens of all compared prompts. Beyond this limit, the oldest requests are left out."""
 MAX_TOKENS = 512
 DEMO_SYSTEM = (
     "The code of the amber falcon is 4821.\n"
@@ -93,7 +93,10 @@ class Parting:
 
 
 def compared(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The records to compare, by arrival: those that ran in the commonest namespace. `records`: the latest first."""
+    """Choose the records to compare, by arrival: requests that ran in the commonest namespace.
+
+    `records` must be in the reverse order: the latest first.
+    """
     ran = [record for record in records if record.first_scheduled_time is not None]
     salts = Counter(record.salt for record in ran).most_common(1)
     chosen, num_tokens = [], 0
@@ -107,7 +110,7 @@ def compared(records: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def parting(records: Sequence[RequestRecord], tokenizer: Tokenizer) -> str:
-    """The findings as HTML."""
+    """Compare the prompts, and return the findings as HTML."""
     prompts = [LintPrompt(record.prompt_token_ids, 1000 * record.created) for record in records]
     report = lint_prompts(prompts, tokenizer.spell)
     if not report.findings:
@@ -186,7 +189,7 @@ class Chat:
             self._busy = False
 
     async def _answer(self, element: ui.html) -> tuple[str, RequestRecord]:
-        """Have the conversation answered, and show the answer as it grows."""
+        """Answer the conversation, and show the answer as it grows. Returns the text and the request's record."""
         service = self._service
         head = [{"role": "system", "content": self._system.value}] if self._system.value.strip() else []
         prompt = await service.conversation([*head, *self._messages])
@@ -244,7 +247,7 @@ class View:
             with card("Model", "span12"):
                 self._model = Html("model-facts", "model")
             self._traffic: list[ui.element] = []
-            """Parts that have nothing to show before the first request."""
+            """The parts of the page that are hidden until the first request."""
             with card("Waiting for the first request", "span12 waiting") as self._waiting:
                 ui.html(_first_request(), sanitize=False).props('data-testid="waiting"')
             with ui.element("div").classes("span12 tools") as tools:
@@ -278,7 +281,7 @@ class View:
                     ui.html(f'<div class="note">{escape(str(change))}</div>', sanitize=False)
 
     def _chart(self, title: str, span: str, keys: tuple[str, str] | None = None, test_id: str = "") -> Html:
-        """A card that is shown once there is traffic."""
+        """Make a card that is shown once there is traffic."""
         with card(title, span, keys) as element:
             self._traffic.append(element)
             return Html(test_id=test_id)
@@ -363,7 +366,7 @@ class View:
     def _figure_texts(
         self, look: Snapshot, lately: Sequence[RequestRecord], recent: Sequence[RequestRecord], now: float
     ) -> tuple[str, str, str, str, str]:
-        """A text for each of `_FIGURES`. `lately` are requests of the window, `recent` all that are known."""
+        """Return a text for each of `_FIGURES`. `lately`: requests of the window; `recent`: all known requests."""
         cached = look.num_in_state(BlockState.CACHED)
         generated, prompts = tokens_per_second(recent, now)
         saved = draw.seconds(self._service.insight.num_saved_seconds)
@@ -377,10 +380,10 @@ class View:
 
 
 def tokens_per_second(records: Sequence[RequestRecord], now: float) -> tuple[float, float]:
-    """Generated tokens, and prompt tokens whose request got its first token, per second of the last `RATE_S`."""
+    """Return the generated tokens, and the prompt tokens of requests that got a first token, per second of `RATE_S`."""
     generated = prompts = 0.0
     for record in records:
-        times = list(record.token_times)  # the engine's thread adds to it
+        times = list(record.token_times)  # a copy, because the engine's thread appends to it
         num_lately = sum(now - moment < RATE_S for moment in times)
         if num_lately:
             generated += record.num_output_tokens * num_lately / len(times)
@@ -389,7 +392,7 @@ def tokens_per_second(records: Sequence[RequestRecord], now: float) -> tuple[flo
 
 
 def _first_token(records: Sequence[RequestRecord]) -> str:
-    """Median and 95th percentile of the time to first token, and the medians of hits and misses."""
+    """Write median and 95th percentile of the time to first token, and the medians of hits and of misses."""
     waits = [(wait, mostly_found(record)) for record in records if (wait := record.time_to_first_token) is not None]
     if not waits:
         return "- <small>no requests in this window</small>"
@@ -404,7 +407,7 @@ def _first_token(records: Sequence[RequestRecord]) -> str:
 
 
 def _first_request() -> str:
-    """How to send the first request to this server."""
+    """Write how to send the first request to this server."""
     request = ui.context.client.request
     address = escape(str(request.base_url).rstrip("/").removesuffix("/dashboard"))
     command = (

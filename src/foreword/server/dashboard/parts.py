@@ -1,4 +1,4 @@
-"""Parts of all our pages: pieces of HTML, cards, figures, and the head."""
+"""Parts that all pages share: pieces of HTML, cards, figures, and the head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ input, button { font: inherit; padding: 10px 12px; border-radius: 8px; border: 1
 button { background: #119a72; border: 0; color: #fff; font-weight: 600; cursor: pointer; }
 """
 WINDOWS_S = {60.0: "1 min", 300.0: "5 min", 900.0: "15 min", 3600.0: "1 h"}
-"""Windows of time that a viewer may choose."""
+"""Windows of time that a viewer may choose: seconds -> name."""
 
 
 class Html:
@@ -47,7 +47,7 @@ class Html:
 
 
 class Head:
-    """The page's styles and its head: our name, the shown engine's name, its state, and a switch of colours."""
+    """The page's styles and head: foreword's name, the shown engine's name and state, and a switch of colours."""
 
     def __init__(self, name: str) -> None:
         ui.add_css(STYLE)
@@ -74,7 +74,7 @@ class Head:
 
 
 def card(title: str, span: str, keys: tuple[str, str] | None = None) -> ui.element:
-    """A card, to be filled by a `with` statement; `keys` name the green and the orange parts of its drawing."""
+    """Make a card that a `with` statement fills. `keys` name the green and the orange parts of its drawing."""
     element = ui.element("div").classes(f"card {span}")
     marks = ""
     if keys is not None:
@@ -88,14 +88,14 @@ def card(title: str, span: str, keys: tuple[str, str] | None = None) -> ui.eleme
 
 
 def figure(name: str, test_id: str) -> Html:
-    """A card with one large number."""
+    """Make a card with one large number."""
     with ui.element("div").classes("card"):
         ui.html(f'<div class="label">{escape(name)}</div>', sanitize=False)
         return Html("figure", test_id)
 
 
 def window_choice() -> ui.toggle:
-    """The choice of a window of time; its value has seconds."""
+    """Make the choice of a window of time. Its value is in seconds."""
     return ui.toggle(WINDOWS_S, value=300.0).props(
         'no-caps unelevated dense data-testid="window" aria-label="time window"'
     )

@@ -1,6 +1,6 @@
 """The tree of cached prefixes: their texts, their branches, and how often each part was reused.
 
-For indexes that know only keys, it shows a list of prompts.
+If the cache's index knows only keys, a list of prompts is shown instead.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _NOTHING = '<div class="empty">Choose a prefix to read it.</div>'
 
 
 def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: str) -> Prompt | None:
-    """The beginning of a recent prompt, up to the end of the chosen node, or less if no prompt reaches that far.
+    """Return the beginning of a recent prompt, up to the end of the chosen node or of the longest such prompt.
 
-    None if no recent prompt passes through the node.
+    Returns None if no recent prompt passes through the node.
     """
     node = nodes.get(chosen)
     if node is None:
@@ -61,7 +61,7 @@ def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: 
 
 
 def _goes_through(record: RequestRecord, path: list[PrefixNode]) -> bool:
-    """Whether a prompt has the known tokens of all nodes of a path, as far as it goes, and reaches the first node."""
+    """Say whether a prompt reaches a path's first (deepest) node and, as far as it goes, has all known tokens of it."""
     return record.num_prompt_tokens > path[0].start and all(
         record.prompt_token_ids[node.start : node.start + len(node.token_ids)].tolist()
         == list(node.token_ids[: record.num_prompt_tokens - node.start])
@@ -137,7 +137,7 @@ class Prefixes:
             elif not self._opened and tree:
                 self._opened = True
                 self._tree.expand([entry["id"] for node in tree for entry in (node, *node["children"])])
-        if self._chosen in self._reports:  # a viewer may go on reading an evicted prefix
+        if self._chosen in self._reports:  # otherwise it was evicted, and the viewer may still read it
             self._show(_detail(self._reports[self._chosen]))
 
     def _select(self, event: events.ValueChangeEventArguments[str | None]) -> None:
@@ -178,7 +178,7 @@ class Prefixes:
             ui.notify(str(error), type="negative")
 
     def _chosen_prompt(self) -> Prompt | None:
-        """A prompt that begins with the chosen prefix; if no recent request has one, says so to the viewer."""
+        """Return a prompt that begins with the chosen prefix. If no recent request does, tell the viewer."""
         prompt = prompt_of_prefix(self._service, self._nodes, self._chosen or "")
         if prompt is None:
             ui.notify("No recent request begins with this prefix; pin it with LLM.pin_prefix().", type="warning")
@@ -190,7 +190,7 @@ class Prefixes:
 
 
 def _matching(reports: Mapping[str, Mapping[str, Any]], sought: str) -> Mapping[str, Mapping[str, Any]]:
-    """The reports that contain a text, and all their ancestors."""
+    """Return the reports that contain a text, and all ancestors of these reports."""
     matching_ids: set[str] = set()
     for node_id, report in reports.items():
         if sought in _searchable(report):
@@ -202,18 +202,18 @@ def _matching(reports: Mapping[str, Mapping[str, Any]], sought: str) -> Mapping[
 
 
 def _searchable(report: Mapping[str, Any]) -> str:
-    """The text for searches, in lower case: a prefix's text, or its token ids without a tokenizer."""
+    """Return the text for searches, in lower case: the tenant, and a prefix's text or (without a tokenizer) ids."""
     return f"{report['tenant'] or ''} {_text(report)}".lower()
 
 
 def _text(report: Mapping[str, Any]) -> str:
-    """The text, or the token ids without one."""
+    """Return a prefix's text, or its token ids if it has no text."""
     text: str = report["text"] if report["text"] is not None else " ".join(map(str, report.get("token_ids") or ()))
     return text
 
 
 def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Nodes of `ui.tree`, nested as in the cache."""
+    """Make the nodes of `ui.tree`, nested as in the cache."""
     nodes: dict[str, dict[str, Any]] = {}
     roots: list[dict[str, Any]] = []
     for node_id, report in reports.items():  # a parent comes before its children
@@ -233,7 +233,7 @@ def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _listed(number: int, prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """A node of `ui.tree` for a prompt in a list."""
+    """Make a node of `ui.tree` for a prompt in a list."""
     cached = prompt["cached_tokens"]
     return {
         "id": str(number),
@@ -247,7 +247,7 @@ def _listed(number: int, prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_line(report: Mapping[str, Any]) -> str:
-    """The beginning of a node's text."""
+    """Return the beginning of a node's text in one line, with the tenant in front if the node has no parent."""
     line = _text(report).replace("\n", "\u21b5")[:160]
     return f"[{report['tenant']}] {line}" if report["tenant"] and report.get("parent") is None else line
 

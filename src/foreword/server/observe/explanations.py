@@ -19,7 +19,7 @@ from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
 NUM_CONTEXT_TOKENS = 8
-"""Tokens before a divergence whose text reports show, and tokens of each continuation."""
+"""The number of tokens that a report shows before a divergence, and of each continuation after it."""
 MEDIA = "\u27e8media\u27e9"
 
 TokenIds = npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ IN_WORDS = {
 }
 
 NEW_TEXT = frozenset({str(MissReason.NEVER_SEEN), str(MissReason.PARTIAL_BLOCK)})
-"""Reasons for text that no cache could have found; misses for other reasons can be avoided."""
+"""Reasons of misses that no cache could have avoided, because the text is new."""
 
 LOAD_FAILURES_IN_WORDS = {
     LoadFailure.TIER_SLOW: "a tier below the pool did not answer in time",
@@ -52,12 +52,12 @@ LOAD_FAILURES_IN_WORDS = {
 
 
 def told_to_client(reason: MissReason | None) -> MissReason | None:
-    """The reason as a client may see it, without facts about others."""
+    """Return the reason as a client may see it, without facts about other tenants."""
     return MissReason.NEVER_SEEN if reason is MissReason.SALT_DIFFERS else reason
 
 
 def in_words(explanation: LookupExplanation) -> str | None:
-    """Why the rest was missed; None if nothing was."""
+    """Say why the rest of the prompt was missed; None if nothing was missed."""
     reason = told_to_client(explanation.reason)
     if reason is None:
         return None
@@ -72,11 +72,11 @@ def cache_report(
     *,
     similar: Divergence | None = None,
 ) -> dict[str, Any]:
-    """`foreword.cache` of a response: the lookup of its prompt, for the client that sent it.
+    """Make the field `foreword.cache` of a response: the lookup of its prompt, for the client that sent it.
 
-    `similar`: where the prompt differs from an earlier one of its namespace, for indexes that do not know tokens, and
-    for tokens that are not cached, such as those of a partial block. With `explanation` None (no prefix cache, or no
-    account of it) the report has counts only.
+    `similar` says where the prompt differs from an earlier prompt of its namespace. It serves if the index does not
+    know tokens, or if the differing tokens are not cached, as in a partial block. With `explanation` None (no prefix
+    cache, or no ledger) the report has counts only.
     """
     if explanation is None:
         return {"prompt_tokens": len(prompt), "hit_tokens": 0, "computed_tokens": len(prompt), "reason": None}
@@ -116,7 +116,7 @@ def _divergence_report(divergence: Divergence, prompt: TokenIds, tokenizer: Toke
 
 
 def _side(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """The beginning of one continuation; None if there is none."""
+    """Report the beginning of one continuation; None if the continuation is empty."""
     if not token_ids:
         return None
     first = token_ids[0]
@@ -129,7 +129,7 @@ def _side(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None:
-    """The text of tokens, with special tokens by name; None without a tokenizer."""
+    """Return the text of tokens, with special tokens by name; None without a tokenizer."""
     if tokenizer is None:
         return None
     runs = groupby(token_ids, key=lambda token_id: token_id < 0)
@@ -137,9 +137,10 @@ def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None
 
 
 def most_similar(prompt: TokenIds, namespace: str, records: Iterable[RequestRecord]) -> Divergence | None:
-    """The point where a prompt differs from the most similar earlier one of its namespace; None if none differs.
+    """Find where a prompt differs from the most similar earlier prompt of its namespace.
 
-    For indexes that know keys, not tokens.
+    It serves caches whose index knows keys but no tokens. Returns None if no earlier prompt begins with the same token,
+    or if the most similar one contains the whole prompt.
     """
     best: tuple[int, TokenIds] | None = None
     for record in records:

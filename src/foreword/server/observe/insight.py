@@ -27,32 +27,33 @@ from foreword.server.records import Listener, Records, RequestRecord
 from foreword.server.verbs import RESET, SNAPSHOT
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Estimated cache sizes, as multiples of the pool."""
+"""The cache sizes whose hit rates are estimated, as multiples of the pool."""
 MAX_WAIT_S = 5.0
 
 
 class MoreMemory:
     """Estimates the hit rates of larger caches from the lookups and blocks of ended requests.
 
-    The estimate assumes LRU, whatever the policy is, and successive requests in the order of their ends.
+    Whatever the eviction policy is, the estimate assumes LRU. It also assumes that requests run one after the other, in
+    the order of their ends.
     """
 
     def __init__(self, num_blocks: int | None, block_tokens: int) -> None:
-        """`num_blocks` is the pool's size; None: no curve describes this cache."""
+        """`num_blocks`: the pool's size; None: there is no estimate for this cache."""
         self._lock = threading.Lock()
         self._curve: LiveLruCurve | None = None
         if num_blocks is not None:
             capacities = [max(1, int(num_blocks * factor)) for factor in FACTORS]
             self._curve = LiveLruCurve(capacities, block_tokens=block_tokens)
-            self._curve.admit(np.empty(0, np.uint64), 0)  # compiles the loops before any request waits for the engine
+            self._curve.admit(np.empty(0, np.uint64), 0)  # compiles the loops before requests come
 
     @property
     def sampling_rate(self) -> float | None:
-        """Share of the blocks that is followed; None: follows nothing, as groups of layers fill the pool unequally."""
+        """The sampled share of the blocks; None without an estimate, such as if groups of layers share the pool."""
         return None if self._curve is None else self._curve.sampling_rate
 
     def note(self, ended: Sequence[Ended]) -> None:
-        """Follow requests that have ended."""
+        """Add requests that have ended to the estimate."""
         if self._curve is None:
             return
         for request in ended:
@@ -64,16 +65,16 @@ class MoreMemory:
             num_looked_up = job.record.num_queried_tokens if reads else 0
             for answer in request.answers:
                 keys = block_keys(job.prompt, answer, self._curve.block_tokens)
-                for index, position in job.record.jumps:  # from there on, positions are in the keys
+                for index, position in job.record.jumps:  # from a jump on, keys depend on positions
                     keys[index // self._curve.block_tokens :] ^= _salt_key(f"jump {position}")
-                if job.record.linked_from is not None:  # after that, blocks are copies that plain prompts do not find
+                if job.record.linked_from is not None:  # later blocks are copies that plain prompts do not find
                     keys = keys[: job.record.linked_from // self._curve.block_tokens]
                 with self._lock:
                     self._curve.admit(keys, num_looked_up)
                 num_looked_up = 0  # the continuations share one prompt
 
     def points(self) -> list[CurvePoint]:
-        """One point for each of `FACTORS`; none before the first request, or if nothing is followed."""
+        """Return one point for each of `FACTORS`; empty before the first request, or if there is no estimate."""
         with self._lock:
             return [] if self._curve is None else self._curve.points()
 
@@ -85,7 +86,7 @@ class MoreMemory:
 
 
 def block_keys(prompt: Prompt, answer: Sequence[int], block_tokens: int) -> PrefixKeys:
-    """Keys of the full blocks that a request leaves in the cache, where the last token of an answer never is."""
+    """Return the keys of the full blocks that a request leaves in the cache. An answer's last token is never cached."""
     tokens = np.concatenate((prompt.token_ids, np.array(answer[:-1], np.int32)))
     keys = chain(content_ids_of_tokens(tokens[: len(tokens) // block_tokens * block_tokens], block_tokens))
     salt = prompt.extra_keys.salt
@@ -105,7 +106,7 @@ def _salt_key(salt: str) -> np.uint64:
 
 
 class Insight:
-    """Looks at an engine. Belongs to the event loop."""
+    """Takes snapshots of the engines. Belongs to the event loop."""
 
     def __init__(self, thread: EngineDoor, records: Records, more_memory: MoreMemory) -> None:
         self._more_memory = more_memory
@@ -113,15 +114,15 @@ class Insight:
         self._records = records
         self._last: Snapshot | None = None
         self.curve: Sequence[CurvePoint] = ()
-        """Estimated hit rates at the last look, for capacities from the pool's size up; empty without an estimate."""
+        """Estimated hit rates at the last look, for the pool's size and larger sizes; empty without an estimate."""
         self.num_saved_seconds = 0.0
-        """Seconds of prefill that hits saved, by the mean time per computed token at that moment."""
+        """Seconds of prefill that hits saved, estimated by the mean time per computed token when each request ended."""
         records.on_finished(Listener("saved_seconds", self._count_saved))
 
     async def look(self, max_age_s: float = 0.0) -> Snapshot:
-        """A snapshot of the engine that is at most `max_age_s` old.
+        """Return a snapshot of the engine that is at most `max_age_s` old, or the last one if no engine answers.
 
-        Raises APIError 503 if the engine has failed and there is no snapshot.
+        Raises APIError 503 if the engine does not answer and there is no snapshot.
         """
         if self._last is not None and time.monotonic() - self._last.taken < max_age_s:
             return self._last
@@ -141,7 +142,7 @@ class Insight:
         self._last = None
 
     def similar(self, record: RequestRecord) -> Divergence | None:
-        """Where a prompt differs from an earlier one of its namespace, for indexes that do not know it."""
+        """Find where a prompt differs from the most similar earlier prompt of its namespace; see `most_similar`."""
         earlier = (other for other in self._records.recent(200, record.tenant) if other is not record)
         return most_similar(record.prompt_token_ids, record.namespace, earlier)
 

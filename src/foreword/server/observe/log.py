@@ -1,4 +1,4 @@
-"""Log lines of a server: at its start and stop, about its traffic, and, on demand, one for each request.
+"""Log lines of a server: at its start and stop, about its traffic, and, if the operator asks, for each request.
 
 A failure here is logged and affects nothing else.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_event(event: str, text: str, **fields: Any) -> None:
-    """Log a line: `text`, a format string for `fields`, is for people; the fields themselves are for programs."""
+    """Log a line. People read `text`, a format string that is filled with `fields`; programs read the fields."""
     line = text.format(**fields)
     logger.info("%s", line, extra={"fields": {"event": event, **fields}})
 
@@ -147,7 +147,7 @@ class TrafficLog:
 
 
 def _log_traffic(new: TenantStats, seconds: float, num_computed_tokens: int, look: Snapshot) -> None:
-    """Log the traffic of `seconds`. Computed tokens include those of requests that still run."""
+    """Log the traffic of the last `seconds`. Computed tokens include the tokens of requests that still run."""
     failed = sum(new.outcomes[name] for name in ("refused", "failed", "timeout"))
     log_event(
         "traffic",

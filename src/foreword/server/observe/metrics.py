@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format, under vLLM's names where vLLM has them.
 
-Counters never go back, even when the cache is reset. Hits are tokens. The label `cache` sorts requests: "hit" if at
-least half of the prompt was found, because almost every prompt shares the few tokens with which a chat template begins.
+Counters never go back, even when the cache is reset. Hits are counted in tokens. A request's label `cache` is "hit" if
+at least half of the prompt was found, and not less, because almost every prompt shares a chat template's first tokens.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 Metric = CounterMetricFamily | GaugeMetricFamily
 MOST_METHODS = 32
-"""Limit of the methods of linking with their own label: clients may name any number. All others count as "other"."""
+"""Limit of the methods of linking with their own label, because clients may name any number of methods. Further methods
+count as "other"."""
 
 
 class TierNumber(NamedTuple):
-    """One number of each tier."""
+    """A metric with one number for each tier."""
 
     name: str
     meaning: str
@@ -78,7 +79,7 @@ COUNTERS = (
 
 
 class OutcomeNumber(NamedTuple):
-    """One number of each tier and outcome."""
+    """A metric with one number for each tier and outcome."""
 
     name: str
     meaning: str
@@ -105,12 +106,12 @@ OUTCOMES = (
 
 
 def mostly_found(record: RequestRecord) -> bool:
-    """Whether at least half of the prompt was found."""
+    """Say whether at least half of the prompt was found."""
     return 2 * record.num_cached_tokens >= record.num_prompt_tokens
 
 
 def infos_of(llm: LLM, now: Snapshot) -> dict[str, dict[str, object]]:
-    """Facts about the server and its options, by the name of their metric."""
+    """Return facts about the server and its options, by the name of their metric."""
     model, cache, scheduler = llm.config.model, llm.config.cache, llm.config.scheduler
     return {
         "build_info": {"version": __version__, "python": platform.python_version(), "machine": platform.machine()},
@@ -131,7 +132,7 @@ def infos_of(llm: LLM, now: Snapshot) -> dict[str, dict[str, object]]:
 
 
 class Scrape(NamedTuple):
-    """The inputs of one answer of `/metrics`, besides the counts of requests."""
+    """The inputs of one answer of `/metrics`, except the counts of requests."""
 
     look: Snapshot
     records: Records
@@ -141,7 +142,7 @@ class Scrape(NamedTuple):
 
 
 class Metrics(Collector):
-    """One server's registry. The engine's thread fills histograms; the rest is computed on demand."""
+    """One server's registry. The engine's thread fills the histograms. All other metrics are computed on demand."""
 
     def __init__(
         self, model_name: str, insight: Insight, infos: Mapping[str, Mapping[str, object]], calls: HttpRequests
@@ -152,7 +153,7 @@ class Metrics(Collector):
         self._outcomes, self._requests = Counter[str](), Counter(hit=0, miss=0)
         self._num_prompt_tokens = self._num_output_tokens = 0
         self._linked, self._recomputed = Counter[str](), Counter[str]()
-        """Tokens by method; both have the same methods."""
+        """Numbers of tokens by method. Both counters have the same methods."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         for name, facts in infos.items():
@@ -162,7 +163,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> tuple[Histogram, Histogram]:
-            """Children for misses and hits."""
+            """Make a histogram, and return its children for misses and for hits."""
             family = Histogram(name, documentation, ("model_name", "cache"), buckets=buckets, registry=self._registry)
             return family.labels(model_name, "miss"), family.labels(model_name, "hit")
 
@@ -198,7 +199,7 @@ class Metrics(Collector):
             self._inter_token[hit].observe(after - before)
 
     def write(self, scrape: Scrape) -> tuple[bytes, str]:
-        """All metrics as text, and its media type."""
+        """Return all metrics as text, and the text's media type."""
         self._scrape = scrape
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
@@ -286,7 +287,7 @@ class Metrics(Collector):
         yield from self._entries(look)
 
     def _entries(self, look: Snapshot) -> Iterator[Metric]:
-        """Prefixes that are kept on request, by source."""
+        """Yield metrics of the prefixes that are kept on request, by source."""
         sources = sorted({PIN, BREAKPOINT, RESOURCE, *(entry.source for entry in look.entries)})
         of = {source: [entry for entry in look.entries if entry.source == source] for source in sources}
         for name, meaning, values in (
@@ -308,7 +309,7 @@ class Metrics(Collector):
         )
 
     def _tiers(self, report: TiersReport) -> Iterator[Metric]:
-        """Metrics of the tiers, if there are any."""
+        """Yield metrics of the tiers, if there are tiers."""
         tiers = report.tiers
         if not tiers:
             return
@@ -350,7 +351,7 @@ class Metrics(Collector):
             yield self._counters(f"session_{name}", documentation, "turn", of_turns)
 
     def _of_listeners(self, scrape: Scrape) -> Iterator[Metric]:
-        """Health of the listeners to requests (records, traces, these metrics)."""
+        """Yield the health of the listeners to requests (records, traces, these metrics), and bytes of kept data."""
         failures = {listener.name: listener.num_failures for listener in scrape.listeners}
         yield self._counters("listener_failures", "Failed attempts of a listener.", "listener", failures)
         lost = {listener.name: listener.num_lost for listener in scrape.listeners}
@@ -372,7 +373,7 @@ class Metrics(Collector):
         return self._add(CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name", label)), values)
 
     def _add(self, family: Metric, values: Mapping[Any, float]) -> Metric:
-        """Add values by label; the label None stands for none."""
+        """Add values by label. The key None stands for a value without a label."""
         for label, value in dict(values).items():
             family.add_metric((self._model,) if label is None else (self._model, label), value)
         return family

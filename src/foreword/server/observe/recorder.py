@@ -22,7 +22,7 @@ from foreword.server.records import ListenerHealth, RequestRecord
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 * 2**20
-"""Limit of the requests that wait to be written; beyond it, requests that end are left out."""
+"""Limit of the bytes of requests that wait to be written. Beyond this limit, further requests are left out."""
 
 RECORD_BYTES = 1024
 """Estimated bytes of a waiting record without its prompt."""
@@ -40,7 +40,7 @@ class Recorder:
     """
 
     def __init__(self, file: Path, running: Callable[[], list[RequestRecord]]) -> None:
-        """Start `file` from empty; `running` lists the records that are still open. Raises TraceError."""
+        """Begin an empty `file`. `running` returns the records that are still open. Raises TraceError."""
         self.health = ListenerHealth("record")
         self._writer = TraceWriter(file)
         self._running = running
@@ -65,11 +65,11 @@ class Recorder:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes of requests that wait to be written."""
+        """The estimated bytes of requests that wait to be written."""
         return self._num_waiting_bytes
 
     def close(self) -> None:
-        """Write the waiting requests and close the file; may be called twice. Waits at most 10 s for the disk."""
+        """Write the waiting requests and close the file, within 10 s. May be called twice."""
         if self._thread.is_alive():
             self._ended.put(None)
             self._thread.join(timeout=10.0)
@@ -94,7 +94,7 @@ class Recorder:
         self._finish()
 
     def _take(self, record: RequestRecord) -> None:
-        """Hold a record until those before it have ended."""
+        """Hold a record until the requests that arrived before it have ended."""
         if record.first_scheduled_time is not None:
             heapq.heappush(self._waiting, (record.arrival_time, record.request_id, record))
         else:
@@ -137,7 +137,7 @@ class Recorder:
 
 
 def _linked(record: RequestRecord) -> dict[str, Any]:
-    """The fields of a linked request."""
+    """Return the fields of a linked request."""
     num_linked = 0 if record.link is None else record.link.linked_tokens
     return {"method": record.link_method, "prompt_tokens": record.num_prompt_tokens, "linked_tokens": num_linked}
 

@@ -1,6 +1,6 @@
 """OpenTelemetry traces, an option: one span per request, with the result of its cache lookup.
 
-Names follow the semantic conventions for generative AI; our own names begin with `foreword.`.
+Names follow the semantic conventions for generative AI. Names of foreword itself begin with `foreword.`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Tracing:
     """Turns records into spans and sends them."""
 
     def __init__(self, model_name: str, processor: SpanProcessor, health: ListenerHealth | None = None) -> None:
-        """`health` is the health of the receiver of the spans."""
+        """`health`: the state of the spans' receiver."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
@@ -63,7 +63,7 @@ class Tracing:
         parent = {} if record.trace_parent is None else {"traceparent": record.trace_parent}
 
         def at(moment: float) -> int:
-            """Nanoseconds since 1970."""
+            """Convert a monotonic time to nanoseconds since 1970."""
             return round(1e9 * (record.created + moment - record.arrival_time))
 
         span = self._tracer.start_span(

@@ -1,1 +1,1 @@
-"""Resources: what clients have the server keep under a name, until a time that they choose."""
+"""Resources: schemas and cached contents that the server keeps for clients under a name."""

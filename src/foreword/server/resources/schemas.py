@@ -1,7 +1,6 @@
-"""KeptSchemas: the schemas of prompt modules that tenants have given, bounded in number, tokens and bytes.
+"""KeptSchemas: the schemas of prompt modules that tenants have given, limited in number, tokens and bytes.
 
-It keeps texts and token ids. The KV of modules lies in the cache like that of any other prompt, in the tenant's
-namespace.
+It keeps texts and token ids. The KV of modules is in the cache like the KV of any prompt, in the tenant's namespace.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from foreword.server.api_errors import APIError
 MAX_SCHEMAS = 256
 """Limit of a tenant's schemas."""
 MOST_OF_ALL = 16
-"""All tenants together may have this many times the tokens of one tenant."""
+"""The limit of the tokens of all tenants together, in multiples of one tenant's limit."""
 MAX_BYTES_OF_TENANT, MAX_BYTES = 64 * 2**20, 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ServedSchema:
-    """A schema, and its report as JSON text, which takes long to make."""
+    """A schema, and its report as JSON text, which is kept because it takes long to make."""
 
     schema: LoadedSchema
     report: bytes
@@ -33,28 +32,28 @@ class ServedSchema:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory."""
+        """The estimated memory in bytes."""
         return self.schema.layout.num_bytes + len(self.report)
 
 
 class KeptSchemas:
-    """Schemas by tenant and name. Belongs to the event loop, except `load`."""
+    """Schemas by tenant and name. All methods except `load` belong to the event loop."""
 
     def __init__(self, open_library: Callable[[], Library], max_tokens: int) -> None:
-        """`max_tokens`: the limit of one tenant's schemas."""
+        """`max_tokens`: the limit of the tokens of one tenant's schemas."""
         self._open_library, self._max_tokens = open_library, max_tokens
         self._library: Library | None = None
         self._schemas: dict[str, dict[str, ServedSchema]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of everything that is kept."""
+        """The estimated bytes of all kept schemas."""
         return sum(schema.num_bytes for schema in self._all())
 
     def load(self, text: str, go_on: Callable[[], object] = lambda: None) -> LoadedSchema:
-        """Lay out a schema, which may take long: call it in a thread. Raises InvalidRequestError, with the place.
+        """Lay out a schema. Call it in a thread, because it may take long. Raises InvalidRequestError, with the place.
 
-        Calls `go_on` repeatedly; it raises to end the work.
+        Calls `go_on` repeatedly. If `go_on` raises an exception, the work ends.
         """
         if self._library is None:
             self._library = self._open_library()
@@ -63,7 +62,7 @@ class KeptSchemas:
         return replace(library, bounds=bounds).load_text(text)
 
     def add(self, tenant: Tenant, new: ServedSchema) -> None:
-        """Keep a schema under its name, in place of one of the same name. Raises APIError 429 if there is no room."""
+        """Keep a schema, which replaces a schema of the same name. Raises APIError 429 if there is no room."""
         name = new.schema.name
         of_tenant = self._schemas.get(tenant.name, {})
         others = [schema for schema in of_tenant.values() if schema.schema.name != name]
@@ -88,7 +87,7 @@ class KeptSchemas:
         return [schema for schemas in self._schemas.values() for schema in schemas.values()]
 
     def of_tenant(self, tenant: Tenant, name: str) -> ServedSchema:
-        """A tenant's schema. Raises APIError 404, also for other tenants' schemas."""
+        """Return a tenant's schema. Raises APIError 404, also for other tenants' schemas."""
         schema = self._schemas.get(tenant.name, {}).get(name)
         if schema is None:
             raise APIError(
@@ -97,7 +96,7 @@ class KeptSchemas:
         return schema
 
     def all_of_tenant(self, tenant: Tenant) -> list[ServedSchema]:
-        """A tenant's schemas, the oldest first."""
+        """Return a tenant's schemas, the oldest first."""
         return list(self._schemas.get(tenant.name, {}).values())
 
     def drop(self, tenant: Tenant, name: str) -> None:
@@ -107,7 +106,7 @@ class KeptSchemas:
 
 
 def _totals(schemas: Sequence[ServedSchema]) -> tuple[int, int]:
-    """Tokens and bytes."""
+    """Count the tokens and the bytes."""
     return sum(schema.num_tokens for schema in schemas), sum(schema.num_bytes for schema in schemas)
 
 

@@ -1,14 +1,14 @@
-"""CachedContents: the cached contents of all tenants, bounded in number and bytes, and the folder of their files.
+"""CachedContents: the cached contents of all tenants, limited in number and bytes, and the folder of their files.
 
-In the folder cached contents outlive the process, a file for each:
+In the folder, cached contents outlive the process. Each has a file:
 
     CACHE_DIR/cached_contents/<model, 32 hex>/<id, 32 hex>
 
     magic | cipher's id (16 bytes) | SHA-256 of the rest (32 bytes) | fields as a line of JSON, source
 
-If the cache has a key file, fields and source are sealed with it. Servers of one model share the folder, so it is asked
-before each answer whether another one changed or ended a resource. A file gets its name when it is complete and on
-disk, so no lock is needed: a reader finds the old content, the new one, or none.
+If the cache has a key file, fields and source are sealed with its key. Servers of one model share the folder. So before
+each answer, a server looks whether another server changed or ended a resource. A file gets its name only when it is
+complete and on disk, so no lock is needed: a reader finds the old content, the new content, or no file.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 FOLDER_NAME = "cached_contents"
 UNFINISHED = "new-"
 UNFINISHED_S = 3600.0
-"""Age of an unfinished file from which its writer counts as dead."""
+"""Age in seconds from which an unfinished file is deleted, because its writer counts as dead."""
 MAGIC = b"foreword cached content 1\n"
 HEAD_BYTES = len(MAGIC) + 16 + 32
 MAX_FILE_BYTES = 256 * 2**20
 MOST_OF_ALL = 16
-"""All tenants together may have this many times what one may have."""
+"""The limit of the resources of all tenants together, in multiples of one tenant's limit."""
 MAX_BYTES_OF_TENANT, MAX_BYTES = 64 * 2**20, 256 * 2**20
 
 
@@ -61,7 +61,7 @@ class CachedContent:
     id: str
     tenant: str
     model: str
-    """The served name that its maker gave."""
+    """The served model's name as its creator gave it."""
     display_name: str
     cache_salt: str | None
     source: bytes
@@ -70,26 +70,26 @@ class CachedContent:
     updated_us: int
     expires_us: int
     num_tokens: int = 0
-    """The source's tokens in a prompt."""
+    """The number of the source's tokens in a prompt."""
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes in memory."""
+        """The estimated bytes in memory."""
         names = (self.id, self.tenant, self.model, self.display_name, self.cache_salt or "")
         return len(self.source) + sum(map(sys.getsizeof, names)) + OVERHEAD_BYTES
 
     def until(self, expires_us: int, now_us: int) -> CachedContent:
-        """A copy with another end."""
+        """Return a copy that expires at another time."""
         return replace(self, expires_us=expires_us, updated_us=now_us)
 
 
 def new_content_id() -> str:
-    """An id that nobody can guess."""
+    """Make an id that nobody can guess."""
     return secrets.token_hex(16)
 
 
 def is_content_id(name: str) -> bool:
-    """Whether a name is a possible id, and so a safe part of a path."""
+    """Say whether a name is a possible id, and so a safe part of a path."""
     return _ID.fullmatch(name) is not None
 
 
@@ -97,7 +97,7 @@ _CONTENT = TypeAdapter(CachedContent)
 
 
 class Version(NamedTuple):
-    """The version of a file: differs if its content may differ."""
+    """The version of a file. Two versions differ if the content may differ."""
 
     modified_ns: int
     num_bytes: int
@@ -105,7 +105,7 @@ class Version(NamedTuple):
 
 
 def open_folder(options: TierConfig, model_id: str) -> ContentFolder | None:
-    """The folder of a model's cached contents; None without a cache directory, or if it cannot be used.
+    """Open the folder of a model's cached contents; None without a cache directory, or if it cannot be used.
 
     Raises ConfigError for a folder that is not safe, or a key file that cannot be used.
     """
@@ -123,7 +123,7 @@ def open_folder(options: TierConfig, model_id: str) -> ContentFolder | None:
 
 
 class ContentFolder:
-    """Reads and writes cached contents. Any thread may call it, one at a time."""
+    """Reads and writes cached contents. Any thread may call it, but only one thread at a time."""
 
     def __init__(self, files: RealFiles, cipher: Cipher) -> None:
         self._files = files
@@ -131,7 +131,7 @@ class ContentFolder:
         self._path = Path()
 
     def open(self, cache_dir: Path, model: str) -> None:
-        """Make the folder if it is not there. Raises OSError, and ConfigError if others can reach it."""
+        """Make the folder if it does not exist. Raises OSError, or ConfigError if other users can reach it."""
         path = Path(os.path.realpath(cache_dir))
         for name in (FOLDER_NAME, model):
             path = path / name
@@ -140,13 +140,13 @@ class ContentFolder:
             except FileExistsError:
                 check_private(path, self._files.stat(path))
         self._path = path
-        for name in self._files.list_folder(path):  # files of processes that were killed while they wrote
+        for name in self._files.list_folder(path):  # unfinished files of processes that were killed
             with suppress(FileNotFoundError):  # another process has finished or removed it
                 if name.startswith(UNFINISHED) and self._files.stat(path / name).st_mtime < time.time() - UNFINISHED_S:
                     self._files.unlink(path / name)
 
     def versions(self) -> dict[str, Version]:
-        """The versions of all files by id; empty if the folder is gone. Raises OSError."""
+        """Return the versions of all files by id; empty if the folder is gone. Raises OSError."""
         try:
             names = self._files.list_folder(self._path)
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class ContentFolder:
         return {name: version for name, version in versions if version is not None}
 
     def version(self, content_id: str) -> Version | None:
-        """The version of a file; None if there is none."""
+        """Return the version of a file; None if there is no such file."""
         try:
             status = self._files.stat(self._path / content_id)
         except OSError:
@@ -163,7 +163,7 @@ class ContentFolder:
         return Version(status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self, content_id: str) -> CachedContent | None:
-        """Read a file; None, with a warning, if it is damaged or has another key. Raises OSError."""
+        """Read a file; None if it is gone, or, with a warning, if it is damaged or has another key. Raises OSError."""
         path = self._path / content_id
         try:
             return self._opened(content_id, self._bytes(path))
@@ -174,7 +174,7 @@ class ContentFolder:
             return None
 
     def write(self, item: CachedContent) -> Version:
-        """Write a resource; it is on disk when this returns. Raises OSError, and then changes nothing."""
+        """Write a resource, which is on disk when this returns. If it raises OSError, the folder is not changed."""
         stored = self._sealed(item)
         unfinished = self._path / f"{UNFINISHED}{secrets.token_hex(8)}"
         fd = self._files.create(unfinished)
@@ -193,7 +193,7 @@ class ContentFolder:
         return Version(status.st_mtime_ns, status.st_size, status.st_ino)
 
     def delete(self, content_id: str) -> None:
-        """Delete a file, if there is one. An error is logged."""
+        """Delete a file if it exists. An error is logged."""
         try:
             self._files.unlink(self._path / content_id)
             self._sync_names()
@@ -252,16 +252,16 @@ def _sealed_as(content_id: str) -> bytes:
 
 
 class CachedContents:
-    """Cached contents by id. Belongs to the event loop; threads read and write the files."""
+    """Cached contents by id. Belongs to the event loop, and has threads read and write the files."""
 
     def __init__(self, clock: Callable[[], float], most_of_tenant: int, folder: ContentFolder | None = None) -> None:
-        """Reads the folder. `clock`: seconds since 1970."""
+        """Read the folder. `clock` returns seconds since 1970."""
         self._clock = clock
         self._most_of_tenant = most_of_tenant
         self._folder = folder
         self._contents: dict[str, CachedContent] = {}
         self._versions: dict[str, Version] = {}
-        """The files that `_contents` agrees with; a resource that could not be written has none."""
+        """The versions of the files that were read or written last, by id. Unwritten resources have no version."""
         self._coming: list[CachedContent] = []
         self._writing = asyncio.Lock()
         if folder is not None:
@@ -272,18 +272,18 @@ class CachedContents:
 
     @property
     def now_us(self) -> int:
-        """The wall clock in microseconds."""
+        """The wall clock in microseconds since 1970."""
         return int(self._clock() * 1e6)
 
     @property
     def num_bytes(self) -> int:
-        """Estimated bytes of everything that is kept."""
+        """The estimated bytes of all kept resources."""
         return sum(item.num_bytes for item in self._contents.values())
 
     # ------------------------------------------------------------------- asking
 
     async def find(self, tenant: Tenant, content_id: str) -> CachedContent | None:
-        """A tenant's resource; None if it is unknown, expired, deleted or another tenant's."""
+        """Find a tenant's resource; None if it is unknown, expired, deleted or another tenant's."""
         if not is_content_id(content_id):
             return None
         if self._folder is not None and self._folder.version(content_id) != self._versions.get(content_id):
@@ -292,12 +292,12 @@ class CachedContents:
         return self.now(tenant, content_id)
 
     def now(self, tenant: Tenant, content_id: str) -> CachedContent | None:
-        """The result of `find` without a look at the folder."""
+        """Return the result of `find` without a look at the folder."""
         item = self._contents.get(content_id)
         return item if item is not None and item.tenant == tenant.name and item.expires_us > self.now_us else None
 
     async def of_tenant(self, tenant: Tenant) -> list[CachedContent]:
-        """A tenant's resources, the oldest first."""
+        """Return a tenant's resources, the oldest first."""
         await self._refresh()
         await self._end_expired()
         items = (
@@ -309,7 +309,7 @@ class CachedContents:
 
     @contextmanager
     def room_for(self, item: CachedContent) -> Iterator[None]:
-        """Hold room for a resource until it is added. Raises APIError 429 if there is none."""
+        """Reserve room for a resource while the context is open. Raises APIError 429 if there is no room."""
         others = [*self._contents.values(), *self._coming]
         siblings = [other for other in others if other.tenant == item.tenant]
         for items, limit, most_bytes in (
@@ -332,18 +332,18 @@ class CachedContents:
             self._coming.remove(item)
 
     async def tidy(self) -> None:
-        """End expired resources, and learn of the changes by other servers of the folder."""
+        """Read changes that other servers made in the folder, and end expired resources."""
         await self._refresh()
         await self._end_expired()
 
     async def add(self, item: CachedContent) -> None:
-        """Keep a resource; it is on disk when this returns, if there is a folder."""
+        """Keep a resource. If there is a folder, the resource is on disk when this returns."""
         async with self._writing:
             self._contents[item.id] = item
             await self._write(item)
 
     async def set_end(self, item: CachedContent, expires_us: int, now_us: int) -> CachedContent | None:
-        """Move the end of a resource; returns the changed resource, None if it has ended meanwhile."""
+        """Move the end of a resource. Returns the changed resource; None if it has ended meanwhile."""
         async with self._writing:
             current = self._contents.get(item.id)
             if current is None or current.expires_us <= now_us:
@@ -380,7 +380,7 @@ class CachedContents:
             logger.warning("a cached content will not outlive this process, it cannot be written: %s", error)
 
     async def _refresh(self) -> None:
-        """Learn of the changes by other servers of the folder."""
+        """Read the changes that other servers made in the folder."""
         folder = self._folder
         if folder is None:
             return
@@ -388,7 +388,10 @@ class CachedContents:
             self._take(await asyncio.to_thread(self._news, folder))
 
     def _news(self, folder: ContentFolder) -> list[tuple[str, Version | None, CachedContent | None]]:
-        """The files that differ from the known versions, and their content, without those that cannot be read now."""
+        """Return name, version and content of each file that is new or has changed; version None: the file is gone.
+
+        Files that cannot be read now are left out.
+        """
         try:
             there = folder.versions()
         except OSError as error:
@@ -409,7 +412,7 @@ class CachedContents:
         for name, version, item in news:
             self._forget(name)
             if version is not None:
-                self._versions[name] = version  # of damaged ones too, so that they are read once
+                self._versions[name] = version  # also of a damaged file, so that it is read only once
             if item is not None:
                 self._contents[name] = item
 

@@ -1,1 +1,1 @@
-"""`foreword watch`: what the cache of a running engine holds and brings, in a terminal or a browser."""
+"""`foreword watch`: shows the content and the hits of a running engine's cache, in a terminal or a browser."""

@@ -1,4 +1,4 @@
-"""`foreword watch ADDRESS`: the content and the hits of a running engine's cache, from its events."""
+"""`foreword watch ADDRESS`: shows the content and the hits of a running engine's cache, from its events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from foreword.server.watch.watcher import Decode, Report, Watcher
 
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.05, 86_400
 NUM_SHOWN = 3
-"""Sessions, kinds of prompts and requests in the table."""
+"""The number of sessions, of kinds of prompts, and of requests in the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword watch`."""
+    """Add the options of `foreword watch`."""
     parser.add_argument(
         "events",
         metavar="ADDRESS",
@@ -117,7 +117,7 @@ def _decoder(model: str) -> Decode:
 
 
 def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
-    """A function that serves the dashboard. Raises ConfigError if it cannot."""
+    """Return a function that serves the dashboard. Raises ConfigError if the dashboard cannot be served."""
     if args.json or args.reports is not None:
         raise ConfigError("--port shows a dashboard and prints no reports; leave out --json and --reports")
     if not 0 <= args.port < 65536:

@@ -93,7 +93,7 @@ class WatchView:
 
 
 def figure_texts(report: Report) -> tuple[str, str, str, str, str]:
-    """A text for each of the large numbers."""
+    """Return a text for each of `_FIGURES`."""
     bound = report.bound("\u2265 ", "\u2248 ")
     rate = "-" if report.hit_rate is None else f"{bound}{report.hit_rate:.0%}"
     share = "" if report.pool_blocks is None else f", {report.blocks / report.pool_blocks:.0%} of the pool"
@@ -128,7 +128,7 @@ def _newest(report: Report) -> str:
 
 
 def more_memory(report: Report) -> str:
-    """The curve over sizes of the pool, and the counted tokens."""
+    """Draw the curve over sizes of the pool, with the counted tokens as HTML."""
     size = report.block_tokens
     if report.pool_blocks is None or size is None:
         return (
@@ -174,12 +174,12 @@ logger = logging.getLogger(__name__)
 
 
 class WatchThread:
-    """Polls a watcher, and makes a report each second, for all viewers."""
+    """A thread that polls a watcher, and makes one report each second for all viewers."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.latest: Report = watcher.report()
         self.failure: str | None = None
-        """Why the thread no longer follows the engine."""
+        """Why the thread no longer follows the engine; None while it does."""
         self._watcher = watcher
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="foreword-watch", daemon=True)
@@ -189,7 +189,7 @@ class WatchThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; then the caller may use the watcher."""
+        """End the thread. Afterwards the caller may use the watcher."""
         self._ends = True
         self._thread.join()
 
@@ -210,7 +210,7 @@ class WatchThread:
 
 
 def make_app(watcher: Watcher, name: str, operators: Operators) -> FastAPI:
-    """The dashboard at /dashboard, and the report as JSON at /report, both for operators."""
+    """Make the app: the dashboard at /dashboard, /report as JSON and /metrics, all of them for operators."""
     thread = WatchThread(watcher)
 
     @asynccontextmanager
@@ -251,7 +251,7 @@ def make_app(watcher: Watcher, name: str, operators: Operators) -> FastAPI:
 
 
 def exposition(report: Report) -> bytes:
-    """A report in Prometheus' text format."""
+    """Return a report in Prometheus' text format."""
     return generate_latest(_Metrics(report))
 
 
@@ -262,7 +262,7 @@ class _Metrics(Collector):
         self._report = report
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, under names that docs/guides/events.md lists."""
+        """Yield the metrics, under names that docs/guides/events.md lists."""
         report, seen = self._report, self._report.seen
         counters = {
             "requests": ("Requests that the stream showed.", seen.requests),
@@ -298,7 +298,7 @@ _REASONS = (
     MissReason.MEDIA_DIFFERS,
     MissReason.STATE_NOT_SAVED,
 )
-"""Reasons that a stream shows. Each label is there from the start, so that it has a rate from the first miss on."""
+"""Reasons that a stream can show. Each label exists from the start, so that it has a rate from the first miss on."""
 
 
 def _refusal(_: Request, error: APIError) -> Response:
@@ -306,7 +306,7 @@ def _refusal(_: Request, error: APIError) -> Response:
 
 
 def serve(watcher: Watcher, name: str, host: str, port: int, operator_key: str | None) -> None:
-    """Serve until a signal comes. Prints the address to standard output once it is ready."""
+    """Serve until a signal comes. Print the address to standard output once the server is ready."""
     options = uvicorn.Config(
         make_app(watcher, name, Operators(operator_key, asks_for_keys=False)),
         host=host,

@@ -1,6 +1,6 @@
 """Watcher: follows one engine's events, and reports the content and the hits of its cache.
 
-One thread calls it; a `Report` may go to others.
+Only one thread may call it, but other threads may read a `Report`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from foreword.server.observe.explanations import IN_WORDS, NEW_TEXT
 from foreword.server.observe.insight import FACTORS
 
 NUM_ROWS = 10
-"""Sessions, and kinds of prompts, that a report lists: those with the most tokens."""
+"""The number of sessions, and of kinds of prompts, in a report. The groups with the most tokens are listed."""
 MAX_GROUPS = 10_000
-"""Limit of the sessions, and of the kinds; beyond it, those without a request for the longest time are forgotten."""
+"""Limit of the sessions, and of the kinds. Beyond it, the group whose last request is the oldest is forgotten."""
 NUM_NEWEST = 20
-"""Requests that a report explains one by one."""
+"""The number of newest requests that a report explains one by one."""
 MOST_LETTERS = 64
-"""Limit of a session's name in reports."""
+"""Limit of a session's name in reports, in characters."""
 NUM_WORDS = 12
-"""Tokens that name a kind of prompt."""
+"""The number of first tokens by which a report names a kind of prompt."""
 
 Decode = Callable[[Sequence[int]], str]
 MAX_PREFIXES = 5
 """Limit of the common prefixes in a report."""
 MAX_PREFIX_SHARE = 0.1
-"""Share of the time that the search for common prefixes may take."""
+"""The share of the running time that the search for common prefixes may take."""
 TROUBLES = ("gaps", "resyncs", "restarts", "silences", "bad", "incomplete_replays")
-"""Faults of the stream that were repaired."""
+"""The names of the counts of the stream's faults."""
 NUM_RECENT = 1000
 MAX_PAST_BLOCKS = 1_000_000
-"""Limit of the blocks of past requests, of which the curve is drawn anew when the pool's size becomes known."""
+"""Limit of the blocks of kept past requests. From these the curve is made anew when the pool's size becomes known."""
 MIN_GROWTH = 1.1
-"""The curve is drawn anew when the pool shows itself to be larger by this factor."""
+"""The curve is made anew when the known size of the pool grows by this factor."""
 
 
 @dataclass(slots=True)
@@ -72,16 +72,16 @@ class Tally:
     def __init__(self, decode: Decode | None = None) -> None:
         self.missed_tokens: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        """Requests by reason."""
+        """The number of requests by the reason of their miss."""
         self.most_agreed_tokens = 0
-        """The longest beginning that a prompt shared with a cached sequence."""
+        """The most first tokens that a prompt shared with a cached sequence."""
         self._decode = decode
         self._sessions: OrderedDict[Key | str, GroupSums] = OrderedDict()
         self._kinds: OrderedDict[Key | str, GroupSums] = OrderedDict()
         self._newest: deque[dict[str, Any]] = deque(maxlen=NUM_NEWEST)
 
     def note(self, request: SeenRequest, first_tokens: Sequence[int] | None) -> None:
-        """Count a request that has ended. `first_tokens`: its first block's, if they are known."""
+        """Count a request that has ended. `first_tokens`: the tokens of its first block; None if they are unknown."""
         missed = request.num_prompt_tokens - request.num_found_tokens
         reason = request.why.reason
         if reason is not None and missed:
@@ -104,15 +104,15 @@ class Tally:
         )
 
     def _text(self, tokens: Sequence[int] | None) -> str:
-        """The text of the first of these tokens, or their numbers."""
+        """Return the text of the first NUM_WORDS of these tokens, or their ids without a tokenizer."""
         words = [] if tokens is None else list(tokens[:NUM_WORDS])
         if self._decode is not None:
-            with suppress(OverflowError, ValueError, TypeError, LookupError):  # ids that the tokenizer has not
+            with suppress(OverflowError, ValueError, TypeError, LookupError):  # ids that the tokenizer does not have
                 return repr(self._decode(words))
         return " ".join(map(str, words))
 
     def story(self, request: SeenRequest) -> str:
-        """Why a request missed the rest of its prompt, in a sentence."""
+        """Say in a sentence why a request missed the rest of its prompt."""
         why = request.why
         if why.reason is None:
             return "all whole blocks of the prompt were found"
@@ -132,7 +132,7 @@ class Tally:
         )
 
     def verdict(self, counts: RequestCounts, block_tokens: int | None) -> str | None:
-        """The explanation of a rate of 0; None for other rates."""
+        """Explain a hit rate of 0; None for other rates."""
         if counts.found_tokens:
             return None
         if not counts.requests or block_tokens is None:
@@ -151,7 +151,7 @@ class Tally:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Values of JSON."""
+        """Return the sums as values of JSON."""
         return {
             "reasons": {name: {"requests": self.misses[name], "tokens": n} for name, n in self.missed_tokens.items()},
             "sessions": [group.as_dict() for group in _largest(self._sessions)],
@@ -161,7 +161,7 @@ class Tally:
 
 
 def _printable(name: str) -> str:
-    """The head and the tail of a client's name for its session, without signs that steer a terminal."""
+    """Shorten a client's name for its session to head and tail, without characters that control a terminal."""
     half = MOST_LETTERS // 2
     short = name if len(name) <= MOST_LETTERS else f"{name[:half]}...{name[-half:]}"
     return short if short.isprintable() else repr(short)
@@ -186,10 +186,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RecentPrompt:
-    """A prompt as the bars of prompt tokens draw it."""
+    """A prompt in the form for `draw.token_bars`."""
 
     finished_time: float
-    """A moment of our monotonic clock."""
+    """The time of this process's monotonic clock when the request was seen."""
     num_cached_tokens: int
     num_computed_tokens: int
 
@@ -206,7 +206,7 @@ class Report:
     blocks: int
     tokens: int
     pool_blocks: int | None
-    """The most blocks that the pool held when it evicted, or the size that was given; None if neither is known."""
+    """The given size of the pool, or the most blocks that it held when it evicted; None if both are unknown."""
     block_tokens: int | None
     stored_per_s: float
     removed_per_s: float
@@ -216,11 +216,11 @@ class Report:
     again_tokens: int
     """Tokens that were computed again although twice the memory would have kept them."""
     curve: tuple[CurvePoint, ...]
-    """The estimated hit rates of the requests seen, over multiples of the pool; empty while its size is not known."""
+    """The estimated hit rates of the seen requests for multiples of the pool; empty while its size is unknown."""
     common_prefixes: tuple[CommonPrefix, ...]
     recent: tuple[RecentPrompt, ...]
     num_recorded: int | None
-    """Requests in the recording; None without one."""
+    """The number of requests in the recording; None without a recording."""
     why: dict[str, Any]
     """Missed tokens by reason, hits by session and kind of prompt, and the newest requests with their reasons."""
     verdict: str | None
@@ -233,15 +233,15 @@ class Report:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the engine reports what requests find and the stream is whole: then the rate is exact, in blocks."""
+        """Whether the rate is exact, in whole blocks: all requests report what they find, and no event is missing."""
         return self.state == "exact" and self.seen.is_exact
 
     def bound(self, least: str, about: str) -> str:
-        """The prefix of the printed rate: empty if the rate is exact."""
+        """Return the words before the printed rate: `least` for a bound, `about` for an estimate, empty if exact."""
         return "" if self.is_exact else least if self.seen.is_bound else about
 
     def as_dict(self) -> dict[str, Any]:
-        """Values of JSON."""
+        """Return the report as values of JSON."""
         return {
             "state": self.state,
             "blocks": self.blocks,
@@ -270,7 +270,7 @@ class Report:
 
 
 class Watcher:
-    """Reports on one subscriber's events. Call `poll` all the time; `close` writes the end of the recording."""
+    """Reports on one subscriber's events. Call `poll` again and again; `close` writes the end of the recording."""
 
     def __init__(
         self,
@@ -281,10 +281,10 @@ class Watcher:
         record: Path | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """`num_blocks`: the pool's size, if it is known; `all_report`: all requests ask the engine to report what they
-        find; `record`: a file to start; `decode`: a tokenizer's text.
+        """`num_blocks`: the pool's size; None if unknown. `all_report`: whether all requests ask the engine to report
+        what they find. `record`: the file of a new recording; `decode`: a tokenizer's function.
 
-        Raises ConfigError, TraceError.
+        Raises ConfigError or TraceError.
         """
         if num_blocks is not None and num_blocks < 1:
             raise ConfigError(f"a pool of {num_blocks} blocks holds nothing; use at least 1")
@@ -304,7 +304,7 @@ class Watcher:
         self._logged_silent: list[str] = []
 
     def poll(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for events, and follow those that are there. Raises TraceError."""
+        """Wait at most `timeout_s` seconds for events, and follow the events that came. Raises TraceError."""
         follower = self._subscriber.follower
         before = follower.counts["batches"]
         self._subscriber.poll(timeout_s)
@@ -317,7 +317,7 @@ class Watcher:
     def _follow(self, requests: Sequence[SeenRequest]) -> None:
         now = time.monotonic()
         for request in requests:
-            if request.block_tokens != self._block_tokens:  # the earlier blocks were tails of prompts
+            if request.block_tokens != self._block_tokens:  # earlier blocks were only partial, so begin anew
                 self._block_tokens, self._curve = request.block_tokens, _Curve()
                 self._recent.clear()
                 self._tally = Tally(self._decode)
@@ -330,7 +330,7 @@ class Watcher:
                 self._recording.write(request)
 
     def report(self) -> Report:
-        """A report; its rates are those since the last one."""
+        """Make a report. Its rates per second cover the time since the last report."""
         mirror, follower = self._subscriber.mirror, self._subscriber.follower
         requests, now = self._requests, self._polled
         seconds, self._reported = max(1e-3, now - self._reported), now
@@ -361,7 +361,7 @@ class Watcher:
         )
 
     def _state(self) -> str:
-        """The state, or the addresses at which nobody answers; the log says the remedy when they change."""
+        """Return the state, or the addresses at which nobody answers. When these change, the log names a remedy."""
         silent = self._subscriber.unanswered
         if silent and silent != self._logged_silent:
             logger.warning(
@@ -380,7 +380,7 @@ class Watcher:
 
 
 class _Curve:
-    """The curve of a pool whose size becomes known late: keeps past requests, and follows them then."""
+    """The curve of a pool whose size becomes known late. It keeps past requests, to add them when the size is known."""
 
     def __init__(self) -> None:
         self._past: deque[tuple[PrefixKeys, int]] = deque()
@@ -389,7 +389,7 @@ class _Curve:
         self._num_blocks = 0
 
     def note(self, request: SeenRequest) -> None:
-        """Follow a request."""
+        """Add a request."""
         keys = _numbers(request.keys)
         self._past.append((keys, request.num_prompt_tokens))
         self._num_past_blocks += len(keys)
@@ -399,7 +399,7 @@ class _Curve:
             self._curve.admit(keys, request.num_prompt_tokens)
 
     def points(self, num_blocks: int | None, block_tokens: int | None) -> tuple[CurvePoint, ...]:
-        """The curve for multiples of a pool of `num_blocks` blocks; empty if that is not known."""
+        """Return the curve for multiples of a pool of `num_blocks` blocks; empty if the size is unknown."""
         if num_blocks is None or block_tokens is None:
             return ()
         if self._curve is None or num_blocks > MIN_GROWTH * self._num_blocks:
@@ -412,7 +412,7 @@ class _Curve:
 
 
 def _numbers(keys: Sequence[Key]) -> PrefixKeys:
-    """An engine's keys as 64-bit numbers: those of signed numbers and of the last bytes of digests."""
+    """Convert an engine's keys, signed numbers or digests, to 64-bit numbers. Of a digest the last 8 bytes count."""
     return np.array([_number(key) for key in keys], np.uint64)
 
 
@@ -421,7 +421,7 @@ def _number(key: Key) -> int:
 
 
 class _Recording:
-    """A trace of the requests that were seen. Times begin with the first of them."""
+    """A trace of the requests that were seen. Its times count from the first request."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -434,7 +434,7 @@ class _Recording:
         if self._start is None or request.block_tokens != self._writer.block_tokens:
             self._start, self.num_requests = request.time, 0
             self._writer.close()
-            self._writer = TraceWriter(self._file, block_tokens=request.block_tokens)  # only now the size is known
+            self._writer = TraceWriter(self._file, block_tokens=request.block_tokens)  # anew, with the known size
         self._writer.write_keys(
             timestamp_ms=round(1e3 * (request.time - self._start), 3),
             keys=request.keys[: request.num_prompt_blocks],

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's calls to the cache, and the fields about it in their answers.
+"""Reads the caching fields of OpenAI's calls, and writes the caching fields of the answers.
 
 OpenAI's explicit caching, with its options and breakpoints, becomes marks of a prompt.
 """
@@ -34,25 +34,25 @@ from foreword.text.conversation import Place, joined_parts
 
 TTL_S = {"30m": 1800.0, "12h": 43_200.0}
 MOST_MARKS = 4
-"""Limit of the marks: the latest count, and the automatic one is one of them."""
+"""Limit of the marks of a prompt, the automatic mark included. The latest marks count."""
 FORGOTTEN = "forgotten"
-"""The cache no longer has an account of the prompt: it was reset, or evicted the prompt long ago."""
+"""The reason if the cache has no record of the prompt any more: it was reset, or evicted the prompt long ago."""
 UNCACHED = "uncached"
-"""One of the two calls asked to leave the cache out."""
+"""The reason if one of the two compared calls asked to leave the cache out."""
 HEADER = "x-foreword-cache"
 
 
 class Breakpoints:
-    """The breakpoints of one body. It must get all content that can have one, in the conversation's order."""
+    """The breakpoints of one body. It must get all content that can have breakpoints, in the conversation's order."""
 
     def __init__(self, num_before: int = 0) -> None:
-        """`num_before`: the number of messages before the one with the index 0."""
+        """`num_before`: the number of messages before the message with the index 0."""
         self.seen: list[tuple[Place, str | None]] = []
-        """The place and the ttl of each."""
+        """The place of each breakpoint, and its ttl."""
         self._num_before = num_before
 
     def text(self, content: str | Sequence[TextPart] | None, where: str, index: int, role: str) -> str:
-        """The text of a message's content, whose breakpoints it takes. Raises APIError 400 for wrong ones."""
+        """Return the text of a message's content, and collect its breakpoints. Raises APIError 400 for wrong ones."""
         if content is None or isinstance(content, str):
             return content or ""
         texts = [part.text for part in content]
@@ -76,7 +76,7 @@ def _breakpoint(part: TextPart, where: str) -> Breakpoint:
 
 
 def refuse_breakpoint(part: Unmarkable | TextPart, where: str) -> None:
-    """Raises APIError 400 if a part has a breakpoint, which it cannot have."""
+    """Raise APIError 400 if a part has a breakpoint although its type cannot have one."""
     if part.prompt_cache_breakpoint is not None:
         at = f"{where}.prompt_cache_breakpoint"
         message = f"Unknown parameter: {at!r}. Only content parts of the types text and input_text can have one."
@@ -87,15 +87,15 @@ class Caching:
     """One call's wishes for the cache."""
 
     def __init__(self, body: AnyCall, breakpoints: Breakpoints | None = None) -> None:
-        """Raises APIError 400 for wishes that exclude each other."""
+        """Read the fields. Raises APIError 400 for wishes that exclude each other."""
         options = body.prompt_cache_options or CacheOptions()
         self._explicit = breakpoints.seen if breakpoints is not None else []
         self._mode, self._ttl = options.mode or "implicit", options.ttl or "30m"
         self._has_options = body.prompt_cache_options is not None
         self.compare_with = options.comparison_response_id
-        """The response whose prompt is to be compared with this one's."""
+        """The id of the response whose prompt is to be compared with this call's prompt; None: no comparison."""
         self.is_prewarm = bool(getattr(options, "prewarm", None))
-        """Whether only the prompt is to be computed."""
+        """Whether to compute only the prompt, and no answer."""
         self.is_off = self._mode == "explicit" and not self._explicit
         """Whether to leave the cache out."""
         asks = bool(self._explicit or options.mode or options.ttl or self.is_prewarm)
@@ -107,31 +107,31 @@ class Caching:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything of the prompt is to be kept."""
+        """Whether the prompt, or a part of it, is to be kept."""
         return bool(self._explicit) or self._marks_end
 
     def chat_marks(self, num_messages: int) -> list[ChatMark]:
-        """The marks of a conversation."""
+        """Return the marks of a conversation."""
         explicit = self._explicit[-(MOST_MARKS - 1 if self._marks_end else MOST_MARKS) :]
         marks = [ChatMark(place, self._keep(ttl)) for place, ttl in explicit]
         return [*marks, ChatMark(Place(num_messages - 1), self._keep())] if self._marks_end else marks
 
     def text_marks(self, num_tokens: int) -> tuple[Mark, ...]:
-        """The marks of a prompt without messages: its end."""
+        """Return the marks of a prompt without messages: its end, if the call asks for caching."""
         return (Mark(num_tokens, self._keep()),) if self._marks_end else ()
 
     def _keep(self, ttl: str | None = None) -> Keep:
         return Keep(TTL_S[ttl or self._ttl], BREAKPOINT)
 
     def options(self) -> dict[str, Any] | None:
-        """The options that were applied, for the answer; None if the call has neither options nor breakpoints."""
+        """Return the applied options, for the answer; None if the call has neither options nor breakpoints."""
         if not self._has_options and not self._explicit:
             return None
         return {"mode": self._mode, "ttl": self._ttl, "comparison_response_id": self.compare_with}
 
 
 def check_beside_link(call: Call[ChatRequest] | Call[ModulesRequest], caching: Caching) -> None:
-    """Raises APIError 400 for a field that calls with `link` cannot have, even if nothing is linked in the end."""
+    """Raise APIError 400 for a field that calls with `link` cannot have, even if nothing is linked in the end."""
     body, adapters = call.body, call.service.adapters
     for name, is_given in (
         ("logprobs with echo", isinstance(body, ModulesRequest) and body.echo and body.logprobs is not None),
@@ -147,18 +147,18 @@ def check_beside_link(call: Call[ChatRequest] | Call[ModulesRequest], caching: C
 
 
 _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}
-"""Inputs of a prompt besides messages, and OpenAI's names for a change in them.
+"""Inputs of a prompt besides messages, and OpenAI's name for a change of the input.
 
-OpenAI's other reasons cannot arise: the server has one model and compacts no conversations, and neither a text's format
-or verbosity nor a service tier changes a prompt.
+OpenAI's other reasons cannot occur, because the server has one model and compacts no conversations, and neither a
+text's format or verbosity nor a service tier changes a prompt.
 """
 
 
 def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
-    """Compare a request after its lookup with an earlier one of its tenant; `earlier` None: there is none.
+    """Compare a request after its lookup with an earlier request of its tenant; `earlier`: None if not found.
 
-    `unavailable` means that the later prompt repeats or continues the earlier one, but was not found. Our field
-    `reason` reports the fate of the earlier prompt's blocks.
+    `unavailable` means that the later prompt repeats or continues the earlier prompt, but was not found. The field
+    `reason`, an extension, says why the earlier prompt's blocks were not found.
     """
     if earlier is None:
         return {"type": "comparison_response_not_found"}
@@ -180,7 +180,7 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
 
 
 def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
-    """Why two prompts differ: an input of the template, or else the messages."""
+    """Say why two prompts differ: by an input of the template, or else by the messages."""
     for name, reason in _TEMPLATE_REASONS.items():
         if record.template_digests.get(name) != earlier.template_digests.get(name):
             return reason
@@ -188,7 +188,7 @@ def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
 
 
 def _reason_of_miss(explanation: LookupExplanation | None) -> str | None:
-    """Why a prompt that ran before was not found; None without an account."""
+    """Say why a prompt that ran before was not found; None without a ledger."""
     if explanation is None or explanation.reason is None:
         return None
     reason = told_to_client(explanation.reason)
@@ -205,7 +205,7 @@ def _miss(reason: str, num_missed: int, num_reusable: int) -> dict[str, Any]:
 
 
 class Extras:
-    """The extras that one call asked for."""
+    """Further fields of an answer, for which the call asked."""
 
     def __init__(self, call: Call[AnyCall], caller: Caller, caching: Caching) -> None:
         self.caching = caching
@@ -216,10 +216,11 @@ class Extras:
         self._wants_cache = options.cache or call.request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
 
     def of(self, answer: AnswerStream) -> dict[str, Any]:
-        """Fields to add to the body of a finished answer; empty if the call asked for none.
+        """Return the fields to add to the body of a finished answer; empty if the call asked for no such fields.
 
         `foreword.cache` is one report, or a list if the call had several prompts. `foreword.drafts` counts drafted
-        tokens, `foreword.certificate` has a digest of logits for each choice, `foreword.kv_hints` outcomes of hints.
+        tokens, `foreword.certificate` has a digest of logits for each choice, and `foreword.kv_hints` has the outcomes
+        of hints.
         """
         fields: dict[str, Any] = {}
         records = [job.record for job in answer.jobs]
@@ -251,12 +252,12 @@ class Extras:
 
 
 def certificate(service: Service, answer: AnswerStream) -> dict[str, Any]:
-    """The inputs of a finished answer, as digests (`LLM.certificate`)."""
+    """Return digests of the inputs and logits of a finished answer (`LLM.certificate`)."""
     return service.llm.certificate(answer.outputs)
 
 
 def _of_drafts(answer: AnswerStream) -> dict[str, Any]:
-    """Counts of accepted and rejected drafts by source; empty if none were drafted."""
+    """Count the accepted and rejected drafted tokens by source; empty if no token was drafted."""
     counts = [choice.drafts for output in answer.outputs for choice in output.outputs]
     accepted = sum((Counter(drafts.accepted) for drafts in counts), Counter[str]())
     rejected = sum((Counter(drafts.rejected) for drafts in counts), Counter[str]())

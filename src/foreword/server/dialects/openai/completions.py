@@ -100,7 +100,7 @@ class ChoicesAnswer(ABC):
         return self._frame(self.object_name, choices) | last
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """Events of a streamed answer; their names are None, as OpenAI's are here."""
+        """Yield the events of a streamed answer. Their names are None, because OpenAI's events have no names here."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
 
@@ -140,7 +140,7 @@ class ChoicesAnswer(ABC):
         return 0
 
     def _num_usage_bytes(self) -> int:
-        """Estimated bytes that `_usage` reads."""
+        """Estimate the bytes that `_usage` reads."""
         return 0
 
     def _choices_of(self, deltas: Sequence[Delta]) -> list[Chunk]:
@@ -151,11 +151,11 @@ class ChoicesAnswer(ABC):
 
     @abstractmethod
     def _choice(self, delta: Delta) -> Chunk:
-        """One choice of a whole answer."""
+        """Return one choice of a whole answer."""
 
     @abstractmethod
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
-        """The choices of the chunks that contain new text."""
+        """Return the choices of the chunks that contain new text, one for each chunk."""
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
@@ -224,10 +224,13 @@ class _ChatCompletion(ChoicesAnswer):
         self._chat_answer = answer
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
         self._num_sent: dict[int, int] = {}
-        """Number of calls that a stream has sent, by choice."""
+        """The number of calls that a stream has sent, by choice."""
 
     def _parts(self, delta: Delta) -> tuple[Sequence[Part], str | None]:
-        """New parts of a choice, and its finish reason: for a function that the client named it is "stop"."""
+        """Return the new parts of a choice, and its finish reason.
+
+        If the client named the function to call, the reason is "stop", not "tool_calls".
+        """
         reply = self._chat_answer.read(delta)
         return reply.parts, delta.finish_reason if self._is_named else reply.finish_reason
 
@@ -267,7 +270,7 @@ class _ChatCompletion(ChoicesAnswer):
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
         parts, finish_reason = self._parts(delta)
         logprobs = self._logprobs(delta)
-        if not parts and (logprobs or finish_reason is None):  # tokens without text yet: shows that the answer is alive
+        if not parts and (logprobs or finish_reason is None):  # tokens without text yet; a chunk shows progress
             parts = [Text("")]
         changes = [change for part in parts for change in self._changes(delta.choice, part)]
         choices: list[Chunk] = [
@@ -280,7 +283,7 @@ class _ChatCompletion(ChoicesAnswer):
         return choices
 
     def _changes(self, choice: int, part: Part) -> list[Chunk]:
-        """`delta`s for a piece of text, or for a call: its name first, then its arguments."""
+        """Return the `delta`s for a piece of text, or for a call: first its name, then its arguments."""
         if not isinstance(part, ToolCall):
             return [{"reasoning_content" if isinstance(part, Reasoning) else "content": part.text}]
         index = self._num_sent.get(choice, 0)
@@ -297,7 +300,7 @@ class _ChatCompletion(ChoicesAnswer):
 
 
 def _call(call: ToolCall) -> Chunk:
-    """A call in OpenAI's form, with the id that the model wrote, or a new one."""
+    """Return a call in OpenAI's form, with the id that the model wrote, or a new id."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
@@ -309,7 +312,7 @@ async def completions(call: Annotated[Call[CompletionRequest], Depends(call_of(C
 
 
 async def complete(call: Call[TextCall], find: Callable[[], Awaitable[Sequence[Prompt]]], endpoint: str) -> Response:
-    """Answer a call that continues the prompts that `find` makes; `endpoint` names it in records."""
+    """Answer a call by continuing the prompts that `find` returns. `endpoint` is the call's name in records."""
     body, service = call.body, call.service
     check_call(call)
     if body.best_of not in (None, body.n or 1):
@@ -352,7 +355,7 @@ async def _prompts(call: Call[CompletionRequest]) -> list[Prompt]:
 
 
 async def _begun_with(field: PromptEmbeds, prompt: Any, service: Service) -> Prompt:
-    """The prompt of embeddings, and of the text or the token ids after them. Raises APIError, InvalidRequestError."""
+    """Return the prompt of embeddings and the text or token ids after them. Raises APIError or InvalidRequestError."""
     reader = service.llm.embeds
     if reader is None:
         raise bad_request(
@@ -394,7 +397,7 @@ class _Completion(ChoicesAnswer):
         self._hides_answer = body.max_tokens == 0
         self._num_each = body.n or 1
         self._texts: dict[int, Detokenizer | None] = {}
-        """Finds the places of tokens in the text of each choice that has begun; None without a tokenizer."""
+        """For each choice that has begun, finds the places of tokens in its text; None without a tokenizer."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(
@@ -407,7 +410,7 @@ class _Completion(ChoicesAnswer):
         )
 
     def _choice(self, delta: Delta) -> Chunk:
-        """A whole choice, or the next piece of one: OpenAI gives both the same form."""
+        """Return a whole choice, or the next piece of a choice. In OpenAI's API both have the same form."""
         token_ids, text = list(delta.token_ids), delta.text
         logprobs: list[TokenLogprobs | None] | None = None if delta.logprobs is None else list(delta.logprobs)
         if self._hides_answer:
@@ -438,12 +441,12 @@ class _Completion(ChoicesAnswer):
         return tokenizer.detokenizer(after=() if self._echo else self.answer.jobs[number].prompt.token_ids.tolist())
 
     def _offsets(self, choice: int, token_ids: Sequence[int]) -> list[int]:
-        """The offsets of a choice's next tokens in its text, including tokens that a stop string cut off."""
+        """Return the offsets of a choice's next tokens in its text, including tokens that a stop string cut off."""
         text, tokenizer = self._texts[choice], self._service.llm.tokenizer
         return [0] * len(token_ids) if text is None or tokenizer is None else tokenizer.offsets(token_ids, text)
 
     def _echoed(self, number: int) -> tuple[list[int], str, list[TokenLogprobs | None]]:
-        """Tokens, text and log probabilities of a prompt."""
+        """Return tokens, text and log probabilities of a prompt."""
         token_ids: list[int] = self.answer.jobs[number].prompt.token_ids.tolist()
         tokenizer = self._service.llm.tokenizer
         text = "" if tokenizer is None else tokenizer.prompt_text(token_ids)

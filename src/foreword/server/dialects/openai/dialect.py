@@ -1,4 +1,4 @@
-"""OpenAI's dialect: errors, ends of streams and models. Calls that no other dialect claims are in this one."""
+"""OpenAI's dialect: errors, ends of streams and models. Calls that no other dialect claims belong to this dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API, and of our endpoints, as pydantic models.
+"""The requests of OpenAI's API, and of foreword's own endpoints, as pydantic models.
 
 Fields that do not affect the answer are accepted and ignored.
 """
@@ -40,7 +40,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: with `include_usage`, every chunk says what was used so far."""
+    """An option of vLLM: with `include_usage`, every chunk reports the usage so far."""
     include_obfuscation: bool | None = None
 
 
@@ -177,7 +177,7 @@ class TextPart(Part):
     type: Literal["text", "input_text", "output_text"]
     text: str
     prompt_cache_breakpoint: Any = None
-    """A `Breakpoint`; caching.py checks it, and knows its place."""
+    """A `Breakpoint`, which caching.py checks, because it knows the part's place."""
 
 
 class Unmarkable(Part):
@@ -204,12 +204,12 @@ class ImagePart(Unmarkable):
         return MARK
 
     def file(self) -> PictureFile:
-        """The picture. Raises InvalidRequestError."""
+        """Return the picture's file. Raises InvalidRequestError."""
         return file_of_url(self.image_url if isinstance(self.image_url, str) else self.image_url.url)
 
 
 def _read_part(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Read a part by its kind, so that errors name the fields of that kind alone."""
+    """Read a part by its type, so that errors name only the fields of that type."""
     is_image = isinstance(value, dict) and value.get("type") in ("image_url", "input_image")
     return ImagePart.model_validate(value) if is_image else check(value)
 
@@ -219,7 +219,7 @@ ContentPart = Annotated[TextPart, WrapValidator(_read_part, json_schema_input_ty
 
 
 def pictures_in(content: str | Sequence[TextPart] | None) -> dict[str, list[PictureFile]]:
-    """A plain message's field with a content's pictures; empty without any. Raises InvalidRequestError."""
+    """Return a plain message's field with a content's pictures; empty without pictures. Raises InvalidRequestError."""
     parts: Sequence[TextPart | ImagePart] = () if content is None or isinstance(content, str) else content
     files = [part.file() for part in parts if isinstance(part, ImagePart)]
     return {PICTURES: files} if files else {}
@@ -300,7 +300,7 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -424,7 +424,7 @@ class ScoreRequest(LabelCall):
     )
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=128)]
     apply_softmax: bool | None = None
-    """Whether the scores of an item add up to 1; else they are probabilities among all tokens."""
+    """Whether the scores of an item add up to 1. Otherwise they are probabilities among all tokens."""
     item_first: bool | None = None
     """Whether the item stands before the query."""
 
@@ -602,7 +602,7 @@ Item = Annotated[
 
 
 class ResponseTool(Unmarkable):
-    """One of `tools`: a function, a custom tool, whose input is any text, or a namespace of functions."""
+    """One of `tools`: a function, a custom tool (whose input is any text), or a namespace of functions."""
 
     type: Word
     name: ToolName | None = None

@@ -13,7 +13,7 @@ from foreword.text import Tokenizer
 from foreword.text.detokenizer import REPLACEMENT
 
 Writes = Mapping[float, int]
-"""Prompt tokens that were written to the cache, by the seconds for which it keeps them."""
+"""The number of prompt tokens written to the cache, by the seconds for which the cache keeps them."""
 
 
 def usage(
@@ -25,7 +25,7 @@ def usage(
     *,
     hides_answer: bool = False,
 ) -> dict[str, Any]:
-    """`usage` of chat and completions, over all prompts of a call; `sampling`: parameters to report with it.
+    """Return `usage` of chat and completions, over all prompts of a call; `sampling`: parameters to report with it.
 
     `hides_answer`: whether the answer shows no tokens.
     """
@@ -48,7 +48,7 @@ def usage(
 
 
 def usage_so_far(num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """`usage` of a chunk of a stream, with the counts that vLLM gives there; `outputs` may still be missing."""
+    """Return `usage` of a stream's chunk, with the counts that vLLM gives there. `outputs` may still be empty."""
     completion = _num_tokens(outputs)[2]
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -58,7 +58,7 @@ def usage_so_far(num_prompt_tokens: int, outputs: Sequence[RequestOutput]) -> di
 
 
 def _of_foreword(outputs: Sequence[RequestOutput], sampling: Mapping[str, float] | None) -> dict[str, Any]:
-    """Counts of the tokens of linked prompts, and the sampling parameters to report."""
+    """Return counts of the tokens of linked prompts, and the sampling parameters to report."""
     reports = [output.link for output in outputs if output.link is not None]
     names = ("linked_tokens", "recomputed_tokens", "computed_tokens")
     fields: dict[str, Any] = {}
@@ -69,12 +69,12 @@ def _of_foreword(outputs: Sequence[RequestOutput], sampling: Mapping[str, float]
 
 
 def _drafts(outputs: Sequence[RequestOutput]) -> list[DraftCounts]:
-    """Drafted tokens of each choice. Drafts never change an answer, and their tokens are not billed."""
+    """Return the counts of each choice's drafted tokens. Drafts never change an answer, and are not billed."""
     return [choice.drafts for output in outputs for choice in output.outputs]
 
 
 def response_usage(outputs: Sequence[RequestOutput], llm: LLM, writes: Writes, num_reasoning: int) -> dict[str, Any]:
-    """`usage` of responses."""
+    """Return `usage` of responses."""
     prompt, cached, completion = _num_tokens(outputs)
     by_ttl = {f"ttl_{ttl}_tokens": writes.get(seconds, 0) for ttl, seconds in TTL_S.items()}
     cache = {
@@ -92,13 +92,13 @@ def response_usage(outputs: Sequence[RequestOutput], llm: LLM, writes: Writes, n
 
 
 def _of_pictures(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    """Tokens of pictures, if there are any."""
+    """Return the number of tokens of pictures; empty without pictures."""
     count = sum(output.num_picture_tokens for output in outputs)
     return {"image_tokens": count} if count else {}
 
 
 def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """The sources of cached tokens, and whether another arithmetic may have computed them; empty without tiers."""
+    """Return cached tokens by tier, and a note if another arithmetic may have computed them; empty without tiers."""
     names = llm.engine.tier_names
     if not names:
         return {}
@@ -107,7 +107,7 @@ def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
 
 
 def _num_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
-    """Tokens of the prompts, cached tokens among them, and generated tokens of all choices."""
+    """Count the tokens of the prompts, the cached tokens among them, and the generated tokens of all choices."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return num_prompt, num_cached, sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
@@ -120,7 +120,7 @@ def completion_logprobs(
     num_top: int,
     offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice; `offsets`: where each token begins in the choice's text."""
+    """Return `logprobs` of a completion's choice; `offsets`: where each token begins in the choice's text."""
     return {
         "tokens": [_text(tokenizer, token_id) for token_id in token_ids],
         "token_logprobs": [
@@ -136,8 +136,9 @@ def completion_logprobs(
 
 
 def _top(tokenizer: Tokenizer | None, chosen: int, of_position: TokenLogprobs, num_top: int) -> dict[str, float]:
-    """The likeliest tokens and the chosen one, by their texts. Of several with one text, the first one and the chosen
-    one keep it; the others are named by their ids.
+    """Return log probabilities of the likeliest tokens and the chosen token, by text.
+
+    If tokens have the same text, the chosen or else the likeliest token has it, and the others are named by their ids.
     """
     ids_by_text = {_text(tokenizer, chosen): chosen}
     for other, logprob in sorted(of_position.items(), key=lambda item: item[1].rank):
@@ -149,7 +150,7 @@ def _top(tokenizer: Tokenizer | None, chosen: int, of_position: TokenLogprobs, n
 
 
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """The text of a token; if it is only a part of a character, its bytes as OpenAI writes them: `bytes:\\xe2`."""
+    """Return the text of a token. For a part of a character, return its bytes as OpenAI writes them: `bytes:\\xe2`."""
     if tokenizer is None:
         return str(token_id)
     text = tokenizer.token_text(token_id)

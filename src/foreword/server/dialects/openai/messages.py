@@ -31,7 +31,7 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def check_call(call: Call[Any]) -> None:
-    """Refuse other models, and fields for features that this engine lacks."""
+    """Raise APIError for other models, and for fields of features that this engine lacks."""
     call.service.check_model(call.body.model, call.tenant)
     call.refuse_unsupported()
     if call.body.stream_options is not None and not call.body.stream:
@@ -39,17 +39,17 @@ def check_call(call: Call[Any]) -> None:
 
 
 def template_inputs(reasoning_effort: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A chat template's inputs besides the messages, if the client gave any."""
+    """Return a chat template's inputs besides the messages; empty if the client gave no inputs."""
     return {**(others or {}), **({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort})}
 
 
 def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
-    """The end of the prompt."""
+    """Return how the prompt ends."""
     return Ending(body.add_generation_prompt, body.continue_final_message)
 
 
 def plain_messages(messages: Sequence[ChatMessage], breakpoints: Breakpoints) -> list[dict[str, Any]]:
-    """Messages for chat templates: each content is one text, OpenAI's "developer" is "system"."""
+    """Convert messages for chat templates: each content becomes one text, OpenAI's "developer" becomes "system"."""
     return [_plain_message(message, index, breakpoints) for index, message in enumerate(messages)]
 
 
@@ -81,9 +81,9 @@ def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -
 
 
 async def read_prompt(call: Call[TokenizeRequest | ExplainRequest]) -> Prompt:
-    """The prompt in a call of an endpoint that generates nothing: a text, token ids or a conversation.
+    """Read the prompt in a call of an endpoint that generates nothing: a text, token ids or a conversation.
 
-    Raises APIError 400 for none or several of them, and 404 for another model.
+    Raises APIError 400 unless the call has exactly one of `prompt` and `messages`, and 404 for another model.
     """
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
@@ -104,19 +104,19 @@ async def read_prompt(call: Call[TokenizeRequest | ExplainRequest]) -> Prompt:
 
 
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Tools as chat templates take them."""
+    """Convert tools to the form for chat templates."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
 
 
 def arguments_for_template(arguments: str) -> Mapping[str, Any] | str:
-    """Arguments of an earlier call, as templates expect them; their text if they are no JSON object, or too deep."""
+    """Return an earlier call's arguments as templates expect them: an object, or the text if that cannot be read."""
     if scan_json(arguments.encode("utf-8", "replace")).depth > MAX_DEPTH:
         return arguments
     return read_arguments(arguments)
 
 
 def structured_outputs(body: Any, response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
-    """The form that a call asks for; None for any text. Raises APIError or InvalidRequestError."""
+    """Return the form that a call asks for; None for any text. Raises APIError or InvalidRequestError."""
     forms: dict[str, StructuredOutputsParams] = {}
     of_format = _of_format(response_format)
     if of_format is not None:

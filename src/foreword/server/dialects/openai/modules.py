@@ -1,5 +1,5 @@
 """/v1/pml/completions: completions of prompts that consist of a schema's modules, or of documents and a question.
-/v1/pml/explain: a preview of linking such a prompt now. The schemas are those of /v1/pml/schemas.
+/v1/pml/explain: a preview of linking such a prompt now. Both use the schemas of /v1/pml/schemas.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OF_DOCUMENTS: tuple[str, ...] = ("question", "instructions", "separator")
 
 @router.post("/v1/pml/completions", openapi_extra=takes(ModulesRequest))
 async def module_completions(call: Annotated[Call[ModulesRequest], Depends(call_of(ModulesRequest))]) -> Response:
-    """Continue a prompt of modules, or of documents. Without `link` the answer is that of /v1/completions for the same
-    tokens.
+    """Continue a prompt of modules, or of documents. Without `link` the answer is the same as that of /v1/completions
+    for the same tokens.
     """
     parts = _Parts.of(call)
 
@@ -50,7 +50,7 @@ async def module_completions(call: Annotated[Call[ModulesRequest], Depends(call_
 
 @router.post("/v1/pml/explain", openapi_extra=takes(ModulesRequest))
 async def explain_links(call: Annotated[Call[ModulesRequest], Depends(call_of(ModulesRequest))]) -> Response:
-    """The tokens that `link` would copy in this prompt now, part by part, and the parts that are not cached. Runs
+    """Report the tokens that `link` would copy in this prompt now, by part, and the parts that are not cached. Runs
     nothing and counts nothing. Fields of /v1/pml/completions that shape the answer have no effect.
     """
     service, parts = call.service, _Parts.of(call)
@@ -100,8 +100,8 @@ class _Parts:
 
     @classmethod
     def of(cls, call: Call[ModulesRequest]) -> _Parts:
-        """Check a call's fields. Raises APIError 400 for fields that exclude each other, 404 without the schema,
-        InvalidRequestError for a method that is not served.
+        """Check a call's fields. Raises APIError 400 for fields that exclude each other, 404 if the schema is unknown,
+        and InvalidRequestError for a method that is not served.
         """
         body, service, tenant = call.body, call.service, call.tenant
         _check_fields(body)
@@ -112,7 +112,7 @@ class _Parts:
         return cls(service, body, method, schema, service.tenants.namespace(tenant, body.cache_salt))
 
     async def prompt(self) -> tuple[Prompt, Composition | None]:
-        """The engine's prompt, and the parts that it is linked from. Raises APIError and InvalidRequestError."""
+        """Return the engine's prompt, and its parts if it is linked. Raises APIError or InvalidRequestError."""
         return await composed(self.service, self.method, self.body.n or 1, self._prompt)
 
     def _prompt(self) -> tuple[Prompt, Composition | None]:
@@ -128,7 +128,7 @@ class _Parts:
 
 
 def _check_fields(body: ModulesRequest) -> None:
-    """Raises APIError 400 for fields that exclude each other, or that are missing."""
+    """Raise APIError 400 for fields that exclude each other, or that are missing."""
     if body.documents is None:
         kind, others, is_complete, missing = "a schema", OF_DOCUMENTS, body.schema_name is not None, "schema"
     else:
@@ -153,7 +153,7 @@ def _documents(service: Service, body: ModulesRequest) -> DocumentTokens:
 
 
 def _composition(service: Service, parts: DocumentTokens | SchemaPrompt) -> Composition:
-    """The parts that can be linked. Raises InvalidRequestError for too many tokens or sources."""
+    """Return the parts that can be linked. Raises InvalidRequestError for too many tokens or sources."""
     if isinstance(parts, DocumentTokens):  # checked before the instructions are copied for each document
         service.links.check_sources(len(parts.documents), parts.num_source_tokens)
         return parts.composition()
@@ -163,7 +163,9 @@ def _composition(service: Service, parts: DocumentTokens | SchemaPrompt) -> Comp
 
 
 def _composed(schema: LoadedSchema, body: ModulesRequest) -> SchemaPrompt:
-    """The prompt of a schema. Raises InvalidRequestError with the place in it, or APIError 400 for two at once."""
+    """Return the prompt of a schema. Raises InvalidRequestError with the place of a mistake, or APIError 400 if
+    `prompt` comes with other fields or is empty.
+    """
     if body.prompt is None:
         return schema.prompt(
             body.modules or {},

@@ -62,20 +62,20 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 EVENT_DEPTH = {"response.output_text.done": 2, "response.content_part.done": 3, "response.output_item.done": 5}
-"""`PIECE_DEPTH` of events that hold a part of a response."""
+"""The depth that replaces `PIECE_DEPTH` for events with a part of a response."""
 CUSTOM_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The parameters of a custom tool, which is a function to the model."""
+"""The parameters of a custom tool, which the model sees as a function."""
 
 
 def continued(conversation: Sequence[Message], items: str | Sequence[Item], breakpoints: Breakpoints) -> list[Message]:
-    """A conversation with further items; collects the items' breakpoints.
+    """Add items to a copy of a conversation, and collect the items' breakpoints.
 
-    Raises APIError 400 for items that make no sense there.
+    Raises APIError 400 for items that make no sense in their place.
     """
     messages = list(conversation)
     if isinstance(items, str):
@@ -155,12 +155,12 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
 
 
 def called_name(name: str, namespace: str | None) -> str:
-    """The model's name for a function: templates have no namespaces."""
+    """Return the model's name for a function. It includes the namespace, because templates have no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def all_functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
-    """Place, namespace and tool of each function and custom tool. Raises APIError 400 for misplaced breakpoints."""
+    """Yield place, namespace and tool of each function and custom tool. Raises APIError 400 for breakpoints there."""
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
         refuse_breakpoint(tool, where)
@@ -180,9 +180,9 @@ def _warn_of_search() -> None:
 
 
 def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
-    """Tools as chat templates take them. Raises APIError 400 for tools that only the vendor can run.
+    """Convert tools to the form for chat templates. Raises APIError 400 for tools that only the vendor can run.
 
-    Web searches are left out: agents send them with every call.
+    Web searches are left out without an error, because agents send them with every call.
     """
     plain = []
     for where, namespace, tool in all_functions(tools):
@@ -201,7 +201,7 @@ def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
 
 
 def tool_choice(body: ResponsesRequest) -> ToolChoice:
-    """The calls that a response may make. Raises APIError 400 for a choice without its tools."""
+    """Return the calls that a response may make. Raises APIError 400 for a choice without its tools."""
     choice, at_most_one = body.tool_choice, body.parallel_tool_calls is False
     if choice is None or isinstance(choice, str):
         if choice == "required" and not body.tools:
@@ -223,36 +223,36 @@ Logprobs = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A tool, as clients know it."""
+    """A tool, with the names that clients use."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """Whether it is called with a text."""
+    """Whether it is a custom tool, which is called with a text."""
 
 
 class OutputItems:
-    """The items of one response while its parts arrive. Each step yields its events."""
+    """The items of one response while its parts arrive. Its methods yield the events of the stream."""
 
     def __init__(self, tools: Mapping[str, CalledTool], *, with_encrypted: bool) -> None:
-        """`tools`: by the model's names; `with_encrypted` adds reasoning in the form that stateless clients keep."""
+        """`tools`: by the model's names. `with_encrypted`: add reasoning in the form that stateless clients keep."""
         self.items: list[Json] = []
         self._tools = tools
         self._with_encrypted = with_encrypted
         self._num_events = 0
         self._texts: list[str] = []
-        """Pieces of the open item's text."""
+        """The pieces of the open item's text."""
         self._logprobs: Logprobs = []
         self._open: type[Text] | type[Reasoning] | None = None
 
     def event(self, kind: str, **data: Any) -> Event:
-        """The next event."""
+        """Make the next event."""
         event = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
         return kind, event
 
     def add(self, part: Part, logprobs: Logprobs) -> Iterator[Event]:
-        """Add a part. `logprobs`: those of its tokens; only texts report them."""
+        """Add a part. `logprobs`: the log probabilities of its tokens, which only texts report."""
         if isinstance(part, ToolCall):
             yield from self._close()
             yield from self._call(part)
@@ -268,7 +268,7 @@ class OutputItems:
             yield self.event("response.output_text.delta", **self._where, delta=part.text, logprobs=logprobs)
 
     def finish(self, status: str) -> Iterator[Event]:
-        """End the output; an empty response has one empty message."""
+        """End the output. An empty response gets one empty message."""
         if not self.items:
             yield from self._begin(Text(""))
         yield from self._close(status)
@@ -303,7 +303,7 @@ class OutputItems:
             yield self.event("response.output_text.done", **self._where, text=text, logprobs=logprobs)
         else:
             yield self.event("response.reasoning_text.done", **self._where, text=text)
-            if self._with_encrypted:  # nothing is secret here: a client that keeps only this field sends it back
+            if self._with_encrypted:  # not secret: it is for clients that keep only this field and send it back
                 item["encrypted_content"] = base64.b64encode(text.encode()).decode()
         yield self.event("response.content_part.done", **self._where, part=part)
         yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
@@ -331,7 +331,7 @@ class OutputItems:
 
 
 def _input_of(arguments: str) -> str:
-    """The input of a custom tool's call; the arguments themselves if they have no such text."""
+    """Return the input of a custom tool's call, or the arguments themselves if they have no input."""
     try:
         value = parse_json(arguments)
     except ValueError:
@@ -387,7 +387,7 @@ async def create_response(call: Annotated[Call[ResponsesRequest], Depends(call_o
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: str, request: Request, tenant: Authorized) -> Response:
-    """A kept response."""
+    """Return a kept response."""
     return Response(service_of(request).kept_responses.get(tenant, response_id)[1], media_type="application/json")
 
 
@@ -399,7 +399,7 @@ async def delete_response(response_id: str, request: Request, tenant: Authorized
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
-    """The format of a response's text, as chat writes it."""
+    """Convert the format of a response's text to the form in chat completions."""
     if text is None or text.format is None:
         return None
     text_format = text.format
@@ -435,7 +435,7 @@ class _ResponseAnswer:
         with_encrypted = "reasoning.encrypted_content" in (body.include or ())
         self._output = OutputItems(tools, with_encrypted=with_encrypted)
         self._num_bytes = 0
-        """Estimated bytes of everything that the stream has sent."""
+        """The estimated bytes of all deltas so far, which the last events repeat."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         return num_bytes(deltas, self._body.top_logprobs or 0)
@@ -470,13 +470,13 @@ class _ResponseAnswer:
         return events
 
     def _last_events(self, finish_reason: str | None) -> list[Event]:
-        """The last events repeat the whole answer three times. That may take a second, so a thread writes them."""
+        """Make the last events. They repeat the whole answer three times, which may take a second: run in a thread."""
         events, response = self._finish(finish_reason)
         events.append(self._output.event(f"response.{response['status']}", response=response))
         return [(name, to_long_json(data, EVENT_DEPTH.get(name or "", PIECE_DEPTH))) for name, data in events]
 
     def _finish(self, finish_reason: str | None) -> tuple[list[Event], dict[str, Any]]:
-        """The events that end the output, and the finished response, which is kept."""
+        """Finish the response, and keep it unless `store` is false. Returns the events at its end, and the response."""
         is_prewarm = self._extras.caching.is_prewarm
         status = "completed" if finish_reason == "stop" or is_prewarm else "incomplete"
         events = [] if is_prewarm else [*self._output.finish(status)]

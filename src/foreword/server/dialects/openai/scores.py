@@ -1,7 +1,7 @@
-"""/v1/score, /v1/rerank, /v1/classify: the probabilities of a few tokens as the model's answer; /v1/embeddings.
+"""/v1/score, /v1/rerank and /v1/classify, which give probabilities of a few tokens as answers, and /v1/embeddings.
 
-The fields are those of SGLang's scores, Jina's and Cohere's rankings, and vLLM's classes. All prompts of a call are
-queued together: common prefixes are computed once. Each prompt needs one row of logits.
+The fields are as in SGLang's scores, Jina's and Cohere's rankings, and vLLM's classes. All prompts of a call are queued
+together, so that common prefixes are computed once. Each prompt needs one row of logits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ router = APIRouter()
 
 @router.post("/v1/score", tags=["scores"], openapi_extra=takes(ScoreRequest))
 async def score(call: Annotated[Call[ScoreRequest], Depends(call_of(ScoreRequest))]) -> Response:
-    """The probabilities of some tokens after a query with each of some items."""
+    """Return the probabilities of the given tokens after a query with each of the items."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
     items = [body.items] if isinstance(body.items, str) else body.items
@@ -72,7 +72,7 @@ async def score(call: Annotated[Call[ScoreRequest], Depends(call_of(ScoreRequest
 @router.post("/v1/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
 @router.post("/v2/rerank", tags=["scores"], openapi_extra=takes(RerankRequest))
 async def rerank(call: Annotated[Call[RerankRequest], Depends(call_of(RerankRequest))]) -> Response:
-    """Documents by their relevance to a query, the most relevant first."""
+    """Sort documents by their relevance to a query, the most relevant first."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
     remedy = "--score-template qwen3-reranker, or with a file of your model's"
@@ -93,13 +93,13 @@ async def rerank(call: Annotated[Call[RerankRequest], Depends(call_of(RerankRequ
         for at in order
     ]
     answer = run.answer() | {"results": results}
-    return await call.work(lambda: json_response(answer))  # which repeats the documents
+    return await call.work(lambda: json_response(answer))  # the answer repeats the documents
 
 
 @router.post("/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
 @router.post("/v1/classify", tags=["scores"], openapi_extra=takes(ClassifyRequest))
 async def classify(call: Annotated[Call[ClassifyRequest], Depends(call_of(ClassifyRequest))]) -> Response:
-    """The label of each of some texts, and the probabilities of all labels."""
+    """Return the label of each text, and the probabilities of all labels."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
     judge = _judge(service.classifying, "classify template", "--classify-template and a TOML file")
@@ -125,7 +125,7 @@ async def classify(call: Annotated[Call[ClassifyRequest], Depends(call_of(Classi
 
 
 def _judge(judge: Judge | None, what: str, remedy: str) -> Judge:
-    """Raises APIError 400 if the server was started without this template."""
+    """Return the judge. Raises APIError 400 if the server was started without this template."""
     if judge is None:
         raise bad_request(
             f"this server has no {what}, without which scores mean nothing; start it with {remedy}",
@@ -146,7 +146,7 @@ class _Run:
     async def logprobs(
         self, prompts: Sequence[Prompt], token_ids: Sequence[int], *, among_each_other: bool = True
     ) -> list[list[float]]:
-        """Log probabilities of some tokens after each prompt: among these tokens, or among all."""
+        """Return log probabilities of tokens after each prompt, normalised over these tokens or over all tokens."""
         distinct = tuple(dict.fromkeys(token_ids))
         params = SamplingParams(
             max_tokens=1,
@@ -172,17 +172,17 @@ class _Run:
         return rows
 
     async def judged(self, judge: Judge, texts: Sequence[str], render: Callable[[str], TokenIds]) -> list[list[float]]:
-        """Log probabilities of a judge's labels for each text."""
-        prompts = await self._service.encode_each(texts, render, num_beside=LONG_TEXT)  # a template takes its time
+        """Return the log probabilities of a judge's labels for each text."""
+        prompts = await self._service.encode_each(texts, render, num_beside=LONG_TEXT)  # in threads: rendering is slow
         return await self.logprobs([Prompt(token_ids, begins_reply=True) for token_ids in prompts], judge.label_ids)
 
     def answer(self) -> dict[str, Any]:
-        """The fields that all answers have."""
+        """Return the fields that all answers have."""
         return self._fields
 
 
 def _shares(logprobs: Sequence[float]) -> list[float]:
-    """Probabilities that add up to 1."""
+    """Convert log probabilities to probabilities that add up to 1."""
     largest = max(logprobs)
     if largest == -math.inf:
         return [1 / len(logprobs)] * len(logprobs)
@@ -192,7 +192,7 @@ def _shares(logprobs: Sequence[float]) -> list[float]:
 
 @router.post("/v1/embeddings", tags=["openai"], openapi_extra=takes(EmbeddingsRequest))
 async def embeddings(call: Annotated[Call[EmbeddingsRequest], Depends(call_of(EmbeddingsRequest))]) -> Response:
-    """Vectors of texts."""
+    """Return the vectors of texts."""
     body, service = call.body, call.service
     service.check_model(body.model, call.tenant)
     embedded = await embed(service, call.caller("embeddings"), new_id("embd-"), body.input, body.dimensions)
