@@ -21,12 +21,12 @@ MAX_GENERATED = 256
 """Default limit of an answer, in tokens."""
 
 Scored = tuple[Any, Sequence[int], Sequence[int]]
-"""A key of lm-eval's, the tokens of a context and those of its continuation."""
+"""A key of lm-eval, the tokens of a context, and the tokens of its continuation."""
 
 
 @register_model("foreword")
 class ForewordLM(TemplateLM):  # type: ignore[misc]
-    """A model of foreword's. Its options are those of `LLM`, and `pretrained`, the model's folder.
+    """A model that foreword runs. Its options are the options of `LLM`, and `pretrained`, the model's folder.
 
     With `use_cache=False` every prompt is computed whole; the results are the same.
     """
@@ -34,7 +34,7 @@ class ForewordLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self, pretrained: str, *, use_cache: bool = True, batch_size: Any = None, device: Any = None, **options: Any
     ) -> None:
-        """`batch_size` is lm-eval's and has no effect: the engine makes its own batches."""
+        """`batch_size` is an option of lm-eval. It has no effect, because the engine makes its own batches."""
         super().__init__()
         device_options = {} if device is None else {"device": device}
         options.pop("max_batch_size", None)

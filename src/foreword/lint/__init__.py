@@ -1,1 +1,1 @@
-"""Lint: finds out why prompts that should share a beginning part early, and what mending that would save."""
+"""Lint: finds out why prompts that should share a beginning differ early, and how much a remedy would save."""

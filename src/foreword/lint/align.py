@@ -1,7 +1,7 @@
 """Alignment: which tokens of two prompts agree, in order.
 
-The method is that of patience diff (Bram Cohen): runs of tokens that occur once in each prompt are anchors; the longest
-chain of anchors in order is extended to both sides.
+The method is patience diff (Bram Cohen). Runs of tokens that occur once in each prompt are anchors. The heaviest chain
+of anchors that ascends in both prompts is extended to both sides.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ TokenIds = npt.NDArray[np.int32]
 Shingles = npt.NDArray[np.uint64]
 
 SHINGLE_TOKENS = 6
-"""Length of a run that two prompts hardly share by accident."""
+"""Length in tokens of a run that two prompts hardly share by accident."""
 MAX_RUNS = 400
-"""Limit of the runs that the chain is sought among, which takes quadratic time; the longest runs remain."""
+"""Limit of the runs among which the chain is sought, because this takes quadratic time. The longest runs are used."""
 _FACTORS = np.cumprod(np.full(SHINGLE_TOKENS, 0x9E3779B97F4A7C15, np.uint64)) | np.uint64(1)
 _MIXER = np.uint64(0xBF58476D1CE4E5B9)
 
 
 class Block(NamedTuple):
-    """Tokens that agree: `length` of them, from `ours` in the one prompt and from `theirs` in the other."""
+    """`length` tokens that agree. They begin at `ours` in one prompt and at `theirs` in the other."""
 
     ours: int
     theirs: int
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 def shingles(tokens: TokenIds) -> Shingles:
-    """A hash of each run of `SHINGLE_TOKENS` tokens, [tokens - SHINGLE_TOKENS + 1]."""
+    """Return a hash of each run of `SHINGLE_TOKENS` tokens, [tokens - SHINGLE_TOKENS + 1]."""
     count = len(tokens) - SHINGLE_TOKENS + 1
     if count < 1:
         return np.empty(0, np.uint64)
@@ -46,7 +46,7 @@ def shingles(tokens: TokenIds) -> Shingles:
 
 
 def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
-    """The blocks of tokens that agree, ascending in both prompts; the first is the common prefix, perhaps empty."""
+    """Return the blocks of tokens that agree, ascending in both prompts. The first is the (maybe empty) prefix."""
     begin = common_length(ours, theirs)
     blocks = [Block(0, 0, begin)]
     chain = _chain(_runs(ours[begin:], theirs[begin:]))
@@ -55,7 +55,7 @@ def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
         last = blocks[-1]
         start, start_theirs, end = run.ours + begin, run.theirs + begin, run.ours + begin + run.length
         free = min(start - last.ours - last.length, start_theirs - last.theirs - last.length)
-        if free < 0:  # the last block was extended into this one
+        if free < 0:  # the last block was extended into this run
             start, start_theirs, free = start - free, start_theirs - free, 0
             if start >= end:
                 continue
@@ -71,7 +71,7 @@ def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
 
 
 def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
-    """Runs of shingles that occur once in each prompt, in the order of the first prompt."""
+    """Return runs of shingles that occur once in each prompt, in the order of the first prompt."""
     unique = []
     for tokens in (ours, theirs):
         values, places, counts = np.unique(shingles(tokens), return_index=True, return_counts=True)
@@ -82,7 +82,7 @@ def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
         return []
     order = np.argsort(my_places[left])
     places, others = my_places[left][order], their_places[right][order]
-    # A run goes on while both places advance alike, over at most a shingle's length.
+    # A run continues while both places advance by the same number, at most a shingle's length.
     steps, steps_theirs = np.diff(places), np.diff(others)
     breaks = np.flatnonzero((steps != steps_theirs) | (steps > SHINGLE_TOKENS)) + 1
     starts, ends = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(places)])) - 1
@@ -94,7 +94,7 @@ def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
 
 
 def _chain(runs: list[Block]) -> list[Block]:
-    """The heaviest chain of runs that ascends in both prompts."""
+    """Return the chain of runs that ascends in both prompts and has most tokens."""
     if not runs:
         return []
     theirs, lengths = (np.array([run[field] for run in runs], np.int64) for field in (1, 2))

@@ -1,8 +1,9 @@
 """Reads bodies of requests to OpenAI's, Anthropic's and Google's APIs as conversations for a chat template.
 
-The server's dialects read such bodies too, and refuse what this server cannot do. Recorded bodies come from any server,
-so the linter reads the fields that reach a prompt and ignores all others. A part that is not text becomes its type in
-brackets, because templates have no place for it; a picture also has a digest, so that two pictures differ.
+The server's dialects read such bodies too, and refuse fields that this server does not support. Recorded bodies come
+from any server, so the linter reads the fields that reach a prompt and ignores all others. A part that is not text
+becomes its type in brackets, because templates have no place for it. A picture also gets a digest, so that different
+pictures become different texts.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from foreword.text.conversation import earlier_call, function_tool, joined_parts
 
 Plain = dict[str, Any]
 BILLING_HEADER = "x-anthropic-billing-header:"
-"""Start of a block that coding agents put before the system prompt. It differs between requests, and is left out."""
+"""Start of a block that coding agents put before the system prompt. The block differs by request, and is left out."""
 PICTURE_KINDS = ("image", "image_url", "input_image", "inlineData", "inline_data")
 DIGEST_DIGITS = 12
 _TEXTS = frozenset(("text", "input_text", "output_text", "reasoning_text", "summary_text"))
 ANTHROPIC_BLOCKS = frozenset("tool_use tool_result thinking redacted_thinking".split())
 SIGNATURES = frozenset("thought thoughtSignature thought_signature".split())
-"""Fields of Google's parts without content."""
+"""Fields of Google's parts that carry no content."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages as chat templates take them, and the template's other inputs."""
+    """Messages in the form for chat templates, and the template's other inputs."""
 
     messages: list[Plain]
     inputs: Plain = field(default_factory=dict)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Tools, if any, and each message as one text."""
+        """The tools as one text, if there are tools, and each message as one text."""
         parts = [self.inputs["tools"], *self.messages] if "tools" in self.inputs else self.messages
         return tuple(json.dumps(part, ensure_ascii=False) for part in parts)
 
 
 def read_body(body: Mapping[str, Any]) -> Conversation | None:
-    """The conversation of a body; None if it has none. Raises InvalidRequestError, naming the field."""
+    """Read the conversation of a body; None if it has no conversation. Raises InvalidRequestError, with the keys."""
     if not {"contents", "messages", "input"} & set(body):
         return None
     try:
@@ -83,11 +84,11 @@ def _text(part: Any) -> str:
 
 
 def _in_brackets(kind: str, part: Any) -> str:
-    """The text that stands for a part of another kind."""
+    """Return the text that stands for a part that is not text."""
     if kind not in PICTURE_KINDS:
         return f"[{kind}]"
     source = part.get(kind, part.get("image_url", part.get("source"))) if isinstance(part, Mapping) else None
-    if isinstance(source, Mapping):  # a marker beside the picture, its detail and its type change nothing that it shows
+    if isinstance(source, Mapping):  # other fields, such as detail and type, do not change what the picture shows
         source = source.get("data") or source.get("url") or source
     digest = hashlib.sha256(json.dumps(source or part, sort_keys=True).encode()).hexdigest()
     return f"[{kind} {digest[:DIGEST_DIGITS]}]"
@@ -106,7 +107,7 @@ def _call(call_id: Any, name: Any, arguments: Any) -> Plain:
 
 
 def _with_tools(messages: list[Plain], tools: Iterable[tuple[Mapping[str, Any], Any]]) -> Conversation:
-    """A conversation with tools, each with its parameters."""
+    """Make a conversation with tools; `tools` has pairs of a tool and its parameters."""
     functions = [function_tool(tool["name"], tool.get("description"), parameters) for tool, parameters in tools]
     return Conversation(messages, {"tools": functions} if functions else {})
 
@@ -159,7 +160,7 @@ def _responses(body: Mapping[str, Any]) -> Conversation:
             case "reasoning":
                 reasoning += _joined(item.get("content") or item.get("summary"), "assistant")
             case _:
-                pass  # an item of the vendor's own, such as a search
+                pass  # an item that only the vendor makes, such as a search
     tools = [tool for tool in body.get("tools") or () if tool.get("name")]
     conversation = _with_tools(messages, ((tool, tool.get("parameters")) for tool in tools))
     if (body.get("reasoning") or {}).get("effort"):
@@ -222,7 +223,7 @@ def _google(body: Mapping[str, Any]) -> Conversation:
     for content in [{"parts": [{"text": contents}]}] if isinstance(contents, str) else contents:
         parts = [part for part in content["parts"] if set(part) - SIGNATURES]
         if content.get("role") == "model":
-            if parts and (not messages or messages[-1]["role"] != "assistant"):  # else a piece of a streamed answer
+            if parts and (not messages or messages[-1]["role"] != "assistant"):  # otherwise it continues the answer
                 messages.append({"role": "assistant", "content": ""})
                 waiting = []
             for part in parts:
@@ -251,7 +252,7 @@ def _google(body: Mapping[str, Any]) -> Conversation:
 
 
 def _field(fields: Mapping[str, Any], name: str) -> Any:
-    """A field by its name in camel case or with underscores: SDKs write both."""
+    """Return a field by its name in camel case or with underscores, because SDKs write both."""
     snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
     return fields.get(name, fields.get(snake))
 

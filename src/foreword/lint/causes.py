@@ -17,7 +17,7 @@ Spell = Callable[[Sequence[int]], str]
 
 CONTEXT_TOKENS = 24
 MAX_LOOKED_AT = 12
-"""Limit of the prompts whose text is read, for each slot."""
+"""Limit of the prompts whose text is read for a slot."""
 PASSAGE_WORDS = 64
 """A text of at least this many words is called a passage."""
 
@@ -57,10 +57,10 @@ class Cause:
     """Why prompts differ at a slot."""
 
     names: tuple[str, ...]
-    """In plain words, such as "a date or time"; several if they lie side by side."""
+    """The cause in plain words, such as "a date or time"; several if causes lie side by side."""
     remedy: str
     keeps: bool
-    """Whether the remedy is to write the text as the first prompt did; otherwise it is to write it last."""
+    """Whether the remedy writes the text as in the first prompt. Otherwise the remedy moves the text to the end."""
 
 
 class Reader:
@@ -71,14 +71,14 @@ class Reader:
         self._spell = spell
 
     def words(self, token_ids: TokenIds) -> tuple[str, ...]:
-        """The words and punctuation marks of some tokens, without white space."""
+        """Return the words and punctuation marks of tokens, without white space."""
         return tuple(WORD.findall(self.text(token_ids)))
 
     def text(self, token_ids: TokenIds) -> str:
         return self._spell(token_ids.tolist()) if len(token_ids) else ""
 
     def cause(self, slot: Slot, token_ids: Sequence[TokenIds]) -> Cause:
-        """Why the prompts of a slot differ; `token_ids` are the prompts in which its spans lie."""
+        """Say why the prompts of a slot differ. `token_ids` are the prompts to which the slot's spans belong."""
         pattern_tokens = token_ids[slot.pattern][slice(*slot.spans[slot.pattern])]
         others = [
             index
@@ -117,7 +117,7 @@ class _Around:
         self.after = reader.text(tokens[end : end + CONTEXT_TOKENS])
 
     def matches(self, *patterns: re.Pattern[str]) -> set[str]:
-        """The matches of the last pattern at the slot, in the text that the other patterns leave."""
+        """Return the matches of the last pattern at the slot, after matches of the other patterns were blanked out."""
         whole = self.before + self.text + self.after
         for pattern in patterns[:-1]:
             whole = pattern.sub(lambda match: " " * len(match[0]), whole)
@@ -126,7 +126,7 @@ class _Around:
 
 
 def _differ(pattern: _Around, others: Sequence[_Around], *patterns: re.Pattern[str]) -> bool:
-    """Whether the matches of the last pattern at the slot differ in most prompts."""
+    """Say whether the matches of the last pattern at the slot differ in most prompts."""
     matches = pattern.matches(*patterns)
     return bool(matches) and _most([bool(matches ^ other.matches(*patterns)) for other in others])
 
@@ -136,7 +136,7 @@ def _most(are: Sequence[bool]) -> bool:
 
 
 def _goes_on(texts: tuple[str, ...] | None, other_texts: tuple[str, ...] | None) -> bool:
-    """Whether one of two conversations begins with the other, as the client sent them."""
+    """Say whether one of two conversations, as the client sent them, begins with the other."""
     if texts is None or other_texts is None:
         return False
     shorter = min(len(texts), len(other_texts))
@@ -144,7 +144,7 @@ def _goes_on(texts: tuple[str, ...] | None, other_texts: tuple[str, ...] | None)
 
 
 def _names(pattern: _Around, others: Sequence[_Around]) -> tuple[str, ...]:
-    """Names of what differs at the slot, from its text."""
+    """Name the differences at the slot, judged by its text."""
     if _most([len(WORD.findall(around.text)) >= PASSAGE_WORDS for around in (pattern, *others)]):
         return ("a passage, such as retrieved documents",)
     names = []
@@ -164,13 +164,13 @@ def _names(pattern: _Around, others: Sequence[_Around]) -> tuple[str, ...]:
 
 
 def _counts(matches: Sequence[set[str]]) -> bool:
-    """Whether successive prompts have ascending numbers."""
+    """Say whether successive prompts have ascending numbers."""
     numbers = [int(next(iter(texts))) for texts in matches if len(texts) == 1]
     return len(numbers) == len(matches) > 1 and numbers == sorted(set(numbers))
 
 
 def _order(pattern: _Around, others: Sequence[_Around]) -> Cause:
-    """The cause of a change of order: of tools, of keys or of a text's parts."""
+    """Return the cause for a change of order: of tools, of JSON's keys or of a text's parts."""
     tools = [tuple(TOOL_NAME.findall(around.before + around.text + around.after)) for around in (pattern, *others)]
     if len(set(tools)) > 1 and len({frozenset(names) for names in tools}) == 1:
         return Cause(("tools in another order",), KEEP_TOOLS, keeps=True)

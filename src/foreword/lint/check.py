@@ -1,6 +1,7 @@
-"""The linter's core: why prompts of one kind part early, what that costs, and what the remedies would save.
+"""The linter's core: finds why prompts of one kind differ early, the cost of that, and the savings of remedies.
 
-The linter rewrites the prompts as each remedy would, and replays them: its figures come from the replay.
+The linter rewrites the prompts as each remedy would, and replays the rewritten prompts. Its figures come from the
+replay.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ from foreword.replay.trace import RecordedRequest
 
 BLOCK_TOKENS = 16
 STABLE_BLOCKS = 2
-"""Differences with fewer blocks between them are one slot: a cache would find nothing between them."""
+"""Differences with fewer blocks between them count as one slot, because a cache would find nothing between them."""
 MAX_TRIED = 24
-"""Limit of the remedies that one round tries; those of the most prompts come first."""
+"""Limit of the remedies that one round tries. Remedies that concern the most prompts are tried."""
 SHOWN_TOKENS = 16
 LETTERS = re.compile(r"[^\W\d_]+")
 MAX_EXAMPLES = 3
 DAY_MS = 86_400_000.0
 MIN_SPAN_MS = 600_000.0
-"""Shortest recording from which tokens a day are estimated."""
+"""The shortest recording, in milliseconds, from which tokens a day are estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A place at which prompts of one kind part early."""
+    """A place at which prompts of one kind differ early."""
 
     causes: tuple[str, ...]
     remedy: str
     num_prompts: int
-    """Prompts that have this place."""
+    """The number of prompts that have this place."""
     first_request: int
-    """Number of a request that has it, from 0."""
+    """The number, from 0, of a request whose prompt has this place."""
     position: int
-    """First token of the place, in that request."""
+    """The first token of the place in the prompt of this request."""
     before: str
     """The text before the place."""
     examples: tuple[str, ...]
-    """Different texts of the place, each with what follows."""
+    """Different texts of the place, each with the text that follows."""
     wasted_tokens: int
-    """Tokens that were computed again because of it, once the findings before it are mended."""
+    """Tokens that were computed again because of this place and would still be after the earlier findings' remedies."""
     hit_rate_after: float
-    """Hit rate with this and the findings before it mended."""
+    """The hit rate with the remedies of this finding and of all earlier findings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +63,20 @@ class LintReport:
     num_requests: int
     num_tokens: int
     span_ms: float | None
-    """Time from the first to the last request; None if it is not known."""
+    """Milliseconds from the first to the last request; None if unknown."""
     hit_rate: float
-    """Share of the tokens that a cache finds in the prompts as they are."""
+    """The share of the tokens that a cache finds in the prompts as they are."""
     findings: list[Finding]
     mended: list[TokenIds]
     """The prompts as all remedies together would write them."""
     models: tuple[str, ...] = ()
-    """The models or adapters that requests name, if there are several: they share no prefixes."""
+    """The models or adapters that requests name, if there are several. They share no prefixes."""
     apart_tokens: int = 0
-    """Tokens that are computed again because they were cached under another model or adapter."""
+    """Tokens that are computed again only because they were cached under another model or adapter."""
 
     @property
     def hit_rate_after(self) -> float:
-        """The share with all findings mended."""
+        """The hit rate with the remedies of all findings."""
         return self.findings[-1].hit_rate_after if self.findings else self.hit_rate
 
     @property
@@ -83,7 +84,7 @@ class LintReport:
         return sum(finding.wasted_tokens for finding in self.findings)
 
     def a_day(self, num_tokens: int) -> float | None:
-        """Tokens a day at the rate of these requests; None if their times are not known, or too close together."""
+        """Return the tokens a day at these requests' rate; None if their times are unknown or too close together."""
         span_ms = self.span_ms
         return None if span_ms is None or span_ms < MIN_SPAN_MS else num_tokens * DAY_MS / span_ms
 
@@ -91,7 +92,7 @@ class LintReport:
 def lint_prompts(
     prompts: Sequence[LintPrompt], spell: Spell, *, block_tokens: int = BLOCK_TOKENS, cache_tokens: int | None = None
 ) -> LintReport:
-    """Find what makes prompts part early; `spell` is `Tokenizer.spell`. `cache_tokens` None: an unlimited cache."""
+    """Find why prompts differ early. `spell`: `Tokenizer.spell`; `cache_tokens`: the cache's size, None: unlimited."""
     if block_tokens < 1 or (cache_tokens is not None and cache_tokens < block_tokens):
         raise ConfigError(
             f"block_tokens={block_tokens}, cache_tokens={cache_tokens}: a cache must hold a block of at least one token"
@@ -106,7 +107,7 @@ def lint_prompts(
     def mend(prompts: Sequence[TokenIds], groups: Sequence[Sequence[int]]) -> None:
         accepted = bench.mend(_fixes(prompts, groups, reader, least_tokens))
         for fix, saved, rate in accepted:
-            earlier = findings.pop(fix.key, None)  # in a kind, and again in conversations
+            earlier = findings.pop(fix.key, None)  # found for a kind, and now again for conversations
             finding = earlier or _finding(fix, bench, reader)
             prompts_of = concerned.setdefault(fix.key, set())
             prompts_of |= fix.prompts
@@ -132,14 +133,14 @@ def lint_prompts(
 
 @dataclass(slots=True)
 class _Fix:
-    """The remedy of all slots with the same cause in the same place of their prompts."""
+    """The remedy for all slots with the same cause at the same place of their prompts."""
 
     cause: Cause
     key: tuple[str, ...]
-    """Equal for equal causes after equal text."""
+    """The key of the remedy, which is equal for equal causes after equal text."""
     slots: list[Slot]
     texts: list[dict[int, TokenIds]] = field(default_factory=list)
-    """For each slot, its new text by prompt. The text of a prompt without one goes to the end."""
+    """For each slot, its new text by prompt. If a prompt has no new text, the slot's text moves to the prompt's end."""
 
     @property
     def prompts(self) -> set[int]:
@@ -149,7 +150,7 @@ class _Fix:
 def _fixes(
     prompts: Sequence[TokenIds], groups: Iterable[Sequence[int]], reader: Reader, least_tokens: int
 ) -> list[_Fix]:
-    """The remedies; the earliest places first."""
+    """Return the remedies, with the earliest places first."""
     fixes: dict[tuple[str, ...], _Fix] = {}
     for group in groups:
         for slot in find_slots(prompts, group, reader.words, least_tokens):
@@ -169,7 +170,7 @@ def _fixes(
 def _first_texts(
     prompts: Sequence[TokenIds], spans: dict[int, Span], reader: Reader, cause: Cause
 ) -> dict[int, TokenIds]:
-    """For each prompt, the text of the first prompt (with the same words) at its slot."""
+    """Return, for each prompt, the text that the first prompt with the same words has at the slot."""
     first: dict[tuple[str, ...], TokenIds] = {}
     texts = {}
     for index, span in sorted(spans.items()):
@@ -196,7 +197,7 @@ class _Score:
 
 
 class _Bench:
-    """The prompts as the accepted remedies write them, and what a cache finds in them."""
+    """The prompts as the accepted remedies write them, and the tokens that a cache finds in these prompts."""
 
     def __init__(self, prompts: Sequence[LintPrompt], block_tokens: int, cache_tokens: int | None) -> None:
         self._block_tokens = block_tokens
@@ -204,7 +205,7 @@ class _Bench:
         self._times = [prompt.timestamp_ms for prompt in prompts]
         self.prompts = [prompt.token_ids for prompt in prompts]
         self.origins = [np.arange(len(prompt.token_ids), dtype=np.int32) for prompt in prompts]
-        """The place of each token in the prompt as it was sent; -1 for one that a remedy wrote."""
+        """For each prompt, the place of each token in the prompt as it was sent; -1: a remedy wrote the token."""
         self._num_moved = [0] * len(prompts)
         number_of: dict[str | None, int] = {}
         self._models = [number_of.setdefault(prompt.model, len(number_of)) for prompt in prompts]
@@ -212,9 +213,10 @@ class _Bench:
         self.score = self._replay(self._recorded)
 
     def mend(self, fixes: Sequence[_Fix]) -> list[tuple[_Fix, int, float]]:
-        """Accept each remedy that saves tokens in addition to those before it.
+        """Accept each remedy that saves enough tokens in addition to the remedies accepted before.
 
-        Returns these remedies, the tokens that each saves, and the hit rate with it; `settle` writes their prompts.
+        Returns the accepted remedies, each with the tokens that it saves and the hit rate with it. `settle` then
+        rewrites the prompts.
         """
         accepted: list[tuple[_Fix, int, float]] = []
         for fix in fixes:
@@ -230,7 +232,7 @@ class _Bench:
         return accepted
 
     def settle(self, fixes: Sequence[_Fix]) -> None:
-        """Write the prompts with these remedies."""
+        """Rewrite the prompts with these remedies."""
         unknown = [
             replace(
                 fix,
@@ -249,7 +251,7 @@ class _Bench:
                     self._num_moved[index] += end - begin
 
     def unmoved(self) -> list[TokenIds]:
-        """The prompts without what was moved to their ends."""
+        """Return the prompts without the tokens that were moved to their ends."""
         return [tokens[: len(tokens) - moved] for tokens, moved in zip(self.prompts, self._num_moved, strict=True)]
 
     def _record(self, index: int, tokens: TokenIds) -> tuple[PrefixKeys, int]:
@@ -267,7 +269,7 @@ class _Bench:
 
 
 def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix]) -> TokenIds:
-    """A prompt with these remedies."""
+    """Return a prompt rewritten with these remedies."""
     tokens = prompts[index]
     pieces, last, at = [], [], 0
     edits = [
@@ -287,7 +289,7 @@ def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix]) -
 
 
 def _finding(fix: _Fix, bench: _Bench, reader: Reader) -> Finding:
-    """The finding of a remedy, without its figures; its first slot is the example."""
+    """Return the finding of a remedy, without its figures. The examples come from its first slot."""
     slot = fix.slots[0]
     tokens, begin = bench.prompts[slot.pattern], slot.spans[slot.pattern][0]
     origin = bench.origins[slot.pattern][begin:]

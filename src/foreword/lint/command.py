@@ -1,4 +1,4 @@
-"""`foreword lint FILE --model M`: arguments in, findings as text or JSON out."""
+"""`foreword lint FILE --model M`: reads the arguments, and prints the findings as text or JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SHOWN = 72
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword lint`."""
+    """Add the options of `foreword lint`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="recorded requests: JSONL, gzipped or not")
     parser.add_argument(
         "--model", metavar="MODEL", required=True, help="folder or hub id of the tokenizer and chat template"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_report(report: LintReport, recorded: RecordedPrompts, console: Console, title: str) -> None:
-    """Print the findings, and what their remedies would save."""
+    """Print the findings, and the tokens that their remedies would save."""
     if recorded.num_malformed:
         console.print(f"{recorded.num_malformed:,} lines were passed over:", style="yellow")
         for line in recorded.malformed:
@@ -111,7 +111,7 @@ def _print_finding(number: int, finding: Finding, report: LintReport, console: C
 
 
 def _rate(report: LintReport, num_tokens: int) -> str:
-    """Tokens a day, or for each 1,000 requests if there are no times."""
+    """Write a number of tokens, with the rate a day, or in 1,000 requests if times are unknown."""
     a_day = report.a_day(num_tokens)
     per = (
         f"{a_day:,.0f} a day"
@@ -122,7 +122,7 @@ def _rate(report: LintReport, num_tokens: int) -> str:
 
 
 def as_json(report: LintReport) -> dict[str, Any]:
-    """The report as JSON values."""
+    """Return the report as JSON values."""
     findings = [
         {
             **asdict(finding),

@@ -1,4 +1,4 @@
-"""`foreword keys`: the block hashes that vLLM and SGLang give to a prompt, and which tokens are its system prompt."""
+"""`foreword keys`: prints the block hashes that vLLM and SGLang give to a prompt, and the tokens of each message."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from foreword.lint.bodies import ANTHROPIC_BLOCKS, Conversation, read_body
 from foreword.text import Tokenizer
 
 SIZES = {"vllm": 16, "sglang": 1}
-"""The engines' default tokens per block."""
+"""Each engine's default number of tokens per block."""
 OTHER_INPUTS = ("add_generation_prompt", "continue_final_message", "chat_template", "add_special_tokens")
-"""Fields of a body that change what an engine renders, and that foreword does not follow."""
+"""Fields of a body that change an engine's rendering, and that foreword does not support here."""
 TEXTS = frozenset("text functionCall function_call functionResponse function_response".split())
 NUM_WORDS = 8
-"""Tokens of a block that are shown as text."""
+"""The number of a block's first tokens that are shown as text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `foreword keys`."""
+    """Add the options of `foreword keys`."""
     parser.add_argument("engine", choices=SIZES, help="engine whose hashes to print")
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id of the tokenizer and chat template")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list[int], list[dict[str, Any]]]:
-    """The prompt's tokens, and where each message of a conversation lies in it."""
+    """Return the prompt's tokens, and the place of each message of a conversation."""
     if args.prompt_token_ids is not None:
         try:
             ids = [int(token) for token in args.prompt_token_ids.split(",")]
@@ -100,7 +100,7 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list
         return ids, []
     if tokenizer is None:
         raise ConfigError("a text needs a tokenizer; name a folder or hub id that has one with --model")
-    tokenizer.take_control_tokens()  # they are no text to vLLM and SGLang, wherever they stand
+    tokenizer.take_control_tokens()  # vLLM and SGLang never read control tokens as text
     if args.prompt is not None:
         return list(map(int, tokenizer.encode(args.prompt))), []
     try:
@@ -122,7 +122,7 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[list
 
 
 def _written_otherwise(body: Mapping[str, Any]) -> str | None:
-    """The first part of a conversation that engines may render in another way, such as a picture; None if all agree."""
+    """Name a part of a body that engines may render in another way, such as a picture; None if all render alike."""
     for name in OTHER_INPUTS:
         if body.get(name) is not None:
             return name
@@ -147,7 +147,7 @@ def _written_otherwise(body: Mapping[str, Any]) -> str | None:
 
 
 def _parts(conversation: Conversation, token_ids: TokenIds, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens of each message. A message that the template does not show alone is joined with the next."""
+    """Return the span of each message. If the template cannot show it without the next message, both are joined."""
     parts: list[dict[str, Any]] = []
     first, roles = 0, []
     for count, message in enumerate(conversation.messages, 1):

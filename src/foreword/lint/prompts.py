@@ -1,7 +1,7 @@
-"""The linter's input: prompts as token ids, and which of them are of one kind.
+"""The linter's input: reads prompts as token ids, and groups prompts of one kind.
 
-Prompts are of one kind if they share much of their text, wherever it lies: a date at the very beginning does not part
-them.
+Prompts are of one kind if they share much of their text, wherever the shared text lies. So prompts with different dates
+at the very beginning can be of one kind.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from foreword.replay.lines import NoRequestError, as_body, of_vllm_log, parse_js
 from foreword.text import Tokenizer
 
 SAME_KIND = 0.3
-"""Two prompts are of one kind if they share at least this part of the shorter one's runs of tokens."""
+"""Two prompts are of one kind if they share at least this part of the shorter prompt's runs of tokens."""
 SAME_CONVERSATION = 0.5
-"""The same without the runs that most prompts of the kind have."""
+"""Prompts of a kind are of one conversation if they share this part of the runs that most of the kind do not have."""
 MAX_KINDS = 256
-"""Limit of the kinds; further prompts that fit none are of no kind."""
+"""Limit of the kinds. Further prompts that fit no kind are left out."""
 MOST_RUNS = 2_000_000
-"""Limit of the runs of tokens in memory; more are sampled evenly."""
+"""Limit of the runs of tokens in memory. Of more runs, an even sample is kept."""
 MAX_REPORTED_LINES = 5
 MAX_TIME_MS = 1e14
 WITHOUT_TEXT = (
@@ -46,18 +46,18 @@ class LintPrompt:
     token_ids: TokenIds
     timestamp_ms: float | None = None
     texts: tuple[str, ...] | None = None
-    """The messages (and tools, first) as the client sent them; None if only tokens are known."""
+    """The tools, if any, then the messages, as the client sent them; None if only tokens are known."""
     model: str | None = None
-    """The model, or the adapter, that the request names."""
+    """The model or adapter that the request names; None if it names no model."""
 
 
 def same_kind(prompts: Sequence[TokenIds]) -> list[list[int]]:
-    """Indices of prompts of one kind, two or more each."""
+    """Return groups of two or more prompts of one kind, by index."""
     return _groups(_sketches(prompts), SAME_KIND)
 
 
 def same_conversation(prompts: Sequence[TokenIds], kind: Sequence[int]) -> list[list[int]]:
-    """Groups of a kind's prompts, by index, that share more than most prompts of the kind do."""
+    """Return groups of a kind's prompts, by index, that share more than most prompts of the kind do."""
     sketches = _sketches([prompts[index] for index in kind])
     runs, counts = np.unique(np.concatenate(sketches), return_counts=True)
     common = runs[2 * counts > len(kind)]
@@ -66,14 +66,14 @@ def same_conversation(prompts: Sequence[TokenIds], kind: Sequence[int]) -> list[
 
 
 def _sketches(prompts: Sequence[TokenIds]) -> list[Shingles]:
-    """The distinct runs of each prompt, sampled at one rate for all."""
+    """Return the distinct runs of each prompt, sampled at the same rate for all prompts."""
     every = np.uint64(1 + sum(map(len, prompts)) // MOST_RUNS)
     runs = (shingles(prompt) for prompt in prompts)
     return [np.unique(hashes[hashes % every == 0] if every > 1 else hashes) for hashes in runs]
 
 
 def _groups(sketches: Sequence[Shingles], share: float) -> list[list[int]]:
-    """Group greedily: a sketch joins the group whose first sketch shares most with it, or begins a new one."""
+    """Group greedily. A sketch joins the group whose first sketch shares most with it, or begins a new group."""
     groups: list[list[int]] = []
     for index, sketch in enumerate(sketches):
         best: tuple[float, list[int]] | None = None
@@ -105,7 +105,7 @@ class RecordedPrompts:
 
 
 def read_prompts(file: Path, tokenizer: Tokenizer, max_requests: int | None = None) -> RecordedPrompts:
-    """The prompts of a file. Raises TraceError if it cannot be read or holds none."""
+    """Read the prompts of a file. Raises TraceError if the file cannot be read or holds no prompts."""
     recorded = RecordedPrompts()
     try:
         data = file.read_bytes()
@@ -174,7 +174,7 @@ def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
 
 
 def _dated(template: str, time_ms: float | None) -> str | None:
-    """The template with the request's date in place of today's; None if it writes no date, or without a time."""
+    """Return the template with the request's date in place of today's; None if it writes no date, or without a time."""
     if time_ms is None or not DATE_CALL.search(template):
         return None
     moment = EPOCH + timedelta(milliseconds=min(time_ms, MAX_TIME_MS))
@@ -182,7 +182,7 @@ def _dated(template: str, time_ms: float | None) -> str | None:
 
 
 def _time(record: Mapping[str, Any], where: str) -> float | None:
-    """`timestamp` in ms or as ISO 8601 text; `created` in s. Raises TraceError."""
+    """Read a time in ms from `timestamp` (ms or ISO 8601 text) or `created` (seconds). Raises TraceError."""
     timestamp = record.get("timestamp")
     if isinstance(timestamp, str):
         try:

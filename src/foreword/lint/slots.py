@@ -1,7 +1,7 @@
-"""Slots: the places at which prompts of one kind differ although they agree again after them.
+"""Slots: places at which prompts of one kind differ, although the prompts agree again after the place.
 
-All prompts of a kind are aligned with one of them, the pattern. A place of the pattern varies if some of the prompts
-that go on after it differ there.
+All prompts of a kind are aligned with one prompt of the kind, the pattern. A place of the pattern varies if enough of
+the prompts that agree again after this place differ there.
 
     pattern   [ stable ][ slot ][ stable ........ ][ tail: no prompt agrees any more ]
     a prompt  [ stable ][ slot' ][ stable ....... ][ question ]
@@ -29,22 +29,22 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that varies, in all prompts of the kind that go on after it."""
+    """A place that varies, in all prompts of the kind that agree again after it."""
 
     pattern: int
-    """The prompt that the others were compared with."""
+    """The index of the prompt with which the others were compared."""
     spans: dict[int, Span] = field(default_factory=dict)
-    """First token, and the first token after it, by prompt."""
+    """For each prompt, by index: the slot's first token, and the first token after the slot."""
 
 
 def find_slots(prompts: Sequence[TokenIds], kind: Sequence[int], words: Words, least_tokens: int) -> list[Slot]:
-    """The slots of prompts of one kind, in their order. Differences less than `least_tokens` apart are one slot."""
+    """Find the slots of prompts of one kind, in order. Differences less than `least_tokens` apart are one slot."""
     pattern = max(kind, key=lambda index: len(prompts[index]))
     alignments = {
         index: _trimmed(aligned(prompts[index], prompts[pattern]), least_tokens) for index in kind if index != pattern
     }
     length = len(prompts[pattern])
-    # Entry 2 i is the gap before token i of the pattern, where others may have more; entry 2 i + 1 is the token.
+    # Entry 2 i is the gap before token i of the pattern, where other prompts may have tokens; entry 2 i + 1 is token i.
     differs, reaches = np.zeros(2 * length + 2, np.int64), np.zeros(2 * length + 2, np.int64)
     for index, blocks in alignments.items():
         reaches[0] += 1
@@ -71,19 +71,19 @@ def find_slots(prompts: Sequence[TokenIds], kind: Sequence[int], words: Words, l
 
 
 def _trimmed(blocks: list[Block], least_tokens: int) -> list[Block]:
-    """Without the last blocks that are short: they may agree by accident."""
+    """Drop short blocks at the end, because these may agree by accident."""
     while len(blocks) > 1 and blocks[-1].length < least_tokens:
         blocks.pop()
     return blocks
 
 
 def _end(blocks: Sequence[Block]) -> int:
-    """The token of the pattern after the last one that agrees."""
+    """Return the index after the pattern's last token that agrees."""
     return blocks[-1].theirs + blocks[-1].length
 
 
 def _differences(ours: TokenIds, theirs: TokenIds, blocks: Sequence[Block], words: Words) -> list[Span]:
-    """Spans of the pattern that differ, up to the last block. A change of order is one span."""
+    """Return the spans of the pattern that differ, up to the last block. A change of order is one span."""
     gaps = [
         (before.ours + before.length, after.ours, before.theirs + before.length, after.theirs)
         for before, after in pairwise(blocks)
@@ -102,7 +102,7 @@ def _differences(ours: TokenIds, theirs: TokenIds, blocks: Sequence[Block], word
 
 
 def _to_ours(blocks: Sequence[Block], place: int, *, last: bool) -> int:
-    """The first or the last token of the prompt that a place of the pattern may be."""
+    """Return the first or the last token of the prompt that a place of the pattern may correspond to."""
     if last:
         block = next((candidate for candidate in reversed(blocks) if candidate.theirs <= place), blocks[0])
         if place > block.theirs + block.length:
@@ -113,6 +113,6 @@ def _to_ours(blocks: Sequence[Block], place: int, *, last: bool) -> int:
 
 
 def _end_of_ours(blocks: Sequence[Block], block: Block) -> int:
-    """The end of the block before this one in the prompt: where the difference between them begins."""
+    """Return the end, in the prompt, of the block before `block`. The difference between both blocks begins there."""
     before = blocks[max(0, blocks.index(block) - 1)]
     return before.ours + before.length

@@ -1,1 +1,1 @@
-"""Anthropic's API: messages, their tokens counted, models."""
+"""Anthropic's API: messages, counts of their tokens, and models."""

@@ -1,7 +1,7 @@
 """Writes messages, whole or as events.
 
-message_start waits for the first token: clients read the prompt's usage from it, and by then the engine knows how much
-of the prompt was cached.
+The event message_start waits for the first token. Clients read the prompt's usage from this event, and the engine knows
+only then how much of the prompt was cached.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from foreword.text.conversation import read_arguments
 from foreword.text.reply import Call, Part, Reasoning, Text
 
 BYTES_PER_TOKEN = 64
-"""Estimated bytes of a token in an event of its own."""
+"""Estimated bytes of an event with one token."""
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-"""Stop reasons by our finish reasons; "refusal": the grammar allows no further token."""
+"""Anthropic's stop reasons by foreword's finish reasons. "refusal" means that the grammar allows no further token."""
 
 
 class MessageAnswer:
@@ -63,7 +63,7 @@ class MessageAnswer:
         return message | {"usage": {**self._usage(), "service_tier": "standard"}}
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """Events of a streamed answer."""
+        """Yield the events of a streamed answer."""
         blocks = _BlockEvents()
         is_begun = False
         async for deltas in self.answer.deltas():
@@ -87,7 +87,7 @@ class MessageAnswer:
         return [(event["type"], event) for event in events]
 
     def _message(self) -> dict[str, Any]:
-        """The fields of a message that are known at its start."""
+        """Return the fields of a message that are known at its start."""
         message: dict[str, Any] = {
             "id": self.answer.jobs[0].record.response_id,
             "type": "message",
@@ -102,7 +102,7 @@ class MessageAnswer:
         return message | self._context_management()
 
     def _diagnostics(self, previous_id: str | None) -> dict[str, Any] | None:
-        """Why this prompt does not begin as an earlier one; None if it does, or if there is no earlier one."""
+        """Say why this prompt and an earlier one differ; None without an id, or if one begins with the other."""
         if previous_id is None:
             return None
         record = self.answer.jobs[0].record
@@ -123,7 +123,7 @@ class MessageAnswer:
         return {} if self._body.context_management is None else {"context_management": {"applied_edits": []}}
 
     def _end(self, delta: Delta, finish_reason: str | None) -> dict[str, Any]:
-        """Why the answer ended. Whole calls that a stop string ended are calls."""
+        """Return why the answer ended. If a stop string ended an answer with whole calls, the reason is "tool_use"."""
         reason, sequence = _REASONS.get(finish_reason or "", "end_turn"), None
         if finish_reason == "length" and self._num_output_tokens < self._body.max_tokens:
             reason = "model_context_window_exceeded"
@@ -132,7 +132,7 @@ class MessageAnswer:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, Any]:
-        """The three counts of input add up to the prompt."""
+        """Return the usage. Its three counts of input tokens add up to the prompt."""
         record, by_ttl_s = self.answer.jobs[0].record, self.answer.num_written_tokens()
         num_written = sum(by_ttl_s.values())
         return {
@@ -149,7 +149,7 @@ class MessageAnswer:
 
 
 def _blocks(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """The content of a whole message, made of the events as clients do."""
+    """Return the content of a whole message, put together from the events of a stream, as clients do."""
     blocks: list[dict[str, Any]] = []
     events = _BlockEvents()
     block_events = [event for part in parts for event in events.of(part)]
@@ -166,7 +166,7 @@ def _blocks(parts: Iterable[Part]) -> list[dict[str, Any]]:
 
 
 class _BlockEvents:
-    """Turns parts of a reply into events; neighbouring pieces of text, or of reasoning, make one block."""
+    """Turns parts of a reply into events. Neighbouring pieces of text, or of reasoning, become one block."""
 
     def __init__(self) -> None:
         self._num_begun = 0
@@ -174,7 +174,7 @@ class _BlockEvents:
         self._digest = sha256()
 
     def of(self, part: Part) -> Iterator[dict[str, Any]]:
-        """The events of the next part."""
+        """Yield the events of the next part."""
         if isinstance(part, Call):
             yield from self.close()
             name = {"id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
@@ -195,7 +195,7 @@ class _BlockEvents:
             yield self._delta("thinking_delta", thinking=part.text)
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """The end of the open block, if there is one. Some clients drop reasoning without a signature."""
+        """Yield the end of the open block, if any. Reasoning gets a signature, because some clients require it."""
         if self._open is None:
             return
         if self._open is Reasoning:
@@ -216,7 +216,7 @@ class _BlockEvents:
 
 
 def _object(text: str) -> Any:
-    """The object in a JSON text, or in the beginning of one; {} if it cannot be read."""
+    """Read the object in a JSON text, or in the beginning of such a text; {} if it cannot be read."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -228,7 +228,7 @@ def _object(text: str) -> Any:
 
 
 def _input_json(call: Call) -> str:
-    """The arguments of a call as the text of a JSON object, or its beginning."""
+    """Return the arguments of a call as the text of a JSON object, or as its beginning if the call is not complete."""
     if not call.is_complete:
         return call.arguments
     if isinstance(read_arguments(call.arguments), Mapping):

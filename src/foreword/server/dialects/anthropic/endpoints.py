@@ -1,7 +1,7 @@
 """Anthropic's dialect: /v1/messages and /v1/messages/count_tokens, errors, pings and models.
 
-Its path, or the header with a version, marks a call as Anthropic's. Fields for features that this server lacks are
-refused by name.
+A call belongs to this dialect by its path, or by the header with Anthropic's version. Fields for features that this
+server lacks are refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foreword.server.service import Service, new_id
 router = APIRouter(tags=["anthropic"])
 
 _DEFAULT_TRIGGER = {"clear_tool_uses_20250919": 100_000, "compact_20260112": 150_000}
-"""Default length in tokens from which an edit changes a prompt."""
+"""The default length in tokens from which an edit changes a prompt, by the type of the edit."""
 OVERLOADED = 529
 MOST_MODELS = 1000
 
@@ -39,7 +39,7 @@ async def create_message(
 ) -> Response:
     """Answer a conversation."""
     body, service = call.body, call.service
-    if body.thread is not None:  # its client then sends the whole conversation
+    if body.thread is not None:  # after this error, the client sends the whole conversation
         message = "thread is not supported by this server; send the full conversation"
         raise bad_request(message, code="thread_unsupported_request")
     thinking = body.thinking
@@ -63,7 +63,7 @@ async def create_message(
 async def count_message_tokens(
     call: Annotated[Call[CountMessageTokensRequest], Depends(call_of(CountMessageTokensRequest))],
 ) -> Response:
-    """The number of tokens of a conversation's prompt."""
+    """Count the tokens of a conversation's prompt."""
     return json_response({"input_tokens": await num_prompt_tokens(call.service, await _chat(call))})
 
 
@@ -79,7 +79,7 @@ async def _chat(call: Call[CreateMessageRequest | CountMessageTokensRequest]) ->
 
 
 def _check_nothing_wanted(body: CreateMessageRequest) -> None:
-    """Refuse wishes for an answer beside `max_tokens: 0`."""
+    """Raise APIError 400 for fields that ask for an answer beside `max_tokens: 0`."""
     wishes = {
         "stream": bool(body.stream),
         "thinking": body.thinking is not None and body.thinking.type == "enabled",
@@ -92,7 +92,7 @@ def _check_nothing_wanted(body: CreateMessageRequest) -> None:
 
 
 def _changes_something(edit: dict[str, Any], max_model_len: int) -> bool:
-    """Whether an edit can change a prompt that this model takes."""
+    """Say whether an edit can change a prompt that this model takes."""
     kind, trigger = str(edit.get("type")), edit.get("trigger")
     if kind == "clear_thinking_20251015":
         return edit.get("keep") != "all"
@@ -115,16 +115,16 @@ _TYPES = {
     OVERLOADED: "overloaded_error",
 }
 _STATUSES = {"timeout": 504, "engine_failed": OVERLOADED}
-"""Statuses by the codes of our errors, where Anthropic's differ."""
+"""Anthropic's statuses by foreword's error codes, where they differ from foreword's."""
 
 
 def status_of(error: APIError) -> int:
-    """The status of an error's answer."""
+    """Return the status of an error's answer."""
     return _STATUSES.get(error.code or "", error.status)
 
 
 def body_of_error(error: APIError, request_id: str) -> dict[str, Any]:
-    """The body of an error's answer; `details.error_code` is our code."""
+    """Return the body of an error's answer; `details.error_code` is foreword's code."""
     status = status_of(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     described: dict[str, Any] = {"type": kind, "message": _message(error)}

@@ -1,6 +1,6 @@
 """The requests of Anthropic's API as pydantic models.
 
-Clients send blocks of earlier answers back whole, so a field of a block that is null counts as absent.
+Clients send whole blocks of earlier answers back, so a field of a block counts as absent if it is null.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_THINKING_TOKENS = 1024
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Opaque = Annotated[str, Field(max_length=4096)]
-"""A string without effect."""
+"""A string that has no effect here."""
 
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -33,7 +33,7 @@ class CacheControl(Body):
 
 
 class _Block(Body):
-    """A part of a body in which null stands for absent."""
+    """A part of a body in which a field with null counts as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +79,7 @@ class ImageBlock(_Block):
         return MARK
 
     def file(self) -> PictureFile:
-        """The picture. Raises InvalidRequestError."""
+        """Return the picture's file. Raises InvalidRequestError."""
         source = self.source
         return file_of_url(source.url) if source.type == "url" else file_of_base64(source.data or "")
 
@@ -105,7 +105,7 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """Reasoning in an earlier answer. Its signature is not checked: reasoning is no secret here."""
+    """Reasoning in an earlier answer. Its signature is not checked, because reasoning is not secret here."""
 
     type: Literal["thinking"]
     thinking: str
@@ -226,7 +226,7 @@ class Diagnostics(Body):
 
 
 class ContextManagement(_Block):
-    """`context_management`. `endpoints.py` checks the edits: some can have no effect here."""
+    """`context_management`. `endpoints.py` checks the edits, and takes only edits that can have no effect here."""
 
     edits: Annotated[list[dict[str, Any]], Field(max_length=16)] | None = None
 

@@ -1,7 +1,7 @@
 """Reads Anthropic's messages, system prompt and tools into a chat.
 
-Turns of the same role become one, as at Anthropic.
-A system message in the middle stays where it is, so that the prompts before it share a prefix.
+Successive messages of one role become one turn, as at Anthropic.
+A system message in the middle stays in its place, so that the prompt still begins like the earlier prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Block:
     where: str
     control: CacheControl | None
     place: Place | None
-    """None: the block is no part of the prompt."""
+    """The end of the block; None: the block is not part of the prompt."""
 
     @property
     def ttl(self) -> str:
@@ -54,7 +54,7 @@ class _Block:
 
 
 class Marks:
-    """The marks of a body. It must see all blocks that can have one, in Anthropic's order: tools, system, messages."""
+    """The marks of a body. It must see all blocks that can have marks, in the order tools, system, messages."""
 
     def __init__(self) -> None:
         self._marked: list[_Block] = []
@@ -67,7 +67,7 @@ class Marks:
             self._marked.append(self._last)
 
     def checked(self, automatic: CacheControl | None) -> list[ChatMark]:
-        """The marks, including the automatic one. Raises APIError 400 with Anthropic's words."""
+        """Return the marks, including the automatic mark. Raises APIError 400 with Anthropic's words."""
         marked, last = self._marked, self._last
         if automatic is not None and last is not None:
             automatic_block = _Block(last.where, automatic, last.place)
@@ -93,7 +93,7 @@ class Marks:
 
 
 def chat_of(service: Service, body: Request, num_bytes: int) -> Chat:
-    """The chat that a body asks for. Raises APIError 400."""
+    """Return the chat that a body asks for. Raises APIError 400."""
     template = service.tokenizer.chat_template or ""
     choice = _tool_choice(body)
     inputs = _template_inputs(body, template, is_forced=choice.mode == "required")
@@ -130,7 +130,7 @@ class _Turn:
     where: str
     """The place of its first message, for errors."""
     blocks: Sequence[tuple[str, AnyBlock]]
-    """Its blocks, and the place of each."""
+    """The place and the content of each of its blocks."""
 
     @property
     def is_blank(self) -> bool:
@@ -164,7 +164,7 @@ class _MessageWriter:
         self._messages = messages
         self._marks = marks
         self._names: dict[str, str] = {}
-        """Names of the functions that were called, by the ids of the calls."""
+        """Id of a call -> name of the called function."""
 
     def messages(self, turns: Iterable[_Turn]) -> list[Plain]:
         for turn in turns:
@@ -224,7 +224,7 @@ class _MessageWriter:
                 case ThinkingBlock():
                     thoughts.append(block.thinking)
                 case RedactedThinkingBlock():
-                    pass  # nobody here can read it
+                    pass  # only the server that encrypted it can read it
                 case ToolUseBlock():
                     self._names[block.id] = block.name
                     message.setdefault("tool_calls", []).append(earlier_call(block.id, block.name, block.input))
@@ -256,13 +256,13 @@ def _system(blocks: Sequence[TextBlock] | None, marks: Marks) -> list[Plain]:
 
 
 def _pictures(blocks: Iterable[tuple[str, TextBlock | ImageBlock]]) -> Plain:
-    """A message's field with the pictures among blocks; empty without any."""
+    """Return a message's field with the pictures among blocks; empty without pictures."""
     files = [block.file() for _, block in blocks if isinstance(block, ImageBlock)]
     return {PICTURES: files} if files else {}
 
 
 def _joined(blocks: Iterable[tuple[str, TextBlock | ImageBlock]], marks: Marks, index: int, begun: str = "") -> str:
-    """A message's content: `begun` and the texts of blocks."""
+    """Join a message's content, `begun` and the texts of blocks, and have `marks` see each block."""
     text, separator = begun, ""
     for where, block in blocks:
         text = f"{text}{'' if isinstance(block, ImageBlock) else separator}{block.text}"
@@ -277,7 +277,7 @@ def _misplaced(where: str, block: AnyBlock, role: str) -> APIError:
 
 
 def _check_continued(turn: _Turn, body: Request) -> None:
-    """Refuse to continue an answer that ended in calls, or one that must follow a schema."""
+    """Raise APIError 400 for an answer that cannot be continued: it has calls, or must follow a schema."""
     calls = [block.id for _, block in turn.blocks if isinstance(block, ToolUseBlock)]
     if calls:
         raise bad_request(
@@ -319,13 +319,13 @@ def _tool_choice(body: Request) -> ToolChoice:
 
 
 def output_format(body: Request) -> dict[str, Any] | None:
-    """The JSON schema that the answer must follow; None for any text."""
+    """Return the JSON schema that the answer must follow; None for any text."""
     form = (body.output_config and body.output_config.format) or body.output_format
     return None if form is None else form.json_schema
 
 
 def _template_inputs(body: Request, template: str, *, is_forced: bool) -> Plain:
-    """The template's switches: without `thinking` the model answers at once if it can, as at Anthropic."""
+    """Return the template's switches. Without `thinking`, the model answers at once if it can, as at Anthropic."""
     kind = "disabled" if body.thinking is None else body.thinking.type
     effort = body.output_config.effort if body.output_config is not None else None
     if kind == "enabled" and "think" not in template:

@@ -1,4 +1,4 @@
-"""Google's answers, whole or as chunks: each chunk is an answer of its own, with the new parts."""
+"""Google's answers, whole or as chunks. Each chunk has the form of an answer, with the new parts only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GeneratedContent:
         self._with_thoughts = with_thoughts
         self._num_tokens = self._num_thoughts = 0
         self._malformed: dict[int, str] = {}
-        """By candidate: a call whose arguments are no JSON object."""
+        """Candidate -> message about a call whose arguments are no JSON object."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         is_last = any(delta.finish_reason is not None for delta in deltas)
@@ -48,14 +48,14 @@ class GeneratedContent:
         return self._frame([self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)])
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """Chunks of a streamed answer; their events have no names."""
+        """Yield the chunks of a streamed answer, as events without names."""
         async for deltas in self.answer.deltas():
             chunk = await off_loop(self.num_bytes(deltas), partial(self._chunk, deltas))
             if chunk is not None:
                 yield [(None, chunk)]
 
     def _chunk(self, deltas: Sequence[Delta]) -> Json | None:
-        """A chunk; None if there is nothing to show yet."""
+        """Return a chunk; None if there is nothing to show yet."""
         candidates = [self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
         silent = {"content", "index"}
         changed = [each for each in candidates if each.keys() - silent or each["content"]["parts"] != _EMPTY]
@@ -87,7 +87,9 @@ class GeneratedContent:
         return usage
 
     def _candidate(self, delta: Delta) -> Json:
-        """The new parts of a candidate. Without any it has an empty text, or clients' chats would call it invalid."""
+        """Return a candidate with its new parts. Without parts it gets an empty text, because clients' chats would
+        otherwise call it invalid.
+        """
         reply = self._chat_answer.read(delta)
         self._num_tokens += len(delta.token_ids)
         parts = [content_part(part, with_thoughts=self._with_thoughts) for part in reply.parts]
@@ -138,18 +140,18 @@ _EMPTY = [{"text": ""}]
 
 
 def _details(num_tokens: int, num_of_pictures: int) -> list[Json]:
-    """The prompt's tokens of text, and those of pictures."""
+    """Return the numbers of the prompt's text tokens and picture tokens."""
     of_pictures = [{"modality": "IMAGE", "tokenCount": num_of_pictures}] if num_of_pictures else []
     return [*tokens_of_text(num_tokens - num_of_pictures), *of_pictures]
 
 
 def tokens_of_text(num_tokens: int) -> list[Json]:
-    """Tokens by modality."""
+    """Return a number of text tokens in the form of Google's list by modality."""
     return [{"modality": "TEXT", "tokenCount": num_tokens}]
 
 
 def content_part(part: Part, *, with_thoughts: bool) -> Json | None:
-    """A part of a reply for the client; None for thoughts that it did not ask for, and for malformed calls."""
+    """Return a part of a reply for the client; None for malformed calls, and for thoughts without `with_thoughts`."""
     if isinstance(part, Reasoning):
         return {"text": part.text, "thought": True} if with_thoughts else None
     if not isinstance(part, Call):

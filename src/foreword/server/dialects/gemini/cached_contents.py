@@ -1,6 +1,6 @@
 """/v1/cachedContents: beginnings of conversations that the server keeps for clients, and their use.
 
-If the KV is lost earlier, the next use computes it again from the source.
+If the KV is lost before a cached content ends, the next use computes the KV again from the source.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?([Z
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 LATEST_US = (datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC) - _EPOCH) // _MICROSECOND
-"""The last moment that a timestamp can name, to the second."""
+"""The last whole second that a timestamp can name, in microseconds since 1970."""
 router = APIRouter(tags=["gemini"])
 PREFIX = "cachedContents/"
 DEFAULT_TTL_US = 3600 * 10**6
 SOURCE_FIELDS = set(CachedSource.model_fields)
 _QUESTION = GenerateContentRequest.model_construct(contents=[Content(role="user", parts=[ContentPart(text=".")])])
-"""Stands for the messages after the cached content."""
+"""A placeholder for the messages after the cached content."""
 _PAGE_TOKEN = re.compile(r"(\d{1,18})-([0-9a-f]{32})", re.ASCII)
 
 
 def read_duration(text: str) -> int | None:
-    """The microseconds of a duration such as "3.5s"; None for other texts and negative durations."""
+    """Return the microseconds of a duration such as "3.5s"; None for other texts and negative durations."""
     match = _DURATION.fullmatch(text)
     return None if match is None else int(match[1]) * 10**6 + _microseconds(match[2])
 
 
 def read_timestamp(text: str) -> int | None:
-    """The microseconds since 1970 of a timestamp such as "2026-12-01T00:00:00.5Z"; None for other texts."""
+    """Return the microseconds since 1970 of a timestamp such as "2026-12-01T00:00:00.5Z"; None for other texts."""
     match = _TIMESTAMP.fullmatch(text)
     if match is None:
         return None
@@ -75,7 +75,7 @@ def read_timestamp(text: str) -> int | None:
 
 
 def timestamp(time_us: int) -> str:
-    """A moment, in UTC."""
+    """Return the timestamp, in UTC, of microseconds since 1970."""
     moment = _EPOCH + timedelta(microseconds=time_us)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
@@ -123,7 +123,7 @@ async def create_cached_content(
 
 @served(router, "GET", "cachedContents")
 async def cached_contents(request: Request, tenant: Authorized) -> Response:
-    """The caller's cached contents, the oldest first, without their sources."""
+    """List the caller's cached contents, the oldest first, without their sources."""
     contents = await service_of(request).cached_contents.of_tenant(tenant)
     after, size = _last_of_page_before(request.query_params), page_size(request.query_params)
     remaining = [content for content in contents if (content.created_us, content.id) > after]
@@ -135,7 +135,7 @@ async def cached_contents(request: Request, tenant: Authorized) -> Response:
 
 @served(router, "GET", "cachedContents/{content_id}")
 async def one_cached_content(content_id: str, request: Request, tenant: Authorized) -> Response:
-    """A cached content, without its source."""
+    """Report a cached content, without its source."""
     return json_response(_report(await _find(service_of(request), tenant, content_id)))
 
 
@@ -160,13 +160,13 @@ async def update_cached_content(
         await _end_entry(service, changed)
         return changed
 
-    # Shielded: a client that leaves must not part the end of the content from that of its KV.
+    # Shielded: if the client leaves, the content and its KV must still get the same end.
     return json_response(_report(await asyncio.shield(asyncio.ensure_future(change()))))
 
 
 @served(router, "DELETE", "cachedContents/{content_id}")
 async def delete_cached_content(content_id: str, request: Request, tenant: Authorized) -> Response:
-    """End a cached content now; its KV stays in the cache like any other."""
+    """End a cached content now. Its KV stays in the cache until it is evicted like any other KV."""
     service = service_of(request)
     content = await _find(service, tenant, content_id)
 
@@ -183,14 +183,14 @@ async def delete_cached_content(content_id: str, request: Request, tenant: Autho
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A cached content that a request begins with."""
+    """A cached content with which a request begins."""
 
     content: CachedContent
     beginning: CachedBeginning
 
 
 async def use_of(call: Call[GenerateContentRequest], model: str) -> Use | None:
-    """The cached content that a request names; None if it names none. Raises APIError 400 or 403."""
+    """Return the cached content that a request names; None if it names no content. Raises APIError 400 or 403."""
     body, service = call.body, call.service
     if body.cached_content is None:
         return None
@@ -214,7 +214,7 @@ async def use_of(call: Call[GenerateContentRequest], model: str) -> Use | None:
 
 
 async def settle(service: Service, tenant: Tenant, use: Use) -> None:
-    """Apply changes of a cached content since the request was read to the entry that the queued request will make."""
+    """Update the entry that a queued request will make, if the cached content changed after the request was read."""
     now = service.cached_contents.now(tenant, use.content.id)
     if now is None:
         await _drop(service, use.content.id)
@@ -237,7 +237,7 @@ def _gone() -> APIError:
 
 
 def _keep(service: Service, content: CachedContent) -> Keep:
-    """The entry of a cached content: it ends at the same moment, and its use does not change that."""
+    """Return how to keep a cached content's entry. It ends together with the content, and use does not prolong it."""
     left_s = max(1e-6, (content.expires_us - service.cached_contents.now_us) / 1e6)
     return Keep(left_s, RESOURCE, PREFIX + content.id, service.llm.engine.clock() + left_s, is_refreshed=False)
 
@@ -260,8 +260,8 @@ async def _compute(call: Call[CreateCachedContentRequest], content: CachedConten
     end, least = max((mark.end for mark in prompt.marks), default=0), service.llm.layout.block_size
     if end < least:
         raise bad_request(f"Cached content is too small. total_token_count={end}, min_total_token_count={least}")
-    # The prompt ends where conversations will go on; the token that it samples is thrown away. An aLoRA adapter begins
-    # at the same place as in conversations, which may be after that end.
+    # The prompt ends where conversations will continue. The token that it samples is thrown away. An aLoRA adapter
+    # begins at the same place as in conversations, which may be after the end of this prompt.
     prompt = replace(prompt, adapter=await service.adapter(content.model, call.tenant)).begun()
     ends = tuple(position for position in prompt.message_ends if position <= end)
     prompt = replace(prompt, token_ids=prompt.token_ids[:end], message_ends=ends)
@@ -287,7 +287,10 @@ def _source_text(body: CreateCachedContentRequest) -> bytes:
 
 
 def _end(body: CreateCachedContentRequest | UpdateCachedContentRequest, now_us: int) -> int | None:
-    """The end that a body gives a cached content; None without one. Raises APIError 400."""
+    """Return the end that a body gives to a cached content, in microseconds since 1970; None if it gives no end.
+
+    Raises APIError 400.
+    """
     if body.ttl is not None and body.expire_time is not None:
         raise bad_request("ttl and expireTime cannot be combined; give one of them", param="expireTime")
     if body.ttl is not None:
@@ -314,7 +317,7 @@ _CAN_CHANGE = {"ttl": "ttl", "expireTime": "expire_time", "expire_time": "expire
 
 
 def _check_changes(body: UpdateCachedContentRequest, query: Mapping[str, str]) -> None:
-    """Raise APIError 400 for changes of anything but the end. A mask says which fields count."""
+    """Raise APIError 400 if a body changes other fields than the end. With an update mask, only its fields count."""
     mask = query.get("updateMask", query.get("update_mask"))
     if mask is None:
         others = body.model_fields_set - set(_CAN_CHANGE.values())
@@ -332,7 +335,7 @@ def _check_changes(body: UpdateCachedContentRequest, query: Mapping[str, str]) -
 
 
 def _last_of_page_before(query: Mapping[str, str]) -> tuple[int, str]:
-    """The last item of the page before."""
+    """Return creation time and id of the previous page's last item, from `pageToken`. Raises APIError 400."""
     token = query.get("pageToken", "")
     if not token:
         return (-1, "")

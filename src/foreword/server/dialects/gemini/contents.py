@@ -1,7 +1,7 @@
 """Reads Google's contents, tools and thinking into a chat, and `generationConfig` into sampling.
 
-A result names its call by id, by name, or by its place alone. Calls get ids by their place in the conversation, so that
-the next turn renders them alike.
+A result names its call by id or by name, or belongs to it by its place alone. Calls without ids get ids by their place
+in the conversation, so that the next turn renders the same text.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from foreword.text.conversation import MARK, PICTURES, Place, earlier_call, func
 
 _TYPES = frozenset("string number integer boolean array object null".split())
 _NUMBERS = frozenset("minItems maxItems minLength maxLength minProperties maxProperties".split())
-"""64-bit numbers, which Google sometimes writes as strings."""
+"""Fields with 64-bit numbers, which Google sometimes writes as strings."""
 _SAME = frozenset("description title default pattern minimum maximum enum required".split()) | _NUMBERS
 _INNER = {"items": False, "anyOf": True, "prefixItems": True}
-"""Fields with schemas, and whether they hold a list of them."""
+"""Fields with schemas inside, and whether the field holds a list of schemas."""
 _IGNORED = frozenset("format example propertyOrdering nullable".split())
-"""Fields without a counterpart, and those that change another field."""
+"""Fields without a counterpart in JSON schemas, and fields that are read together with another field."""
 JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
 MOST_CALLS = 1024
 """Limit of one turn's calls that wait for their results."""
 
 
 def json_schema(schema: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of one of Google's. Raises APIError 400, with the place, for unknown fields."""
+    """Convert one of Google's schemas to a JSON schema. Raises APIError 400, with the place, for unknown fields."""
     if not isinstance(schema, Mapping):
         raise bad_request(f"Invalid value for {where}: a schema must be an object", param=where)
     fields = {_spelled(name): value for name, value in schema.items() if value is not None}
@@ -98,7 +98,7 @@ def _type(value: Any, where: str) -> dict[str, str]:
 
 
 def _properties(value: Any, order: Any, where: str) -> dict[str, Any]:
-    """The properties in the order that answers shall have; those that `order` leaves out come last."""
+    """Convert the properties, in the order for answers. Properties that `order` leaves out come last."""
     if not isinstance(value, Mapping):
         raise bad_request(f"Invalid value for {where}: it must be an object", param=where)
     first = [name for name in order if isinstance(name, str) and name in value] if isinstance(order, list) else []
@@ -118,7 +118,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_of(config: GenerationConfig) -> dict[str, Any]:
-    """The sampling parameters of a request. Raises APIError 400."""
+    """Return the sampling parameters of a request. Raises APIError 400."""
     if config.logprobs is not None and not config.response_logprobs:
         raise _wrong("logprobs", "is only allowed with responseLogprobs: true")
     same = "temperature top_p top_k seed presence_penalty frequency_penalty".split()
@@ -131,7 +131,7 @@ def sampling_of(config: GenerationConfig) -> dict[str, Any]:
 
 
 def structured_outputs(config: GenerationConfig) -> StructuredOutputsParams | None:
-    """The form that an answer must have; None for any text. Raises APIError or InvalidRequestError."""
+    """Return the form that an answer must have; None for any text. Raises APIError or InvalidRequestError."""
     schema, plain, kind = config.response_schema, config.response_json_schema, config.response_mime_type or TEXT
     if kind not in (JSON, ENUM, TEXT):
         raise _wrong("responseMimeType", f"is {kind!r}; use {TEXT}, {JSON} or {ENUM}")
@@ -156,7 +156,7 @@ def _wrong(name: str, complaint: str) -> APIError:
 
 
 def template_of(service: Service) -> str:
-    """The chat template of the served model; "" if it has none."""
+    """Return the chat template of the served model; "" if it has no template."""
     return (service.llm.tokenizer and service.llm.tokenizer.chat_template) or ""
 
 
@@ -171,9 +171,9 @@ class CachedBeginning:
 def read_chat(
     body: GenerateContentRequest, chat_template: str, num_bytes: int, cached: CachedBeginning | None = None
 ) -> Chat:
-    """The chat that a request asks for; it keeps the prompt up to the end of `cached`.
+    """Return the chat that a request asks for, with a mark that keeps the prompt up to the end of `cached`.
 
-    Raises APIError 400 for a request that makes no sense, or no prompt.
+    Raises APIError 400 for fields that make no sense.
     """
     thinking = body.generation_config.thinking_config if body.generation_config is not None else None
     first = body if cached is None else cached.source
@@ -205,9 +205,9 @@ def read_chat(
 class _Size(NamedTuple):
     num_messages: int
     num_characters: int
-    """The last message's."""
+    """The number of characters of the last message."""
     num_calls: int
-    """The last message's."""
+    """The number of calls of the last message."""
 
 
 @dataclass(slots=True)
@@ -234,12 +234,12 @@ class _Conversation:
                     raise bad_request(message, param=f"{where}.role")
 
     def size(self) -> _Size:
-        """Its size now."""
+        """Return the conversation's size now."""
         last = self.messages[-1] if self.messages else {"content": ""}
         return _Size(len(self.messages), len(last["content"]), len(last.get("tool_calls", ())))
 
     def place_of(self, size: _Size) -> Place:
-        """The conversation's end when it had this size."""
+        """Return the place at which the conversation ended when it had this size."""
         if not size.num_messages:
             return Place(0, 0)
         at = size.num_messages - 1
@@ -248,7 +248,7 @@ class _Conversation:
         return Place(at, None if is_whole else size.num_characters)
 
     def _add_answer(self, parts: Sequence[ContentPart], where: str) -> None:
-        """Add the model's parts. Successive contents are one answer: clients send streams back in pieces."""
+        """Add the model's parts. Successive contents become one answer, because clients send streams back in pieces."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
             self.waiting = []
@@ -299,7 +299,9 @@ class _Conversation:
         self.messages.append({"role": "user", "content": joined_parts(texts, "user"), **pictures})
 
     def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
-        """The result of the call with its id; else of the first one with its name; else of the first one."""
+        """Return the message of a result, for the waiting call with its id, or else the first with its name, or else
+        the first.
+        """
         call = take_call(self.waiting, result.id, result.name, any_name=True)
         if call is None:
             message = (
@@ -311,7 +313,7 @@ class _Conversation:
 
 
 def _value_of(part: ContentPart, where: str) -> str | GoogleFunctionCall | GoogleFunctionResponse | None:
-    """The value of a part; None if it is only a signature, which means nothing here."""
+    """Return the value of a part; None if it has only a signature, which has no meaning here."""
     picture = None if part.inline_data is None else MARK
     values = [value for value in (part.text, picture, part.function_call, part.function_response) if value is not None]
     if len(values) > 1 or (not values and part.thought_signature is None):
@@ -335,7 +337,7 @@ def _texts(parts: Sequence[ContentPart], where: str) -> list[str]:
 
 
 def _tools(tools: Sequence[GoogleTool] | None) -> list[dict[str, Any]]:
-    """Tools as chat templates take them."""
+    """Convert tools to the form for chat templates."""
     return [
         _tool(declaration, f"tools[{number}].functionDeclarations[{at}]")
         for number, tool in enumerate(tools or ())
@@ -376,7 +378,7 @@ def _tool_choice(tool_config: GoogleToolConfig | None, function_names: Sequence[
 
 
 def _thinking_inputs(config: ThinkingConfig, chat_template: str) -> dict[str, Any]:
-    """The template's inputs that switch thinking: those among them that it mentions."""
+    """Return the inputs that switch thinking, as far as the template mentions them."""
     budget, level = config.thinking_budget, config.thinking_level
     level = None if level == "THINKING_LEVEL_UNSPECIFIED" else level
     if budget is not None and level is not None:

@@ -55,7 +55,7 @@ async def generate_content(
 async def stream_generate_content(
     model: str, call: Annotated[Call[GenerateContentRequest], Depends(call_of(GenerateContentRequest))]
 ) -> Response:
-    """Answer a conversation in chunks: server-sent events with alt=sse, else one JSON array."""
+    """Answer a conversation in chunks: server-sent events with alt=sse, otherwise one JSON array."""
     form = call.request.query_params.get("alt", "json")
     if form not in ("sse", "json"):
         raise bad_request(f"alt={form!r:.60} is not known; use sse or json", param="alt")
@@ -67,7 +67,7 @@ async def stream_generate_content(
 async def count_tokens(
     model: str, call: Annotated[Call[CountTokensRequest], Depends(call_of(CountTokensRequest))]
 ) -> Response:
-    """The number of tokens in the prompt of some contents, or of a whole request."""
+    """Count the tokens in the prompt of contents, or of a whole request."""
     body, request = call.body, call.body.generate_content_request
     if (body.contents is None) == (request is None):
         raise bad_request("give either contents or generateContentRequest")
@@ -80,7 +80,7 @@ async def count_tokens(
 
 
 async def _read(model: str, call: Call[GenerateContentRequest]) -> tuple[Chat, Use | None]:
-    """The chat that a call of a model asks for, and the cached content that it begins with."""
+    """Return the chat that a call asks for, and the cached content with which it begins, if any."""
     body, service = call.body, call.service
     service.check_model(model, call.tenant)
     if body.model is not None and body.model.removeprefix("models/") != model:
@@ -115,7 +115,7 @@ async def _start(model: str, call: Call[GenerateContentRequest], *, stream: bool
 
 
 _STATUSES = {405: 404, 408: 504}
-"""Google's statuses in place of those that it does not use here."""
+"""Statuses that Google's API does not use here -> Google's statuses in their place."""
 _NAMES = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -128,7 +128,7 @@ _NAMES = {
 
 
 class Gemini(Dialect):
-    """The API of google-genai's clients. Streams consist of chunks alone, and end with the last one."""
+    """The API of google-genai's clients. A stream consists only of chunks, and ends with the last chunk."""
 
     name = "gemini"
     routers = (router, cached_contents.router)
@@ -186,7 +186,7 @@ def _body(error: APIError) -> dict[str, Any]:
 
 
 def _message(error: APIError) -> str:
-    """The message, in Google's words where clients look for them."""
+    """Return the message of an error, in Google's words where clients look for these words."""
     if isinstance(error, UnknownFieldError):
         place, _, name = (error.param or "").rpartition(".")
         at = f" at '{place}'" if place else ""

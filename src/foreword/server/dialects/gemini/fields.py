@@ -1,7 +1,7 @@
 """The paths of Google's Gemini API, and its requests as pydantic models.
 
-Each field has two spellings, camelCase and snake_case, as in all JSON that Google's services read: its own client mixes
-them.
+Each field has two spellings, camelCase and snake_case, as in all JSON that Google's services read. Google's own client
+mixes both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 def served(
     router: APIRouter, method: str, path: str, model: type[Body] | None = None
 ) -> Callable[[Endpoint], Endpoint]:
-    """Make an endpoint of a function, in all versions. `model`: of its body."""
+    """Return a decorator that makes a function an endpoint in all versions. `model`: the model of its body."""
 
     def add(function: Endpoint) -> Endpoint:
         for version in VERSIONS:
@@ -53,12 +53,12 @@ def served(
 
 
 def page_size(query: Mapping[str, str]) -> int:
-    """The number of items that a list's page may have."""
+    """Return the number of items that a list's page may have."""
     return min(number_in(query, "pageSize") or PAGE_SIZE, MAX_PAGE_SIZE)
 
 
 def number_in(query: Mapping[str, str], name: str) -> int:
-    """A number in a query; 0 without one. Raises APIError 400."""
+    """Read a number in a query; 0 if it is missing. Raises APIError 400."""
     text = query.get(name, "") or "0"
     if not text.isdecimal() or len(text) > 9:
         raise bad_request(f"{name}={text!r:.60} is not valid; send a number, or leave it out", param=name)
@@ -66,7 +66,7 @@ def number_in(query: Mapping[str, str], name: str) -> int:
 
 
 def _listed(value: Any) -> Any:
-    """One object where a list is expected: Google takes it for a list of one."""
+    """Put an object into a list where a list is expected, because Google takes one object for a list of one."""
     return [value] if isinstance(value, dict) else value
 
 
@@ -75,7 +75,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_.:-]{0,127}$"
 
 
 class GoogleBody(Body):
-    """A body, or a part of one. Its fields have two spellings."""
+    """A body, or a part of a body. Its fields have two spellings."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
 
@@ -117,7 +117,7 @@ class InlineData(GoogleBody):
     display_name: Word | None = None
 
     def file(self, where: str) -> PictureFile:
-        """The picture. Raises InvalidRequestError."""
+        """Return the picture's file. Raises InvalidRequestError."""
         if not self.mime_type.lower().startswith("image/"):
             raise InvalidRequestError(
                 f"{where}.inlineData is of the type {self.mime_type!r}; this server takes pictures (image/png) and text"
@@ -126,7 +126,7 @@ class InlineData(GoogleBody):
 
 
 class ContentPart(GoogleBody):
-    """A part of a content: a text, a call or the result of one."""
+    """A part of a content: a text, a picture, a call or a call's result."""
 
     text: str | None = None
     function_call: GoogleFunctionCall | None = None
@@ -153,7 +153,7 @@ class Content(GoogleBody):
 
 
 class FunctionDeclaration(GoogleBody):
-    """A function that the model may call. What it returns is not part of the prompt."""
+    """A function that the model may call. The schema of its result is not part of the prompt."""
 
     name: FunctionName
     description: str | None = None
@@ -165,7 +165,7 @@ class FunctionDeclaration(GoogleBody):
 
 
 class GoogleTool(GoogleBody):
-    """One of `tools`: functions, or a tool of Google's own."""
+    """One of `tools`: functions, or one of Google's own tools."""
 
     function_declarations: (
         Annotated[Annotated[list[FunctionDeclaration], Field(max_length=128, fail_fast=True)], Listed] | None
@@ -180,7 +180,7 @@ class GoogleTool(GoogleBody):
     mcp_servers: Unsupported = None
 
     def asks_for_unsupported(self) -> str | None:
-        """Name of the first tool of Google's own: an empty object asks for one."""
+        """Return the name of the first of Google's own tools. Even an empty object asks for the tool."""
         return next((name for name in self.UNSUPPORTED if getattr(self, name) is not None), None)
 
 
@@ -264,7 +264,7 @@ class GenerateContentRequest(GoogleBody):
 
 
 class CachedSource(GoogleBody):
-    """The beginning of conversations that a cached content holds."""
+    """The beginning of a conversation, which a cached content holds."""
 
     contents: Contents | None = None
     system_instruction: Content | None = None
@@ -287,7 +287,7 @@ class CreateCachedContentRequest(CachedSource):
 
 
 class UpdateCachedContentRequest(GoogleBody):
-    """PATCH /v1/cachedContents/ID: a cached content, of which only the end can change."""
+    """PATCH /v1/cachedContents/ID: the fields of a cached content. Only its end can change."""
 
     ttl: Word | None = None
     expire_time: Word | None = None

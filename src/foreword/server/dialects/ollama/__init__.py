@@ -1,1 +1,1 @@
-"""Ollama's API, as far as it reads: chats, texts, and what is served."""
+"""Ollama's API, without the calls that change models: chats, texts, embeddings, and lists of models."""

@@ -1,4 +1,4 @@
-"""Ollama's answers, whole or as lines of JSON; the last line has counts and durations."""
+"""Ollama's answers, whole or as lines of JSON. The last line has counts and durations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def now() -> str:
-    """The time in Ollama's form."""
+    """Return the current time in Ollama's form."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -32,9 +32,9 @@ class Wish:
     model: str
     is_chat: bool
     num_top: int | None = None
-    """Number of likeliest tokens to report at each position; None: no log probabilities."""
+    """The number of likeliest tokens to report at each position; None: no log probabilities."""
     num_ctx: int | None = None
-    """The length of the context, if the client asked for another one; None: it did not."""
+    """The server's context length, to report if the client asked for another length; None: do not report it."""
     with_context: bool = False
     """Whether the answer ends with its tokens, so that a later call can continue it."""
 
@@ -45,7 +45,7 @@ class OllamaAnswer:
     piece_depth = 4
 
     def __init__(self, service: Service, answer: ChatAnswer | AnswerStream, wish: Wish) -> None:
-        """`answer` is a stream for prompts without a chat template."""
+        """`answer`: an AnswerStream for prompts without a chat template."""
         self.answer = answer.stream if isinstance(answer, ChatAnswer) else answer
         self._chat_answer = answer if isinstance(answer, ChatAnswer) else None
         self._service = service
@@ -61,7 +61,7 @@ class OllamaAnswer:
         return self._line(delta, self._read(delta).parts) | self._end(delta)
 
     async def events(self) -> AsyncIterator[list[Event]]:
-        """Lines of a streamed answer: one for each kind of part, then the end."""
+        """Yield the lines of a streamed answer: one for each part, then the end."""
         async for deltas in self.answer.deltas():
             yield await off_loop(self.num_bytes(deltas), partial(self._lines, deltas))
 
@@ -82,7 +82,7 @@ class OllamaAnswer:
         return self._chat_answer.read(delta)
 
     def _line(self, delta: Delta | None, parts: Sequence[Part]) -> Json:
-        """A line with these parts, and the log probabilities of a delta's tokens."""
+        """Return a line with these parts, and the log probabilities of a delta's tokens."""
         text = "".join(_text(part) for part in parts if not isinstance(part, Reasoning))
         thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls = [call for part in parts if (call := self._call(part)) is not None]
@@ -119,7 +119,7 @@ class OllamaAnswer:
         }
         if self._wish.with_context:
             token_ids, ends = list(output.outputs[0].token_ids), self._service.llm.engine.limits.eos_token_ids
-            if token_ids and token_ids[-1] in ends:  # the next turn writes it
+            if token_ids and token_ids[-1] in ends:  # the template writes the end token in the next turn
                 token_ids.pop()
             end["context"] = [*output.prompt_token_ids, *token_ids]
         if self._wish.num_ctx is not None:
@@ -128,7 +128,10 @@ class OllamaAnswer:
 
 
 def _durations(record: RequestRecord) -> Json:
-    """Nanoseconds: waiting for the first step counts as the time to load, and the three parts add up to the total."""
+    """Return the durations in nanoseconds. The wait for the first step counts as the time to load.
+
+    The three parts add up to the total.
+    """
     end = record.token_times[-1] if record.token_times else time.monotonic()
     first = record.token_times[0] if record.token_times else end
     begun = record.first_scheduled_time if record.first_scheduled_time is not None else first
@@ -142,7 +145,7 @@ def _durations(record: RequestRecord) -> Json:
 
 
 def _text(part: Part) -> str:
-    """The text of a part; a malformed call appears as text."""
+    """Return the text of a part. A malformed call appears as text, other calls as an empty text."""
     if not isinstance(part, Call):
         return part.text
     return "" if arguments_of(part) is not None else f"{part.name}({part.arguments})"

@@ -1,7 +1,7 @@
-"""Ollama's dialect: /api/chat, /api/generate, and what is served: /api/tags, /api/ps, /api/show, /api/version.
+"""Ollama's dialect: /api/chat, /api/generate and /api/embed; about the model: /api/tags, /api/ps, /api/show.
 
-The path marks a call as Ollama's. A server has the model that it was started with: calls that would change which models
-there are get 501.
+A call belongs to this dialect by its path. A server has only the model that it was started with, so calls that would
+change the models get 501.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Json = dict[str, Any]
 
 
 def served_name(names: Sequence[str], name: str) -> str:
-    """The server's name for the model that a client names. Raises APIError 404."""
+    """Return the server's name for the model that a client names. Raises APIError 404."""
     for known_name in (name, name.removesuffix(LATEST)):
         if known_name in names:
             return known_name
@@ -56,13 +56,13 @@ def served_name(names: Sequence[str], name: str) -> str:
 
 
 def listed(service: Service, names: Sequence[str]) -> Json:
-    """/api/tags."""
+    """Return the body of /api/tags."""
     about = _about(service) | {"modified_at": _modified(service)}
     return {"models": [{"name": name, "model": name, **about} for name in names]}
 
 
 def running(service: Service, names: Sequence[str]) -> Json:
-    """/api/ps."""
+    """Return the body of /api/ps."""
     on_cpu = service.llm.config.model.device == "cpu"
     about = _about(service)
     about |= {
@@ -74,7 +74,7 @@ def running(service: Service, names: Sequence[str]) -> Json:
 
 
 def shown(service: Service, name: str) -> Json:
-    """/api/show of a model."""
+    """Return the body of /api/show for a model."""
     tokenizer, family = service.llm.tokenizer, _family(service)
     template = (tokenizer and tokenizer.chat_template) or ""
     parameters = {"num_ctx": service.max_model_len, **service.sampling_defaults}
@@ -127,7 +127,7 @@ def _modified(service: Service) -> str:
 
 
 def _num_bytes(model: Path) -> int:
-    """Bytes of the files of weights; 0 if they are not in this folder."""
+    """Return the bytes of the files of weights; 0 if they are not in this folder."""
     files = model.iterdir() if model.is_dir() else [model]
     return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS and file.is_file())
 
@@ -140,7 +140,7 @@ async def chat(call: Annotated[Call[OllamaChatRequest], Depends(call_of(OllamaCh
     """Answer a conversation."""
     body, service = call.body, call.service
     caller = call.caller("ollama.chat", _model(call, body.model))
-    if not body.messages:  # asks for the model to be there
+    if not body.messages:  # the call only asks to load the model
         return json_response(_loaded(body) | {"message": {"role": "assistant", "content": ""}})
     chat = await call.work(lambda: chat_of(service, body, call.num_bytes))
     params = await sampling_params(service, sampling_of(body), output_format(body))
@@ -154,7 +154,7 @@ async def generate(call: Annotated[Call[GenerateRequest], Depends(call_of(Genera
     body, service = call.body, call.service
     caller = call.caller("ollama.generate", _model(call, body.model))
     call.refuse_unsupported("{}: not supported by this server; leave it out")
-    if not body.prompt:  # asks for the model to be there
+    if not body.prompt:  # the call only asks to load the model
         return json_response(_loaded(body) | {"response": ""})
     params = await sampling_params(service, sampling_of(body), output_format(body))
     wish = replace(_wish(service, body), with_context=not body.raw)
@@ -174,7 +174,7 @@ async def generate(call: Annotated[Call[GenerateRequest], Depends(call_of(Genera
 
 @router.post("/api/embed", openapi_extra=takes(EmbedRequest))
 async def embed(call: Annotated[Call[EmbedRequest], Depends(call_of(EmbedRequest))]) -> Response:
-    """Vectors of texts."""
+    """Return the vectors of texts."""
     body, started = call.body, time.monotonic()
     caller = call.caller("ollama.embed", _model(call, body.model))
     embedded = await embeddings.embed(
@@ -192,7 +192,7 @@ async def embed(call: Annotated[Call[EmbedRequest], Depends(call_of(EmbedRequest
 
 @router.post("/api/embeddings", openapi_extra=takes(OldEmbedRequest))
 async def old_embed(call: Annotated[Call[OldEmbedRequest], Depends(call_of(OldEmbedRequest))]) -> Response:
-    """The vector of one text."""
+    """Return the vector of one text."""
     body = call.body
     caller = call.caller("ollama.embed", _model(call, body.model))
     embedded = await embeddings.embed(call.service, caller, new_id("ollama-"), body.prompt or [], None, truncates=True)
@@ -202,7 +202,7 @@ async def old_embed(call: Annotated[Call[OldEmbedRequest], Depends(call_of(OldEm
 
 @router.post("/api/show", openapi_extra=takes(ModelRequest))
 async def show(call: Annotated[Call[ModelRequest], Depends(call_of(ModelRequest))]) -> Response:
-    """The model's properties and abilities."""
+    """Report the model's properties and abilities."""
     name = call.body.model or call.body.name
     if name is None:
         raise bad_request("model is required", param="model")
@@ -211,25 +211,25 @@ async def show(call: Annotated[Call[ModelRequest], Depends(call_of(ModelRequest)
 
 @router.get("/api/tags")
 async def tags(request: Request, tenant: Authorized) -> Response:
-    """The names under which the server serves its model."""
+    """List the names under which the server serves its model."""
     return json_response(listed(service_of(request), service_of(request).models_of(tenant)))
 
 
 @router.get("/api/ps")
 async def ps(request: Request, tenant: Authorized) -> Response:
-    """The model, which stays in memory for as long as the server runs."""
+    """Report the model, which stays in memory as long as the server runs."""
     return json_response(running(service_of(request), service_of(request).models_of(tenant)))
 
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def alive() -> Response:
-    """The answer to the first call of Ollama's clients: whether a server is there."""
+    """Answer the first call of Ollama's clients, by which they see that a server runs."""
     return PlainTextResponse("foreword is running")
 
 
 @router.get("/api/version")
 async def version() -> Response:
-    """The version of this server."""
+    """Report the version of this server."""
     return json_response({"version": __version__})
 
 
@@ -240,7 +240,7 @@ async def version() -> Response:
 @router.delete("/api/delete", include_in_schema=False)
 @router.post("/api/blobs/{digest}", include_in_schema=False)
 async def change_models(request: Request, tenant: Authorized) -> Response:
-    """501: this server keeps no store of models. /openapi.json does not list calls that are always refused."""
+    """Refuse with 501, because this server has no store of models. /openapi.json does not list refused calls."""
     raise APIError(
         501,
         f"{request.url.path}: this server has no store of models to change; it serves the one that it was started "
@@ -250,12 +250,12 @@ async def change_models(request: Request, tenant: Authorized) -> Response:
 
 
 def _model(call: Call[Body], name: str) -> str:
-    """The server's name for a model. Raises APIError 404 for another model."""
+    """Return the server's name for a model. Raises APIError 404 for another model."""
     return served_name(call.service.models_of(call.tenant), name)
 
 
 def _loaded(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
-    """The answer to a call that only loads or unloads the model, which always stays loaded."""
+    """Return the answer to a call that only loads or unloads the model. The model always stays loaded."""
     reason = "unload" if body.keep_alive in (0, "0") else "load"
     return {"model": body.model, "created_at": now(), "done": True, "done_reason": reason}
 
@@ -271,7 +271,7 @@ def _wish(service: Service, body: OllamaChatRequest | GenerateRequest) -> Wish:
 
 
 class Ollama(Dialect):
-    """The API of ollama's clients. A stream consists of lines of JSON; an error is one of them."""
+    """The API of ollama's clients. A stream consists of lines of JSON. An error is such a line too."""
 
     name = "ollama"
     routers = (router,)

@@ -28,7 +28,7 @@ class Options(Body):
     """`options`."""
 
     num_predict: Integer | None = None
-    """Most tokens of the answer; 0 and less: as many as fit."""
+    """Most tokens of the answer; 0 or less: as many as fit."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_k: Integer | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -57,7 +57,7 @@ class Options(Body):
     penalize_newline: bool | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
-    # Ways of sampling that this engine lacks: only the values that switch them off are taken.
+    # Ways of sampling that this engine lacks. Only values that switch the method off are accepted.
     mirostat: Literal[0] | None = None
     tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
     typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -82,7 +82,7 @@ class EmbedRequest(Body):
     model: Name
     input: str | Annotated[list[str], Field(fail_fast=True)]
     truncate: bool | None = None
-    """Whether a text that is too long keeps its beginning; True unless it is false, as at Ollama."""
+    """Whether to cut the end off a text that is too long. None counts as true, as at Ollama."""
     dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     options: Options | None = None
     keep_alive: KeepAlive | None = None
@@ -92,7 +92,7 @@ class EmbedRequest(Body):
 
 
 class OldEmbedRequest(Body):
-    """POST /api/embeddings, which Ollama had before."""
+    """POST /api/embeddings, Ollama's older form of /api/embed."""
 
     model: Name
     prompt: str | None = None
@@ -139,7 +139,7 @@ class EarlierCall(Part):
 
 
 class OllamaMessage(Part):
-    """A message; unknown fields of earlier answers are ignored."""
+    """A message. Unknown fields of earlier answers are ignored."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -148,7 +148,7 @@ class OllamaMessage(Part):
     tool_calls: Annotated[list[EarlierCall], Field(max_length=128)] | None = None
     tool_name: Name | None = None
     name: Name | None = None
-    """An older name of `tool_name`."""
+    """The older name of `tool_name`."""
     tool_call_id: Name | None = None
 
 
@@ -182,9 +182,9 @@ class GenerateRequest(_Generation):
     prompt: str | None = None
     system: str | None = None
     context: TokenIds | None = None
-    """The tokens of an earlier answer and its prompt, which this one continues."""
+    """The tokens of an earlier prompt and its answer, which this call continues."""
     raw: bool | None = None
-    """Whether the prompt is the whole prompt, without a chat template."""
+    """Whether the prompt is used as it is, without a chat template."""
     images: list[str] | None = None
     suffix: Unsupported = None
     template: Unsupported = None

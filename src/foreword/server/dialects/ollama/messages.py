@@ -1,7 +1,7 @@
 """Reads Ollama's messages, tools and options into a chat and its sampling.
 
-Ollama's messages have no ids of calls: a result belongs to the first waiting call with its name. Calls get ids by their
-place, so that the next turn renders them alike.
+In Ollama's messages calls may have no ids, so a result belongs to the first waiting call with its name. Calls without
+ids get ids by their place, so that the next turn renders the same text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Plain = dict[str, Any]
 
 
 def chat_of(service: Service, body: OllamaChatRequest | GenerateRequest, num_bytes: int) -> Chat:
-    """The chat that a body asks for. Raises APIError 400."""
+    """Return the chat that a body asks for. Raises APIError 400."""
     if isinstance(body, GenerateRequest):
         has_system = body.system and not body.context  # a context begins with the system message
         messages = [{"role": "system", "content": body.system}] if has_system else []
@@ -78,13 +78,13 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Plain]:
 
 
 def _shown(role: str, text: str | None, images: Sequence[str] | None) -> Plain:
-    """A message with pictures, each in base64, before its text."""
+    """Return a message whose pictures, given in base64, stand before its text."""
     plain: Plain = {"role": role, "content": MARK * len(images or ()) + (text or "")}
     return plain | {PICTURES: [file_of_base64(image) for image in images]} if images else plain
 
 
 def _result(message: OllamaMessage, waiting: list[Plain]) -> Plain:
-    """The fields of a tool's message that name the call it answers. Removes the call from `waiting`."""
+    """Return the fields of a tool's message that name its call. Removes the call from `waiting`."""
     name = message.tool_name or message.name
     call = take_call(waiting, message.tool_call_id, name, any_name=name is None)
     if call is None:  # its call was not sent
@@ -93,7 +93,7 @@ def _result(message: OllamaMessage, waiting: list[Plain]) -> Plain:
 
 
 def can_think(service: Service) -> bool:
-    """Whether the model's template speaks of thinking."""
+    """Say whether the model's template mentions thinking."""
     template = service.tokenizer.chat_template or ""
     return "think" in template or "reasoning_effort" in template
 
@@ -108,18 +108,18 @@ def _thinking(service: Service, body: OllamaChatRequest | GenerateRequest) -> Pl
 
 
 def sampling_of(body: OllamaChatRequest | GenerateRequest) -> dict[str, Any]:
-    """The sampling parameters of a call's options."""
+    """Return the sampling parameters of a call's options."""
     options = body.options or Options()
     return {name: getattr(options, name) for name in _SAME_NAMES} | {
         "repetition_penalty": options.repeat_penalty,
-        "seed": options.seed if (options.seed or 0) >= 0 else None,  # below 0: another one each time
+        "seed": options.seed if (options.seed or 0) >= 0 else None,  # below 0: a new seed each time
         "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
 
 
 def output_format(body: OllamaChatRequest | GenerateRequest) -> StructuredOutputsParams | None:
-    """The form that the answer must have; None for any text."""
+    """Return the form that the answer must have; None for any text."""
     if isinstance(body.format, dict):
         return StructuredOutputsParams(json=body.format)
     return StructuredOutputsParams(json_object=True) if body.format else None
