@@ -202,7 +202,7 @@ def plan_decoding_tile(batch: Batch, scrap_block: int, block_size: int, *, num_r
 
 
 def _tables(batch: Batch, rows: npt.NDArray[np.intp], owned: IntArray, num_blocks: int, scrap_block: int) -> IntArray:
-    """The first blocks of some requests, [rows, num_blocks]; the scrap block after those that they own."""
+    """The first blocks of some requests, [rows, num_blocks]; the scrap block follows the blocks that they own."""
     tables = np.full((len(rows), num_blocks), scrap_block, np.int32)
     present = batch.block_tables[rows, :num_blocks]
     tables[:, : present.shape[1]] = present

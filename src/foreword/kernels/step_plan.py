@@ -162,7 +162,7 @@ def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
 def sort_by_blocks(
     batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
 ) -> tuple[Int64Array, Int64Array | None]:
-    """Members sorted by tables, and the whole chunks that each shares with the next; None: sorting does not pay."""
+    """Members sorted by tables, and the whole chunks that each member shares with the next; None: it does not pay."""
     chunk_blocks = -(-CHUNK // block_size)
     whole = (batch.positions[batch.query_starts[1:] - 1][members].astype(np.int64) + 1) // CHUNK
     long = whole.nonzero()[0]
@@ -243,7 +243,7 @@ class Sharing:
         return step
 
     def plan_singles(self, batch: Batch, block_size: int) -> StepPlan | None:
-        """Plan a step of single tokens; None if each only reads the chunks of its own KV."""
+        """Plan a step of single tokens; None if each token reads only its own request's KV."""
         if self._enabled and batch.num_tokens > 1:
             _, joined = sort_by_blocks(batch, np.arange(batch.num_tokens), block_size, self._rule())
             if joined is not None:

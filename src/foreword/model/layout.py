@@ -189,7 +189,7 @@ class LayoutOptions:
     max_tokens: int = 2**31
     """The longest sequence; a window or chunk of at least this length is full attention."""
     num_sink_tokens: int = 0
-    """Shared positions before those of every request; they fill whole blocks and need full attention in every layer."""
+    """Shared positions before each request's own. They fill whole blocks, and need full attention in every layer."""
     keep_all: bool = False
     """Whether windows and chunks are treated as full attention. This takes more memory, and hits end at any token."""
 

@@ -242,7 +242,7 @@ def _spec_of(stored: StoredModel) -> DecoderSpec:
 
 
 def load_foreign_model(options: ModelConfig) -> LoadedModel:
-    """Load a model in transformers' modules, fused where a trial shows equal bits, even if its family is written."""
+    """Load a model in transformers' modules, even if its family is written; fuse modules where bits stay equal."""
     from foreword.model.checkpoint.read import read_checkpoint
 
     return _accelerated(load_plain(read_checkpoint(options), options))

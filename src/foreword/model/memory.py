@@ -83,10 +83,10 @@ class MemoryUse:
 
     total_bytes: int
     others_bytes: int
-    """Taken by other programs, and by the driver for this one."""
+    """Bytes that other programs take, and that the driver takes for this program."""
     weights_bytes: int
     activations_bytes: int
-    """The most that one step takes, including sampling."""
+    """The most bytes that one step takes, including sampling."""
     graphs_bytes: int = 0
 
     def pool_bytes(self, utilization: float) -> int:

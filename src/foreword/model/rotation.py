@@ -140,7 +140,7 @@ class KeyMover:
         self._move(sources, targets, [move for move in moving if move.shift])
 
     def _move(self, sources: Int64Array, targets: Int64Array, shifted: Sequence[Move]) -> None:
-        """Copy all tokens, and turn those of the moves `shifted`."""
+        """Copy all tokens, and turn the keys of the moves `shifted`."""
         lengths = [len(move.targets) for move in shifted]
         owners = np.repeat(np.arange(len(shifted)), lengths)
         turning = np.concatenate([move.targets for move in shifted]) if shifted else np.empty(0, np.int64)
@@ -177,6 +177,6 @@ class KeyMover:
 
 
 def _bits(kv_format: KVFormat, elements: Tensor) -> Any:
-    """Elements as an array that kernels take; they share memory."""
+    """View elements as an array that kernels take, in the same memory."""
     torch_type, numpy_type, _ = _BITS[kv_format]
     return elements.view(torch_type).numpy().view(numpy_type)

@@ -61,7 +61,7 @@ class ForwardPass:
     keep: Tensor
     """[padded] int32: rows whose logits are computed."""
     num_kept: int
-    """The number of wanted rows in `keep`; the others are padding."""
+    """The number of wanted rows in `keep`; the rows after these are padding."""
     groups: dict[int, GroupPlan]
     runs: dict[int, list[StateRun]]
     adapted: AdaptedRows | None = None

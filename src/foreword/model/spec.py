@@ -99,7 +99,7 @@ class NetworkNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """Networks of which a router chooses some for each row (arXiv 1701.06538)."""
+    """Networks, some of which a router chooses for each row (arXiv 1701.06538)."""
 
     count: int
     chosen: int
@@ -162,7 +162,7 @@ class LatentSpec:
     query_rank: int | None = None
     """Elements between the two products that make queries; None: one product makes them."""
     epsilon: float = 1e-6
-    """Epsilon of its norms; the model's other norms may have another."""
+    """Epsilon of its norms; the model's other norms may have a different epsilon."""
     norm: str = "self_attn.kv_a_layernorm"
     up: str = "self_attn.kv_b_proj"
     """Name of the product that makes keys and values. For each head, the key's outputs come first, then the value's."""

@@ -75,7 +75,7 @@ class KVStorage:
         """Return the pages of the first slots, keys before values, [num_blocks + 1, bytes] each, except those without
         bytes.
 
-        `num_slots`: None: return the pages of all slots, and the extra page.
+        If `num_slots` is None, return the pages of all slots, and the extra page.
         """
         chosen = self._pages if num_slots is None else self._pages[: 2 * num_slots]
         return [page for page in chosen if page.shape[1]]

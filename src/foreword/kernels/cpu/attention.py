@@ -303,7 +303,7 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
 def _longest(step: StepPlan, alone: Int64Array, groups: Int64Array, team: tuple[int, int]) -> Int64Array:
     """The most chunks of each group to join, so that one thread computes them while others compute the rest.
 
-    `team`: KV heads, each of which is a unit of work, and threads.
+    `team`: the number of KV heads, where each head is a unit of work, and the number of threads.
     """
     num_kv_heads, num_threads = team
     queries = np.zeros(len(step.members) + 1, np.int64)

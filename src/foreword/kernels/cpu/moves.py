@@ -1,7 +1,7 @@
 """Moves of KV within its blocks: rows of keys are copied and turned, rows of values are copied, in one pass.
 
 torch needs about fifteen operations for this, each with a pass over memory. Products and sums are rounded one by one,
-in float32, and a turned element once more to its own type; so the bits are those of the same formula in torch.
+in float32, and a turned element once more to its own type. So the bits equal those of the same formula in torch.
 """
 
 from __future__ import annotations

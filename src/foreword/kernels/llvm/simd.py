@@ -177,7 +177,7 @@ transpose_codes, transpose_code_pairs = _transpose_codes(of_pairs=False), _trans
 
 @emit.instructions("aaai")
 def widen_codes(builder: Any, target: Any, source: Any, scale: Any, size: Any) -> None:
-    """Convert codes to float32 in whole vectors, so up to 15 elements more than `size`; `scale`: its address."""
+    """Convert codes to float32 in whole vectors, so up to 15 elements more than `size`; `scale`: an address."""
     factor = emit.scale_at(builder, scale)
 
     def body(index: Any) -> list[Any]:

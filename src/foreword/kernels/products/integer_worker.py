@@ -172,7 +172,7 @@ def _joined(builder: Any, parts: Sequence[Any]) -> Any:
 
 
 def _of_row(builder: Any, row: Any, quad: int, size: int) -> Any:
-    """Four numbers of a row, for each of `size / 4` outputs."""
+    """Four numbers of a row, repeated for each of `size / 4` outputs."""
     words = ir.VectorType(I32, size // QUAD)
     single = builder.insert_element(
         ir.Constant(words, ir.Undefined), emit.load(builder, row, QUAD * quad, I32), ir.Constant(I32, 0)

@@ -227,7 +227,7 @@ def _pack(
 
 @inlined
 def _pack_few(a: Any, scratch: int, base: int) -> None:
-    """Pack the few rows at `base` for all steps: the first rows, unless there is only one, and then the others."""
+    """Pack the few rows at `base` for all steps: the first rows, unless it is a single row, and then the rest."""
     target, everything, num_rows = scratch + _PACKED, (0, a.num_steps), a.num_rows
     if a.first > 1:
         _pack(a, scratch, base, (0, num_rows), a.first, everything, target)

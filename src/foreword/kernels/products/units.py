@@ -59,7 +59,7 @@ class ProductWorker(NamedTuple):
 
 
 def set_group(a: Record, group: int) -> None:
-    """Set the panels of a unit to a number near `group`, or less."""
+    """Set the number of a unit's panels: `group`, or less if heads have panels of their own."""
     a["group"] = group if a["head_panels"] == a["num_panels"] else math.gcd(group, int(a["head_panels"]))
 
 

@@ -1,4 +1,4 @@
-"""Compiled functions that run in one thread or in all of torch's, singly or as a program.
+"""Compiled functions that run in one thread or in all of torch's threads, one by one or as a program.
 
 Torch's threads are OpenMP's. This module also sets their number, and how they wait and share processors with others.
 """

@@ -53,7 +53,7 @@ class LayerArguments:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Positional arguments: query, keys, values, and slopes in units of log 2, or any tensor if there are none."""
+        """Positional: query, keys, values, and slopes in units of log 2 (any tensor if the layer has no slopes)."""
         slopes = self.options.score.slopes
         slopes = self.query if slopes is None else slopes.float() * LOG2_E
         return self.query, self.blocks.keys, self.blocks.values, slopes
@@ -159,5 +159,5 @@ def decode_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make the tensors' device the current one, since Triton launches kernels there."""
+    """Make the tensors' device the current device, since Triton launches kernels there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -15,7 +15,7 @@ from foreword.kernels.triton.arguments import on_device
 _SEGMENT_WORDS = 2048
 """Words of a page that a program copies."""
 _WORDS = (torch.int64, torch.int32, torch.uint8)
-"""Types of a copied word: the widest of which all addresses and lengths of pages are multiples."""
+"""Types of a copied word. The widest is chosen whose size divides all addresses and lengths of pages."""
 
 
 @triton.jit

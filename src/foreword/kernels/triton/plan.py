@@ -4,8 +4,8 @@ The parts follow each other without gaps:
 
     header      [HEADER]            the numbers of entries in use, and the parts' beginnings
     folds       [folds, 4]          request, first query, queries, position of the first query    (prefill)
-    queries     [queries, 4]        row of the batch, position, slot of chunk 0, 0; those of a request are neighbours,
-                                    and so are those of requests that share chunks. Position -1: a row of padding
+    queries     [queries, 4]        row of the batch, position, slot of chunk 0, 0; queries of a request are neighbours,
+                                    and so are queries of requests that share chunks. Position -1: a row of padding
     starts      [requests]          a request's first row of the batch
     items       [items, 4]          request whose blocks are read, chunk, first query, queries    (decoding)
     tables      [requests, width]   block ids

@@ -150,7 +150,7 @@ def merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed):
 def finish(peak, total, mixed, sinks, HAS_SINKS: tl.constexpr):
     """The rows' results: mixed / total, with a sink's weight in the total; 0 for rows that saw nothing.
 
-    Adding 0 makes a negative zero positive, because adding an unseen chunk may have done so before, or not.
+    Adding 0 makes a negative zero positive. Merging an unseen chunk does so too, and must not change a result.
     """
     if HAS_SINKS:
         new_peak = tl.maximum(peak, sinks)

@@ -35,7 +35,7 @@ class Place:
     """The place of a checkpoint's weight in the decoder's products."""
 
     product: int
-    """The number of the product among those of all layers."""
+    """The number of the product among the products of all layers."""
     part: int
     first: int
     """The weight's first output in the product."""

@@ -139,7 +139,7 @@ def _integer_places(places: Mapping[str, StoredPlace], config: Config, *, keeps_
 
 
 def _check(config: Config) -> None:
-    """Raise UnreadableError for a description of weights that are not read here."""
+    """Raise UnreadableError if `config` describes weights that are not read here."""
     method = config["quant_method"]
     if method == "compressed-tensors":
         groups, kind = config.get("config_groups"), "float" if config.get("format") == "float-quantized" else "int"

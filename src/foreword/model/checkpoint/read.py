@@ -92,7 +92,7 @@ def _refusal(model: str, method: str) -> UnsupportedModelError:
 
 
 def _description(config: PretrainedConfig) -> dict[str, Any] | None:
-    """How weights are quantized: from config.json, or from the part of its language model; None: plain numbers."""
+    """The description of quantized weights in config.json or in its language model's part; None: plain numbers."""
     for place in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             description = getattr(place, name, None)

@@ -180,7 +180,7 @@ def _of_network(names: NetworkNames, hidden: int, inner: int) -> dict[str, tuple
 
 
 def _ends(folder: Path, values: Mapping[str, Any]) -> frozenset[int]:
-    """The tokens that end answers: those of generation_config.json, else of config.json."""
+    """The tokens that end answers, from generation_config.json, else from config.json."""
     path = folder / "generation_config.json"
     try:
         token = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None

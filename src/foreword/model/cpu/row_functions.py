@@ -101,7 +101,7 @@ class Norm:
 
 
 class RowOperation(Operation):
-    """A norm, a norm of a sum, or a gate, of rows of one width and type."""
+    """An operation on rows of one width and type: a norm, a norm of a sum, or a gate."""
 
     def __init__(self, norm: Norm | None = None, scale: float = 1.0) -> None:
         super().__init__(_compile_worker())
@@ -117,7 +117,7 @@ class RowOperation(Operation):
         a["width"], a["x_bytes"], a["epsilon"] = width, width * size, norm.epsilon
 
     def set_gate(self, gate: Gate, width: int, dtype: torch.dtype) -> None:
-        """Compute gates from now on, of X and Y that lie side by side."""
+        """Compute gates from now on; X and Y lie side by side."""
         a, size = self.arguments, dtype.itemsize
         a["weight"], a["form"] = 0, (BFLOAT16 if size == 2 else 0) | (GELU if gate == "gelu_tanh" else 0)
         a["width"], a["x_bytes"] = width, 2 * width * size

@@ -4,7 +4,7 @@ With weights in 12 bits or in the codes of a file, the layers of usual families 
 (`cpu/layer_program.py`); everywhere else Python calls one operation after the other, with the same bits. Each operation
 gives a row bits that depend on that row alone.
 
-In the last layer, rows whose logits nobody wants are computed up to their keys and values.
+In the last layer, rows whose logits nobody wants are computed only up to attention.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Decoder:
         return logits if spec.logit_cap is None else (logits / spec.logit_cap).tanh() * spec.logit_cap
 
     def _make_chain(self) -> LayerChain | None:
-        """Join all layers, the last norm and the head into one program; None if a program cannot run one of them."""
+        """Join all layers, the last norm and the head into one program; None if a program cannot run a part."""
         all_parts, head, norm = [layer.parts() for layer in self.layers], self._head.in_program, self._norm.norm
         parts = [part for part in all_parts if part is not None]
         if len(parts) < len(all_parts) or norm is None or head is None or head.dtype != self.dtype:

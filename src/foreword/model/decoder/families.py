@@ -46,7 +46,7 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
     ),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
-"""Kind of rotary embeddings -> its parameters, beside those of every kind."""
+"""Kind of rotary embeddings -> its parameters, besides the parameters that every kind has."""
 
 
 class UnwrittenError(Exception):
@@ -220,7 +220,7 @@ def _layers(c: Fields, *, turns: Callable[[int, str], int | None] = lambda layer
 
 
 def _head_norms(names: WeightNames) -> WeightNames:
-    """These names, with norms of queries and keys."""
+    """Return `names` with norms of queries and keys."""
     return replace(names, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 
 
@@ -256,7 +256,7 @@ def qwen3(c: Fields) -> DecoderSpec:
 
 
 def smollm3(c: Fields) -> DecoderSpec:
-    """Every fourth layer, or those that `no_rope_layers` marks with 0, do not turn heads (NoPE, arXiv 2501.18795)."""
+    """Layers that `no_rope_layers` marks with 0, mostly each fourth, do not turn heads (NoPE, arXiv 2501.18795)."""
     turned = c("no_rope_layers")
     has_windows = c("use_sliding_window", False)
     layers = _layers(c, turns=lambda layer, kind: 0 if turned[layer] else None)
@@ -399,7 +399,7 @@ def qwen2_moe(c: Fields) -> DecoderSpec:
 
 
 def qwen3_moe(c: Fields) -> DecoderSpec:
-    """arXiv 2505.09388: qwen3 with experts; every layer has the window, if there is one."""
+    """arXiv 2505.09388: qwen3 with experts; every layer has the window, if the config has a window."""
     window = c("sliding_window") if c("use_sliding_window", False) else None
     layers = (LayerSpec(window),) * c("num_hidden_layers")
     return _plain(c, names=_head_norms(WeightNames()), **_qwen_experts(c, layers))
@@ -451,7 +451,7 @@ def _latent(c: Fields, value: int, *, rotary: Mapping[str, Any], **facts: Any) -
 
 
 def _deepseek_experts(c: Fields, dense: Sequence[bool], **facts: Any) -> dict[str, Any]:
-    """Experts in all layers but the `dense` ones, and shared experts, which are one network that all rows pass."""
+    """Experts in all layers that are not `dense`, and shared experts, which are one network that all rows pass."""
     c.expect("moe_layer_freq", 1)
     width, count, chosen = c("moe_intermediate_size"), c("n_routed_experts"), c("num_experts_per_tok")
     groups, of_groups = facts.get("groups", 1), facts.get("chosen_groups", 1)

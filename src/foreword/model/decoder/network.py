@@ -1,4 +1,4 @@
-"""A layer's feed-forward network: one for all rows, or experts of which a router chooses some for each row.
+"""A layer's feed-forward network: one for all rows, or experts, some of which a router chooses for each row.
 
 An expert multiplies the rows that chose it, however many there are, by products in which a row's bits depend on that
 row alone. The results of a row's experts are added in the order of choice, the best first.
@@ -89,7 +89,7 @@ class Experts:
             return mixed
         if self._shared_gate is None:
             return mixed + self._shared(rows, count)
-        # As wide as rows, because a column would not fill vectors: see `passes.py`.
+        # The gate becomes as wide as rows, because a column would not fill vectors: see `passes.py`.
         gate = self._shared_gate(rows).expand(rows.shape).contiguous()
         return mixed + torch.sigmoid(gate) * self._shared(rows, count)
 

@@ -133,7 +133,7 @@ class BiasFormula:
         return all(error is not None and error <= ROUNDING for error in errors)
 
     def _error(self, module: Any, size: float) -> float:
-        """The difference of module and formula on random rows of this size."""
+        """The relative difference between module and formula on random rows of this size."""
         linear, inputs = getattr(module, self.project), RandomInputs()
         device = linear.weight.device
         rows, residual = (inputs.rows(1, NUM_ROWS, linear.in_features).to(device) for _ in range(2))

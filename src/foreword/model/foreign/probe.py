@@ -110,7 +110,7 @@ class LayoutProbe:
     def observe(
         self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, sliding_window: int | None
     ) -> None:
-        """Note the shapes of one layer's queries, keys and values, and what it sees; or why it cannot be served.
+        """Note the shapes of a layer's queries, keys and values, and its window or chunk; or why it cannot be served.
 
         foreword's attention gets no mask. So the layer must ask it to hide what the mask hides.
         """

@@ -1,7 +1,7 @@
 """Finding out by trial what a module computes: random inputs, and a comparison of two results.
 
 The caller runs a module and a formula on the same inputs, and replaces the module only if the results agree. Inputs are
-the same in every process, so verdicts are too.
+the same in every process, so verdicts are the same, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """The plain values among a module's attributes, without its number; they may change what it computes."""
+    """The plain values among a module's attributes that may change its results; its number is left out."""
     values = ((name, value) for name, value in vars(module).items() if name != "layer_idx")
     return tuple((name, value) for name, value in values if isinstance(value, bool | int | float | str))
 

@@ -112,7 +112,7 @@ def _ranks(logprobs: Tensor, chosen: Tensor) -> Tensor:
 def digests(logits: Tensor, token_ids: Sequence[int] = ()) -> list[bytes]:
     """SHA-256 of each row of logits [rows, n] as float32. If only `token_ids` have logits, their int64 ids come first.
 
-    All are little-endian. Rows on another device are waited for.
+    All numbers are little-endian. If rows are on another device, this waits for the device.
     """
     prefix = np.array(token_ids, "<i8").tobytes()
     return [hashlib.sha256(prefix + row.tobytes()).digest() for row in logits.float().cpu().numpy().astype("<f4")]

@@ -63,7 +63,7 @@ class Vision(Protocol):
         """The text that stands in a prompt for a picture that is cut into this shape."""
 
     def grid(self, shape: Any) -> tuple[int, int] | None:
-        """Rows and columns in which its tokens turn; None: they turn as text does."""
+        """Rows and columns by which a picture's tokens turn; None: tokens turn as in text."""
         return None
 
     def without_weights(self) -> Self:
@@ -153,7 +153,7 @@ class EncodedPictures:
     def missing(self, picture: Picture, rows: range, salt: str | Alone | None = None) -> list[range]:
         """The tiles that must be encoded for these rows of a picture, as ranges of its rows.
 
-        These are the tiles from the first missing to the last missing one, with kept tiles between, as one call encodes
+        The tiles from the first missing tile to the last, with kept tiles between, because one call encodes all of
         them.
         """
         picture_tiles, size = self._pictures.get((salt, picture.digest)), self.vision.tile_rows(picture.shape)

@@ -109,7 +109,7 @@ class _Half(Vision):
     """The image processor."""
 
     def _name(self, config: Any, dtype: torch.dtype) -> None:
-        """Set the token of pictures, and a digest of everything but pixels and weights that changes pictures' rows."""
+        """Set the token of pictures, and a digest of all that changes their rows, except pixels and weights."""
         import PIL
         import transformers
 

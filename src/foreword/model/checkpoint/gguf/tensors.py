@@ -25,7 +25,7 @@ class GgufPlace:
 
     weight: GgufWeight
     keeps_codes: bool
-    """Whether weights of products are handed on in their codes."""
+    """Whether weights of products stay in their codes."""
 
     @property
     def shape(self) -> tuple[int, ...]:

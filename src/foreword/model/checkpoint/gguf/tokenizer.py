@@ -74,7 +74,7 @@ _SPLITS: Mapping[str, Sequence[Json]] = {
 _WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")
 """Names of tokenizers that take a word as it is, without merging, if it is a token."""
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Names of tokenizers whose prompts begin with a token, unless the file denies it."""
+"""Names of tokenizers whose prompts begin with a special token, unless the file says otherwise."""
 _COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")
 """Names of tokenizers that compose characters first (NFC)."""
 
