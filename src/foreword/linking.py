@@ -1,7 +1,7 @@
-"""Linking: which tokens of a prompt are copied from their sources, and how well a model answers then.
+"""Linking: copies tokens of a prompt from their sources, and checks how well a model answers then.
 
-A linked token has seen its source's beginning and nothing of the prompt before it. Which of the linkable tokens each
-method computes instead:
+A linked token has seen its source's beginning and nothing of the prompt before it. The methods differ in the linkable
+tokens that they compute instead:
 
     none        nothing: Prompt Cache (Gim et al., MLSys 2024)
     first-K     the first K tokens of each module or document: EPIC's LegoLink (Hu et al., ICML 2025)
@@ -80,7 +80,7 @@ class Method:
     after_arguments: bool = True
     """Whether the text after an argument is computed. False is only for comparison, because its answers are wrong."""
     percent: int | None = None
-    """The percentage of linkable tokens to compute, those that deviate most; None: deviations do not matter."""
+    """The percentage of the linkable tokens, the most deviating, to compute; None: deviations do not matter."""
 
     @classmethod
     def parse(cls, name: str | Method) -> Method:

@@ -136,7 +136,7 @@ def _most(are: Sequence[bool]) -> bool:
 
 
 def _goes_on(texts: tuple[str, ...] | None, other_texts: tuple[str, ...] | None) -> bool:
-    """Say whether one of two conversations, as the client sent them, begins with the other."""
+    """Say whether the client's texts of one conversation begin with all texts of the other."""
     if texts is None or other_texts is None:
         return False
     shorter = min(len(texts), len(other_texts))

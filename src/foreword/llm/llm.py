@@ -534,7 +534,7 @@ class LLM:
         overwrite: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> ExportReport:
-        """Write a prompt's cached blocks to a file for another cache of this model; compute them first if necessary.
+        """Write a prompt's cached blocks to a file for another cache of this model. Missing blocks are computed first.
 
         The file has whole blocks only, and neither text nor token ids. `with_text` adds the token ids and the salt, so
         that an LLM without `cache_dir` can import the file. Even without them, somebody who has the model may learn the

@@ -45,7 +45,10 @@ class LinkedRun:
         return self.first + self.end - self.begin
 
     def num_in_whole_blocks(self, block_size: int) -> int:
-        """Count the tokens from the run's first to the end of the source's whole blocks; 0 or less: none of the run."""
+        """Count the tokens from the run's first to the end of the source's whole blocks.
+
+        0 or less: no token of the run is in a whole block.
+        """
         return len(self.source) // block_size * block_size - self.first
 
 

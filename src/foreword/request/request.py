@@ -65,7 +65,7 @@ class LoRARequest:
     lora_name: str
     """The adapter's name on a server; only people read it."""
     lora_int_id: int = 0
-    """Not used here; vLLM keeps adapters apart by it."""
+    """Not used here; vLLM distinguishes adapters by this number."""
     lora_path: str = ""
     """Folder that PEFT's `save_pretrained` wrote."""
     load_inplace: bool = False
@@ -405,7 +405,7 @@ class Request:
         self.service_key = (0, 0)
         """Its place in the queues: rank, then number of arrival. The request with the lowest key is served first."""
         self.row = NO_ROW
-        """The row that the cache's manager gave it to run in; NO_ROW while it does not run."""
+        """The row in which it runs, as the cache's manager says; NO_ROW while it does not run."""
         self.loads = Loaded()
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -440,7 +440,7 @@ class Request:
         return self._answer
 
     def distinct_tokens(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens of prompt and answer, ascending."""
+        """Return the distinct tokens of prompt and answer, ascending."""
         if self._distinct is None:
             self._distinct = DistinctTokens()
         return self._distinct.of(self.sequence.token_ids)
@@ -515,7 +515,7 @@ class Request:
         return self._limits(vocab_size).only_end()
 
     def note_admission(self, num_hit_tokens: int, num_shared_tokens: int, lookup: LookupExplanation | None) -> None:
-        """Note the first admission: the tokens of the hit, those in shared blocks, and the result of the lookup."""
+        """Note the first admission: the number of hit tokens, of tokens in shared blocks, and the lookup's result."""
         self.metrics.first_scheduled_time = time.monotonic()
         self.loads.num_offered_tokens = num_shared_tokens
         linked_from = self.sequence.linked_from  # tokens from here on are approximate, and no hit

@@ -144,16 +144,16 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id -> number added to its logit; -inf forbids the token."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may come; None: any. An answer ends by itself only if an end token is among them."""
+    """The only tokens that may come; None: any. An answer ends by itself only if end tokens are allowed."""
     bad_words: tuple[str, ...] = ()
     """Words that may not come, as the tokenizer spells them alone and after a space."""
     logprobs: int | None = None
-    """Report the sampled token's log probability and those of this many likeliest tokens."""
+    """Report the log probabilities of the sampled token and of this many likeliest tokens."""
     logprob_token_ids: tuple[int, ...] = ()
     """Report the log probabilities of these tokens too, without ranks, wherever a token is sampled."""
     label_token_ids: tuple[int, ...] = ()
-    """The answer is the likeliest of these tokens (`max_tokens=1`). It reports the log probabilities of all of them,
-    normalised over them alone. Where that keeps the bits of their logits, the head computes no others."""
+    """The answer is the likeliest of these label tokens (`max_tokens=1`). It reports the log probabilities of all
+    labels, normalised over the labels alone. If the bits stay the same, only the logits of labels are computed."""
     certify: bool = False
     """Report digests of the logits that log probabilities were computed from (`RequestOutput.logits_digest`)."""
     prompt_logprobs: int | None = None

@@ -134,7 +134,7 @@ async def detokenize(call: Annotated[Call[DetokenizeRequest], Depends(call_of(De
 
 @router.get("/v1/cluster")
 async def cluster(request: Request) -> Response:
-    """Report the replicas, their caches as the routers know them, and the routing's counts since the start."""
+    """Report the replicas, the routers' view of the replicas' caches, and the routing's counts since the start."""
     report = _service(request).thread.report()
     assert report is not None
     return json_response({"object": "cluster", **report})

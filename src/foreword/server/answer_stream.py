@@ -105,7 +105,7 @@ class AnswerStream:
         self.whole = whole
         """Whether to hand over only the finished answer: for calls that do not stream."""
         self.outputs: list[RequestOutput] = []
-        """One output per job, once accepted. Outputs grow on the engine's thread; read them when they are finished."""
+        """One output per job, once accepted. Outputs grow on the engine's thread; read only finished outputs."""
         self.num_unfinished = len(jobs)
         """The number of unfinished jobs, which the engine's thread counts down."""
         self._home = home

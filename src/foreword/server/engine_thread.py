@@ -65,10 +65,10 @@ class _Running:
 
 
 class EngineThread(EngineDoor):
-    """Steps an engine in a thread of its own. All other methods are for the event loop's thread."""
+    """Steps an engine in a separate thread. Public methods are for the event loop's thread, except `shrink`."""
 
     def __init__(self, engine: Engine, records: Records, *, after_step: Sequence[AfterStep] = ()) -> None:
-        """The engine's thread calls `after_step` after each step in which requests ended, with these requests."""
+        """`after_step`: called on the engine's thread after each step in which requests ended, with these requests."""
         self.failure: str | None = None
         """Why the engine takes no more requests; None while it works."""
         self.num_steps = 0

@@ -154,7 +154,7 @@ class Frames:
 
     media_type = "application/x-ndjson"
     ping: bytes | None = None
-    """Bytes that keep the stream alive while there is nothing to send."""
+    """Bytes that keep the stream alive while there is nothing to send; None: send nothing then."""
     unsent: tuple[str, int] = "", 0
     """The text that is being sent, and where its rest begins, which a stream that ends early sends first."""
 

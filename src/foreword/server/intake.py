@@ -129,7 +129,7 @@ def takes(model: type[Body]) -> dict[str, Any]:
 
 
 def document_bodies(app: FastAPI, models: Sequence[type[Body]]) -> None:
-    """Add the bodies to /openapi.json. FastAPI does not know them, because it does not read the bodies itself."""
+    """Add the bodies to /openapi.json. FastAPI does not know the bodies, because the server reads them itself."""
     without = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -113,7 +113,7 @@ class RequestRecord:
     """The cache's namespace, which no client ever sees."""
     session_id: str | None = None
     trace_parent: str | None = None
-    """W3C `traceparent` header of the call, if it has one."""
+    """W3C `traceparent` header of the call; None without this header."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests, by name, of the chat template's inputs besides the messages."""
     num_choices: int = 1

@@ -49,7 +49,7 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A user or group whose prompts are kept apart from those of others."""
+    """A user or group whose cached prompts other tenants cannot find."""
 
     name: str
     max_cached_blocks: int | None = None
@@ -82,7 +82,7 @@ class Tenants:
         server_secret: str | None = None,
         quotas_work: bool = True,
     ) -> None:
-        """Raises ConfigError if the file cannot be read, or has quotas although `quotas_work` is false."""
+        """Read the file. Raises ConfigError if it cannot be read, or has quotas although `quotas_work` is false."""
         self._secret = (server_secret or secrets.token_hex(32)).encode()
         self._always = {} if api_key is None else {digest(api_key): Tenant(ANYBODY)}
         self._file = keys_file
@@ -289,7 +289,7 @@ def read_prefix(path: Path) -> str:
 class SharedPrefixes:
     """Finds the public part of a prompt: the longest public prefix that the prompt begins with.
 
-    Only whole prefixes count. A prompt that ends or differs inside a public prefix shares none of its tokens.
+    Only whole prefixes count. If a prompt ends or differs inside a public prefix, no token of this prefix is shared.
     """
 
     def __init__(self, prefixes: Sequence[TokenIds]) -> None:

@@ -67,7 +67,7 @@ class BodyLimits:
         return self.max_prompts if model.HOLDS == "prompts" else 1
 
     def check_size(self, model: type[Body], size: JsonSize) -> None:
-        """Raise APIError 400 if a body has too many values or nests them too deeply."""
+        """Raise APIError 400 if a body has too many values or too many levels of nesting."""
         if size.depth > MAX_DEPTH:
             raise bad_request(
                 f"The body has lists and objects {size.depth} deep inside each other; at most {MAX_DEPTH} are taken, "

@@ -1,4 +1,4 @@
-"""Reuse after an edit in the middle of a chat: the tokens after the edit are linked from an earlier prompt.
+"""Reuse after an edit in the middle of a chat: the tokens after the edit are copied from an earlier prompt (linked).
 
 The answer is then approximate. So the client must ask for links, a gate decides, and the answer reports the links. If
 linking would not pay, the prompt stays plain, and the exact answer says why: the session has no such prompt, no token

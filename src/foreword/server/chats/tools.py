@@ -1,4 +1,4 @@
-"""Tools in a conversation: which of them may or must be called in an answer."""
+"""Tools in a conversation, and the calls that an answer may or must make."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ToolChoice:
 
 
 class ToolUse:
-    """The tools of one request, and which of them may or must be called."""
+    """The tools of one request, and the calls that its answer may or must make."""
 
     def __init__(self, tools: Sequence[Tool], choice: ToolChoice, tokenizer: Tokenizer) -> None:
-        """Raises APIError 400 if the choice names a tool that is missing."""
+        """Check the choice. Raises APIError 400 if it names a tool that is missing."""
         self.choice = choice if tools else ToolChoice("none")
         self._tools = tools
         self._tokenizer = tokenizer

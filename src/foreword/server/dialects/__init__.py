@@ -1,1 +1,1 @@
-"""The APIs that the server speaks, one folder each. A dialect knows its own shapes and no other dialect."""
+"""The APIs that the server speaks, one folder for each. A dialect knows only its own formats, and no other dialect."""

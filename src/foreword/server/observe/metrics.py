@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format, under vLLM's names where vLLM has them.
 
 Counters never go back, even when the cache is reset. Hits are counted in tokens. A request's label `cache` is "hit" if
-at least half of the prompt was found, and not less, because almost every prompt shares a chat template's first tokens.
+at least half of the prompt was found. A smaller part is no sign of reuse: most prompts share a template's first tokens.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ RETRY_S = 1.0
 
 
 class Recorder:
-    """Writes each request once it and all earlier ones have ended, so that the file is in order of arrival.
+    """Writes each request once this and all earlier requests have ended, so that the file is in order of arrival.
 
-    Leaves out requests that were refused before they ran. Prompts of different tenants share no blocks, so they
-    have no ids in common. Of a linked request, it writes only the tokens before the first link: no prefix lookup finds
-    later ones, and hit rates do not count them. While the file cannot be written, requests wait.
+    Requests that were refused before they ran are left out. Prompts of different tenants share no blocks, so they have
+    no ids in common. For a linked request, only the tokens before the first link are written, because no prefix lookup
+    finds later tokens, and hit rates do not count them. While the file cannot be written, requests wait.
     """
 
     def __init__(self, file: Path, running: Callable[[], list[RequestRecord]]) -> None:
@@ -69,7 +69,7 @@ class Recorder:
         return self._num_waiting_bytes
 
     def close(self) -> None:
-        """Write the waiting requests and close the file, within 10 s. May be called twice."""
+        """Write the waiting requests and close the file. Wait for that at most 10 s. May be called twice."""
         if self._thread.is_alive():
             self._ended.put(None)
             self._thread.join(timeout=10.0)

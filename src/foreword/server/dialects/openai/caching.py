@@ -52,7 +52,7 @@ class Breakpoints:
         self._num_before = num_before
 
     def text(self, content: str | Sequence[TextPart] | None, where: str, index: int, role: str) -> str:
-        """Return the text of a message's content, and collect its breakpoints. Raises APIError 400 for wrong ones."""
+        """Return a message's text, and collect its breakpoints. Raises APIError 400 for invalid breakpoints."""
         if content is None or isinstance(content, str):
             return content or ""
         texts = [part.text for part in content]

@@ -109,7 +109,7 @@ def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
 
 
 def arguments_for_template(arguments: str) -> Mapping[str, Any] | str:
-    """Return an earlier call's arguments as templates expect them: an object, or the text if that cannot be read."""
+    """Return an earlier call's arguments for templates: an object, or the text if it is no object or is too deep."""
     if scan_json(arguments.encode("utf-8", "replace")).depth > MAX_DEPTH:
         return arguments
     return read_arguments(arguments)
