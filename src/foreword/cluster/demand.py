@@ -174,7 +174,7 @@ def lost_shares(stretches: Sequence[Stretch], hits: Int64Array, scale: float) ->
     `hits` [replicas]: leading blocks that each replica holds. `scale`: requests under way at all routers, divided by
     those of this router. Both results are [replicas]. The part of one block is the smaller of
 
-        1 / (1 + requests under way that want it / replicas that hold it)     those that come next to a copy share it
+        1 / (1 + requests under way that want it / replicas that hold it)     later requests share the copy
         replicas / conversations that want it                                 a copy serves its replica's conversations
 
     A block of one conversation counts in full. A block that all requests have costs almost nothing.

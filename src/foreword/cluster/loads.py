@@ -12,7 +12,7 @@ machines and a measurement is noisy:
 
     own mean      mean of the replica's measurements; newer ones have more weight
     mean of all   mean of all such replicas' measurements
-    its rate      both, weighted: the mean of all counts as `DOUBT` measurements. Near the mean of all (`ALIKE`), that
+    its rate      mean of both, where the mean of all weighs `DOUBT` measurements; if `ALIKE`, the mean of all alone
 
 So a slow first prompt, which compiled something, does not keep requests from a replica for long: its weight fades while
 other replicas are measured. A replica that is really slower is measured again, and found slower again.

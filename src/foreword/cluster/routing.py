@@ -114,7 +114,7 @@ class RoutingCore:
         return self._usable != 0
 
     def join(self, name: str, spec: ReplicaSpec) -> None:
-        """Add a replica, or take a retired one back. Nothing is known of a new replica's cache."""
+        """Add a replica, or take a retired replica back. Nothing is known of a new replica's cache."""
         if name not in self._slot_of:
             slot = self._names.index("") if "" in self._names else self._loads.add_slot()
             mirror = ReplicaMirror(slot, self._holders, self._ages)

@@ -65,7 +65,7 @@ class Case:
         return "\n".join([self.instruction, *self.parts])
 
     def conversation(self, placement: Placement = "user") -> list[Message]:
-        """The plain conversation: each question with its answer. Without its last message, it asks the last one."""
+        """The plain conversation, with all answers. Without its last message, it asks the last question."""
         return recall.conversation(recall.Document(self.text, ()), self.questions, placement)
 
 

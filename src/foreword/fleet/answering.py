@@ -23,7 +23,7 @@ class Acceptance:
         self._all = asyncio.Event()
 
     async def wait(self) -> bool:
-        """Wait for the other requests. True for the last request, which need not wait. Cancelled ones do not count."""
+        """Wait for the other requests. True for the last one, which need not wait. Cancelled requests do not count."""
         if self._all.is_set():
             return False
         self._num_missing -= 1
@@ -101,7 +101,7 @@ class Answering:
             self._stream.put([Finished()])
 
     def _note_prompt(self, message: PromptComputed) -> None:
-        """Note the facts of a computed prompt. Only the first replica's count: a later one's hits saved no time."""
+        """Note the facts of a computed prompt. Only the first replica's facts count: later hits saved no time."""
         record, theirs = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return

@@ -70,7 +70,7 @@ class Calls:
         return _merged(results, verb.merge, by_all=True)
 
     def catch_up(self, name: str) -> bool:
-        """Have a replica run the changes that it missed, and then call `then`. False: it has missed none."""
+        """Have a replica run the changes that it missed, and then call `then`. False: it has missed no changes."""
         if name not in self._missed:
             return False
         if name not in self._making_up:

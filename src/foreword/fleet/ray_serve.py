@@ -189,7 +189,7 @@ class RayLink:
             self._members.join(name, facts)
 
     async def facts_of_engine(self) -> EngineFacts:
-        """Get the engines' facts from any replica. Waits until one is ready."""
+        """Get the engines' facts from any replica. Waits until a replica is ready."""
         facts: EngineFacts = pickle.loads(await self._handle.facts_of_engine.remote(ANY))
         return facts
 

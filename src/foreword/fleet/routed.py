@@ -112,7 +112,7 @@ class RoutedEngines:
     ) -> None:
         """`after_step` is called with requests that have ended.
 
-        `open_peers` opens the link to other fronts of the same replicas. `seed`: seeds requests without one.
+        `open_peers` opens the link to other fronts of the same replicas. `seed` seeds requests without a seed.
         """
         self.failure: str | None = None
         self.num_choices = 0
@@ -146,7 +146,7 @@ class RoutedEngines:
         return len(self.core.replicas)
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
-        """Send requests to a new replica, once it has computed the hottest prefixes; at once if it is the first one."""
+        """Send requests to a new replica, once it has hot prefixes. The first replica gets requests at once."""
         self.facts[name] = facts
         hot = self._warmth.for_new_replica(facts.spec)
         self.core.join(name, facts.spec)

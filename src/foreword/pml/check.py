@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """The place where two texts meet that would have other tokens if they were tokenized as one text."""
+    """Two neighbouring texts that are tokenized separately, and would have other tokens as one text."""
 
     before: str
     """Path of the module whose text ends there. `after`: path of the module whose text begins there."""

@@ -80,7 +80,7 @@ def parse(text: str | bytes, file: str) -> Element:
 
 
 class _Reader:
-    """Collects what expat reports."""
+    """Builds elements from expat's events."""
 
     def __init__(self, file: str) -> None:
         self._file = file

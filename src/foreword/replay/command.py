@@ -428,7 +428,7 @@ def add_scheduling_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def schedulings_of(args: argparse.Namespace) -> list[tuple[Scheduling, SchedulerConfig]]:
-    """The orders to compare, with the options of the scheduler; none without --scheduling."""
+    """The orders to compare, each with the scheduler's options; empty without --scheduling."""
     if not 0.0 < args.load < float("inf"):
         raise ConfigError(f"--load {args.load} is no factor; use a number above 0, such as 1.5")
     config = SchedulerConfig(max_overtake_s=args.max_overtake_s)

@@ -56,7 +56,7 @@ class Tables(NamedTuple):
     key_of: PrefixKeys
     """[blocks]"""
     stamp_of: Int64Array
-    """[blocks]; -1: none."""
+    """[blocks]; the stamp of the block's last use, or -1."""
     last_use: FloatArray
     """[blocks]"""
     block_of_stamp: npt.NDArray[np.int32]
@@ -303,7 +303,7 @@ class LiveLruCurve:
         return len(self._stack)
 
     def admit(self, keys: PrefixKeys, num_prompt_tokens: int) -> None:
-        """Follow the next request. `keys` are those of its full blocks, the prompt's blocks first.
+        """Follow the next request. `keys` has the keys of its full blocks, the prompt's blocks first.
 
         The blocks after the prompt hold its answer: later prompts can find them, but this request did not look them up.
         """

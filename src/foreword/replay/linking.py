@@ -141,7 +141,7 @@ class LinkMethod:
 
     @classmethod
     def parse(cls, text: str) -> LinkMethod:
-        """`none`, `first-16` or `deviation-0.15`. Raises ConfigError."""
+        """Parse `none`, `first-16` or `deviation-0.15`. Raises ConfigError."""
         if text == "none":
             return cls(text)
         if first := re.fullmatch(r"first-(\d{1,6})", text):
@@ -168,7 +168,7 @@ class PartCount:
 
 @dataclass(slots=True)
 class LinkReplay:
-    """What requests found with one capacity."""
+    """The results for one capacity."""
 
     capacity_tokens: int | None
     """Capacity in tokens; None: unlimited."""

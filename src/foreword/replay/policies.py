@@ -153,7 +153,7 @@ class FifoPolicy(EmptyFirstPolicy):
     never again. A head is cached no later than its tail, so it may be evicted before its tail.
 
     Held blocks are in `_queue` too. A held block that the front of the queue passes becomes overdue: once free, it goes
-    before all queued blocks. O(1) a block, O(log n) for an overdue one.
+    before all queued blocks. O(1) a block, O(log n) for an overdue block.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -118,7 +118,7 @@ def _size(num_blocks: int, result: ReplayResult, kv_bytes_per_token: int | None)
 
 
 def as_json(result: ReplayResult, kv_bytes_per_token: int | None = None) -> dict[str, Any]:
-    """The result as JSON values; `hit_ratio` is what scripts are meant to read."""
+    """The result as JSON values; scripts should read `hit_ratio`."""
     return {
         "hit_ratio": result.hit_ratios(),
         "hit_ratio_tokens": result.of_each(lambda count: round(result.token_ratio(count), 6)),

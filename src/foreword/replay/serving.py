@@ -105,9 +105,9 @@ class ServingReport:
     """Milliseconds from arrival to first step, with the same percentiles."""
     hit_ratio: float
     """With steps, the found share of the tokens that replicas looked up. At rates, the found share of all prompts'
-    blocks, those of refused prompts too. A prompt counts again when another replica takes it over."""
+    blocks, blocks of refused prompts too. A prompt counts again when another replica takes it over."""
     work_max_over_mean: float
-    """Computed tokens of the busiest replica, divided by the mean over all replicas (idle replicas too)."""
+    """Computed tokens of the busiest replica, divided by the mean over all replicas, idle ones too; 0 without work."""
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
     seconds: float

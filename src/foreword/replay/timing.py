@@ -212,11 +212,11 @@ class Replica:
         return self.manager.stats.queries
 
     def make_request(self, recorded: RecordedRequest, number: int) -> Request:
-        """Make the scheduler's request for a recorded one."""
+        """Make the scheduler's request for a recorded request."""
         return make_request(recorded, number)
 
     def give_up(self, request: Request, now: float, *, has_answer: bool) -> Request:
-        """Give up a request, because this replica dies. Returns the request with which another one continues it.
+        """Give up a request, because this replica dies. Returns the request with which another replica continues it.
 
         `has_answer`: the client has a token. Tokens that another replica makes again are no longer counted here.
         """

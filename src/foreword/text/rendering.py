@@ -39,7 +39,7 @@ _NO_INPUTS = frozenset(
 MOST_REPORTS = 16
 """The number of chat templates whose reports are remembered: a request may name its own template."""
 MOST_MESSAGE_ENDS = 64
-"""Recurrent states may be saved at the ends of this many messages of a conversation: its last ones."""
+"""Recurrent states may be saved at the ends of a conversation's last messages, at most this number of messages."""
 
 
 class ControlTokens:

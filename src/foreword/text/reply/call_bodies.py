@@ -1,4 +1,4 @@
-"""Reads one call from its opening marker to its closing one."""
+"""Reads one call from its opening marker to its closing marker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _VALUE = "(?P<value>.*?)"
 
 
 class JsonScanner:
-    """The state of one JSON value: an object or a list. `text` is what was read, in strict JSON."""
+    """The state of one JSON value: an object or a list. `text` is the text read so far, in strict JSON."""
 
     def __init__(self, *, unquoted_keys: bool = False, string_delims: Sequence[Sequence[str]] = ()) -> None:
         """`string_delims`: pairs of markers; each pair begins and ends a string without escapes."""

@@ -199,7 +199,7 @@ class _Template:
 
 
 def _compiled_own(spec: Mapping[str, Any]) -> _Template:
-    """Compile one of foreword's own templates without transformers' checks. A test compares the result with theirs."""
+    """Compile one of foreword's own templates without transformers' checks. A test compares both results."""
     fields = {}
     for name, item in spec["fields"].items():
         content = item.get("content", "text"), item.get("content_args", {}), item.get("join"), item.get("transform")
