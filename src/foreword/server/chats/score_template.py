@@ -57,7 +57,7 @@ class ScoreTemplate:
     def named(cls, option: str, name: str, places: tuple[str, ...]) -> ScoreTemplate:
         """Return the template of an option, which is one of `KNOWN` or is read from a TOML file with these fields.
 
-        The user message must have exactly these `places`. Raises ConfigError.
+        The user message must have exactly these `places`, and may have {instruction}. Raises ConfigError.
         """
         template = KNOWN[name] if name in KNOWN else cls._read(option, name)
         present = set(_PLACE.findall(template.user)) - {"instruction"}

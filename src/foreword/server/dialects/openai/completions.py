@@ -229,7 +229,7 @@ class _ChatCompletion(ChoicesAnswer):
     def _parts(self, delta: Delta) -> tuple[Sequence[Part], str | None]:
         """Return the new parts of a choice, and its finish reason.
 
-        If the client named the function to call, the reason is "stop", not "tool_calls".
+        If the client named the function to call, a call ends with "stop" in place of "tool_calls".
         """
         reply = self._chat_answer.read(delta)
         return reply.parts, delta.finish_reason if self._is_named else reply.finish_reason
