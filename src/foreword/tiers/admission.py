@@ -30,7 +30,7 @@ class Admission:
         self._computed_earlier: set[Hashable] = set()
 
     def admits(self, number: int, key: Hashable, *, has_room: bool) -> bool:
-        """Whether to store a block that was just computed, the `number`-th of its prompt. Call it once each time."""
+        """Whether to store a block that was just computed, the `number`-th of its prompt. Call it once per block."""
         if self.rule == "all":
             return True
         if self.rule == "heads":

@@ -1,8 +1,8 @@
 """Encryption of payloads at rest: AES-256-GCM, bound to the block's name.
 
 A stored payload is nonce (12 bytes, random) | ciphertext | tag (16 bytes). The associated data are namespace, group and
-key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: who can read them can test
-a guess of a prompt, but cannot read one.
+key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: a reader of headers can
+test a guess of a prompt, but cannot read a prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def block_name(namespace: bytes, group_id: int, key: bytes) -> bytes:
 
 
 class Cipher:
-    """How payloads are written: by this one as they are."""
+    """Writes and reads payloads. This base class leaves them as they are."""
 
     cipher_id = NO_CIPHER_ID
     """16 bytes that name cipher and secret in headers; runs of another id are not read."""

@@ -33,8 +33,8 @@ class Clock:
     def expiry_of(self, created_s: int, expires_s: int) -> int:
         """The moment, on this clock, when something written with these wall times expires; 0: never.
 
-        It lives at most its time to live from now, wherever the wall clock has jumped to: a clock before `created_s`
-        counts as `created_s`.
+        It expires at the latest after its whole time to live from now, wherever the wall clock has jumped to: a clock
+        before `created_s` counts as `created_s`.
         """
         if expires_s == 0:
             return 0

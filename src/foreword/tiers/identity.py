@@ -14,7 +14,7 @@ from typing import Any
 
 NAMESPACE_BYTES = 16
 Facts = Mapping[str, Any]
-"""What can be written as JSON; other values count as their texts."""
+"""Facts that can be written as JSON; other values count as their texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class CacheIdentity:
     layout: str
     """Digest of the layout alone: the same weights may be cached in other blocks."""
     exact: bool = True
-    """Whether other arithmetic is another identity. False: it shares blocks, in a namespace of their own."""
+    """Whether another arithmetic is another identity. False: all arithmetics share blocks, in their own namespace."""
     facts: Facts = field(default_factory=dict, compare=False, repr=False)
-    """What a person wants to know of the model and the arithmetic; no part of comparisons."""
+    """Facts about the model and the arithmetic for people; comparisons ignore them."""
 
     @classmethod
     def of(cls, model: Facts, arithmetic: Facts, layout: Facts, *, exact: bool = True) -> CacheIdentity:
@@ -41,7 +41,7 @@ class CacheIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """What stands for all of this in the root of the keys."""
+        """The digest that represents this identity in the root of the keys."""
         return digest({"model": self.model_id, "arithmetic": self.arithmetic_id if self.exact else "any"})
 
     @property

@@ -1,6 +1,6 @@
-"""The rate of recent loads, and what it says of the next one.
+"""The rate of recent loads, and the estimate that it gives for the next load.
 
-A tier that was slow once is not slow forever, and nobody measures a tier that nobody asks: a slow rate counts for a
+A tier that was slow once is not slow forever, but a tier without loads is not measured. So a slow rate counts for a
 minute, and then the next load is a try.
 """
 
@@ -45,9 +45,9 @@ class LoadRate:
             self._measured_at = self._monotonic()
 
     def measure_late(self, num_bytes: int, seconds: float) -> None:
-        """Note a load that its deadline ended after `num_bytes`: the next one is estimated by that alone.
+        """Note a load that its deadline ended after `num_bytes`; only this load decides the next estimate.
 
-        One that had less than `LATE_MIN_S` waited for others most of its time, and says nothing of the tier.
+        A load that ran for less than `LATE_MIN_S` mostly waited for other loads, and says nothing about the tier.
         """
         if seconds >= LATE_MIN_S:
             self.bytes_per_s = max(1, num_bytes) / seconds

@@ -48,7 +48,7 @@ from foreword.tiers.tier import BlockRun, Tier
 MAGIC = b"FWKV\0\0\0\1"
 DIGEST_BYTES = 32
 MAX_MANIFEST_BYTES = 64 << 20
-"""A file that says more is damaged."""
+"""The most bytes of a manifest; a file that says more is damaged."""
 _HEAD = struct.Struct("<8sQQ")
 HEAD_BYTES = _HEAD.size
 Facts = Mapping[str, Any]
@@ -66,7 +66,7 @@ _REQUIRED: Mapping[str, type] = {
     "num_blocks": int,
     "run_bytes": int,
 }
-"""What every manifest says. `keys`: a digest of the hash function and the root; `run_bytes`: of all runs."""
+"""The facts of every manifest. `keys`: a digest of the hash function and the root; `run_bytes`: bytes of all runs."""
 MOST_TOKENS = 1 << 31
 """The most tokens of a prefix: positions are 32-bit numbers."""
 _RANGES = {
@@ -79,11 +79,11 @@ OF_THE_NAMESPACE = (*list(_REQUIRED)[:8], "arithmetic", "foreword_version")
 """Facts that are the same in all files of a namespace."""
 AT_ONCE_BYTES = 1 << 20
 PATIENCE_S = 60.0
-"""For a tier to store one run."""
+"""Seconds in which a tier must store one run."""
 
 
 class UnsoundFileError(Exception):
-    """A prefix file is torn, changed, or none; the message says where."""
+    """A file is torn, changed, or no prefix file; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ExportReport:
     tokens: int
     """Leading tokens of the prompt that a cache with these blocks need not compute."""
     blocks: int
-    """The blocks of all groups of layers."""
+    """The number of blocks, of all groups of layers."""
     bytes: int
     """Size of the file."""
 
@@ -103,11 +103,11 @@ class ImportReport:
     """What an import took."""
 
     blocks: int = 0
-    """Blocks of the file that the cache has now, those included that it had before."""
+    """The number of the file's blocks that the cache has now, including blocks that it had before."""
     tokens: int = 0
     """Leading tokens of the prompt that need not be computed; 0 unless all of the file's blocks are there."""
     rejected: str | None = None
-    """Why nothing was taken."""
+    """Why no block was taken; None if blocks were taken."""
 
 
 def encode_manifest(facts: Facts) -> bytes:
@@ -120,7 +120,7 @@ def encode_manifest(facts: Facts) -> bytes:
 
 
 def manifest_length(first_bytes: bytes) -> int:
-    """The length of the manifest that begins with these `HEAD_BYTES`. Raises UnsoundFileError if none begins so."""
+    """The length of the manifest that begins with these bytes. Raises UnsoundFileError if no manifest begins so."""
     magic, num_bytes, text_bytes = _HEAD.unpack(first_bytes)
     if magic[:4] != MAGIC[:4]:
         raise UnsoundFileError("it is no prefix file: the magic number at byte 0 is missing")
@@ -132,7 +132,7 @@ def manifest_length(first_bytes: bytes) -> int:
 
 
 def decode_manifest(pages: bytes) -> dict[str, Any]:
-    """The facts of a manifest. Raises UnsoundFileError unless they are as written."""
+    """The facts of a manifest. Raises UnsoundFileError unless they are as written and make sense."""
     subject = f"the manifest, bytes 0 to {len(pages)},"
     if hashlib.sha256(pages[:-DIGEST_BYTES]).digest() != pages[-DIGEST_BYTES:]:
         raise UnsoundFileError(f"{subject} is damaged: its checksum differs")
@@ -165,7 +165,7 @@ def _is_prompt(facts: Facts) -> bool:
 
 
 def why_foreign(facts: Facts, identity: CacheIdentity, model_name: str) -> str | None:
-    """Why blocks of a manifest are of no use to a cache of that identity; None if they are."""
+    """Why a manifest's blocks are of no use to a cache of that identity; None if they are of use."""
     theirs, ours = facts["model"], json.loads(json.dumps(identity.description()["model"]))
     maker, here = f"made by model {facts['model_name']!r}", f"this is {model_name!r}"
     if theirs.get("weights") != ours.get("weights"):
@@ -261,14 +261,14 @@ class PrefixFile:
         return sum(len(header.entries) for header in self.runs)
 
     def read(self, header: RunHeader, index: int, out: memoryview) -> None:
-        """Copy a block to `out`, which has its length. Raises OSError, also if it is no longer as it was verified."""
+        """Copy a block to `out`, which has its length. Raises OSError, also if the block changed since verification."""
         buffer = memoryview(bytearray(padded(len(out))))
         if not read_block(self._files, self._fd, header, index, buffer, uncached=False):
             raise OSError(f"{self.path} was changed after it was verified")
         out[:] = buffer[: len(out)]
 
     def block_runs(self) -> Iterator[BlockRun]:
-        """What a tier can store, run by run, while the file is open."""
+        """Yield the file's runs in a form that a tier can store while the file is open."""
         for header in self.runs:
             entries = header.entries
             yield BlockRun(
@@ -291,7 +291,7 @@ class PrefixFile:
         return decode_manifest(bytes(pages))
 
     def _verify(self, size: int) -> None:
-        """Verify runs, blocks and the digest of all. Raises UnsoundFileError for the first damage."""
+        """Verify runs, blocks and the file's digest. Raises UnsoundFileError for the first damage."""
         end = self._begin + int(self.facts["run_bytes"])
         if size != end + DIGEST_BYTES:
             raise UnsoundFileError(f"the file ends at byte {size}, but a whole one has {end + DIGEST_BYTES} bytes")

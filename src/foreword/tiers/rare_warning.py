@@ -21,7 +21,7 @@ class RareWarning:
         """The number of warnings since the last line."""
 
     def note(self, *facts: object) -> None:
-        """It happened again; `facts` are the text's."""
+        """Note that the warning came again; `facts` fill its text."""
         with self._lock:
             if (now := self._monotonic()) < self._next_at:
                 self._num_silent += 1

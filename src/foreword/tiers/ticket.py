@@ -1,8 +1,8 @@
 """A ticket: one load or store under way, and its report.
 
 The thread that works for a ticket touches the caller's memory only inside `transfer`, which holds the ticket's lock.
-So whoever ends the ticket, by cancelling it or because its deadline has passed, knows when that returns that nobody
-touches that memory again. A disk that hangs cannot hold a caller's blocks.
+So when a call has ended the ticket, by cancelling it or because its deadline has passed, nobody touches that memory
+again. A disk that hangs cannot hold a caller's blocks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ IndexArray = npt.NDArray[np.int64]
 
 
 class Outcome(enum.IntEnum):
-    """What became of one block of a job."""
+    """The result of one block of a job."""
 
     DONE = 0
     """The block is loaded, or stored."""
     PRESENT = 1
-    """A probe found it; or it was not stored again because it is here already."""
+    """A probe found the block, or a store left it out because it is here already."""
     MISSING = 2
-    """Not here, or its file is gone or too short."""
+    """The block is not here, or its file is gone or too short."""
     CORRUPT = 3
-    """What is stored is not what was written, or belongs to another key."""
+    """The stored bytes are not those that were written, or belong to another key."""
     IO_ERROR = 4
     """The system reported an error, or the caller's memory did."""
     TIMEOUT = 5
@@ -41,7 +41,7 @@ class Outcome(enum.IntEnum):
     CANCELLED = 6
     QUEUE_FULL = 7
     NO_ROOM = 8
-    """Storing it would exceed the budget, the floor of free space or the disk."""
+    """Storing the block would exceed the budget, the floor of free space or the disk."""
     PENDING = 255
 
 
@@ -51,7 +51,7 @@ FORGOTTEN = (Outcome.MISSING, Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of each block of a job."""
+    """The results of all blocks of a job."""
 
     outcomes: npt.NDArray[np.uint8]
     """[blocks], values of `Outcome`."""
@@ -95,20 +95,20 @@ class Ticket:
         self._ended = threading.Event()
         self._report: Report | None = None
         self._is_ending = False
-        """Somebody waits for the lock to end the job; whoever works for it must not take it again first."""
+        """Whether a thread waits for the lock to end the job; the job's thread must not take the lock again first."""
 
     # ------------------------------------------------------------------------------ the caller's side
 
     @property
     def done(self) -> bool:
-        """The job has ended and `report` is there. A deadline that has passed ends it now."""
+        """Whether the job has ended and `report` is there. A deadline that has passed ends the job now."""
         if self._report is None and self._deadline is not None and time.monotonic() >= self._deadline:
             self._end(Outcome.TIMEOUT)
         return self._report is not None
 
     @property
     def report(self) -> Report:
-        """What became of the blocks; only when `done`."""
+        """The results of the blocks; only when `done`."""
         assert self._report is not None, "the job has not ended; ask `done` first"
         return self._report
 
@@ -119,7 +119,7 @@ class Ticket:
         return self.done
 
     def cancel(self) -> None:
-        """End the job now: blocks that are not through are CANCELLED, and nobody touches the caller's memory again."""
+        """End the job now: unsettled blocks are CANCELLED, and nobody touches the caller's memory again."""
         self._end(Outcome.CANCELLED)
 
     # ------------------------------------------------------------------------------ the tier's side
@@ -143,14 +143,14 @@ class Ticket:
             return True
 
     def settle(self, indices: IndexArray | list[int] | int, outcome: Outcome) -> None:
-        """Note what became of blocks; those that are settled keep their outcome."""
+        """Note the outcome of blocks; blocks that are settled already keep their outcome."""
         with self._lock:
             if self._report is None:
                 chosen = np.atleast_1d(np.asarray(indices, np.int64))
                 self._outcomes[chosen[self._outcomes[chosen] == Outcome.PENDING]] = outcome
 
     def outcomes_so_far(self) -> npt.NDArray[np.uint8]:
-        """What became of the blocks until now, [blocks], values of `Outcome`; a copy."""
+        """The outcomes of the blocks until now, [blocks], values of `Outcome` (a copy)."""
         with self._lock:
             return self._outcomes.copy()
 
@@ -188,7 +188,7 @@ Job = TypeVar("Job", bound=_HasTicket)
 
 
 class JobThread(Generic[Job]):
-    """Jobs in the order in which they were asked for. `start` begins its thread, `close` ends it."""
+    """Works on jobs in the order in which they were added. `start` begins its thread, `join` ends it."""
 
     def __init__(
         self,
@@ -198,9 +198,9 @@ class JobThread(Generic[Job]):
         idle: Callable[[], float | None] = lambda: None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`work` ends its job's ticket. `idle` is called between jobs; it says after how long to call it again.
+        """`work` ends its job's ticket. `idle` is called between jobs; it returns the seconds until its next call.
 
-        `at_end` is the last that the thread does.
+        The thread calls `at_end` last.
         """
         self._work, self._idle, self._at_end = work, idle, at_end
         self._max_amount = max_amount
@@ -220,13 +220,13 @@ class JobThread(Generic[Job]):
         self._thread.start()
 
     def wake(self) -> None:
-        """Let it call `idle` soon."""
+        """Let the thread call `idle` soon."""
         with self._wake:
             self._is_woken = True
             self._wake.notify()
 
     def add(self, job: Job, amount: int) -> None:
-        """Queue a job; if that cannot be, its ticket ends at once."""
+        """Queue a job; if it is refused, its ticket ends at once."""
         with self._wake:
             if self._closes_at is not None:
                 refusal = Outcome.CANCELLED
@@ -240,13 +240,13 @@ class JobThread(Generic[Job]):
         job.ticket.finish(refusal)
 
     def stop_after(self, flush_s: float) -> None:
-        """Refuse new jobs, and work on those that are queued for at most `flush_s` seconds."""
+        """Refuse new jobs, and work on the queued jobs for at most `flush_s` seconds."""
         with self._wake:
             self._closes_at = time.monotonic() + flush_s
             self._wake.notify()
 
     def join(self, timeout_s: float) -> None:
-        """After `stop_after`: wait for the thread for at most `timeout_s` seconds, and cancel what is left."""
+        """Wait for the thread, after `stop_after`, for at most `timeout_s` seconds, and cancel the remaining jobs."""
         self._thread.join(timeout_s)
         self._cancel_queued()
 

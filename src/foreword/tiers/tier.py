@@ -1,8 +1,8 @@
 """The `Tier` protocol: a place for blocks below the pool, and the values that travel to and from it.
 
 A block is named by its namespace (whose model and arithmetic wrote it), its group id and its block key. Its payload is
-a fixed number of bytes for each group. A tier may be slow, full, torn or gone: whatever it cannot give back bit for bit
-is a miss, with a reason.
+a fixed number of bytes for each group. A tier may be slow, full, torn or gone: a block that it cannot give back bit for
+bit is a miss, with a reason.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BoolArray = npt.NDArray[np.bool_]
 KeyArray = npt.NDArray[np.uint8]
 """Block keys, [blocks, 32]."""
 GROUP_APART = (1 << 16) - 1
-"""Group of payloads that are no blocks of the pool: what an encoder made of pictures."""
+"""The group of payloads other than blocks of the pool: rows that an encoder made of pictures."""
 EXACT = 1
 """Flag of a block: its bits are those that any order of computation gives."""
 PINNED = 2
-"""Flag of a block: eviction keeps it as long as anything else can go."""
+"""Flag of a block: eviction keeps it as long as another block can go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class BlockKeys:
 
     @classmethod
     def of_group(cls, namespace: bytes, group_id: int, keys: Sequence[bytes]) -> BlockKeys:
-        """Names of blocks that all belong to one group. Keys have 32 bytes, or all the same number of fewer."""
+        """Names of blocks that all belong to one group. All keys have the same length, at most 32 bytes."""
         num_bytes = len(keys[0]) if keys else KEY_BYTES
         joined = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), num_bytes)
         if num_bytes < KEY_BYTES:
@@ -118,7 +118,7 @@ class BlockRun:
     """[blocks]"""
     source: BlockSource
     parents: npt.NDArray[np.int32]
-    """[blocks]: the index in this run of the block before it in the prefix; -1 if that one is not in the run."""
+    """[blocks]: the index in this run of the block before it in the prefix; -1 if that block is not in the run."""
     flags: npt.NDArray[np.uint16]
     """[blocks]: `EXACT`, `PINNED`, both or 0."""
     values: npt.NDArray[np.float32]
@@ -166,7 +166,7 @@ class TierStats:
     loaded_bytes: int = 0
     num_written: int = 0
     written_bytes: int = 0
-    """Physical bytes written, headers and what eviction copied forward included."""
+    """Physical bytes written, including headers and the blocks that eviction copied forward."""
     num_evicted: int = 0
     num_copied_forward: int = 0
     not_loaded: dict[str, int] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class TierStats:
     queued_load_bytes: int = 0
     queued_store_bytes: int = 0
     is_scanned: bool = True
-    """Everything that was here when the tier was opened can be looked up."""
+    """Whether all blocks that were here when the tier was opened can be looked up."""
     breaker: str = "closed"
     """`open` while a server that failed is left alone, `half-open` during the next try."""
     num_breaker_trips: int = 0
@@ -192,7 +192,7 @@ DoneCallback = Callable[[Ticket], None]
 class Tier(Protocol):
     """A place for blocks below the pool.
 
-    Any thread may call any method; none of them waits for I/O, except `close`. The engine's thread calls `lookup`,
+    Any thread may call any method; no method except `close` waits for I/O. The engine's thread calls `lookup`,
     `load`, `store` and `forget` between steps.
     """
 
@@ -247,7 +247,7 @@ class Tier(Protocol):
         ...
 
     def forget(self, keys: BlockKeys) -> None:
-        """Blocks that `lookup` must not find again. Takes effect before it returns; unknown blocks do no harm."""
+        """Let `lookup` never find these blocks again. Takes effect before it returns; unknown blocks do no harm."""
         ...
 
     def close(self, flush_s: float) -> None:
@@ -258,7 +258,7 @@ class Tier(Protocol):
         ...
 
     def stats(self) -> TierStats:
-        """What happened so far."""
+        """Return the counts so far."""
         ...
 
     def check_integrity(self) -> None:
@@ -291,11 +291,11 @@ class TierCounts:
                 setattr(self.stats, name, getattr(self.stats, name) + amount)
 
     def count_load(self, outcomes: npt.NDArray[np.uint8]) -> None:
-        """Count what a load did not give."""
+        """Count the blocks that a load did not give."""
         self._count_rest(self.stats.not_loaded, outcomes)
 
     def count_store(self, outcomes: npt.NDArray[np.uint8]) -> None:
-        """Count what a store dropped."""
+        """Count the blocks that a store dropped."""
         self._count_rest(self.stats.not_stored, outcomes)
 
     def copy_of_stats(self) -> TierStats:

@@ -1,13 +1,13 @@
-"""The cache's directory: private folders, one for each process, and who may write or tidy which.
+"""The cache's directory: a private folder for each process, and the rules of who may write or tidy a folder.
 
     CACHE_DIR/v1/JANITOR                     locked for a moment by whoever takes over a dead process's folder
     CACHE_DIR/v1/<process, 32 hex>/LOCK      locked while its process lives
                                   /000001-9f3a1c07.fwseg ...
                                   /index     the snapshot
 
-A process reads every folder, and writes and unlinks in its own alone. When it starts it takes the folder of a process
-that has died, if there is one, so that a restart finds its own snapshot. It moves the segments of other dead processes
-into its folder. Names of files hold no keys and no text.
+A process reads every folder, but writes and unlinks only in its own. When it starts, it takes the folder of a process
+that has died, if there is such a folder, so that a restart finds its own snapshot. It moves the segments of other dead
+processes into its folder. Names of files hold no keys and no text.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CacheDirectory:
         return [home for home in homes_in(self._files, self.root) if home != self.home]
 
     def physical_bytes(self, homes: list[Path]) -> int:
-        """What segments and snapshots in some folders occupy. Raises OSError."""
+        """The bytes that segments and snapshots in some folders occupy. Raises OSError."""
         total = 0
         for home in homes:
             for path in [*segments_in(self._files, home), home / SNAPSHOT_NAME]:
@@ -77,7 +77,7 @@ class CacheDirectory:
     def adopt(self) -> int:
         """Move the segments of dead processes into our folder; returns their number. Errors are logged.
 
-        Does nothing while another process does so.
+        Does nothing while another process does the same.
         """
         moved = 0
         try:
@@ -109,14 +109,14 @@ class CacheDirectory:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     def _make_private(self, path: Path) -> None:
-        """Make a folder of mode 0700, or check that it is one and ours."""
+        """Make a folder of mode 0700, or check that an existing folder is private and ours."""
         try:
             self._files.make_folder(path)
         except FileExistsError:
             check_private(path, self._files.stat(path))
 
     def _take_home(self) -> Path:
-        """A dead process's folder, or a new one; its lock is ours."""
+        """Take a dead process's folder, or make a new one; its lock is then ours."""
         janitor = self._files.open_lock(self.root / JANITOR_NAME)
         try:
             if self._files.try_lock(janitor):
@@ -129,7 +129,7 @@ class CacheDirectory:
         return self._new_home()
 
     def _new_home(self) -> Path:
-        # It gets its name when its lock is held, so no janitor takes it for a dead one.
+        # The folder gets its name once its lock is held, so no janitor takes it for a dead process's folder.
         name = uuid.uuid4().hex
         unfinished = self.root / f"new-{name}"
         self._files.make_folder(unfinished)
@@ -140,7 +140,7 @@ class CacheDirectory:
         return self.root / name
 
     def _lock_of_dead(self, home: Path) -> int | None:
-        """The lock of a folder whose process has died, now ours; None if it lives or the folder is not ours to take."""
+        """Take the lock of a dead process's folder; None if the process lives or the folder is not ours to take."""
         try:
             status = self._files.stat(home)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

@@ -35,15 +35,15 @@ from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneC
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""How long `close` waits for a thread that is in the middle of a call."""
+"""Seconds that `close` waits for a thread that is in the middle of a call."""
 
 
 class DiskTier:
     """Blocks on disk; a `Tier`. Raises ConfigError for options, directories and key files that cannot be used.
 
-    The directory is made if it is not there. What earlier processes stored is found as soon as it is scanned, from the
-    snapshot in well under a second; `wait_scanned` waits for it. Close it, or use it as a context manager: what is
-    queued is then written and the index is saved. Without that, the next start scans.
+    The directory is made if it is not there. Blocks of earlier processes are found as soon as they are scanned, from
+    the snapshot in well under a second; `wait_scanned` waits for them. Close the tier, or use it as a context manager:
+    queued stores are then written and the index is saved. Without that, the next start scans.
     """
 
     name = "disk"
@@ -137,7 +137,7 @@ class DiskTier:
         return self._storer.add(run, on_done)
 
     def forget(self, keys: BlockKeys) -> None:
-        """Blocks that `lookup` must not find again. Their bytes stay until their segment goes.
+        """Let `lookup` not find these blocks again. Their bytes stay until their segment goes.
 
         A restart that scans headers finds them again: this is for blocks that are of no use, not for erasing.
         """
@@ -159,18 +159,18 @@ class DiskTier:
         return self._state.directory.root / name
 
     def described(self) -> dict[bytes, Facts]:
-        """What `describe` has written down in this directory so far, by namespace. Reads small files."""
+        """The facts that `describe` has written down in this directory so far, by namespace. Reads small files."""
         state = self._state
         with contextlib.suppress(OSError):
             return read_manifests(state.files, state.directory.root).facts
         return {}
 
     def wait_scanned(self, timeout_s: float | None = None) -> bool:
-        """Wait until what was here when the tier was opened can be looked up; True if it can."""
+        """Wait until all blocks that were here when the tier was opened can be looked up; True if they can."""
         return self._scanner.finished.wait(timeout_s)
 
     def close(self, flush_s: float) -> None:
-        """Store what is queued for at most `flush_s` seconds, cancel the rest, save the index; see `Tier.close`."""
+        """Work on queued stores for at most `flush_s` seconds, cancel the rest, save the index; see `Tier.close`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -183,7 +183,7 @@ class DiskTier:
             self._state.directory.close()
 
     def stats(self) -> TierStats:
-        """What happened so far; see `Tier.stats`."""
+        """Return the counts so far; see `Tier.stats`."""
         state, space = self._state, self._storer.space
         stats = state.copy_of_stats()
         stats.num_blocks = len(state.index)

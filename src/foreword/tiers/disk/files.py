@@ -20,7 +20,7 @@ FILE_MODE = 0o600
 
 
 class Space(NamedTuple):
-    """A file system's size and what is left for us, in bytes."""
+    """A file system's size and the space that is left for us, in bytes."""
 
     total_bytes: int
     free_bytes: int
@@ -28,7 +28,7 @@ class Space(NamedTuple):
 
 
 class RealFiles:
-    """What the disk tier asks of the operating system. Every method raises OSError as `os` does."""
+    """The disk tier's calls of the operating system. Every method raises OSError as `os` does."""
 
     def make_folder(self, path: Path) -> None:
         """Make one folder with mode 0700 whatever the umask. Its parent must be there."""

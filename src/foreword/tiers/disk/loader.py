@@ -3,9 +3,9 @@
 While its thread verifies and copies what was read, a second one reads the next piece. The caller's memory sees verified
 bytes only.
 
-Blocks are read in few large reads, one ahead of whoever works on them (`ReadAhead`). Neighbours in a segment are read
-together. Reads end where 2 MiB of the file end, wherever blocks do: past the page cache, a read that ends within a
-large page of the cache throws that page away and the next read fetches it again.
+Blocks are read in few large reads, one ahead of the thread that works on them (`ReadAhead`). Neighbours in a segment
+are read together. Reads end at multiples of 2 MiB in the file, wherever blocks end. Otherwise a read that bypasses the
+page cache would end within a large page of the cache and throw the page away, and the next read would fetch it again.
 
     file      |........|........|........|      every 2 MiB
     blocks       | 0 | 1 | 2 | 3 | 4 | 5 |
@@ -37,7 +37,7 @@ from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
 logger = logging.getLogger(__name__)
 ALIGNED_BYTES = 2 << 20
 MAX_GAP_PAGES = 32
-"""Pages between two blocks that are cheaper to read than to skip; a run's header lies between runs."""
+"""The most pages between two blocks that are cheaper to read than to skip; a run's header lies between runs."""
 NOTHING = memoryview(b"")
 
 
@@ -49,7 +49,7 @@ class Piece:
     offset: int
     num_bytes: int
     carry_bytes: int
-    """Bytes before `offset` that its first block needs, which are the last ones of the piece before it."""
+    """Bytes before `offset` that its first block needs: the last bytes of the piece before it."""
     indices: list[int]
     """The indices of its blocks among the places."""
     is_last: bool
@@ -58,14 +58,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What came of reading a piece."""
+    """The result of reading a piece."""
 
     offset: int
     """The offset of `data` in the segment: the piece's, less the bytes that were carried over."""
     data: memoryview
     """The bytes that the file has; valid until the next piece is asked for."""
     error: Outcome | None
-    """Why none or only some of the bytes were read."""
+    """Why not all bytes were read; None if all bytes were read."""
 
 
 Extent = list[tuple[int, int, int]]
@@ -153,7 +153,7 @@ class ReadAhead:
                 content = self._read.get()
                 waits = False
                 content = _carried_over(piece, before, content, rooms[number % 2], front)
-                if number + 1 < len(pieces):  # its buffer is that of the piece before, which is through
+                if number + 1 < len(pieces):  # it uses the buffer of the piece before, which is done
                     self._requests.put((pieces[number + 1], rooms[(number + 1) % 2][front:]))
                     waits = True
                 yield piece, content
@@ -236,7 +236,7 @@ class Load:
 
 
 class Loader:
-    """Loads in the order in which they were asked for. `start` begins its threads, `close` ends them."""
+    """Works on loads in the order in which they were asked for. `start` begins its threads, `close` ends them."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
@@ -275,7 +275,7 @@ class Loader:
         return ticket
 
     def close(self, timeout_s: float) -> None:
-        """Cancel what is queued and end the threads; one that hangs in the system is left to itself."""
+        """Cancel queued loads and end the threads; a thread that hangs in a system call is left alone."""
         self.thread.stop_after(0.0)
         self.thread.join(timeout_s)
         self._reader.close(timeout_s)

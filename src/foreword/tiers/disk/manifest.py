@@ -1,7 +1,7 @@
-"""Manifests: small files that say of which model and arithmetic the blocks of a namespace are.
+"""Manifests: small files that name the model and the arithmetic of a namespace's blocks.
 
-They are for people: no block is served or refused because of what a manifest says. One that is torn, changed or of
-another namespace is ignored.
+They are for people: no block is served or refused because of what a manifest says. A manifest that is torn, changed or
+of another namespace is ignored.
 
     CACHE_DIR/v1/<namespace, 32 hex>.json     {"checksum": xxh3-128 of the rest, "namespace": ..., facts}
 """
@@ -29,7 +29,7 @@ Facts = Mapping[str, Any]
 
 
 def manifest_facts(identity: CacheIdentity, model_name: str, block_size: int) -> dict[str, Any]:
-    """What a manifest is to say. `model_name`: as the user gave it; `block_size`: tokens of a block."""
+    """The facts for a manifest. `model_name`: as the user gave it; `block_size`: tokens of a block."""
     return {
         **identity.description(),
         "model_name": model_name,
@@ -39,7 +39,7 @@ def manifest_facts(identity: CacheIdentity, model_name: str, block_size: int) ->
 
 
 def identity_in(facts: Facts) -> CacheIdentity | None:
-    """The identity that a manifest's facts describe; None if they are not those of its namespace."""
+    """The identity that a manifest's facts describe; None if they do not give its namespace."""
     try:
         ids = [str(facts[name]) for name in ("model_id", "arithmetic_id", "layout", "namespace")]
         identity = CacheIdentity(ids[0], ids[1], ids[2], exact=bool(facts["exact"]))
@@ -54,13 +54,13 @@ class Manifests(NamedTuple):
     facts: dict[bytes, Facts]
     """The facts of the sound manifests, by namespace."""
     unsound: dict[Path, str]
-    """Why each of the others is not sound."""
+    """Why each of the other manifests is not sound."""
 
 
 def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:
-    """Write the manifest of a namespace into `root`, unless it is there already; it replaces an old one at once.
+    """Write the manifest of a namespace into `root`, unless it is there already. It replaces an old manifest at once.
 
-    It is written in `home`, the caller's own folder, whose files go when its process is dead. Raises OSError.
+    It is first written in `home`, the caller's folder, whose files go when its process is dead. Raises OSError.
     """
     path = manifest_path(root, namespace)
     content = {**json.loads(_canonical(facts)), "namespace": namespace.hex()}
@@ -81,7 +81,7 @@ def write_manifest(files: RealFiles, root: Path, home: Path, namespace: bytes, f
 
 
 def manifest_path(root: Path, namespace: bytes) -> Path:
-    """Where the manifest of a namespace lies."""
+    """The path of a namespace's manifest."""
     return root / f"{namespace.hex()}.json"
 
 

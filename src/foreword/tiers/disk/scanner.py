@@ -1,6 +1,6 @@
 """The scanner: finds the blocks that are on disk when a process starts, and those that others seal or leave later.
 
-It works in a thread of its own and inserts what it finds as it goes, so serving starts at once: what is not yet found
+It works in its own thread and inserts blocks as it finds them, so serving starts at once: a block that is not found yet
 is a miss.
 """
 
@@ -25,7 +25,7 @@ class Scanner:
     def __init__(self, state: DiskState) -> None:
         self._state = state
         self.finished = threading.Event()
-        """What was here when the tier was opened is in the index."""
+        """Set once all blocks that were here when the tier was opened are in the index."""
         self._thread = threading.Thread(target=self._run, name="foreword-tier-scan", daemon=True)
 
     def start(self) -> None:
@@ -54,7 +54,7 @@ class Scanner:
             logger.exception("the cache directory could not be scanned")
 
     def _read_snapshot(self) -> None:
-        """Insert what the snapshot says of our segments that are still there."""
+        """Insert the snapshot's blocks of those of our segments that are still there."""
         state, home = self._state, self._state.directory.home
         snapshot = read_snapshot(state.files, home / SNAPSHOT_NAME, state.clock, state.cipher.cipher_id)
         if snapshot is None:
@@ -74,16 +74,16 @@ class Scanner:
                 segment.num_bytes = num_bytes
 
     def _look(self) -> None:
-        """Take over what dead processes left, scan new segments, and drop those that are gone."""
+        """Take over segments of dead processes, scan new segments, and drop segments that are gone."""
         state, directory, index = self._state, self._state.directory, self._state.index
         directory.adopt()
         for path in segments_in(state.files, directory.home):
             index.add_segment(path, is_own=True)
-        # The last segment of another process may still be written. So may another one, if the process has taken over
-        # segments of a dead one whose numbers are higher: what has grown is scanned again.
+        # The last segment of another process may still be written. So may an earlier segment, if the process has taken
+        # over segments of a dead process with higher numbers: a segment that has grown is scanned again.
         others = {path for home in directory.other_homes() for path in segments_in(state.files, home)[:-1]}
         for segment in index.segments():
-            # Before anything is scanned: a block that is known at a place that is gone would hide where it lies now.
+            # Do this before scanning: a block that is known at a place that is gone would hide its present place.
             if not segment.is_own and segment.path not in others:
                 index.remove_segment(segment)
         for path in sorted(others):
@@ -97,7 +97,7 @@ class Scanner:
                 self._scan(segment)
 
     def _measure(self, segment: Segment) -> int | None:
-        """The size of a segment's file; None, and the segment is lost, if it is gone or no file."""
+        """The size of a segment's file. If the file is gone, forget the segment and return None."""
         try:
             status = self._state.files.stat(segment.path)
         except FileNotFoundError:

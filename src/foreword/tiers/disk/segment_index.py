@@ -6,7 +6,7 @@ Blocks are rows of one numpy array, 60 bytes each, and a dict from a block's nam
 of a removed block has the name 0 until another block takes it. A row keeps the first 16 of a key's 32 bytes. That
 decides where to read; what is read is checked against the whole key.
 
-A snapshot of the index is a file, and only a hint. One that is absent, torn, old or damaged costs a scan of the
+A snapshot of the index is a file, and only a hint. If it is absent, torn, old or damaged, this costs a scan of the
 segments' headers, and nothing else: every block is checked when it is loaded.
 
     "FWIDX", version 2 | bytes of the description, uint64 | description, JSON | rows | xxh3-128 of all
@@ -80,12 +80,12 @@ class SegmentIndex:
         """Namespace and group -> their number, as `name` has it."""
         self._rows = np.zeros(1024, ROW)
         self._num_rows = 0
-        """Rows ever used; those from here on are free and not in `_free`."""
+        """The number of rows ever used; the rows from here on are free and not in `_free`."""
         self._free: list[int] = []
         self._row_of: dict[bytes, int] = {}
         """The first `NAME_BYTES` of the row -> its number."""
         self._next_expiry = LATEST
-        """No block expires before."""
+        """The earliest time at which a block may expire."""
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -93,7 +93,7 @@ class SegmentIndex:
     # ------------------------------------------------------------------------------ segments
 
     def open_segment(self, folder: Path) -> Segment:
-        """A segment that this process will write, under a new name. It is known before its file is made."""
+        """Add a segment that this process will write, under a new name. It is known before its file is made."""
         with self._lock:
             name = f"{self._next_number:06d}-{secrets.token_hex(4)}{SUFFIX}"
             return self._add(Segment(self._next_id, folder / name, is_own=True, is_open=True, is_scanned=True))
@@ -106,7 +106,7 @@ class SegmentIndex:
             return self._add(Segment(self._next_id, path, is_own))
 
     def remove_segment(self, segment: Segment) -> int:
-        """Forget a segment, whose id stays unused, and its blocks; returns their number."""
+        """Forget a segment and its blocks; returns the number of blocks. Its id is never used again."""
         with self._lock:
             if self._segments.pop(segment.id, None) is None:
                 return 0
@@ -126,7 +126,7 @@ class SegmentIndex:
             return list(self._segments.values())
 
     def own_segments(self) -> list[Segment]:
-        """Those of this process, oldest id first."""
+        """The segments of this process, oldest id first."""
         return [segment for segment in self.segments() if segment.is_own]
 
     # ------------------------------------------------------------------------------ looking
@@ -137,7 +137,7 @@ class SegmentIndex:
             return self._find(keys, now) >= 0
 
     def locate(self, keys: BlockKeys, now: int) -> Rows:
-        """Copies of the blocks' rows, [blocks]; `name` is 0 for those that are not here or have expired."""
+        """Copies of the blocks' rows, [blocks]; `name` is 0 for blocks that are not here or have expired."""
         with self._lock:
             numbers = self._find(keys, now)
             rows = self._rows[numbers]
@@ -145,7 +145,7 @@ class SegmentIndex:
         return rows
 
     def segment_worth(self, now: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """The worth of each segment's blocks and the stored bytes of those that are pinned, by segment id."""
+        """The worth of each segment's blocks, and the stored bytes of its pinned blocks, by segment id."""
         with self._lock:
             rows = self._rows[self._alive()]
             num_ids = self._next_id
@@ -154,7 +154,7 @@ class SegmentIndex:
         return total, np.bincount(rows["segment"], pinned, minlength=num_ids).astype(np.int64)
 
     def mean_worth(self, now: int) -> float:
-        """The mean worth of all blocks; 0 if there are none."""
+        """The mean worth of all blocks; 0 if there are no blocks."""
         with self._lock:
             rows = self._rows[self._alive()]
         return float(worth_of(rows, now).mean()) if len(rows) else 0.0
@@ -162,10 +162,10 @@ class SegmentIndex:
     # ------------------------------------------------------------------------------ changing
 
     def insert(self, run: RunHeader, segment: Segment, *, expires: int, used: int, was_found: bool = False) -> int:
-        """Insert the blocks of a run, unless its segment is gone. Returns the number that is new.
+        """Insert the blocks of a run, unless its segment is gone. Returns the number of new blocks.
 
-        Blocks that are here already get their new place. Those of a run that `was_found` on disk stay as they are,
-        unless the one that was found expires later.
+        Blocks that are here already get their new place. But if the run `was_found` on disk, they keep their old place,
+        unless the found block expires later.
         """
         entries = run.entries
         rows = np.zeros(len(entries), ROW)
@@ -180,7 +180,7 @@ class SegmentIndex:
             return self._insert(rows, replaces=not was_found) if segment.id in self._segments else 0
 
     def insert_snapshot(self, snapshot: Snapshot, segments: list[Segment | None]) -> None:
-        """Insert the blocks of a snapshot whose segments, in its order, are there; others stay out."""
+        """Insert the blocks of a snapshot. `segments` has its segments in order; None: it is gone with its blocks."""
         ids = np.array([0 if segment is None else segment.id for segment in segments], np.uint32)
         with self._lock:
             numbers = np.array([0] + [self._number(*name) for name in snapshot.names], np.uint16)
@@ -203,7 +203,7 @@ class SegmentIndex:
     def move(self, run: RunHeader, source: Segment, target: Segment) -> int:
         """Note that blocks of one segment were copied to a run of another one. Returns the number of blocks moved.
 
-        Those that are elsewhere meanwhile stay there.
+        Blocks that are elsewhere meanwhile stay there.
         """
         with self._lock:
             rows = self._find(run.keys())
@@ -213,9 +213,9 @@ class SegmentIndex:
             return int(np.count_nonzero(here))
 
     def forget(self, keys: BlockKeys, places: Rows | None = None) -> int:
-        """Remove blocks; returns the number that was here.
+        """Remove blocks; returns the number of blocks that were here.
 
-        `places`: what `locate` said of them. Those that were not there, or lie elsewhere meanwhile, stay.
+        `places`: their rows from `locate`. Blocks that were not there then, or lie elsewhere meanwhile, stay.
         """
         with self._lock:
             rows = self._find(keys)
@@ -265,7 +265,7 @@ class SegmentIndex:
         return number
 
     def _find(self, keys: BlockKeys, now: int | None = None) -> RowNumbers:
-        """Rows of blocks, -1 where there is none, or none that has not expired at `now`."""
+        """The rows of blocks; -1 for blocks that are not here or have expired at `now`."""
         names = np.zeros((len(keys), NAME_BYTES), np.uint8)
         names[:, :16] = keys.keys[:, :16]
         for group_id in np.unique(keys.group_ids).tolist():
@@ -281,7 +281,7 @@ class SegmentIndex:
         return np.fromiter(map(self._row_of.get, names, repeat(-1)), np.int64, len(names))
 
     def _insert(self, rows: Rows, *, replaces: bool) -> int:
-        """Insert rows; what is here already is replaced if `replaces`, otherwise by what expires later."""
+        """Insert rows. A row that is here already is replaced if `replaces`, or if the new row expires later."""
         names = _names(rows)
         last = dict(zip(names, range(len(names)), strict=True))
         if len(last) < len(names):  # of equal names the last counts
@@ -358,7 +358,7 @@ class Snapshot:
     """Blocks, and the segments that they lie in."""
 
     rows: Rows
-    """`segment` counts in `segments`, and `name` in `names`, from 1."""
+    """The blocks' rows; `segment` is an index into `segments`, and `name` is 1 + an index into `names`."""
     names: list[tuple[bytes, int]]
     segments: list[tuple[str, int]]
     """Name of the file, and the number of its bytes that the snapshot covers."""
@@ -370,7 +370,7 @@ def write_snapshot(files: RealFiles, path: Path, snapshot: Snapshot, clock: Cloc
     Raises OSError; then the old file stays.
     """
     rows, now = snapshot.rows.copy(), clock.now_s()
-    # Ages and what is left to live mean something in another process; moments of our clock do not.
+    # Ages and remaining lifetimes mean something in another process; moments of our clock do not.
     rows["used"] = now - np.minimum(rows["used"].astype(np.int64), now)
     expires = rows["expires"].astype(np.int64)
     rows["expires"] = np.where(expires == 0, 0, np.maximum(1, expires - now))
@@ -404,9 +404,9 @@ def write_snapshot(files: RealFiles, path: Path, snapshot: Snapshot, clock: Cloc
 
 
 def read_snapshot(files: RealFiles, path: Path, clock: Clock, cipher_id: bytes) -> Snapshot | None:
-    """A snapshot, with moments on our clock. Raises OSError.
+    """Read a snapshot, with moments on our clock. Raises OSError.
 
-    None if there is none, if it is not as it was written, or if its blocks were written with another cipher or secret.
+    None if there is no file, if it is not as it was written, or if its blocks have another cipher or secret.
     """
     try:
         fd = files.open_for_reading(path)

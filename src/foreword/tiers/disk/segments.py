@@ -80,7 +80,7 @@ assert ENTRY.itemsize == 72
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """What a run says of itself. `entries` has dtype `ENTRY`, [blocks]."""
+    """The header of a run. `entries` has dtype `ENTRY`, [blocks]."""
 
     header_bytes: int
     run_bytes: int
@@ -97,7 +97,7 @@ class RunHeader:
         return BlockKeys(self.namespace, self.entries["group"], self.entries["key"])
 
     def within(self, num_bytes: int) -> RunHeader:
-        """This header with those blocks alone that end within a file of that size."""
+        """This header with only the blocks that end within a file of that size."""
         ends = self.offset + self.entries["page"].astype(np.int64) * PAGE + self.entries["stored_bytes"]
         return self if ends.max() <= num_bytes else replace(self, entries=self.entries[ends <= num_bytes])
 
@@ -207,18 +207,18 @@ class Segment:
     """Its number in this process, which is never used twice."""
     path: Path
     is_own: bool
-    """This process may append to it or unlink it."""
+    """Whether this process may append to it or unlink it."""
     num_bytes: int = 0
     """Bytes of complete runs, or the file's size when it was found."""
     physical_bytes: int = 0
     is_open: bool = False
-    """This process appends to it."""
+    """Whether this process appends to it."""
     is_scanned: bool = False
-    """All its blocks up to `num_bytes` are in the index."""
+    """Whether all its blocks up to `num_bytes` are in the index."""
 
 
 def segment_number(name: str) -> int | None:
-    """The number in a segment's name; None if it is not such a name."""
+    """The number in a segment's name; None if it is not the name of a segment."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -234,7 +234,7 @@ class Damage:
 def scan_runs(files: RealFiles, fd: int, begin: int, end: int, *, uncached: bool) -> Iterator[RunHeader | Damage]:
     """The runs between two offsets, in order. Reads headers only; payloads are not looked at.
 
-    After a damaged header it goes on at the next page that holds a sound one. Raises OSError.
+    After a damaged header it goes on at the next page that holds a sound header. Raises OSError.
     """
     buffer = memoryview(bytearray(MAX_HEADER_BYTES))
     offset = begin
@@ -252,9 +252,9 @@ def scan_runs(files: RealFiles, fd: int, begin: int, end: int, *, uncached: bool
 def read_block(
     files: RealFiles, fd: int, header: RunHeader, index: int, out: memoryview, *, uncached: bool
 ) -> bool | None:
-    """Read a block as it is stored, with its padding, into `out`, and verify it: None if the file ends before it does.
+    """Read a block as it is stored, with its padding, into `out`, and return whether it verifies.
 
-    `out` has the block's padded length. Raises OSError.
+    None if the file ends before the block does. `out` has the block's padded length. Raises OSError.
     """
     entry = header.entries[index]
     stored_bytes = int(entry["stored_bytes"])
@@ -294,7 +294,7 @@ def _next_header(files: RealFiles, fd: int, begin: int, end: int, buffer: memory
 
 
 class RunBuffer:
-    """Gathers one run after the other. What `place` and `finish` return is valid until the next `begin`."""
+    """Gathers one run after the other. The memory of `place` and `finish` is valid until the next `begin`."""
 
     def __init__(self) -> None:
         self._data = np.zeros(MAX_RUN_BYTES, np.uint8)
@@ -304,7 +304,7 @@ class RunBuffer:
         """Index among the given blocks -> index in the run."""
 
     def begin(self, stored_bytes: IndexArray) -> None:
-        """Begin a run of at most as many blocks as these, which have these stored lengths."""
+        """Begin a run of blocks with these stored lengths; some of the blocks may be left out."""
         num_bytes = run_bytes_of(stored_bytes)
         if len(self._data) < num_bytes:  # one block is longer than a run usually is
             self._data = np.zeros(num_bytes, np.uint8)
@@ -313,13 +313,13 @@ class RunBuffer:
         self._index_of = {}
 
     def place(self, stored_bytes: int) -> memoryview:
-        """Where the next block goes as it is stored, with its padding, which is zeros already."""
+        """The memory for the next block as it is stored, and for its padding, which is zeros already."""
         end = self._end + padded(stored_bytes)
         self._data[self._end + stored_bytes : end] = 0
         return self._data[self._end : end].data
 
     def add(self, run: BlockRun, index: int, stored_bytes: int) -> None:
-        """Keep what was written to `place` as the `index`-th block of `run`."""
+        """Keep the bytes that were written to `place` as the `index`-th block of `run`."""
         key, group_id = run.keys.keys[index], int(run.keys.group_ids[index])
         payload = self._data[self._end : self._end + padded(stored_bytes)].data
         entry = self._entries[len(self._index_of)]
@@ -332,7 +332,7 @@ class RunBuffer:
         self._keep(index, stored_bytes)
 
     def copy(self, header: RunHeader, index: int) -> None:
-        """Keep what was written to `place` as the `index`-th block of another run; its parent is not in this one."""
+        """Keep the bytes in `place` as the `index`-th block of another run; the block's parent is not in this run."""
         self._entries[len(self._index_of)] = header.entries[index]
         self._entries["parent"][len(self._index_of)] = -1
         self._keep(index, int(header.entries[index]["stored_bytes"]))

@@ -69,7 +69,7 @@ class DiskOptions:
             )
 
     def completed(self, total_bytes: int, free_bytes: int, used_bytes: int) -> DiskOptions:
-        """These options without None, for a file system of that size; `used_bytes` of it are the cache already."""
+        """These options with None replaced, for a file system of that size, of which the cache has `used_bytes`."""
         budget = self.budget_bytes
         if budget is None:
             budget = max(SMALLEST_BUDGET, min(LARGEST_DEFAULT_BUDGET, (free_bytes + used_bytes) // 4))
@@ -92,5 +92,5 @@ class DiskState(TierCounts):
     index: SegmentIndex
     cipher: Cipher
     leaves_cache: bool
-    """The kernel knows RWF_DONTCACHE, so reads and writes leave the page cache alone."""
+    """Whether the kernel knows RWF_DONTCACHE, so that reads and writes leave the page cache alone."""
     closing: threading.Event = field(default_factory=threading.Event)

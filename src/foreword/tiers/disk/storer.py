@@ -1,23 +1,23 @@
 """The storer: a bounded queue of runs, and the thread that writes them, keeps to the budget and saves the index.
 
-A store is dropped, and counted, when the queue is full, when there is no room and nothing may go, and for a while after
-the system has failed to write. Nobody waits for it.
+A store is dropped, and counted, when the queue is full, when there is no room and no segment may go, and for a while
+after the system has failed to write. Nobody waits for it.
 
 `SegmentWriter` gathers runs in a buffer and appends them to the newest segment. A run is written by one call, header
-first. There is no sync before its blocks are found: what a crash tears does not verify. A segment is synced once, when
-it is sealed.
+first. There is no sync before its blocks are found: a run that a crash tears does not verify. A segment is synced once,
+when it is sealed.
 
-`SpaceBook` knows what may be used: a budget in physical bytes, a floor of free space, shares of several processes. All
-processes together keep to the budget, each by looking at everybody's files and changing its own alone. A process that
-is alone may use all of it. When others come, it gives way segment by segment until it is at its share. Between two
-looks each process may write what was free at its last look, so they may exceed the budget for a moment, by one run
-each.
+`SpaceBook` knows the limits of space: a budget in physical bytes, a floor of free space, shares of several processes.
+All processes together keep to the budget: each looks at everybody's files and changes only its own. A process that is
+alone may use the whole budget. When others come, it gives way segment by segment until it is at its share. Between two
+looks, each process may write the bytes that were free at its last look. So the processes may exceed the budget for a
+moment, by one run each.
 
 `Evictor` chooses the segment with the least worth a physical byte: a block is worth the seconds that a hit saves, times
-(1 + its loads), halved for every six hours since its last load. So what was loaded often and lately stays, and a large
-segment of which little is left goes early. Blocks that are worth more than the tier's mean, and pinned ones, are copied
-to the newest segment first, the best ones first, at most a quarter of the segment. A segment of which more is pinned
-stays.
+(1 + its loads), halved for every six hours since its last load. So blocks that were loaded often and lately stay, and a
+large segment with few blocks left goes early. Before that, pinned blocks and blocks that are worth more than the tier's
+mean are copied to the newest segment: the best blocks first, at most a quarter of the segment. A segment stays if more
+than a quarter of it is pinned.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 """The pause, in seconds, without stores after a failed write; it doubles from the first to the longest."""
 SNAPSHOT_SHARE = 20
-"""Bytes stored for each byte of a snapshot, at the least, so that snapshots do not wear the disk."""
+"""The least bytes to store before a snapshot, for each byte of it, so that snapshots do not wear the disk."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Work = Callable[[], object]
 COPIED_SHARE = 0.25
@@ -64,7 +64,7 @@ COPIED_SHARE = 0.25
 
 
 class SpaceBook:
-    """What is used and what is left. The storing thread alone calls it; `refresh` and `measure` read the disk."""
+    """The space that is used and left. Only the storing thread calls it; `refresh` and `measure` read the disk."""
 
     def __init__(self, state: DiskState) -> None:
         options = state.options
@@ -91,7 +91,7 @@ class SpaceBook:
 
     @property
     def share_bytes(self) -> int:
-        """What each process may keep when others want room."""
+        """The bytes that each process may keep when others want room."""
         return self.budget_bytes // self._num_processes
 
     def measure(self, segment: Segment) -> None:
@@ -117,12 +117,12 @@ class SpaceBook:
 
     @property
     def may_evict(self) -> bool:
-        """This process has more than what others must leave it."""
+        """Whether this process may evict: it is alone, or it has more than its share."""
         return self._num_processes == 1 or self.own_bytes > self.share_bytes
 
     @property
     def must_give_way(self) -> bool:
-        """Others need room for a segment, and this process has more than its share."""
+        """Whether other processes need room for a segment while this process has more than its share."""
         crowded = self.used_bytes + self.segment_bytes > self.budget_bytes
         return self._num_processes > 1 and crowded and self.own_bytes > self.share_bytes
 
@@ -134,7 +134,7 @@ class SpaceBook:
 
 
 class SegmentWriter:
-    """Appends runs. The storing thread alone calls it."""
+    """Appends runs. Only the storing thread calls it."""
 
     def __init__(self, state: DiskState, space: SpaceBook) -> None:
         self._state = state
@@ -145,7 +145,7 @@ class SegmentWriter:
         self._sequence = 0
 
     def append(self, run: BlockRun, part: npt.NDArray[np.int64], ticket: Ticket) -> npt.NDArray[np.int64]:
-        """Write a part of a run, and index its blocks. Returns the indices in the run of those that are stored.
+        """Write a part of a run, and index its blocks. Returns the stored blocks' indices in the run.
 
         Blocks whose source failed or whose ticket ended are left out. Raises OSError; then nothing is indexed.
         """
@@ -165,7 +165,7 @@ class SegmentWriter:
         return indices
 
     def copy(self, fd: int, source: Segment, header: RunHeader, chosen: npt.NDArray[np.int64]) -> int:
-        """Copy blocks of a run of an open segment as they are, once they are verified; returns the number copied."""
+        """Copy blocks of a run from the file `fd` as they are, once they are verified; returns the number copied."""
         files, buffer, copied = self._state.files, self._buffer, 0
         lengths = header.entries["stored_bytes"].astype(np.int64)
         for part in split_run(lengths, chosen):
@@ -180,7 +180,7 @@ class SegmentWriter:
         return copied
 
     def seal(self) -> None:
-        """Sync and close the open segment; it is only read from now on. Raises OSError, but it is sealed then too."""
+        """Sync and close the open segment; it is only read from now on. Even after an OSError, it is sealed."""
         if self._open is None:
             return
         segment, fd = self._open, self._fd
@@ -259,7 +259,7 @@ class SegmentWriter:
         self._open, self._fd = None, -1
 
     def _abandon(self, offset: int) -> None:
-        """Seal a segment after a failed write, without what was written of the run; an empty one goes."""
+        """Seal the open segment after a failed write, without the torn run; remove the segment if it is empty."""
         assert self._open is not None
         segment = self._open
         try:
@@ -276,23 +276,23 @@ class SegmentWriter:
 
 
 class Evictor:
-    """Unlinks segments. The storing thread alone calls it."""
+    """Unlinks segments. Only the storing thread calls it."""
 
     def __init__(self, state: DiskState, writer: SegmentWriter) -> None:
         self._state = state
         self._writer = writer
 
     def evict_one(self, *, copies: bool) -> bool:
-        """Unlink the segment that is worth least, and copy its best blocks if `copies`. False if none can go.
+        """Unlink the segment that is worth least, and copy its best blocks if `copies`. False if no segment can go.
 
-        Raises OSError if the file cannot be unlinked; then it is no longer ours to count on and others may go.
+        Raises OSError if the file cannot be unlinked; then the segment no longer counts, and other segments may go.
         """
         victim = self._choose()
         if victim is None:
             return False
         if copies:
             self._copy_best(victim)
-        # Before its file: one that cannot be removed must not be chosen forever.
+        # Forget it before its file: a segment that cannot be removed must not be chosen forever.
         removed = self._state.index.remove_segment(victim)
         self._state.count(num_evicted=removed)
         with contextlib.suppress(FileNotFoundError):
@@ -312,7 +312,7 @@ class Evictor:
         ]
         if scanned:
             return min(scanned, key=lambda segment: worth[segment.id] / max(1, segment.physical_bytes))
-        # Nobody knows yet what the others hold. The oldest goes.
+        # It is not known yet what the unscanned segments hold. The oldest of them goes.
         return next((segment for segment in candidates if not segment.is_scanned), None)
 
     def _copy_best(self, victim: Segment) -> None:
@@ -367,12 +367,12 @@ class Store:
 
 
 class Storer:
-    """Stores in the order in which they were asked for, and looks after the directory in between."""
+    """Writes stores in the order in which they were asked for, and looks after the directory in between."""
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
         self.space = SpaceBook(state)
-        """For statistics."""
+        """The space, for statistics."""
         self._writer = SegmentWriter(state, self.space)
         self._evictor = Evictor(state, self._writer)
         self._pause_s = 0.0
@@ -432,8 +432,8 @@ class Storer:
         self._pause_s = 0.0
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Evict until `num_bytes` can be written; False if that cannot be reached."""
-        # A quarter of a segment stays free, for what eviction copies forward before it unlinks.
+        """Evict until `num_bytes` can be written; False if that is impossible."""
+        # A quarter of a segment stays free for the blocks that eviction copies forward before it unlinks.
         reserve = self.space.segment_bytes // 4
         if num_bytes + reserve > self.space.budget_bytes:
             return False
@@ -443,7 +443,7 @@ class Storer:
         return True
 
     def _evict(self) -> bool:
-        """Unlink one segment; the open one is sealed first if it is the only one."""
+        """Unlink one segment; if no other can go, the open segment is sealed first."""
         try:
             if self._evictor.evict_one(copies=self._pause_s == 0):
                 return True
@@ -454,7 +454,7 @@ class Storer:
             return False
 
     def _pause(self, error: OSError) -> None:
-        """Store nothing for a while, and give back a segment: what the system lacks is mostly room."""
+        """Store nothing for a while; if the system lacks room, evict a segment."""
         self._pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
         self._paused_until = time.monotonic() + self._pause_s
         logger.warning("the cache on disk could not be written: %s; it drops blocks for %.0f s", error, self._pause_s)
@@ -472,7 +472,7 @@ class Storer:
             logger.exception(complaint)
 
     def _look_after(self) -> None:
-        """Expiry, sizes, other processes' shares, and the snapshot if it is time."""
+        """Forget expired blocks, look at sizes, give way to other processes, and save a snapshot if it is time."""
         self._state.index.forget_expired(self._state.clock.now_s())
         self.space.refresh()
         while self.space.used_bytes > self.space.budget_bytes or self.space.must_give_way:
@@ -493,7 +493,7 @@ class Storer:
 
 
 def repeated(run: BlockRun) -> npt.NDArray[np.bool_]:
-    """Which blocks of a run have the name of an earlier one, [blocks]."""
+    """Whether each block of a run has the name of an earlier block, [blocks]."""
     names = run.keys.names()
     first = dict(zip(reversed(names), range(len(names) - 1, -1, -1), strict=True))
     return np.array([first[name] != index for index, name in enumerate(names)], bool)

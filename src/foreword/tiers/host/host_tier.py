@@ -3,7 +3,7 @@
 The caller gives the buffer: pinned memory, from which a GPU reads at the full rate of its bus. One thread copies.
 
     buffer   | place 0 | place 1 | place 2 | ...       a block lies at the beginning of its place
-    index      name -> place, least recently used first; when no place is free, the first one without a pin goes
+    index      name -> place, least recently used first; when no place is free, the first block without a pin goes
 
 Memory does not lie like a disk, but a bit may flip in it: every block has a checksum, which is verified on each load.
 """
@@ -60,7 +60,7 @@ class HostTier:
     name = "host"
 
     def __init__(self, buffer: npt.NDArray[np.uint8], place_bytes: int) -> None:
-        """`buffer`: [bytes], which nobody else uses; `place_bytes`: of the largest block."""
+        """`buffer`: [bytes], which nobody else uses; `place_bytes`: the bytes of the largest block."""
         num_places = len(buffer) // place_bytes
         if not num_places:
             raise ConfigError(f"cache_host_bytes={len(buffer)} holds no block of {place_bytes} bytes; give it more")
@@ -69,7 +69,7 @@ class HostTier:
         self._index: OrderedDict[Name, _Place] = OrderedDict()
         self._lock = threading.Lock()
         """The lock of index and free places; nobody asks for a ticket while holding it. The thread copies without it:
-        only that thread gives places away, so what it reads is not overwritten.
+        only that thread gives places away, so a block that it reads is not overwritten.
         """
         self._counts = TierCounts()
         self._rate = LoadRate()
@@ -132,18 +132,18 @@ class HostTier:
         return ticket
 
     def forget(self, keys: BlockKeys) -> None:
-        """Blocks that `lookup` must not find again; their places are free."""
+        """Forget these blocks, and free their places."""
         self._forget(keys.names())
 
     def close(self, flush_s: float) -> None:
-        """Store what is queued for at most `flush_s` seconds, and forget everything; see `Tier.close`."""
+        """Work on queued stores for at most `flush_s` seconds, and forget everything; see `Tier.close`."""
         self._thread.stop_after(flush_s)
         self._thread.join(flush_s + PATIENCE_S)
         self._is_closed = True
         self._forget(list(self._index))
 
     def stats(self) -> TierStats:
-        """What happened so far; see `Tier.stats`."""
+        """Return the counts so far; see `Tier.stats`."""
         stats = self._counts.copy_of_stats()
         stats.num_blocks, place_bytes = len(self._index), self._places.shape[1]
         stats.stored_bytes = stats.shared_bytes = stats.num_blocks * place_bytes
@@ -171,7 +171,7 @@ class HostTier:
         job.ticket.finish(Outcome.CANCELLED)
 
     def _load(self, job: _Job, index: int) -> int:
-        """Verify a block and hand it over; its bytes."""
+        """Verify a block and hand it over; returns its bytes, or 0 if that fails."""
         ticket, sink, size = job.ticket, job.sink, job.payload_bytes[index]
         assert sink is not None
         with self._lock:
@@ -192,7 +192,7 @@ class HostTier:
         return size
 
     def _store(self, job: _Job, index: int) -> int:
-        """Copy a block into a place; its bytes."""
+        """Copy a block into a place; returns its bytes, or 0 if it was not copied."""
         ticket, run, size, name = job.ticket, job.run, job.payload_bytes[index], job.names[index]
         assert run is not None
         if size > self._places.shape[1]:
@@ -212,7 +212,7 @@ class HostTier:
         expires = np.inf if run.ttl_s is None else time.monotonic() + run.ttl_s
         checksum, is_pinned = xxhash.xxh3_128_digest(out.data), bool(run.flags[index] & PINNED)
         with self._lock:
-            replaced = self._index.pop(name, None)  # an expired one
+            replaced = self._index.pop(name, None)  # an expired block
             if replaced is not None:
                 self._free.append(replaced.number)
             self._index[name] = _Place(number, size, checksum, is_pinned, expires)
@@ -223,7 +223,7 @@ class HostTier:
     # ------------------------------------------------------------------------------ places
 
     def _take_place(self) -> int:
-        """A free place, or that of the least recently used block; pinned ones go last. The lock is held."""
+        """Take a free place, or the least recently used block's place; pinned blocks go last. The lock is held."""
         if not self._free:
             victim = next((name for name, place in self._index.items() if not place.is_pinned), None)
             if victim is None:

@@ -27,13 +27,13 @@ UNUSABLE = ("LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN")
 LINE_BYTES = 16 << 10
 SHORTEST_WAIT_S = 0.001
 REFUSAL_CHARACTERS = 200
-"""The characters of a server's error that are kept; they go into log lines."""
+"""The most characters of a server's error to keep; they go into log lines."""
 
 Command = Sequence[bytes | str | int | memoryview]
 
 
 class ServerGoneError(Exception):
-    """The server does not answer, or not as it should. `is_deadline`: not before the caller's own deadline."""
+    """The server does not answer, or not as it should. `is_deadline`: the caller's own deadline came first."""
 
     def __init__(self, message: str, *, is_deadline: bool = False) -> None:
         super().__init__(message)
@@ -57,12 +57,12 @@ Reply = int | str | memoryview | Refusal | None
 
 
 class StoreServer:
-    """A server by its URL. Raises ConfigError for URLs that cannot be meant, and without the package valkey."""
+    """A server by its URL. Raises ConfigError for URLs that cannot be understood, and without the package valkey."""
 
     def __init__(self, url: str, io_timeout_s: float) -> None:
         self.shown_url = _without_secrets(url)
         self.is_local = False
-        """Nobody on another machine reaches it by this address."""
+        """Whether nobody on another machine can reach it by this address."""
         self.io_timeout_s = io_timeout_s
         try:
             self._valkey: Any = importlib.import_module("valkey")
@@ -95,7 +95,7 @@ class StoreServer:
             ) from None
 
     def link(self) -> Link:
-        """A connection of its own for one thread; it connects when it is first used."""
+        """Make a connection for one thread; it connects when it is first used."""
         return Link(self._pool.make_connection(), self._valkey.exceptions, self.io_timeout_s)
 
 
@@ -109,7 +109,7 @@ class Link:
         self._deadline = 0.0
         self._num_awaited = 0
         self.num_replies = 0
-        """The replies since the session began."""
+        """The number of replies since the session began."""
         self._line = bytearray(LINE_BYTES)
         self._begin = self._end = 0
         """Bytes of `_line` that are received and not used yet."""
@@ -117,7 +117,7 @@ class Link:
 
     @contextlib.contextmanager
     def session(self, deadline: float) -> Iterator[Self]:
-        """Commands and replies until that moment of `time.monotonic`. Replies that nobody has read end the connection.
+        """Allow commands and replies until that moment of `time.monotonic`. Unread replies end the connection.
 
         Raises ServerGoneError.
         """
@@ -133,7 +133,7 @@ class Link:
             self.close()
 
     def close(self) -> None:
-        """Any thread may call it; a thread that waits for a reply gets ServerGoneError."""
+        """Close the connection. Any thread may call this; a thread that waits for a reply gets ServerGoneError."""
         self._connection.disconnect()
 
     def send(self, commands: Sequence[Command]) -> None:
@@ -185,7 +185,7 @@ class Link:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Errors of the package and of sockets as ServerGoneError."""
+        """Raise errors of the package and of sockets as ServerGoneError."""
         try:
             yield
         except (self._errors.AuthenticationError, self._errors.ResponseError) as error:
@@ -235,7 +235,7 @@ class Link:
         return line
 
     def _read_body(self, num_bytes: int, max_bytes: int) -> memoryview:
-        """The bytes of a bulk string; what came with its first line is copied, the rest is received in place."""
+        """The bytes of a bulk string; bytes that came with its first line are copied, the rest is received in place."""
         if not 0 <= num_bytes <= max_bytes:
             raise OSError(f"a reply of {num_bytes} bytes came where at most {max_bytes} were asked for")
         needed = num_bytes + 2
@@ -259,7 +259,7 @@ class Link:
 
 
 def _begin_plain(connection: Any) -> None:
-    """Replaces the package's own login, which reads replies without limits."""
+    """Replace the package's own login, which reads replies without limits."""
     connection._parser.on_connect(connection)
 
 
@@ -271,5 +271,5 @@ def _is_loopback(host: str) -> bool:
 
 
 def _without_secrets(url: str) -> str:
-    """A URL as people may see it."""
+    """A URL without its secrets, so that people may see it."""
     return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"//.*@", "//***@", url))

@@ -1,8 +1,8 @@
 """What the store tier's threads share: options, server, counts, a view of the blocks, and breakers.
 
-Others write and the server evicts, so what the view knows ages. A circuit breaker is open after some failures in a row
-and then leaves the server alone for a pause, which doubles with each try that fails. The idea is Nygard's, from
-"Release It!".
+Other processes write, and the server evicts, so the answers in the view age. A circuit breaker is open after some
+failures in a row and then leaves the server alone for a pause, which doubles with each try that fails. The idea is
+Nygard's, from "Release It!".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INFO_BYTES = 64 << 10
 
 
 class CircuitBreaker:
-    """Closed: go on. Open: leave it. Half open: one caller is trying. Any thread may call any method."""
+    """Closed: use the server. Open: leave it alone. Half open: one caller is trying. Any thread may call any method."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class CircuitBreaker:
         self._pause_s = first_pause_s
         self._try_at = 0.0
         self.num_trips = 0
-        """How often it went from closed to open."""
+        """The number of times that it went from closed to open."""
 
     @property
     def state(self) -> str:
@@ -77,19 +77,19 @@ class CircuitBreaker:
             if self._monotonic() < self._try_at:
                 return False
             self._state = "half-open"
-            # A caller that does not say how its try ended is not waited for.
+            # If the caller never reports how its try ended, another caller may try after the pause.
             self._try_at = self._monotonic() + self._pause_s
             return True
 
     def succeeded(self) -> bool:
-        """Close it. True if it was not closed."""
+        """Close the breaker. True if it was not closed."""
         with self._lock:
             was_closed = self._state == "closed"
             self._state, self._failures, self._pause_s = "closed", 0, self._first_pause_s
             return not was_closed
 
     def failed(self) -> bool:
-        """Count a failure. True if it opens with this one."""
+        """Count a failure. True if this failure opens the closed breaker."""
         with self._lock:
             if self._state == "half-open":
                 self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
@@ -103,7 +103,7 @@ class CircuitBreaker:
             return False
 
     def trip(self) -> None:
-        """Open it now."""
+        """Open the breaker now."""
         with self._lock:
             self.num_trips += self._state == "closed"
             self._open()
@@ -114,7 +114,7 @@ class CircuitBreaker:
 
 
 class StoreView:
-    """Answers by name, the oldest of which go when there are too many. Any thread may call any method."""
+    """Answers by block name; if there are too many, the oldest answers go. Any thread may call any method."""
 
     def __init__(self, max_blocks: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._max_blocks = max_blocks
@@ -129,7 +129,7 @@ class StoreView:
             return int(np.count_nonzero(np.fromiter(self._until.values(), float) > self._monotonic()))
 
     def look(self, names: Sequence[bytes]) -> tuple[BoolArray, BoolArray]:
-        """Which blocks are present, and of which nothing is known, [blocks] each."""
+        """Which blocks are present, and which blocks are unknown, [blocks] each."""
         until, now = self._moments(names), self._monotonic()
         return until > now, (until <= now) & (until >= -now)
 
@@ -139,25 +139,25 @@ class StoreView:
         return refused
 
     def note_stored(self, names: Iterable[bytes], seconds: float) -> None:
-        """We have stored these; that is also the end of a refusal."""
+        """Note that we have stored these blocks; that also ends a refusal."""
         self._note(names, self._monotonic() + seconds, keep_refused=False)
 
     def note_present(self, names: Iterable[bytes], seconds: float) -> None:
-        """The server has these; those that we refuse stay refused."""
+        """Note that the server has these blocks; refused blocks stay refused."""
         self._note(names, self._monotonic() + seconds, keep_refused=True)
 
     def note_absent(self, names: Iterable[bytes], seconds: float) -> None:
-        """The server does not have these, or could not give them."""
+        """Note that the server does not have these blocks, or could not give them."""
         self._note(names, -self._monotonic() - seconds, keep_refused=True)
 
     def note_answers(self, names: Sequence[bytes], here: BoolArray, present_s: float, absent_s: float) -> None:
-        """The server has said which of these blocks it has. What was learnt while it answered counts more."""
+        """Note which of these blocks the server has. Facts that were learnt while it answered count more."""
         _, unknown = self.look(names)
         self.note_present([names[at] for at in np.flatnonzero(unknown & here).tolist()], present_s)
         self.note_absent([names[at] for at in np.flatnonzero(unknown & ~here).tolist()], absent_s)
 
     def refuse(self, names: Iterable[bytes]) -> None:
-        """Do not find these until we have stored them again, whatever the server has."""
+        """Do not find these blocks until we have stored them again, whatever the server has."""
         self._note(names, REFUSED, keep_refused=True)
 
     def _moments(self, names: Sequence[bytes]) -> npt.NDArray[np.float64]:
@@ -187,22 +187,22 @@ class StoreOptions:
     io_timeout_s: float = 0.5
     """The longest wait for the server to go on, within a job's deadline; also for connecting."""
     session_s: float = 2.0
-    """The longest time for what is no load or store, login and greeting at the start included."""
+    """The longest time of a session that is no load or store, such as login and greeting at the start."""
     store_session_s: float = 30.0
     """The longest time to write one run."""
     max_failures: int = 3
     """Failures in a row after which the server is left alone."""
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
-    """The longest time for which it is left alone; each try that fails doubles the pause."""
+    """The longest time for which the server is left alone; each try that fails doubles the pause."""
     present_s: float = 30.0
     """The time for which a block counts as present after the server had it."""
     absent_s: float = 5.0
     """The time for which a block counts as absent after the server did not have it, or could not give it."""
     max_known: int = 1 << 18
-    """Blocks of which it is known whether they are there; some 200 bytes each."""
+    """The most blocks in the view; some 200 bytes each."""
     max_asked: int = 1 << 16
-    """Blocks that wait to be asked for."""
+    """The most blocks that wait to be asked for."""
     max_queued_load_bytes: int = 1 << 30
     max_queued_store_bytes: int = 256 << 20
     """Payload bytes that wait; beyond them jobs are dropped."""
@@ -242,9 +242,9 @@ class StoreState(TierCounts):
 
     @contextlib.contextmanager
     def session(self, link: Link, *, longest_s: float | None = None, deadline: float | None = None) -> Iterator[Link]:
-        """A link's session of at most `longest_s` (None: `session_s`), whose end the breaker notes.
+        """Open a link's session of at most `longest_s` (None: `session_s`), and report its result to the breaker.
 
-        `deadline`: the moment when it ends instead, because its caller wants no more. Raises ServerGoneError.
+        `deadline`: the moment when it ends instead, because its caller waits no longer. Raises ServerGoneError.
         """
         last = time.monotonic() + (self.options.session_s if longest_s is None else longest_s)
         try:
@@ -261,12 +261,12 @@ class StoreState(TierCounts):
             logger.info("the store %s answers again", self.server.shown_url)
 
     def note_refused_store(self, refusal: Refusal) -> None:
-        """The server does not write; stores rest for a while."""
+        """Note that the server refuses to write; stores rest for a while."""
         if self.room.failed():
             self.refused.note(self.server.shown_url, refusal)
 
     def read_memory(self, link: Link) -> None:
-        """Learn the server's memory and its limit, every 10 s at the most; without the right to, nothing."""
+        """Ask for the server's memory and its limit, at most every 10 s; without the right to ask, do nothing."""
         if time.monotonic() < self.next_info:
             return
         self.next_info = time.monotonic() + INFO_EVERY_S

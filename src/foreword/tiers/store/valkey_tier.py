@@ -1,6 +1,6 @@
 """The store tier: blocks in a Valkey or Redis server, shared by all machines that have the same model.
 
-Each has a connection.
+Each of its three threads has a connection.
 
     probe, lookup -> asking thread ── answers ──> view <── what was loaded or stored ── load and store ── storing thread
                         └ EXISTS; a try when the breaker is half open                       └ loading thread
@@ -13,9 +13,9 @@ TLS: `valkeys://` (or `rediss://`); certificate and host name are checked, again
 `&ssl_certfile=FILE&ssl_keyfile=FILE` is the client's own. A cluster's nodes cannot be used.
 
 What a user needs on the server (ACL): `+exists +getrange +set +del +ping +info ~fw1:*`; without `+set` it only reads,
-without `+info` the server's memory is not shown. KV is prompt text in another form: whoever may read it can learn from
-it. Who may write can only make misses, if all use a `mac_key_file`. Advice for the server: `maxmemory-policy
-allkeys-lfu`, `save ""`, `appendonly no`.
+without `+info` the server's memory is not shown. KV is prompt text in another form: a user who may read it can learn
+prompts. If all machines use a `mac_key_file`, a user who may write can only cause misses. Advice for the server:
+`maxmemory-policy allkeys-lfu`, `save ""`, `appendonly no`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneC
 
 logger = logging.getLogger(__name__)
 AT_ONCE = 64
-"""Blocks in one EXISTS, which counts them: most often all or none are there."""
+"""The number of blocks in one EXISTS, which returns only a count: usually all blocks are there, or no block is."""
 PATIENCE_S = 5.0
-"""How long `close` waits for a thread that is in the middle of a call."""
+"""Seconds that `close` waits for a thread that is in the middle of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Which of these blocks are there? The ticket's block `at[i]` is `names[i]`; nobody may wait for it."""
+    """Which of these blocks are there? The ticket's block `at[i]` is `names[i]`; `at` is empty if nobody waits."""
 
     names: list[bytes]
     ticket: Ticket
@@ -56,7 +56,7 @@ class Question:
 
 
 class StoreAsker:
-    """Questions in the order in which they came. `greet` is the first, by the thread that makes the tier."""
+    """Asks questions in the order in which they came. The thread that makes the tier calls `greet` before that."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -68,7 +68,7 @@ class StoreAsker:
         """Blocks that were asked for without a ticket and have no answer yet."""
 
     def probe(self, names: list[bytes], deadline_s: float, on_done: DoneCallback | None) -> Ticket:
-        """PRESENT or MISSING for each block, from memory where the answer is known."""
+        """Find out which blocks are there, PRESENT or MISSING, from memory where the answer is known."""
         ticket = Ticket(len(names), deadline_s=deadline_s, on_done=on_done)
         if not self._state.closing.is_set() and self._state.breaker.is_closed:
             present, unknown = self._state.view.look(names)
@@ -82,7 +82,7 @@ class StoreAsker:
         return ticket
 
     def ask(self, names: list[bytes]) -> None:
-        """Ask for blocks whose answers `StoreView` will have; no more of them than may wait."""
+        """Ask for blocks; `StoreView` gets the answers. Does nothing if more blocks would wait than may wait."""
         names = [name for name in names if name not in self._pending]
         if names and self.thread.amount + len(names) <= self._state.options.max_asked:
             self._pending.update(names)
@@ -170,7 +170,7 @@ class Load:
 
 
 class StoreLoader:
-    """Loads in the order in which they were asked for."""
+    """Works on loads in the order in which they were asked for."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -232,7 +232,7 @@ class StoreLoader:
                 while num_asked < count and (num_asked == index or in_flight < self._state.options.window_bytes):
                     in_flight += load.payload_bytes[num_asked]
                     num_asked += 1
-                # One byte more than there should be: what is longer is not ours, however long it is.
+                # Ask for one byte more than there should be: a longer value is not ours, however long it is.
                 ends = [HEADER_BYTES + load.payload_bytes[at] for at in range(begin, num_asked)]
                 keys = [server_key(name) for name in load.names[begin:num_asked]]
                 link.send([("GETRANGE", key, 0, end) for key, end in zip(keys, ends, strict=True)])
@@ -285,7 +285,7 @@ class Store:
 
 
 class StoreWriter:
-    """Stores in the order in which they were asked for."""
+    """Works on stores in the order in which they were asked for."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -314,7 +314,7 @@ class StoreWriter:
         store.ticket.finish(outcome)
 
     def _absent(self, store: Store, link: Link) -> list[int]:
-        """The blocks that are to be written; the others are PRESENT."""
+        """Return the blocks to write; the other blocks become PRESENT."""
         view, names = self._state.view, store.names
         is_present, _ = view.look(names)
         ask = np.flatnonzero(~is_present & ~view.is_refused(names)).tolist()
@@ -408,7 +408,7 @@ class ValkeyTier:
         self.close(PATIENCE_S)
 
     def lookup(self, keys: BlockKeys) -> BoolArray:
-        """Which blocks are known to be here, [blocks]; what is not known is asked in the background.
+        """Which blocks are known to be here, [blocks]; unknown blocks are asked for in the background.
 
         See `Tier.lookup`. Nothing is found while the breaker is open.
         """
@@ -434,7 +434,7 @@ class ValkeyTier:
         deadline_s: float,
         on_done: DoneCallback | None = None,
     ) -> Ticket:
-        """Begin to load blocks into `sink`; see `Tier.load`. While the breaker is open all are IO_ERROR at once."""
+        """Begin to load blocks into `sink`; see `Tier.load`. While the breaker is open, all blocks are IO_ERROR."""
         return self._loader.add(keys.names(), payload_bytes.tolist(), sink, deadline_s, on_done)
 
     def estimate_load_s(self, num_bytes: int) -> float:
@@ -446,11 +446,11 @@ class ValkeyTier:
         return self._writer.add(run.keys.names(), run, on_done)
 
     def forget(self, keys: BlockKeys) -> None:
-        """Blocks that `lookup` must not find again until this process stores them. Others still find them."""
+        """Let `lookup` not find these blocks until this process stores them again. Other processes still find them."""
         self._state.view.refuse(keys.names())
 
     def close(self, flush_s: float) -> None:
-        """Store what is queued for at most `flush_s` seconds and cancel the rest; see `Tier.close`."""
+        """Work on queued stores for at most `flush_s` seconds and cancel the rest; see `Tier.close`."""
         if self._state.closing.is_set():
             return
         self._state.closing.set()
@@ -464,10 +464,10 @@ class ValkeyTier:
             part.thread.join(PATIENCE_S)
 
     def stats(self) -> TierStats:
-        """What happened so far; see `Tier.stats`.
+        """Return the counts so far; see `Tier.stats`.
 
-        `shared_bytes` and `budget_bytes` are the server's memory and its limit as of the last question, and
-        `stored_bytes` is what was written, at most `shared_bytes`: the server does not say what is left.
+        `shared_bytes` and `budget_bytes` are the server's memory and its limit as of the last question. `stored_bytes`
+        are the bytes written, at most `shared_bytes`: the server does not say which of them are left.
         """
         stats = self._state.copy_of_stats()
         stats.num_blocks = 0 if self._state.closing.is_set() else len(self._state.view)

@@ -36,7 +36,7 @@ def server_key(name: bytes) -> str:
 
 
 class ValueFormat:
-    """How values are written and verified. With a secret, only values of those who have it are accepted."""
+    """How values are written and verified. With a secret, only values signed with that secret are accepted."""
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secret
@@ -52,7 +52,7 @@ class ValueFormat:
         value[_CHECKSUM:_MAC] = block_checksum(*_parts(name), num_bytes, value[_MAC:])
 
     def verify(self, name: bytes, num_bytes: int, value: memoryview) -> Outcome:
-        """DONE if the value holds this block's payload of that length, MISSING if the length is another, or CORRUPT.
+        """DONE if the value holds this block's payload of that length, MISSING if its length differs, or CORRUPT.
 
         The value may be cut off one byte after the length that it should have.
         """

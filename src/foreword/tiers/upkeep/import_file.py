@@ -16,7 +16,7 @@ from foreword.tiers.prefix_file import OF_THE_NAMESPACE, PrefixFile, UnsoundFile
 from foreword.tiers.upkeep.table import counted
 
 NO_BUDGET_BYTES = 1 << 60
-"""An import evicts nothing for a budget; a process with a smaller one does when it opens the directory."""
+"""An import evicts no segment for a budget; a process with a smaller budget evicts when it opens the directory."""
 FLUSH_S = 60.0
 
 

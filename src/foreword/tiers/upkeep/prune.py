@@ -1,6 +1,6 @@
 """`foreword cache prune DIR`: deletes segments that are old, damaged, of other models, or too many.
 
-Whole segments go, for the format has no smaller unit that could be freed. A segment that a live process may be writing
+Whole segments go, because the format has no smaller unit to free. A segment that a live process may be writing
 stays. A process whose sealed segments go finds their blocks missing, and computes them.
 """
 
@@ -33,7 +33,7 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is to go. Each field adds segments; `max_bytes` adds the oldest of what is left."""
+    """What to delete. Each field adds segments; `max_bytes` adds the oldest of the other segments."""
 
     everything: bool = False
     damaged: bool = False
@@ -41,7 +41,7 @@ class Wish:
     namespaces: tuple[str, ...] = ()
     """Hexadecimal digits with which a namespace begins."""
     kept_model: str | None = None
-    """Blocks of other models go."""
+    """The model whose blocks stay; blocks of other models go."""
     max_bytes: int | None = None
 
     def check(self) -> None:
@@ -55,13 +55,13 @@ class Wish:
 
 @dataclass(slots=True)
 class Content:
-    """What prune has to know of a segment."""
+    """The facts about a segment that prune needs."""
 
     segment: SegmentFile
     blocks: Counter[bytes] = field(default_factory=Counter)
     """Number of whole blocks by namespace."""
     newest_s: int = 0
-    """When its newest run was written; 0 if it has none."""
+    """When its newest run was written; 0 if it has no run."""
     reason: str = ""
     """Why it is to go; empty if it stays."""
     is_deleted: bool = False
@@ -78,7 +78,7 @@ class Content:
 
 @dataclass(slots=True)
 class Result:
-    """What was done, beside what each `Content` says."""
+    """The results that are in no `Content`."""
 
     num_mixed: int = 0
     """Segments that stay because blocks of other namespaces lie in them too."""
@@ -100,9 +100,9 @@ def contents_of(cache: Survey) -> list[Content]:
 
 
 def choose(cache: Survey, contents: list[Content], wish: Wish, cipher: Cipher | None) -> Result:
-    """Give the segments that a wish means a reason. Raises ConfigError for namespaces and models that are not there.
+    """Set the reason of each segment that a wish covers. Raises ConfigError for unknown namespaces and models.
 
-    Segments that a process may be writing are among them only as far as they were wished for: the caller spares them.
+    `max_bytes` gives no reason to a segment that a process may be writing. Other wishes do: the caller spares it.
     """
     result = Result()
     unwanted = _unwanted(cache, contents, wish)
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _removed(cache: Survey, path: Path, result: Result) -> bool:
-    """Remove a file; True if it is gone by our hand."""
+    """Remove a file; True if this call removed it."""
     try:
         cache.files.unlink(path)
     except FileNotFoundError:
@@ -230,7 +230,7 @@ def _tidy(cache: Survey, contents: list[Content], result: Result, *, unsound_too
     """Remove the folders of dead processes that hold no segment now, and manifests of namespaces without blocks."""
     files = cache.files
     for home in cache.homes:
-        with contextlib.suppress(OSError):  # what is no file of the cache stays, and so does its folder
+        with contextlib.suppress(OSError):  # something that is no file of the cache stays, with its folder
             if not home.is_live and not segments_in(files, home.path):
                 for name in files.list_folder(home.path):
                     files.unlink(home.path / name)

@@ -102,7 +102,7 @@ def _print(cache: Survey, listed: list[Tally]) -> None:
 
 
 def _default_options(cache: Survey) -> DiskOptions:
-    """Budget and floor of a process that is started now. Those of live processes are not written down."""
+    """Budget and floor of a process that is started now. The options of live processes are not written down."""
     return DiskOptions().completed(cache.space.total_bytes, cache.space.free_bytes, cache.physical_bytes)
 
 

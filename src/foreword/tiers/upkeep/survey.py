@@ -1,7 +1,6 @@
 """A survey of a cache directory: processes, segment files, manifests and free space.
 
-It takes no part
-in the cache, and makes nothing but the lock file of `held`.
+A survey takes no part in the cache, and makes no file except the lock file of `held`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Home:
     path: Path
     is_live: bool
     process_id: int | None
-    """The number of a live process, if the system tells."""
+    """The number of a live process; None if it is dead or the system does not tell."""
 
     @property
     def owner(self) -> str:
@@ -67,7 +66,7 @@ class SegmentFile:
     physical_bytes: int
     modified_s: float
     may_grow: bool
-    """A live process may be writing it."""
+    """Whether a live process may be writing it."""
 
 
 @dataclass(slots=True)
@@ -95,7 +94,7 @@ class Survey:
         return str(path.relative_to(self.path))
 
     def runs(self, segment: SegmentFile) -> Iterator[RunHeader | Damage]:
-        """The runs of a segment. One that cannot be read ends early and goes to `unreadable`, unless it is gone."""
+        """The runs of a segment. If it cannot be read, they end early, and `unreadable` gets it unless it is gone."""
         try:
             fd = self.files.open_for_reading(segment.path)
         except OSError as error:
@@ -115,7 +114,7 @@ class Survey:
 
 
 def survey(files: RealFiles, path: Path) -> Survey:
-    """Look at a cache directory. Raises ConfigError if it is none, or is not safe or readable."""
+    """Look at a cache directory. Raises ConfigError if it is no cache directory, or is not safe or readable."""
     try:
         return _survey(files, _checked(files, path))
     except OSError as error:
@@ -179,7 +178,7 @@ def _survey(files: RealFiles, path: Path) -> Survey:
             except OSError as error:
                 cache.note_unreadable(segment, error)
                 continue
-            # Segments of the dead get higher numbers than the one that a process writes, so the last is not all.
+            # A dead process's segments, once taken over, may have higher numbers than the segment being written.
             may_grow = home.is_live and (segment == paths[-1] or time.time() - status.st_mtime < QUIET_S)
             sizes = status.st_size, physical_bytes(status)
             cache.segments.append(SegmentFile(segment, home, *sizes, status.st_mtime, may_grow))
@@ -200,7 +199,7 @@ def _home(files: RealFiles, folder: Path) -> Home:
 
 
 def _holder(status: os.stat_result) -> int | None:
-    """The process that holds the lock of a file, as Linux lists it; None if it does not."""
+    """The process that holds the lock of a file, as Linux lists it; None if it is not listed."""
     where = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()
@@ -251,7 +250,7 @@ class Tally:
 
     @property
     def kind(self) -> str:
-        """Whether blocks of other arithmetic lie here too."""
+        """Whether blocks of other arithmetic lie here too: `shared` if they do, `exact` if not, or `unknown`."""
         exact = self.facts.get("exact")
         return "exact" if exact is True else "shared" if exact is False else UNKNOWN
 

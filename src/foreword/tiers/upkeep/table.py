@@ -29,7 +29,7 @@ def counted(count: int, noun: str) -> str:
 
 
 class ProgressLine:
-    """One line on standard error that says what share is done; nothing if that is no terminal."""
+    """One line on standard error that says what share is done; no line if standard error is no terminal."""
 
     def __init__(self, verb: str, total_bytes: int) -> None:
         self._verb, self._total_bytes, self._done_bytes = verb, total_bytes, 0

@@ -18,7 +18,7 @@ from foreword.tiers.upkeep.survey import SegmentFile, Survey, survey
 from foreword.tiers.upkeep.table import ProgressLine, counted
 
 Advance = Callable[[int], None]
-"""Is told the number of bytes that were looked at."""
+"""Called with the number of bytes that were looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Finding:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found in one segment or more."""
+    """The results for one segment or more."""
 
     num_sound: int = 0
     num_sealed: int = 0
     """Sound blocks whose encryption could not be tried."""
     num_damaged: int = 0
-    """Blocks; there may be others below damaged headers."""
+    """Damaged blocks; there may be more under damaged headers."""
     num_bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
     num_unfinished: int = 0
@@ -53,7 +53,7 @@ class Verdict:
     """Segments that their process evicted meanwhile."""
 
     def add(self, other: Verdict) -> None:
-        """Count what another one found, too."""
+        """Add the results of another verdict."""
         for name in ("num_sound", "num_sealed", "num_damaged", "num_bytes", "num_unfinished", "num_gone"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.findings += other.findings
@@ -89,7 +89,7 @@ def cipher_of(key_file: Path | None) -> Cipher | None:
 
 
 def verdicts(cache: Survey, cipher: Cipher | None) -> dict[Path, Verdict]:
-    """What is found in each segment. Reads them all, and shows progress at a terminal."""
+    """The verdict on each segment. Reads all segments, and shows progress at a terminal."""
     progress = ProgressLine("verifying", sum(segment.num_bytes for segment in cache.segments))
     try:
         return {segment.path: verify_segment(cache, segment, cipher, progress.advance) for segment in cache.segments}
@@ -113,7 +113,7 @@ def verify_segment(cache: Survey, segment: SegmentFile, cipher: Cipher | None, a
         reader = _RunReader(files, fd, name, cipher, uncached=can_leave_cache(files, fd))
         size = files.fstat(fd).st_size
         for part in scan_runs(files, fd, 0, size, uncached=reader.uncached):
-            # Only the last part of a segment can be unfinished, so each is judged when the next one is found.
+            # Only the last part of a segment can be unfinished, so each part counts once the next part is found.
             verdict.add(last)
             last = reader.verify(part)
             before, end = end, min(size, part.end if isinstance(part, Damage) else part.offset + part.run_bytes)
@@ -161,7 +161,7 @@ class _RunReader:
         return self._cipher is not None and self._cipher.cipher_id == header.cipher_id
 
     def _fault(self, header: RunHeader, index: int, stored: memoryview, payload: memoryview) -> str | None:
-        """What is wrong with a block."""
+        """Say what is wrong with a block; None if it is sound."""
         try:
             is_sound = read_block(self._files, self._fd, header, index, stored, uncached=self.uncached)
         except OSError as error:
