@@ -101,7 +101,7 @@ class EntryKeeper:
         return 0 if self._pins is None else self._pins.num_broken
 
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
-        """Make an entry of a sequence's cached blocks, or add the blocks to the wish's entry.
+        """Make an entry of a sequence's cached blocks, or add the blocks to the entry that the wish names.
 
         The end of an entry never moves earlier. Of several wishes for one entry, the longest `refresh_s` counts. If the
         budget covers fewer tokens than are cached, the head of the prefix is kept first. A tail is kept too, and then

@@ -126,7 +126,7 @@ class KVCacheManager(EntryKeeper):
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         coordinator.reserve()
         self.below: Below | None = None
-        """Answers the questions of explanations about the tiers below the pool; None: no tiers are below it."""
+        """Says, for explanations, why the tiers below the pool lack a block; None: there are no tiers."""
         self._explanations: dict[int, LookupExplanation] = {}
         """Row -> the explanation of the lookup that admitted it; empty without a ledger."""
         self._sequences: dict[int, TokenSequence] = {}
@@ -680,7 +680,7 @@ class KVCacheManager(EntryKeeper):
         return self._coordinator.index.top(limit, reuses, under_salt)
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        """The tokens after a sequence in a cached longer one with the same extra keys; at most `num_tokens` tokens.
+        """The tokens after a sequence in a longer cached sequence with equal extra keys; at most `num_tokens` tokens.
 
         If several continuations are cached, the one that was cached last. Empty if no continuation is known, or if the
         index keeps no tokens.

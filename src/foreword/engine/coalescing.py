@@ -10,7 +10,7 @@ from foreword.request import Request
 
 
 class Coalescing:
-    """Waiting requests, and the blocks of running ones that they wait for."""
+    """Waiting requests, and the running requests' blocks for which they wait."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Coalescing:
         self._keys_of: dict[Request, Sequence[BlockHash]] = {}
         """The keys that a request opened, until it has computed its prompt or leaves."""
         self._awaited: dict[Request, int] = {}
-        """Waiting request -> the block of its prompt that it waits for."""
+        """Waiting request -> the number of the block of its prompt for which it waits."""
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
         """Note that a request runs, first from its hit to `end`; others may wait for the rest of its prompt."""

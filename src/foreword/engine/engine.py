@@ -156,7 +156,7 @@ class Engine:
         return self._intake.next_seeds(count)
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """The end of a prompt that `truncate_prompt_tokens` keeps."""
+        """Cut a prompt to its end, as `truncate_prompt_tokens` says."""
         return self._intake.truncate(prompt, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:

@@ -137,7 +137,7 @@ class Intake:
         return token_lists
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """The end of a prompt that `truncate_prompt_tokens` keeps."""
+        """Cut a prompt to its end, as `truncate_prompt_tokens` says."""
         num_kept = params.truncate_prompt_tokens
         if num_kept is None or prompt.links is not None:  # links are refused with it
             return prompt

@@ -66,7 +66,7 @@ So sorting costs amortised O(log n) a block."""
 
 
 def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
-    """Return a nonzero number for each key, from its first and its last bytes, which may be a group's number."""
+    """Return a nonzero number for each key, from its first bytes and its last bytes (perhaps a group's number)."""
     mixed = (int.from_bytes(key[:8], "little") ^ (int.from_bytes(key[-4:], "big") << 32) for key in keys)
     return np.array([number | 1 for number in mixed], np.uint64)
 

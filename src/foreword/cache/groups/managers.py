@@ -403,7 +403,7 @@ class MambaManager(SingleTypeKVCacheManager):
 
 
 def make_group_manager(spec: GroupSpec, tables: BlockTable, alignment: int) -> SingleTypeKVCacheManager:
-    """The manager for a spec's type; hits are multiples of `alignment` tokens."""
+    """Make the manager for a spec's type; hits are multiples of `alignment` tokens."""
     match spec:
         case FullAttentionSpec():
             return FullAttentionManager(spec.block_size, tables)

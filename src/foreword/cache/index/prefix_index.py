@@ -125,7 +125,7 @@ class PrefixIndex(Protocol):
         """
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
-        """The tokens after the sequence in an indexed longer one, at most `num_tokens`; empty if there is none.
+        """The tokens after the sequence in a longer indexed sequence, at most `num_tokens`; empty if there are none.
 
         If several longer sequences are indexed, the one that was indexed last. Changes nothing.
         """

@@ -57,7 +57,7 @@ class Allowance:
         return self.left_s > 0 and bool(self._plain_s)
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds of a step without drafts at the timed number of rows next to `num_rows`; None before such a step."""
+        """Seconds of a step without drafts, for the timed number of rows nearest to `num_rows`; None: no known time."""
         if not self._plain_s:
             return None
         return min(self._plain_s[min(self._plain_s, key=lambda size: abs(size - num_rows))])
@@ -201,7 +201,7 @@ class Trials:
 
 @dataclass(slots=True)
 class Record:
-    """Trials of first tokens of guesses, and trials of later tokens, each of which follows right tokens only."""
+    """The trials of guesses: those of first tokens, and those of later tokens, which count only after right tokens."""
 
     first: Trials = field(default_factory=Trials)
     later: Trials = field(default_factory=Trials)

@@ -175,7 +175,7 @@ class _OfRequests:
 
 
 class OwnText(_OfRequests):
-    """What followed the last tokens earlier in the request's own prompt and answer: edits, quotes, tool results.
+    """Finds the last tokens earlier in the request's own text, and guesses their continuation: edits, quotes, results.
 
     "Prompt lookup", with the longest match and without a limit on its distance. An index takes at most 24 bytes for a
     token of a running request, and is dropped with the request.
@@ -228,7 +228,7 @@ class PathsOfCache(Protocol):
     """A cache that knows how its sequences go on."""
 
     def following(self, sequence: TokenSequence, num_tokens: int) -> IntArray:
-        """The tokens after this sequence in a cached longer one, at most `num_tokens`; empty if there is none."""
+        """The tokens after this sequence in a longer cached sequence, at most `num_tokens`; empty if there are none."""
 
 
 class CachedPaths:

@@ -40,7 +40,7 @@ POLL_S = 0.005
 """Seconds between two looks at loads and stores while nothing can be computed."""
 AHEAD_BYTES = 128 << 20
 """The bytes of empty blocks whose memory the system provides while nothing runs. The first write to a page takes longer
-than all else that a load does to it, and layers have pages of their own: a pool's first block alone may need 120 MB.
+than all other work of a load, and each layer has its own pages: a pool's first block alone may need 120 MB.
 """
 
 

@@ -130,7 +130,7 @@ class Offers:
         return is_admitted
 
     def put_back(self, offer: Offer) -> None:
-        """Put an offer that was taken back, before offers of equal rank and worth."""
+        """Return a taken offer to the queue, before offers of equal rank and worth."""
         self._waiting.insert(0, offer)
 
     def take(self) -> Offer | None:

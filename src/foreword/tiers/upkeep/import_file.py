@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Take the file, and say so; returns the exit code, 1 if it is damaged or was not taken."""
+    """Import the file and print the result; returns the exit code, 1 if the file is damaged or was not taken."""
     try:
         with PrefixFile(RealFiles(), args.file) as file:
             options = DiskOptions(budget_bytes=NO_BUDGET_BYTES, key_file=args.key_file)
