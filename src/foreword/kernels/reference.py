@@ -47,8 +47,8 @@ class ScoreModifier:
 
         score = cap * tanh(scale * product / cap) + slope * (key's position - query's position)
 
-    The bias depends on the distance, not on the key's position, which differs by a constant per row. So it is small
-    where weights are large, and independent of the rest of the batch.
+    The bias depends on the distance, not on the key's position, although both would give the same softmax. So the bias
+    is small where weights are large, and independent of the rest of the batch.
     """
 
     scale: float

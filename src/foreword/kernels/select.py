@@ -191,7 +191,7 @@ class DeviceAttention(Protocol):
     ) -> HostPlan:
         """`lay_out` for a batch of at most `num_rows` single tokens, each after fewer than `max_tokens` other tokens.
 
-        Plans with equal `num_rows`, `max_tokens` and `block_size` have one `most`, and attention at one address runs
+        Plans with equal `num_rows`, `max_tokens` and `block_size` have equal `most`, and attention at one address runs
         the same device operations for all of them. So a graph that was recorded with one plan computes another plan
         after the data has been replaced. Results have the bits of `lay_out`. Rows after the batch's rows are padding;
         their results mean nothing.

@@ -268,7 +268,7 @@ def _spec(kind: Kind, block_size: int) -> GroupSpec:
 
 
 def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOptions) -> GroupLayout:
-    """Give the group blocks that all requests share. Raises ConfigError unless it is one group of full attention."""
+    """Return the group with blocks that all requests share. Raises ConfigError for other groups or partial blocks."""
     if has_states or len(groups) != 1 or not isinstance(groups[0].spec, FullAttentionSpec):
         raise ConfigError(
             f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all see every position; "
@@ -284,7 +284,7 @@ def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOpti
 
 
 def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
-    """Return the largest number of slots of which attention groups leave at most the share `MAX_PADDING` empty."""
+    """Return the largest number of slots at which attention groups leave few slots empty (see `MAX_PADDING`)."""
     counts = [len(layers) for layers in kinds.values()]
     full = [len(layers) for kind, layers in kinds.items() if kind[2] == "full"]
 

@@ -39,7 +39,7 @@ _HALVES, _FLOAT16S = ir.VectorType(I16, 2 * LANES), ir.VectorType(ir.HalfType(),
 _FRACTION, _ONE, _BFLOAT16_ONE = 511, 0x3C00, 0x3F80
 _LEAST_POWER = 76.0
 _TERMS = 1985.0, -259.75, -511.75, 324.0
-"""In u = 1 + f / 2: 512 * (2 ** f - 1 - f) + 1538, where 2 rounds the result and 512 is one in its exponent."""
+"""Terms in u = 1 + f / 2 of 512 * (2 ** f - 1 - f) + 1538. In 1538, 2 rounds the result, 512 adds 1 to its exponent."""
 _MAGIC = 8388608.0
 _MAGIC_BITS = 0x4B000000
 

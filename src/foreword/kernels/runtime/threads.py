@@ -58,7 +58,7 @@ SLEEPERS = 64
 FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 """Linux' number of the call that lets a thread sleep until a number in memory changes; 0: unknown."""
 FUTEX_WAIT, FUTEX_WAKE = 128, 129
-"""Operations of that call, among the threads of this process."""
+"""Operations of the FUTEX call, for the threads of this process alone."""
 
 
 class Operation:

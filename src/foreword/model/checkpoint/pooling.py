@@ -1,6 +1,6 @@
 """Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files say.
 
-Only the last token's vector is exact here: it has one value whether the text before it was computed or found in the
+Only the last token's vector is exact here: it is the same whether the text before it was computed or found in the
 cache.
 """
 

@@ -163,7 +163,7 @@ class StackedPlace:
         return len(self.outputs), self.stack.shape[1 if self.is_turned else 2]
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """The weight in memory of its own. Raises OSError."""
+        """Read the weight into memory of its own. Raises OSError."""
         [matrix] = self.stack.rows(self.expert, (1, *self.stack.shape[1:]))
         part: Tensor = (matrix.T if self.is_turned else matrix)[self.outputs.start : self.outputs.stop]
         return part.to(dtype).contiguous()

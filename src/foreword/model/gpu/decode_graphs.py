@@ -89,7 +89,7 @@ class DecodeGraphs:
         target = self._device.torch_device
         row_counts = sorted({self._runner.pad_rows(size) for size in sizes}, reverse=True)
         largest = self._plans(self._padding(), row_counts[0])
-        # Not in inference mode: its tensors cannot be changed outside it.
+        # Not in inference mode, because tensors that are made there cannot be changed outside it.
         self._rows = torch.zeros((3 + self._num_groups) * row_counts[0], dtype=torch.int32, device=target)
         self._metadata = [torch.zeros(plan.most, dtype=torch.int32, device=target) for plan in largest]
         self._keep = torch.arange(row_counts[0], device=target)

@@ -20,9 +20,9 @@ class DeviceMemory:
 
     total: int
     free: int
-    """Not taken by any program."""
+    """Bytes that no program has taken."""
     reserved: int
-    """Taken by this program, in use or kept for reuse."""
+    """Bytes that this program has taken, in use or kept for reuse."""
     peak: int
     """The largest `reserved` since `watch_peak`."""
 
@@ -61,7 +61,7 @@ class Device(Protocol):
         """The point after all work queued so far."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Run `work` once, then record it. It must neither read results nor depend on the host's memory.
+        """Run `work` once, then record it. `work` must neither read results nor depend on the host's memory.
 
         All graphs of a device share memory for intermediate results, so they run one at a time.
         Raises RuntimeError if the work cannot be recorded.
