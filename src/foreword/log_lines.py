@@ -36,7 +36,7 @@ class LogConfig:
 
 
 class TextLines(logging.Formatter):
-    """`20:15:03 INFO foreword.server.run: ...`"""
+    """Writes lines for people: `20:15:03 INFO foreword.server.run: ...`"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")

@@ -58,7 +58,7 @@ class ReplicaSpec:
     decode_s: float = 0.0
     """Seconds by which each answer that the replica generates delays a new request's first token."""
     decode_tokens: float = 0.0
-    """A second delay, in prompt tokens, by the answer of each request at the replica, whether it has begun or not."""
+    """Further delay, as prompt tokens to compute, by each request's answer at the replica, begun or not."""
     is_prefix_closed: bool = False
     """Whether the replica never holds a block without the blocks before it, as with foreword's radix index. Decisions
     are faster if that is true of all replicas."""

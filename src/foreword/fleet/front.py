@@ -35,7 +35,7 @@ class EngineFacts:
     num_blocks: int
     """Blocks of one engine's pool."""
     inexactness: str | None
-    """Why answers on this machine may have other bits; None: they have not."""
+    """Why this machine breaks the promise of equal bits; None: it keeps the promise."""
     pictures: Any = None
     """The object that cuts and names pictures, without weights; None: the model takes no pictures."""
     lacks_pillow: bool = False

@@ -1,7 +1,7 @@
-"""Warms the caches of replicas that join, and moves prefixes that only a replica that left had.
+"""Warms the caches of replicas that join, and moves prefixes that would be lost with a replica that leaves.
 
-A prefix travels as tokens, which the other replica
-computes; where replicas share a tier below the pool, its KV is there already.
+A prefix is sent as tokens, and the other replica computes its KV. If replicas share a tier below the pool, the KV of
+a replica that left is there already.
 """
 
 from __future__ import annotations

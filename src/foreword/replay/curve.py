@@ -94,7 +94,7 @@ class LruStack:
         return self.admit_each(keys, [len(keys)], [0.0]).distances
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
-        """Use the blocks of the next requests, laid end to end: request i has `lengths[i]` and ends at `times[i]`."""
+        """Use the next requests' blocks, laid end to end: request i has `lengths[i]` blocks, and ends at `times[i]`."""
         self._make_room(len(keys))
         uses = Uses(np.zeros(len(keys), np.int64), np.zeros(len(keys), np.float64))
         self._num_blocks, self._next_stamp = self._compiled.use_blocks(

@@ -57,7 +57,7 @@ class RoundRobin:
 
 
 class PowerOfTwo:
-    """The one of two random replicas that has the shorter queue."""
+    """Draws two replicas at random, and chooses the replica with the shorter queue."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)

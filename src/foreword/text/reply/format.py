@@ -174,7 +174,7 @@ def _compiled(spec: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field of a response template, as transformers' `ResponseTemplateField`."""
+    """A field of a response template, with the attributes of transformers' `ResponseTemplateField`."""
 
     name: str
     open_re: Any
@@ -192,7 +192,7 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """A response template, as transformers' `ResponseTemplate`."""
+    """A response template, with the attributes of transformers' `ResponseTemplate`."""
 
     fields: Mapping[str, _Field]
     start_anchor_re: Any

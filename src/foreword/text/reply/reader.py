@@ -251,7 +251,7 @@ class ReplyReader:
         return True
 
     def _show(self, text: str) -> None:
-        """Show text of the open region. White space at its end is kept back."""
+        """Show text of the open region. White space at its end is held back."""
         if text.isspace():
             self._space.append(text)
             return
