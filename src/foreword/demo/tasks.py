@@ -139,7 +139,7 @@ def _draw_leak(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
 
 
 def _draw_order(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
-    """State some facts again, in different parts and with different values. A sixth of the lines are repetitions."""
+    """State facts two or three times, with different values in different parts. A sixth of the lines repeat a fact."""
     num_again = max(1, num_lines // 6)
     facts = recall.make_document(rng, num_lines - num_again, heading="").facts
     values = _Values(rng, facts)
