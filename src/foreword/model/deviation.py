@@ -1,4 +1,4 @@
-"""The deviation of linked tokens' KV from the plain prompt's, at the second attention layer.
+"""The deviation of linked tokens' KV from the KV of the plain prompt, at the second attention layer.
 
 At the first attention layer nothing deviates: its keys and values depend on a token and its position alone. At the
 second they depend on all that the token has seen. CacheBlend (Yao et al., EuroSys 2025) computes the tokens that
@@ -6,7 +6,7 @@ deviate most there:
 
     |K - R(shift) K'|^2 + |V - V'|^2        K, V in the plain prompt; K', V' in the source
 
-Both come from passes of a model's first layers, not from the cache: so the numbers depend on tokens and positions
+Both pairs come from passes of a model's first layers, not from the cache. So they depend on tokens and positions
 alone. A pass has KV memory of its own and the reference's attention, so it runs beside the engine's steps. This is a
 reference path: each prompt costs a pass of (c + 1) / L of its prefill, with c = 1 of L layers.
 """

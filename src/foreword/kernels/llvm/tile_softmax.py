@@ -1,4 +1,4 @@
-"""Weights of scores for AMX tiles, in 16-bit arithmetic: two vectors of scores become one of weights.
+"""Weights of scores for AMX tiles, in 16-bit arithmetic: two vectors of scores become one vector of weights.
 
 A weight is 2 ** (factor * score - peak) as bfloat16. It keeps 8 bits, so the steps before it need not keep more:
 

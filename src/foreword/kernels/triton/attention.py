@@ -34,7 +34,7 @@ INTERPRETED_PROGRAMS = 3
 
 
 class TritonAttention:
-    """Plans steps and attends. One thread at a time.
+    """Plans steps and attends. One thread at a time may call it.
 
     `plan` and `attend` are the kernel protocol. A runner that brings a step's metadata to the device in one copy, or
     captures CUDA graphs, calls `lay_out` or `lay_out_decoding`. It attends with the result of `HostPlan.at`, called

@@ -64,7 +64,7 @@ def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
 
 
 def pack_linears(module: nn.Module) -> int:
-    """Replace every plain `nn.Linear` in `module` by a packed one, if this machine can; returns their number.
+    """Replace every plain `nn.Linear` in `module` by a packed one, if this machine can; return their number.
 
     Plain weights that nothing else holds are freed. An embedding that shares its weight with the output head keeps
     the weight for lookups. It stays in the memory-mapped checkpoint, and the system loads only the rows in use.

@@ -88,7 +88,7 @@ class StepBuffer:
         self._used[0] = 0
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
-        """Pack an array; returns a tensor on the device that holds it after `upload`."""
+        """Pack an array; return a tensor on the device that holds it after `upload`."""
         dtype = _torch_dtype(array.dtype)
         if not array.size:
             return torch.empty(array.shape, dtype=dtype, device=self._device.torch_device)
