@@ -54,7 +54,7 @@ class CacheEntry:
     refresh_s: float | None = None
     """Seconds for which a use keeps it from then on; None: a use does not prolong it."""
     last_key: BlockHash | None = None
-    """The key of its last whole block; None if it has none."""
+    """The key of its last whole block; None if it has no whole block."""
     lacks_budget: bool = False
     """Whether blocks are cached but no block is kept, because a budget is used up."""
 

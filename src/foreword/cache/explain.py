@@ -63,7 +63,7 @@ class LookupExplanation:
     eviction: Eviction | None = None
     """The eviction of the first missing block, if it was evicted."""
     divergence: Divergence | None = None
-    """Where the tokens differ from all cached ones. None if they do not differ, or if the index cannot tell."""
+    """Where the tokens leave all cached sequences. None if they do not, or if the index cannot tell."""
     num_ghost_tokens: int = 0
     """Tokens right after the hit that a pool with twice the blocks would still have held."""
     num_filling_tokens: int = 0

@@ -44,7 +44,7 @@ class Spill(Generic[Payload]):
     """An existing folder. The cache makes its own folder inside, and removes its own when the cache is closed or Python
     ends; a killed process leaves it behind."""
     max_bytes: int
-    """The most bytes of all files but the one that is being written."""
+    """The most bytes of all files, except the file that is being written."""
     dump: Callable[[Payload, Path], None]
     """Writes a payload to a new file with exactly this path."""
     load: Callable[[Path], Payload]
@@ -84,7 +84,7 @@ class PayloadCache(Generic[Payload]):
     longest payload whose tokens are all in the sequence, and shorter payloads stay.
 
     At the end of a call, `on_evict` gets each payload that has left memory, unless `take_out` took it; it may not call
-    the cache. A payload that is read from disk takes memory beside the others until enough of them have left.
+    the cache. A payload that is read from disk takes memory beside the other payloads until enough of them have left.
     `max_entries` bounds the payloads in memory and on disk. For one thread at a time. Raises ConfigError for limits
     below 1.
     """

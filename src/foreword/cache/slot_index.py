@@ -5,7 +5,7 @@ For engines that already have an allocator and page tables, as SGLang and mini-s
     found = index.match(token_ids)         the slots that hold a beginning of these tokens; changes nothing
     index.lock(found)                      these slots stay while they are locked
     ... the engine computes the other tokens into slots of its own ...
-    kept = index.insert(token_ids, slots)  the cache owns these slots from now on, except duplicates of cached ones
+    kept = index.insert(token_ids, slots)  the cache owns these slots from now on, except duplicates of cached slots
     index.unlock(found)
     free = index.evict(count)              the engine owns these slots again
 

@@ -34,12 +34,12 @@ Table = Sequence[int] | BlockIds
 
 
 class WrongSlotError(AssertionError):
-    """A slot does not hold what is read from it."""
+    """A slot does not hold the KV that its reader expects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the KV of one token depends on."""
+    """The facts on which the KV of one token depends."""
 
     prefix: int
     """A number for its adapter, embeddings, and all tokens up to it with their media."""
@@ -112,7 +112,7 @@ class ShadowMemory:
         raise WrongSlotError(f"{where} under salt {salt!r}, but {why}")
 
     def held_by(self, token_ids: npt.ArrayLike, extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> list[Held]:
-        """What the KV of each of these tokens depends on; equal numbers for equal prefixes."""
+        """The facts on which the KV of each of these tokens depends; equal numbers for equal prefixes."""
         contents: list[object] = np.asarray(token_ids).tolist()
         for item in extra_keys.spans:
             for at in range(item.num_tokens):

@@ -152,7 +152,7 @@ class Engine:
         return self._intake.sequence(request_id, prompt, tuple(source for _, source in runs)), runs
 
     def next_seeds(self, count: int) -> list[int]:
-        """The seeds that the next requests get if their parameters have none."""
+        """The seeds that the next requests get if their parameters have no seed."""
         return self._intake.next_seeds(count)
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
@@ -175,7 +175,7 @@ class Engine:
             self.abort_request(request_id)
 
     def explain(self, prompt: Prompt) -> LookupExplanation:
-        """Explain what a lookup of this prompt would find now, and why not more. Changes nothing, counts nothing.
+        """Explain how much a lookup of this prompt would find now, and why not more. Changes nothing, counts nothing.
 
         Raises InvalidRequestError for a prompt that could not be served, ConfigError without a ledger.
         """
@@ -328,7 +328,7 @@ class Engine:
         return self._tiers.names
 
     def report_tiers(self) -> TiersReport:
-        """What was loaded and stored so far, and what the tiers hold."""
+        """Report the loads and stores so far, and the tiers' contents."""
         return self._tiers.report()
 
     def export_prefix(
@@ -336,7 +336,7 @@ class Engine:
     ) -> ExportReport:
         """Write the cached blocks of a prompt to a file that another engine can import.
 
-        `facts`: those of `manifest_facts`. `with_text` adds the prompt's token ids and salt. Requests wait meanwhile.
+        `facts` come from `manifest_facts`. `with_text` adds the prompt's token ids and salt. Requests wait meanwhile.
         Raises InvalidRequestError if no block is cached, ConfigError for a path that cannot be written.
         """
         self._outputs.collect(self._settle())

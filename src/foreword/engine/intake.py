@@ -287,7 +287,7 @@ class Intake:
             )
 
     def _check_reports(self, params: SamplingParams, length: int) -> None:
-        """Raise InvalidRequestError if what is asked about a prompt of this length cannot be reported."""
+        """Raise InvalidRequestError if the reports asked for about a prompt of this length are impossible."""
         if params.embeds and self._limits.hidden_size is None:
             raise InvalidRequestError(
                 "embeds=True needs a decoder of a written family on a CPU, and this model is none: it gives no hidden "

@@ -24,7 +24,7 @@ class ModelLimits:
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     longer_by: str | None = "raise max_model_len"
-    """What would make `max_model_len` longer; None: nothing, the model has no more positions."""
+    """The advice that makes `max_model_len` longer; None: the model has no more positions."""
     allows_links: bool = False
     """Whether KV can be moved to other positions, so that prompts may have links."""
     hidden_size: int | None = None
@@ -33,7 +33,7 @@ class ModelLimits:
     """The token that rows of pictures replace; None: the model takes no pictures."""
 
     def without_pictures(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Drawn tokens, with a neighbour in place of the one that stands for pictures."""
+        """Return drawn tokens, with a neighbouring id in place of the token that stands for pictures."""
         sign = -1 if self.picture_token_id is None else self.picture_token_id
         return np.where(token_ids == sign, np.int32(sign - 1 if sign else 1), token_ids)
 

@@ -59,9 +59,9 @@ class Snapshot:
     picture_rows: Counter[str]
     """Rows of pictures since the engine started, by where they came from; empty if the model takes none."""
     drafts: DraftCounts
-    """What became of drafted tokens since the engine started, by source: a copy."""
+    """Accepted and rejected drafts since the engine started, by source (a copy)."""
     tiers: TiersReport
-    """Loads, stores and what the tiers hold; of no tiers if nothing lies below the pool."""
+    """Loads, stores and contents of the tiers; a report of no tiers if there are no tiers below the pool."""
     entries: Sequence[CacheEntry]
     """Prefixes that owners asked to keep."""
     num_broken_pins: int

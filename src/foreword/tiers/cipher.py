@@ -39,7 +39,7 @@ class Cipher:
         out[:] = payload
 
     def open(self, name: bytes, stored: memoryview, out: memoryview) -> memoryview | None:
-        """The payload, either within `stored` or written to `out`; None if it is not what was sealed under `name`."""
+        """The payload, within `stored` or written to `out`; None if `stored` has changed, or has another name."""
         return stored
 
 

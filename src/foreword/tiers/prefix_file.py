@@ -88,7 +88,7 @@ class UnsoundFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export wrote."""
+    """The size of an export."""
 
     tokens: int
     """Leading tokens of the prompt that a cache with these blocks need not compute."""
@@ -100,7 +100,7 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import took."""
+    """The result of an import."""
 
     blocks: int = 0
     """The number of the file's blocks that the cache has now, including blocks that it had before."""
@@ -365,7 +365,7 @@ def store_prefix_file(file: PrefixFile, tier: Tier) -> ImportReport:
 def write_prefix_file(files: RealFiles, path: Path, facts: Facts, run: BlockRun, *, overwrite: bool = False) -> int:
     """Write blocks to a new file, mode 0600; returns its size in bytes. Raises ConfigError.
 
-    `facts` are those of `manifest_facts` with `keys` and `num_tokens`. After an error the path is as it was.
+    `facts`: the facts of `manifest_facts`, with `keys` and `num_tokens`. After an error the path is as it was.
     """
     path = path.expanduser()
     check_target(path, overwrite=overwrite)

@@ -251,7 +251,7 @@ class Tier(Protocol):
         ...
 
     def close(self, flush_s: float) -> None:
-        """Write what is queued for at most `flush_s` seconds, cancel the rest and free everything. May be called twice.
+        """Work on queued stores for at most `flush_s` seconds, cancel the rest, free everything. May be called twice.
 
         Afterwards `lookup` finds nothing and loads and stores end at once.
         """

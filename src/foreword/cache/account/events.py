@@ -33,7 +33,7 @@ class BlockStored:
     medium: str = "device"
     group_idx: int = 0
     group_kind: str | None = None
-    """What the layers of its group attend to, such as "sliding_window", in events of other engines; None: not said."""
+    """The attention type of its group, such as "sliding_window", in events of other engines; None: not said."""
     session_id: str | None = None
     """The session of the request that stored or reused them, in vLLM's events; None: not said."""
 

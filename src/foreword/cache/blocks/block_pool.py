@@ -128,7 +128,7 @@ class BlockPool:
         return np.concatenate((*parts, self._free.popleft(count - len(parts[-1]))))
 
     def give_up(self, block_ids: BlockIds) -> int:
-        """Let these (distinct) cached blocks go before tails, in this order; held blocks do so once they are free.
+        """Let these (distinct) cached blocks go before tails, in this order; held blocks go early once they are free.
 
         They go after the blocks that were given up earlier. Tails stay tails. Returns the number of blocks that did not
         go early before.
@@ -315,7 +315,7 @@ class BlockPool:
         return np.concatenate((others[:num_empty], self._early(), others[num_empty:]))
 
     def _early(self) -> BlockIds:
-        """Free cached blocks that go before those of the policy."""
+        """The free cached blocks that go before the policy's blocks."""
         return np.concatenate((self._given_up.free.in_order(), self._tails.free.in_order()))
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
@@ -337,7 +337,7 @@ class BlockPool:
 
 
 class _EarlyBlocks:
-    """Blocks of one kind that go before those of the policy: free blocks in their order, and held blocks."""
+    """Blocks of one kind that go before the policy's blocks: free blocks in their order, and held blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = FreeKVCacheBlockQueue.empty(num_blocks)

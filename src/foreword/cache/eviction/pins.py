@@ -84,7 +84,7 @@ class PinnedPolicy:
         owner: str | None = None,
         refresh_s: float | None = None,
     ) -> BlockIds:
-        """Add blocks to the pin of this name, or begin a pin; returns those of the blocks that the pin has now.
+        """Add blocks to the pin of this name, or begin a pin. Returns the given blocks that the pin has now.
 
         Give the head of a prefix first: pinning stops at the first block that the budget does not cover or that holds
         nothing cached. The pin's end never moves earlier (`set_end` can do that). The longest `refresh_s` counts, and

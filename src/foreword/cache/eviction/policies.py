@@ -111,7 +111,7 @@ class AccessTimePolicy(RankedPolicy):
     """Least recently accessed first, by the caller's clock; among equals, the block that ends the longer prefix.
 
     The order of vLLM v0's evictor for blocks that are freed one by one (`block_allocator.py`). O(log k) a block among
-    k free ones.
+    k free blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:

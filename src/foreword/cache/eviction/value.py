@@ -300,7 +300,7 @@ class ValuePolicy(EmptyFirstPolicy):
         """The number of earlier uses, as far as `USE_CLASS` distinguishes it."""
         self._class: npt.NDArray[np.int16] = np.zeros(num_blocks, np.int16)
         self._entry: Int64Array = np.full(num_blocks, -1, np.int64)
-        """The block's last use; -1 if there is none since it was cached."""
+        """The number of the block's last use; -1 if it was not used since it was cached."""
         self._ranking: BlockIds = NO_BLOCKS
         self._ranked_entries: Int64Array = np.empty(0, np.int64)
         self._place = self._batch_end = 0

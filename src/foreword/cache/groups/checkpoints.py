@@ -61,7 +61,7 @@ class StateCheckpoints:
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
         """The positions in a new prompt at which states are saved, ascending, besides the multiples of the interval."""
         length = len(sequence)
-        # The same prompt again must leave a token to compute; a longer prompt may begin with all of this one.
+        # The same prompt again must leave a token to compute; a longer prompt may begin with this whole prompt.
         positions = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}
         return sorted({self.align(position) for position in positions} - {0})
 

@@ -343,7 +343,7 @@ class KVCacheCoordinator(ABC):
             tables.append_each(rows[growing], counts[growing, group_id], block_ids)
 
     def close(self, row: int) -> None:
-        """Close a row and free its blocks, the last ones first, so that tails are evicted before heads."""
+        """Close a row and free its blocks, the last block first, so that tails are evicted before heads."""
         if len(self.managers) == 1 and not self._releases:
             self.pool.free_blocks(self.tables.groups[0].row(row)[::-1].copy())
         else:

@@ -46,7 +46,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(_Sizes):
-    """Every position attends to all earlier ones."""
+    """Every position attends to all earlier positions."""
 
     block_size: int = 16
     """Tokens per block."""

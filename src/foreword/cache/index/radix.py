@@ -53,7 +53,7 @@ NO_TAIL = -1
 MAX_APPENDED_TOKENS = 4096
 """The length from which a node is not extended; this bounds the copy when one block is added."""
 MAX_CHILDREN = 1024
-"""The number of children to show of one node, the latest ones; this bounds the cost."""
+"""The number of children of a node to show, the latest; this bounds the cost."""
 
 
 class RadixNode:
@@ -73,7 +73,7 @@ class RadixNode:
         self.children: dict[int, RadixNode] = {}
         """Children by first token."""
         self.num_cuts = 0
-        """The number of times that its end was trimmed; other tokens may then replace the trimmed ones."""
+        """The number of times that its end was trimmed; other tokens may then replace the trimmed tokens."""
         self.tail = NO_TAIL
         """The block that holds the tokens after the last full block, if this node ends inside a block."""
 

@@ -63,7 +63,7 @@ class TokenSequence:
         self.request_id = request_id
         self.linked_from = linked_from
         self.most_hit_tokens: int | None = None
-        """The most leading tokens that a hit may have: the others are computed for their logits. None: no limit."""
+        """The most leading tokens that a hit may have: later tokens are computed for their logits. None: no limit."""
         self.session: Hashable | None = None
         """The session that its blocks count for (`close_session`); None: no session."""
         self.block_size = block_size

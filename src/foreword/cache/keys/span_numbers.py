@@ -17,7 +17,7 @@ LOWEST = int(np.iinfo(np.int32).min)
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a span holds, at any position."""
+    """The content of a span, at any position."""
 
     kind: SpanKind
     digest: str
@@ -100,7 +100,7 @@ class SpanNumbers:
         return len(self._first_of) >= self._limit or self._next - num_tokens < LOWEST
 
     def add(self, placed: Iterable[Placed]) -> None:
-        """Give numbers to the stretches that have none."""
+        """Give numbers to the stretches that have no numbers."""
         for _, stretch in placed:
             if stretch not in self._first_of:
                 self._give_numbers(stretch)

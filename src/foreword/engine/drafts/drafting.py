@@ -51,7 +51,7 @@ class _History:
 
 
 _Judged = tuple[Proposal, tuple[float, float]]
-"""A proposal, and the chances of its first token and of later ones."""
+"""A proposal, and the chances of its first token and of later tokens."""
 
 
 @dataclass(slots=True)
@@ -245,7 +245,7 @@ class Drafting:
         self._guessing_s, self._num_accepted = 0.0, 0
 
     def forget(self) -> None:
-        """Forget the texts that ended requests left behind, and keep what was learnt about speed."""
+        """Forget the texts that ended requests left behind, but keep the measured speeds."""
         for drafter in self._drafters:
             drafter.forget()
 

@@ -153,7 +153,7 @@ class StepTimes:
         Other work on the machine only adds to a time, so the least is the nearest to the truth. Slowness is the ratio
         of this time to the assumed cost. If a size has fewer than TRIES times, its slowness is drawn towards that of
         the next smaller size that has enough times, so that the size is tried again. If a size has no times, its
-        slowness lies between those of the sizes next to it. If no size has times, all have the last step's slowness.
+        slowness lies between its neighbours'. If no size has times, all sizes have the slowness of the last step.
         """
         timed = self._fresh()
         assumed = _assumed(SIZES)
@@ -184,7 +184,7 @@ def _assumed(num_rows: npt.NDArray[np.int64]) -> Floats:
 
 @dataclass(slots=True)
 class Trials:
-    """The number of guessed tokens that were compared with the model's, and of right ones; older trials count less."""
+    """Counts of guessed tokens that were compared with the model's, and of right guesses; older trials count less."""
 
     weight: float = 0.0
     right: float = 0.0

@@ -3,7 +3,7 @@
 Negative numbers in texts stand for ends of answers: no token is negative, so no match and no draft goes beyond one.
 
 `SuffixIndex` finds where the last tokens of a text stood before. As in LZ77 coders, a hash table has the last place of
-each pair of tokens, and links lead from each place to the one before it with the same pair:
+each pair of tokens, and links lead from each place to the place before it with the same pair:
 
     tokens   7 3 9 1 7 3 9 4 7 3         the text ends with 7 3
     links              1         5       places whose pair is 7 3: 9 (the end), 5, 1
@@ -30,7 +30,7 @@ PAIR = 2
 LONGEST_MATCH = 32
 """Most tokens of the past that are compared."""
 MOST_PLACES = 24
-"""Most places to compare: the last ones."""
+"""The most places to compare, the last in the text."""
 _FACTOR = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 END_OF_ANSWER = -1
@@ -51,7 +51,7 @@ class Proposal:
 class Drafter(Protocol):
     """Guesses the next tokens of answers. A wrong guess costs time, never a bit of an answer.
 
-    It uses nothing but the request itself and what was computed in the request's own cache namespace.
+    It uses only the request itself, and tokens that were computed in the request's own cache namespace.
     """
 
     name: str
@@ -232,7 +232,7 @@ class PathsOfCache(Protocol):
 
 
 class CachedPaths:
-    """How cached sequences go on after this very text: repeated requests, regenerated answers, agents.
+    """Guesses how cached sequences go on after this very text: repeated requests, regenerated answers, agents.
 
     A cached path is read ahead, and again only where the answer leaves it.
     """

@@ -1,1 +1,1 @@
-"""Between the scheduler and the tiers: what is loaded, what is stored, and what is computed instead."""
+"""Between the scheduler and the tiers: decides which blocks are loaded, stored, or computed instead."""

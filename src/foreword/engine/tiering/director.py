@@ -1,4 +1,4 @@
-"""TierDirector: decides what is loaded from tiers, what is stored in them, and what is computed instead.
+"""TierDirector: decides which blocks are loaded from tiers, stored in tiers, or computed instead.
 
 The scheduler calls it in two places: where a waiting request was looked up (`must_wait`), and where a request has
 computed tokens that others may find (`offer`). The engine tells it when steps are planned and settled, and the time
@@ -108,7 +108,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class TiersReport:
-    """All tiers, and what is stored in them."""
+    """All tiers, and the totals of stores in all tiers."""
 
     tiers: tuple[TierReport, ...]
     stores: StoreCounts
@@ -218,7 +218,7 @@ class TierDirector:
     # ---------------------------------------------------------------- requests
 
     def arrive(self, request: Request) -> None:
-        """Ask the tiers what they have of an arriving request's prefix, so that they answer before its turn."""
+        """Ask the tiers for the blocks of an arriving request's prefix, so that they answer before its turn."""
         if self._tiers:
             self._loads.arrive(request)
 
@@ -267,7 +267,7 @@ class TierDirector:
         self._num_settled = self._num_planned
 
     def close(self, flush_s: float) -> None:
-        """Store what is offered for at most `flush_s` seconds, and close the tiers."""
+        """Work on offered stores for at most `flush_s` seconds, and close the tiers."""
         until = time.monotonic() + flush_s
         self._loads.cancel_all()
         self._num_settled = self._num_planned
@@ -280,7 +280,7 @@ class TierDirector:
             tier.close(max(0.0, until - time.monotonic()))
 
     def report(self) -> TiersReport:
-        """Report the loads and stores so far, and what the tiers hold (a copy)."""
+        """Report the loads and stores so far, and the tiers' contents (a copy)."""
         return TiersReport(
             tuple(TierReport(tier.name, tier.stats(), deepcopy(self._loads.counts[tier.name])) for tier in self._tiers),
             deepcopy(self._stores.counts),

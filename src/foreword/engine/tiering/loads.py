@@ -146,7 +146,7 @@ class Loads:
         self._num_ended = 0
         self._load_of: dict[Request, Load] = {}
         self._probes: dict[Request, list[Ticket]] = {}
-        """Requests that wait for tiers to say what they have."""
+        """Requests that wait for tiers to say which blocks they have."""
         self._owner_of: dict[BlockHash, Load] = {}
         self._gave_up: WeakSet[TokenSequence] = WeakSet()
         """The sequences whose requests stopped waiting while their blocks were being loaded."""
@@ -163,7 +163,7 @@ class Loads:
     # ---------------------------------------------------------------- requests
 
     def arrive(self, request: Request) -> None:
-        """Ask the tiers what they have of a new request's prefix."""
+        """Ask the tiers which blocks of a new request's prefix they have."""
         if request.skips_cache:
             return
         names = [
@@ -271,7 +271,7 @@ class Loads:
         return False
 
     def _plan(self, sequence: TokenSequence, hit: PrefixHit) -> _Plan | None:
-        """Plan the load that makes the longest hit, of the loads that are faster than computing; None if none is."""
+        """Plan the load that makes the longest hit, of all loads that beat computing; None if no load does."""
         keys = self._manager.keys_by_group(sequence)
         plans = [self._plan_from(tier, sequence, hit, keys) for tier in self._tiers]
         possible = [plan for plan in plans if plan is not None]
@@ -305,7 +305,7 @@ class Loads:
         return _Plan(tier, tables, parts, num_tokens, num_bytes, load_s, compute_s)
 
     def _stored(self, tier: Tier, group_id: int, keys: Sequence[BlockHash]) -> set[BlockHash]:
-        """Those of a group's keys that the tier has."""
+        """The keys that the tier has, of these keys of a group."""
         if not keys:
             return set()
         present = tier.lookup(BlockKeys.of_group(self._namespace, group_id, keys))

@@ -74,7 +74,7 @@ class DroppedKeys:
         self._next = 0
 
     def note(self, keys: Sequence[bytes]) -> None:
-        """Remember these keys; only the first ones if there are too many."""
+        """Remember these keys; if there are too many, only the first keys."""
         numbers = _numbers(keys[: len(self._ring)])
         self._ring[(self._next + np.arange(len(numbers))) % len(self._ring)] = numbers
         self._next += len(numbers)

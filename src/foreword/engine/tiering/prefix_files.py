@@ -42,10 +42,10 @@ class PrefixFiles:
     def export_to(self, path: Path, sequence: TokenSequence, facts: Facts, *, overwrite: bool) -> ExportReport:
         """Write the cached blocks of a sequence to a file.
 
-        Raises InvalidRequestError if none is cached, ConfigError for a path that cannot be written.
+        Raises InvalidRequestError if no block is cached, ConfigError for a path that cannot be written.
         """
         manager = self._manager
-        manager.begin_step()  # what earlier steps filled counts as filled
+        manager.begin_step()  # blocks that earlier steps filled count as filled
         num_tokens = manager.get_computed_blocks(sequence).num_shared_tokens
         num_tokens -= num_tokens % manager.block_size  # an index may match to the token, but blocks have keys if full
         parts = cached_parts(manager, sequence, sequence.num_prompt_tokens)

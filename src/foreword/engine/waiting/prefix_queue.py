@@ -1,9 +1,9 @@
-"""PrefixQueue: serves what is cached first, within a bound on delay.
+"""PrefixQueue: serves requests with cached prefixes first, within a bound on delay.
 
 The order: tenants take turns, and the requests of a tenant go by priority. The requests of one tenant and priority are
 a lane: there, the family with the most cached blocks goes first, and of a family its oldest request.
 
-A request may be overtaken, within its lane, by later ones that together take at most `max_overtake_s` seconds:
+A request may be overtaken, within its lane, by later requests that together take at most `max_overtake_s` seconds:
 
     arrival     1 (new document)   2 (cached)   3 (cached)   4 (new)   5 (cached)
     service     2   3   5   1   4                  2, 3 and 5 take time from 1, and 5 from 4, within the bound
@@ -11,7 +11,7 @@ A request may be overtaken, within its lane, by later ones that together take at
 The time that later requests took from a request depends only on its arrival, and is longest for the oldest request. So
 one sum per lane decides, however many requests wait.
 
-`WaitingPrefixes` sorts the waiting requests by what is cached of their prompts. The cache's ledger reports changes, so
+`WaitingPrefixes` sorts waiting requests by the cached parts of their prompts. The cache's ledger reports changes, so
 nothing is looked up again. A family is the requests of one lane with the same first missing block. Keys are chained, so
 all that comes before that block is the same too: if one of the requests computes the block, the others hit it.
 

@@ -1,4 +1,4 @@
-"""WaitingQueue: what the scheduler asks of a queue, and the queue in order of arrival."""
+"""WaitingQueue: the protocol of queues, and the queues in order of arrival and of priority."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class WaitingQueue(Protocol):
 
 
 class ArrivalQueue:
-    """Serves the lowest service key first: rank, then arrival. A request that does not fit holds up all later ones."""
+    """Serves the lowest service key first: rank, then arrival. A request that does not fit holds up all that follow."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

@@ -1,7 +1,7 @@
 """The loader: reads blocks, verifies them, and hands them to the caller's memory.
 
-While its thread verifies and copies what was read, a second one reads the next piece. The caller's memory sees verified
-bytes only.
+While its thread verifies and copies one piece, a second thread reads the next piece. The caller's memory gets only
+verified bytes.
 
 Blocks are read in few large reads, one ahead of the thread that works on them (`ReadAhead`). Neighbours in a segment
 are read together. Reads end at multiples of 2 MiB in the file, wherever blocks end. Otherwise a read that bypasses the
@@ -288,7 +288,7 @@ class Loader:
         began = time.monotonic()
         places = load.places = self._state.index.locate(load.keys, self._state.clock.now_s())
         stored = load.payload_bytes + self._state.cipher.overhead_bytes
-        # A block of another length is of another layout: whoever wrote it, it is not what is asked for.
+        # A block of another length is of another layout: whoever wrote it, it is not the block that is asked for.
         fits = (places["name"] != 0) & (places["stored_bytes"] == stored)
         load.ticket.settle(np.flatnonzero(~fits), Outcome.MISSING)
         for piece, content in self._reader.contents(places, np.flatnonzero(fits)):

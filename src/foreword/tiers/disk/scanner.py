@@ -54,7 +54,7 @@ class Scanner:
             logger.exception("the cache directory could not be scanned")
 
     def _read_snapshot(self) -> None:
-        """Insert the snapshot's blocks of those of our segments that are still there."""
+        """Insert the snapshot's blocks that lie in segments of ours that are still there."""
         state, home = self._state, self._state.directory.home
         snapshot = read_snapshot(state.files, home / SNAPSHOT_NAME, state.clock, state.cipher.cipher_id)
         if snapshot is None:

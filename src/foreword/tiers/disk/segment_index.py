@@ -201,7 +201,7 @@ class SegmentIndex:
             self._rows["hits"][rows] += self._rows["hits"][rows] < 255
 
     def move(self, run: RunHeader, source: Segment, target: Segment) -> int:
-        """Note that blocks of one segment were copied to a run of another one. Returns the number of blocks moved.
+        """Note that blocks of one segment were copied to a run of another segment. Returns the number of blocks moved.
 
         Blocks that are elsewhere meanwhile stay there.
         """

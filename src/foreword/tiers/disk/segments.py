@@ -1,9 +1,9 @@
 """Segments: files that are rows of runs, in format fwseg, version 1, and the scan that finds runs by their headers.
 
 A segment is appended to by one thread of one process, sealed once, then only read, and unlinked whole. Its name is
-`000042-9f3a1c07.fwseg`: a number that grows, so that the last one of a live process is the one that it may be writing,
-and chance, so that no name is used twice. A run is a header of whole pages, then the payloads, each padded with zeros
-to a page:
+`000042-9f3a1c07.fwseg`: a number that grows, so that a live process may be writing only its last segment, and random
+digits, so that no name is used twice. A run is a header of whole pages, then the payloads, each padded with zeros to a
+page:
 
     | header: page 0 ... | block 0 ......... pad | block 1 ......... pad | ...
     ^ run offset         ^ page of block 0       ^ page of block 1       pages of 4,096 bytes, from the run's start

@@ -1,4 +1,4 @@
-"""What the disk tier's threads share: options, files, clock, tables and counts."""
+"""The state that the disk tier's threads share: options, files, clock, tables and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store tier's threads share: options, server, counts, a view of the blocks, and breakers.
+"""The state that the store tier's threads share: options, server, counts, a view of the blocks, and breakers.
 
 Other processes write, and the server evicts, so the answers in the view age. A circuit breaker is open after some
 failures in a row and then leaves the server alone for a pause, which doubles with each try that fails. The idea is

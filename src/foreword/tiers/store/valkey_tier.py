@@ -12,7 +12,7 @@ A URL is `valkey://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`; `redis://` means t
 TLS: `valkeys://` (or `rediss://`); certificate and host name are checked, against `?ssl_ca_certs=FILE` if it is given;
 `&ssl_certfile=FILE&ssl_keyfile=FILE` is the client's own. A cluster's nodes cannot be used.
 
-What a user needs on the server (ACL): `+exists +getrange +set +del +ping +info ~fw1:*`; without `+set` it only reads,
+A user needs these rights (ACL): `+exists +getrange +set +del +ping +info ~fw1:*`. Without `+set` the tier only reads;
 without `+info` the server's memory is not shown. KV is prompt text in another form: a user who may read it can learn
 prompts. If all machines use a `mac_key_file`, a user who may write can only cause misses. Advice for the server:
 `maxmemory-policy allkeys-lfu`, `save ""`, `appendonly no`.

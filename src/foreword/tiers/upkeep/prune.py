@@ -89,7 +89,7 @@ class Result:
 
 
 def contents_of(cache: Survey) -> list[Content]:
-    """What lies in each segment. Reads all headers."""
+    """The content of each segment. Reads all headers."""
     contents = [Content(segment) for segment in cache.segments]
     for content in contents:
         for header in cache.runs(content.segment):
@@ -186,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Delete what was asked for, and say so; returns the exit code, 1 if a file could not be deleted."""
+    """Delete the wished segments and print the result; returns the exit code, 1 if a file could not be deleted."""
     wish = Wish(
         everything=args.all,
         damaged=args.damaged,

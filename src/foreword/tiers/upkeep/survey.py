@@ -71,7 +71,7 @@ class SegmentFile:
 
 @dataclass(slots=True)
 class Survey:
-    """What lies in a cache directory."""
+    """The contents of a cache directory."""
 
     files: RealFiles
     path: Path
@@ -191,7 +191,7 @@ def _home(files: RealFiles, folder: Path) -> Home:
     except FileNotFoundError:
         return Home(folder, False, None)
     try:
-        # Whoever looks for a dead process's folder at this moment makes a new one.
+        # A process that looks for a dead process's folder at this moment makes a new folder.
         is_live = not files.try_lock(lock)
         return Home(folder, is_live, _holder(files.fstat(lock)) if is_live else None)
     finally:
@@ -228,7 +228,7 @@ class Tally:
 
     namespace: bytes
     facts: Facts
-    """What the manifest says; empty without one."""
+    """The facts of the manifest; empty without a manifest."""
     num_blocks: int = 0
     num_pinned: int = 0
     num_encrypted: int = 0

@@ -71,7 +71,7 @@ def add_key_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify everything and print what is damaged; returns the exit code, 1 for damage."""
+    """Verify all blocks and print the damage; returns the exit code, 1 for damage."""
     cipher = cipher_of(args.key_file)
     cache = survey(RealFiles(), args.directory)
     total = Verdict()
