@@ -140,7 +140,7 @@ def explain_lookup(
 
 
 def _is_in_flight(sequence: TokenSequence, missing: int, others: Iterable[TokenSequence]) -> bool:
-    """Whether another running sequence has the same beginning, missing block included."""
+    """Whether another running sequence has the same beginning, including the missing block."""
     hashes = sequence.block_hashes()
     if missing >= len(hashes):
         return False

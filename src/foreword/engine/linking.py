@@ -25,7 +25,7 @@ from foreword.request import LinkedRun, Request, RequestStatus, SamplingParams
 SOURCE_KEYS = 1 << 20
 """Places in the queue before a linked request, for the requests that compute its sources; they are used in turn."""
 COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
-"""A source is a prompt: the token that follows it is of no use."""
+"""Parameters of a request that computes a source: the token that follows the source is not used."""
 
 
 class Linking:

@@ -32,7 +32,7 @@ class LaunchingRunner(Protocol):
     """A `Runner` that can also compute while the caller goes on.
 
     Batches are computed in the order in which they are launched. At most one batch is launched while the result of
-    another is pending; its placeholder tokens stand for the tokens that the pending batch will sample.
+    another is pending; placeholder tokens in it stand for the tokens that the pending batch will sample.
     """
 
     def launch(self, batch: Batch) -> PendingStep: ...

@@ -79,7 +79,7 @@ class AesGcm(Cipher):
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file: 32 bytes, or 64 hexadecimal digits. Raises ConfigError, also if others can reach it."""
+    """The secret in a file: 32 bytes, or 64 hexadecimal digits. Raises ConfigError, also if other users can read it."""
     try:
         mode = path.stat().st_mode
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """The `Tier` protocol: a place for blocks below the pool, and the values that travel to and from it.
 
-A block is named by its namespace (whose model and arithmetic wrote it), its group id and its block key. Its payload is
+A block is named by its namespace (which model and arithmetic wrote it), its group id and its block key. Its payload is
 a fixed number of bytes for each group. A tier may be slow, full, torn or gone: a block that it cannot give back bit for
 bit is a miss, with a reason.
 """

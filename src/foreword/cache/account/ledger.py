@@ -30,7 +30,7 @@ from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence, common_length, keys_of_group
 
 MAX_UNCOUNTED_HITS = 64
-"""Most hits that wait to be counted. A forgotten block or a query for counts has them counted earlier."""
+"""Most hits that wait to be counted. All waiting hits are also counted when blocks are forgotten or counts are read."""
 MAX_COMPARED = 64
 """Limit of the evicted tails to compare after one prefix; the latest are compared."""
 

@@ -67,7 +67,7 @@ class BlockTable:
     ) -> BlockIds:
         """Write `block_id` into entries `starts[i]` to `ends[i]` (exclusive) of row `rows[i]`; returns the old entries.
 
-        They come row by row, the last entry of each row first.
+        The old entries come row by row, the last entry of each row first.
         """
         counts = ends - starts
         if len(counts) == counts.sum():

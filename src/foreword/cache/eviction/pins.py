@@ -178,7 +178,7 @@ class PinnedPolicy:
         return gone
 
     def _note_last(self, name: Hashable, pin: _Pin) -> None:
-        """Update the index of pins by their last block, which has only the pins that hits refresh."""
+        """Update the index of pins by their last block. Only pins that hits refresh are in the index."""
         last = next(reversed(pin.blocks), None)
         if pin.refresh_s is None or last == pin.last:
             return

@@ -52,7 +52,7 @@ PRIOR_HAZARD = 0.05
 """The hazard of every bin before there is evidence. With it, a block's value falls with age: the order is LRU."""
 PRIOR_WEIGHT = 20.0
 SHRINKAGE = 10.0
-"""The number of blocks with which a class moves half way from the average of all classes to its own evidence."""
+"""With this number of observed blocks, a class's estimate is half its own evidence, half the average of all classes."""
 MEMORY_USES = 200_000
 """The least number of uses after which evidence counts half."""
 MEMORY_CAPACITIES = 16

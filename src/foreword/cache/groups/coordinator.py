@@ -298,8 +298,8 @@ class KVCacheCoordinator(ABC):
         num_new = int(counts.sum())
         if num_new > self.pool.get_num_free_blocks():
             return self._grow_one_by_one(rows, starts, ends)
-        # The rows get the same blocks as one by one: in order, they take blocks from the queue's head that were free
-        # before this call. The blocks that they release join its tail.
+        # The rows get the same blocks as with one call each: in order, they take blocks from the queue's head that were
+        # free before this call. The blocks that they release join the queue's tail.
         if self._releases:
             self._release_each(rows, starts)
         if num_new:

@@ -162,7 +162,7 @@ class TokenSequence:
         return self._hash_new_blocks(self._plain_hashes, NO_EXTRA_KEYS)
 
     def keys_after(self, root: BlockHash, block_size: int, num_blocks: int) -> list[BlockHash]:
-        """The keys that its first blocks would have after another root and with blocks of another size."""
+        """The keys that its first `num_blocks` blocks would have with this root and this block size."""
         tokens = self.token_ids[: num_blocks * block_size]
         return hash_blocks(self._hash_fn, root, tokens, block_size, 0, self.extra_keys)
 

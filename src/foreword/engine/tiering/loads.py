@@ -49,7 +49,7 @@ LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 1.0
 SHORTEST_FIRST_DEADLINE_S = 5.0
 """The least deadline, in seconds, before anything was computed. On a busy machine threads wait for a processor, and
-computing would take as much longer: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s, and its prompt's
+computing would slow down as much: with ten busy threads on two cores, a load of 0.7 MB took 1.2 s, and its prompt's
 40 tokens 5 s."""
 DEADLINE_FACTOR = 3.0
 """A load may take this many times the seconds that the tier estimates."""

@@ -3,10 +3,10 @@
 A sequence is offered when its prompt is computed and when its request leaves. Sequences are stored in the order of
 `Offers`, in chunks, one at a time: the head of a prefix before its tail.
 
-Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. The chunk begins when
-every step that was planned when it was chosen is settled: such a step may still fill one of its blocks. A chunk that
-takes too long is cancelled. While requests run, stores take a fifth of the time: the rest leaves memory and disk to
-steps.
+Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. When a chunk is
+chosen, a planned step may still have to fill a block of the chunk. So the chunk begins when all these steps are
+settled. A chunk that takes too long is cancelled. While requests run, stores take a fifth of the time: the rest leaves
+memory and disk to steps.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Stores:
         return admitted[(part.numbers + 1) * width - 1]
 
     def _is_still_cached(self, chunk: _Chunk) -> bool:
-        """Whether no step that should have filled one of the blocks has failed since the chunk was chosen."""
+        """Whether the chunk's blocks are still cached. If a step that was to fill a block has failed, they are not."""
         now = cached_parts(self._manager, chunk.offer.sequence, chunk.offer.num_tokens)
         return _places(chunk.parts).items() <= _places(now).items()
 

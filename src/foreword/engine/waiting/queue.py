@@ -79,7 +79,7 @@ class WaitingQueue(Protocol):
         """Forget a waiting request that runs now, and computes `num_tokens` tokens before its first new token."""
 
     def candidates(self) -> Iterator[Request]:
-        """The requests to try in this step, each once it is asked for.
+        """Yield the requests to try in this step; each is chosen only when it is asked for.
 
         A request that still waits when the next request is asked for cannot run in this step, and is passed over.
         """

@@ -1,1 +1,1 @@
-"""The host tier: blocks in this machine's memory, below a GPU's."""
+"""The host tier: blocks in this machine's memory, below a pool on a GPU."""
