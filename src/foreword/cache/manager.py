@@ -20,8 +20,7 @@ also be filled from elsewhere, or copied to there, while no request holds them:
     adopt(group, sequence, first, block_ids)       now lookups find the filled blocks
     release_blocks(...)                            the blocks are cached like any others
 
-A taken block is not indexed, so no lookup finds it before it is filled and adopted. A block whose content never arrives
-is only released.
+A taken block is not indexed, so no lookup finds it before it is adopted. A block that stays empty is only released.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch
@@ -78,12 +77,11 @@ class KVCacheManager(EntryKeeper):
 
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
     tokens (default 16), any `index` (default HashIndex). With `groups` a request has one table per
-    group; `block_size` is then the block size of the sequences, and divides every group's block size
-    (default: their greatest common divisor). An `eviction_policy` that is a PinnedPolicy lets prefixes be
-    pinned. With a `ledger` every lookup can explain itself; the ledger needs a key for each block, even with
-    the radix index, which needs no keys. `deduplicate` keeps one copy of equal blocks (one full group only):
-    tables are then not append-only, and change in `begin_step`. Raises ConfigError for options that do not
-    fit together.
+    group; `block_size` is then the block size of the sequences, and divides every group's block size (default: their
+    greatest common divisor). An `eviction_policy` that is a PinnedPolicy lets prefixes be pinned. With a `ledger` every
+    lookup can explain itself; the ledger needs keys of blocks, and the radix index does not. `deduplicate` keeps
+    one copy of equal blocks (one full group only): tables are then not append-only, and change in `begin_step`. Raises
+    ConfigError for options that do not fit together.
     """
 
     def __init__(
@@ -192,10 +190,7 @@ class KVCacheManager(EntryKeeper):
     # -------------------------------------------------------------- allocation
 
     def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
-        """Admit a request the first time, and grow its row later. Returns the newly taken blocks, group by group.
-
-        Returns None, and changes nothing, if blocks are short.
-        """
+        """`admit` a request the first time, `grow` its row later. Returns the new blocks; None if blocks are short."""
         row = self._row_of.get(sequence.request_id)
         if row is None:
             admitted = self._admit(sequence, num_tokens, hit, ())
@@ -215,8 +210,7 @@ class KVCacheManager(EntryKeeper):
 
         Returns the request's row in the tables, valid until the request is freed; None, and no change, if blocks are
         short. Blocks that these tokens fill are indexed at once. For `save_states_at`, see the method of that name.
-        Raises AllocationError, and changes nothing, for fewer tokens than the hit has, or if the id already holds
-        blocks.
+        Raises AllocationError, and changes nothing, for fewer tokens than the hit has, or if the id holds blocks.
         """
         if sequence.request_id in self._row_of:
             raise AllocationError(
@@ -317,8 +311,7 @@ class KVCacheManager(EntryKeeper):
     def retract(self, row: int, num_tokens: int) -> None:
         """Treat a row's slots after the first `num_tokens` as not computed: they hold the KV of wrong drafts.
 
-        No block with such a slot is indexed, because only blocks of known tokens are. The row keeps its blocks, which
-        it soon fills.
+        Only blocks of known tokens are indexed, so these slots are not. The row keeps its blocks, which it soon fills.
         """
         assert num_tokens <= self._num_slots[row]
         self._num_slots[row] = num_tokens
@@ -549,8 +542,7 @@ class KVCacheManager(EntryKeeper):
     def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
         """Hold the first blocks of a sequence, so that the next step can copy them, and count a use of them.
 
-        Returns None, and changes nothing, if the pool lacks such a block or if the present step fills it. Needs one
-        full group.
+        None, and no change, if the pool lacks such a block or if the present step fills it. Needs one full group.
         """
         [table] = self._coordinator.find_longest_cache_hit(sequence).tables
         if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
