@@ -170,7 +170,7 @@ class KVCacheManager(EntryKeeper):
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
-        """Say why the tokens after the hit of `sequence` were not found (None: after the hit of the next step).
+        """Say why the tokens of `sequence` after `hit` were not found. `hit` is None: after the hit of the next step.
 
         Changes nothing. Call this before the sequence is admitted; afterwards a lookup finds the sequence's own blocks.
         Raises ConfigError without a ledger.

@@ -306,7 +306,7 @@ class Lane:
         self._passed_by_age.clear()
 
     def best(self, step: int) -> Request | None:
-        """The oldest request of the family with the most cached blocks, if not passed over in this step; else None."""
+        """The oldest request of the family with the most cached blocks, of families not passed over in this step."""
         while self._by_match:
             _, _, version, family = self._by_match[0]
             if version == family.version:
