@@ -69,7 +69,7 @@ def conversations(num_requests: int, seed: int) -> list[dict[str, Any]]:
 
 
 def write_copies(records: list[dict[str, Any]], file: Path, copies: int) -> int:
-    """The recording several times over, each time with other ids. Returns its blocks."""
+    """Write the recording several times, each time an hour later and with other ids. Returns the number of blocks."""
     num_ids = 1 + max(max(record["hash_ids"]) for record in records)
     with file.open("w") as out:
         for copy in range(copies):

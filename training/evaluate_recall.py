@@ -7,9 +7,9 @@ after up to nineteen answered ones; the document stands in a system message or b
 question. With `lookup` in the prompt, questions come after any number of rounds of lookups, and the document
 is about other facts, or about the same facts with old values.
 
-An answer counts if it is right to the character and ends where it should: decoding is
-greedy, so that is so exactly if every answer token and the end token have the highest logit when
-the right answer is fed in. With tools, the call before it must be right in the same way. One JSON line comes last.
+An answer counts if it is right to the character and ends where it should. Decoding is greedy, so nothing has to be
+generated: the right answer is fed in, and each of its tokens, and the end token, must have the highest logit.
+With tools, the call before it must be right in the same way. One JSON line comes last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeper: the prefixes that owners ask to keep, from their wishes to entries of the cache.
+"""Keeper: makes entries of the cache of the prefixes that owners ask to keep, and writes the entries to a file.
 
 A mark of a prompt becomes an entry once the prompt is computed.
 

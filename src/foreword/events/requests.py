@@ -386,7 +386,8 @@ class Requests:
     def _hear_sibling(self, event: BlockStored) -> None:
         """Note that another group stored some of a prompt's blocks: then the engine computed the whole prompt.
 
-        It does so if a state or a window was missing. In a report of found blocks, all groups list all blocks.
+        The engine does so if a state or a window was missing. An event that lists all blocks of a prompt is ignored: it
+        reports found blocks, which all groups list.
         """
         if event.parent_block_hash is not None:
             return

@@ -1,4 +1,4 @@
-"""Loading any Hugging Face causal language model: as a written decoder, or in transformers' modules."""
+"""Loading any Hugging Face causal language model: in foreword's own decoder, or in transformers' modules."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Decoder:
-        """The written decoder; only for models of a written family."""
+        """foreword's own decoder; only for models of a family that `decoder/families.py` has."""
         assert isinstance(self.network, Decoder), "a model of transformers"
         return self.network
 

@@ -84,11 +84,13 @@ class Tally:
     num_plain_right: int = 0
     """The number of prompts that `all` without gaps answers rightly."""
     num_lost: int = 0
+    """The number of prompts that `all` without gaps answers rightly, and this arm wrongly."""
     num_gained: int = 0
+    """The number of prompts that this arm answers rightly, and `all` without gaps wrongly."""
     num_agreeing: int = 0
     num_linked: int = 0
     """Prompts with a known answer that were not computed exactly: tokens were linked, or positions have gaps. The other
-    prompts say nothing about the method, and cannot be lost or gained."""
+    prompts say nothing about the method, and count neither as lost nor as gained."""
     shares: list[float] = field(default_factory=list)
     """For each prompt, the share of its tokens that were neither linked nor part of its exact beginning."""
     times_ms: list[float] = field(default_factory=list)

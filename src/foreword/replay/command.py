@@ -173,7 +173,10 @@ def _tell_malformed(reader: TraceReader, console: Console) -> None:
 def _replay_tier(
     tier: TierOption, reader: TraceReader, result: ReplayResult, bytes_per_token: int | None, console: Console
 ) -> list[dict[str, Any]]:
-    """Print a table of the blocks that a tier below each capacity finds. Return its rows as JSON values."""
+    """Print, for each capacity of the memory, what is found in memory and in the tier below, and what is written.
+
+    Returns the table's rows as JSON values.
+    """
     with _progress(reader, tier.name, console):
         below = tier.capacity(result.block_tokens, bytes_per_token)
         replays = replay_tiers(reader, list(result.capacities), below, result.block_tokens)

@@ -20,7 +20,7 @@ OBJECTS = 70_000
 MOST_OBJECTS = 1_000_000
 """The number of new objects that cause a pass even if calls run, because garbage in cycles stays until a pass."""
 MOST_S = 300.0
-"""Seconds after a pass from which `OBJECTS` are enough even if calls run. Under steady load, calls always run."""
+"""If the last pass is this many seconds ago, `OBJECTS` are enough even if calls run (under load, they always do)."""
 MOST_BYTES = 64 << 20
 """Growth of the process in bytes after which `OBJECTS` are enough even if calls run."""
 NEVER = 2**30

@@ -435,7 +435,7 @@ class RadixIndex:
     def top(
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
-        """Examine only the children of the returned nodes and of their ancestors. Tails are left out."""
+        """See `PrefixIndex.top`. Examines only children of nodes that it takes, and of their ancestors; no tails."""
         nodes: list[PrefixNode] = []
         queue: list[tuple[int, int, int, int | None, str | None, RadixNode]] = []
 

@@ -5,8 +5,9 @@ later prompts repeat. Then comes the rest. Within each rank the offer comes firs
 
     chance that a later request uses it  *  (seconds to compute it - seconds to load it)  /  bytes
 
-The chance is what the eviction policy has learned of requests that add this number of blocks. The rule of admission
-decides which blocks are offered at all. Keys of blocks that are not stored stay known for a while, for explanations.
+The chance comes from the eviction policy: the share of blocks that were used again, among those of requests that
+added as many blocks as the offer has. The rule of admission decides which blocks are offered at all. Keys of blocks
+that are not stored stay known for a while, for explanations.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _store_floats(builder: Any, powers: list[Any], scores: Any, index: Any, tota
 
 
 def _store_pairs(builder: Any, powers: list[Any], scores: Any, index: Any, total: Any) -> Any:
-    """Write weights as bfloat16, from scores + 2 * start bytes on."""
+    """Write two vectors of weights as bfloat16, at the address scores + 2 * index. Returns the new total."""
     low, high = (_coarse_exp2(builder, power) for power in powers)
     pairs = emit.rounded_pairs(builder, low, high)
     emit.store(builder, builder.bitcast(pairs, _HALVES), builder.add(scores, builder.mul(index, emit.integer(2))))
@@ -183,7 +183,7 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
 
 @emit.instructions("aaai")
 def add_mixture(builder: Any, mixed: Any, chunk_mixed: Any, factors: Any, width: Any) -> None:
-    """Merge one row's mixture of values in a chunk into its mixture so far, by its two factors."""
+    """Add a chunk's weighted sum of values to a row's sum so far: factors[0] * mixed + factors[1] * chunk_mixed."""
     decay, gain = (emit.splat(builder, emit.load(builder, factors, offset, F32)) for offset in (0, 4))
     _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
 

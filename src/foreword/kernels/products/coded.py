@@ -60,7 +60,10 @@ class CodeFormat:
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether codes are floats of eight bits, whose numbers are their values divided by E4M3_SCALE."""
+        """Whether codes are floats of eight bits (e4m3).
+
+        Products read such a code as a number smaller than its value by the factor E4M3_SCALE; scales make up for it.
+        """
         return self.name == "E4M3"
 
     @property

@@ -36,7 +36,7 @@ _INPUT_SIZES = (1.0, 1e3)
 
 
 def use_slopes(model: PreTrainedModel) -> None:
-    """Let the attention modules that bias scores by distance call the interface, with slopes."""
+    """Let attention modules that bias scores by distance call transformers' `AttentionInterface`, with their slopes."""
     num_heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     if not isinstance(num_heads, int):
         return

@@ -58,13 +58,13 @@ def cast(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, A
 
 
 def properties_of(schema: Any) -> Mapping[str, Any]:
-    """The schemas of an object's members, by their names; empty if the schema does not have that form."""
+    """The schemas of an object's members, by their names; empty if the schema has no object `properties`."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
 
 
 def required_of(schema: Any) -> set[str]:
-    """Names of the members that an object must have; empty if the schema does not have that form."""
+    """Names of the members that an object must have; empty if the schema has no list `required`."""
     required = schema.get("required") if isinstance(schema, Mapping) else None
     return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
 

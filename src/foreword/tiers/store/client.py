@@ -1,7 +1,7 @@
 """Connections to a Valkey or Redis server: commands go out in pipelines, replies come into one buffer.
 
-The package connects and encodes commands. All replies are read here, from its socket into memory that is reused (four
-times as fast as its parser).
+The Python package `valkey` connects and encodes commands. Replies are read here, from the package's socket into memory
+that is reused, which is four times as fast as the package's parser.
 
 A server may be hostile or broken. So every reply has a largest length, which the caller gives, and a session with all
 its reads, writes and its login ends at one deadline: neither a length of gigabytes nor a byte a second costs more.

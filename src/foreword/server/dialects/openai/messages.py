@@ -116,7 +116,10 @@ def arguments_for_template(arguments: str) -> Mapping[str, Any] | str:
 
 
 def structured_outputs(body: Any, response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
-    """Return the form that a call asks for; None for any text. Raises APIError or InvalidRequestError."""
+    """Return the form that a call demands of the answer; None if the answer may be any text.
+
+    Raises APIError or InvalidRequestError.
+    """
     forms: dict[str, StructuredOutputsParams] = {}
     of_format = _of_format(response_format)
     if of_format is not None:
