@@ -213,7 +213,7 @@ def metrics() -> str:
     """From the registry of a server that has the shipped model, and a cache directory so that tiers have numbers."""
     from foreword import LLM
     from foreword.demo.run import embedded_model
-    from foreword.server.observe.metrics import Shown
+    from foreword.server.observe.metrics import Scrape
     from foreword.server.options import ServerConfig
     from foreword.server.service import Service
 
@@ -229,7 +229,7 @@ def metrics() -> str:
         LLM(folder, cache_dir=cache, **small) as llm,
     ):
         service = Service(llm, ServerConfig(dashboard=False), "foreword-demo")
-        service.metrics.write(Shown(llm.engine.snapshot(), service.records, service.listeners(), service.kept_bytes()))
+        service.metrics.write(Scrape(llm.engine.snapshot(), service.records, service.listeners(), service.kept_bytes()))
         rows = []
         for family in service.metrics._registry.collect():
             given = getattr(family, "_labelnames", ()) or {name for one in family.samples for name in one.labels}
