@@ -121,7 +121,9 @@ class Case:
         results = []
         for row, (start, end) in enumerate(self.spans):
             blocks = torch.from_numpy(self.batch.block_tables[row, : math.ceil(end / BLOCK_SIZE)].astype(np.int64))
-            keys, values = (kv[blocks].flatten(0, 1)[:end].transpose(0, 1)[None] for kv in (self.keys, self.values))
+            keys, values = (
+                kv[blocks].flatten(0, 1)[:end].transpose(0, 1)[None] for kv in (self.blocks.keys, self.blocks.values)
+            )
             first = int(self.batch.query_starts[row])
             query = self.query[first : first + end - start].transpose(0, 1)[None]
             mask = None

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from foreword import LLM, SamplingParams
+from foreword.model.vision.encoded import PictureRows
 from foreword.pictures import PictureFile
 
 TILE = 512
@@ -75,7 +76,9 @@ def measure(folder: str, options: argparse.Namespace) -> dict[str, Any]:
             second.append(ask(llm, data, "And who painted it?")[0])
             read: list[Any] = []
             known.append(timed(lambda data=data, read=read: read.extend(pictures.read([PictureFile(data)]))))
-            rows.append(timed(lambda every=range(num_tokens), read=read: encoded.rows(read[0], every)))
+            rows.append(
+                timed(lambda every=range(num_tokens), read=read: encoded.of_step([PictureRows(read[0], every)]))
+            )
             known[-1] += rows[-1]
         encoder_s = encoded.seconds / options.repeats
     first_s, second_s = statistics.median(first), statistics.median(second)

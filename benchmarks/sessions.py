@@ -80,7 +80,8 @@ class Superseding(KVCacheManager):
         super().free(request, ended=ended)
         if self.supersedes and blocks is not None and number is not None:
             old = np.flatnonzero(blocks._user == number).astype(np.int32)
-            old = old[~np.isin(old, held) & ~self._coordinator.is_in_a_row(old)]
+            is_unused = self._pool.ref_counts()[old] == self._held_apart[old]
+            old = old[~np.isin(old, held) & is_unused]
             self._pool.give_up(old[np.argsort(-blocks._depth[old], kind="stable")])
 
 
