@@ -135,6 +135,8 @@ def sample(seed: int, names: list[str]) -> None:
 
 def main(names: list[str]) -> int:
     if names[:1] == ["--sample"]:
+        if not names[1:] or not names[1].isdigit():
+            sys.exit(f"--sample needs a seed, and has {names[1:2] or 'none'}; give a number such as 7")
         sample(int(names[1]), names[2:])
         return 0
     num_found = 0
