@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import pytest
 import yaml
 
 from doors import command_line
-from foreword.config import Environment
+from foreword.config import Environment, user_cache_folder
 from foreword.errors import ConfigError
 from foreword.server.options import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
+CACHES = ("HF_HOME", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR")
 UNIT = DEPLOY / "systemd" / "foreword.service"
 
 
@@ -119,6 +121,43 @@ def test_the_variables_that_hold_secrets_are_read() -> None:
     assert all(name in UNIT.read_text() for name in given)
     read = Environment.read(given)
     assert (read.api_key, read.operator_key, read.server_secret) == ("a", "b", "c")
+
+
+IMAGE_CACHE, UNIT_CACHE = Path("/cache"), Path("/var/cache/foreword")
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder"),
+    [
+        (lambda: shlex.split(dockerfile("ENV")[0]), IMAGE_CACHE),
+        (
+            lambda: [
+                word
+                for line in UNIT.read_text().splitlines()
+                if line.startswith("Environment=")
+                for word in line.removeprefix("Environment=").split()
+            ],
+            UNIT_CACHE,
+        ),
+    ],
+    ids=["the image", "systemd"],
+)
+def test_what_makes_the_next_start_faster_is_kept(settings: Callable[[], list[str]], folder: Path) -> None:
+    """Models of the hub, compiled kernels, and what foreword computes of weights and GGUF files."""
+    environ = dict(word.split("=", 1) for word in settings())
+    kept = [user_cache_folder(environ), *(Path(environ[name]) for name in CACHES)]
+    assert all(path.is_relative_to(folder) for path in kept), kept
+
+
+def test_the_folders_that_are_kept_are_a_volume_and_a_cache_of_the_service() -> None:
+    assert dockerfile("VOLUME") == [str(IMAGE_CACHE)]
+    assert any(volume.endswith(f":{IMAGE_CACHE}") for volume in service("compose.yaml")["volumes"])
+    assert unit()["Service"]["CacheDirectory"] == UNIT_CACHE.name
+
+
+def test_an_image_with_ray_has_what_kuberay_asks_with() -> None:
+    """Whether a worker of a RayService is ready, KubeRay asks with wget in its container."""
+    assert re.search(r'"\$EXTRAS,"[^;]*\*,cluster,\*\)[^;]* wget ;;', dockerfile("RUN")[0])
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
