@@ -136,18 +136,8 @@ DEVELOPERS = "for developers"
 """The title of the options that only somebody sets who works on foreword, or on a consumer of its events."""
 
 DEVELOPER_OPTIONS = frozenset(
-    {
-        "cache_events",
-        "coalesce_in_flight",
-        "deduplicate",
-        "kv_events_encoding",
-        "kv_events_hashes",
-        "prefix_index",
-        "self_check",
-        "sink_token_ids",
-        "state_block_size",
-        "state_interval",
-    }
+    "cache_events coalesce_in_flight deduplicate kv_events_encoding kv_events_hashes prefix_index self_check "
+    "sink_token_ids state_block_size state_interval".split()
 )
 
 

@@ -82,36 +82,10 @@ def _allows_none(limits: Any) -> bool:
 _REPLICAS = "`foreword serve --replicas` runs several engines behind one server"
 _ONE_DEVICE = f"a model runs in one process on one device; {_REPLICAS}"
 _SPLIT = "replies are split in the form that the model's chat template has; response_template chooses another one"
-_REASONING = (
-    "",
-    "deepseek_r1",
-    "deepseek_v3",
-    "gemma4",
-    "glm45",
-    "kimi_k2",
-    "minimax_m2",
-    "mistral",
-    "nemotron_v3",
-    "openai_gptoss",
-    "qwen3",
-)
+_REASONING = "deepseek_r1 deepseek_v3 gemma4 glm45 kimi_k2 minimax_m2 mistral nemotron_v3 openai_gptoss qwen3".split()
 _CALLS = (
-    "deepseek_v3",
-    "deepseek_v31",
-    "functiongemma",
-    "gemma4",
-    "glm45",
-    "glm47",
-    "granite",
-    "hermes",
-    "kimi_k2",
-    "llama3_json",
-    "llama4_json",
-    "minimax_m2",
-    "mistral",
-    "openai",
-    "qwen3_coder",
-    "qwen3_xml",
+    "deepseek_v3 deepseek_v31 functiongemma gemma4 glm45 glm47 granite hermes kimi_k2 llama3_json llama4_json "
+    "minimax_m2 mistral openai qwen3_coder qwen3_xml".split()
 )
 _TLS = "the server speaks plain HTTP; put a proxy before it for TLS"
 _MEDIA = "sounds and videos are refused; max_pictures limits pictures, max_picture_tokens their size"
@@ -193,7 +167,7 @@ SERVER_OPTIONS: Mapping[str, VllmOption] = {
     "chat_template_content_format": _only("auto", "string", remedy="text parts reach the template as one text"),
     "enable_auto_tool_choice": _only(True, remedy="calls are read wherever a request brings tools; send none"),
     "tool_call_parser": _only(*_CALLS, remedy=_SPLIT),
-    "reasoning_parser": _only(*_REASONING, remedy=_SPLIT),
+    "reasoning_parser": _only("", *_REASONING, remedy=_SPLIT),
     "return_tokens_as_token_ids": _only(False, remedy=_LATER),
     "enable_force_include_usage": _only(False, remedy="requests ask for it with stream_options"),
     "middleware": _only([], (), remedy="put a proxy before the server"),
