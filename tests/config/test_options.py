@@ -16,9 +16,9 @@ import pytest
 from doors import arguments_of, command_line
 from foreword import LLM, cli
 from foreword.config import EngineConfig, engine_options
+from foreword.config.engine import EngineKeywords
 from foreword.config.flags import Flags
 from foreword.config.help import DEVELOPER_OPTIONS, GROUPS, example, grouped
-from foreword.config.keywords import EngineKeywords
 from foreword.config.option import Option, options_of
 from foreword.config.sizes import format_bytes, parse_bytes
 from foreword.config.vllm import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
@@ -91,7 +91,7 @@ def test_every_option_of_an_engine_is_a_flag_and_a_keyword() -> None:
     names = set(engine_options()) - {"model"}
     flags = {action.dest for action in arguments_of(command("serve"))}
     assert {f"option:{name}" for name in names} <= flags
-    assert set(get_type_hints(EngineKeywords)) == names, "foreword.config.keywords lists what foreword.config has"
+    assert set(get_type_hints(EngineKeywords)) == names, "EngineKeywords lists all options"
     assert set(inspect.signature(LLM).parameters) == {"model", *names}
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from foreword.config.option import Option, options_of, read_options
 from foreword.config.vllm import ENGINE_OPTIONS
@@ -25,12 +25,8 @@ Policy = Literal["fcfs", "priority", "prefix"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names for a precision."""
-LIBRARY_SWITCHES = (
-    "ATEN_CPU_CAPABILITY",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
+_LIBRARY_SWITCHES = (
+    "ATEN_CPU_CAPABILITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS ONEDNN_DEFAULT_FPMATH_MODE ONEDNN_MAX_CPU_ISA".split()
 )
 HashName = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 EvictionName = Literal["lru", "value"]
@@ -60,7 +56,6 @@ class EventsConfig:
     """Topic of all messages, such as kv@10.0.0.7@my-model."""
 
     def __post_init__(self) -> None:
-        _one_of(self, kv_events_encoding=EncodingName, kv_events_hashes=HashesName)
         for name in ("kv_events", "kv_events_replay", "kv_events_snapshot"):
             address = getattr(self, name)
             if address is None:
@@ -160,15 +155,12 @@ class ModelConfig:
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
     def __post_init__(self) -> None:
-        _one_of(self, dtype=Dtype, attention_kernel=KernelName, weight_arithmetic=WeightArithmetic)
         if self.weight_arithmetic == "int8" and self.device != "cpu":
             raise ConfigError(
                 f"weight_arithmetic='int8' runs on a CPU only, not on device={self.device!r}; "
                 "leave it out, or use device='cpu'"
             )
         self._check_kv_format()
-        for name in ("exact", "cuda_graphs", "allow_links", "enable_lora"):
-            _of_type(name, getattr(self, name), bool, "True or False")
         _at_least(self, max_loras=1, max_lora_rank=1, max_pictures=0, max_picture_tokens=1, picture_cache_bytes=0)
         _at_least(self, max_model_len=2, kv_cache_memory_bytes=1)
         share = self.gpu_memory_utilization
@@ -183,7 +175,7 @@ class ModelConfig:
                 f"kv_cache_dtype={name!r} is not supported: floats of eight bits round more than codes with a scale "
                 "for each token and head; use 'int8', which takes as much memory"
             )
-        _one_of(self, kv_cache_dtype=KVCacheDtype)
+        _check_one_of("kv_cache_dtype", name, get_args(KVCacheDtype))
         if name != "int8":
             return
         if self.device != "cpu":
@@ -244,17 +236,12 @@ class CacheConfig:
     keep their bits. False: reuse them anywhere, in a namespace of their own."""
 
     def __post_init__(self) -> None:
-        for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events", "cache_exact"):
-            _of_type(name, getattr(self, name), bool, "True or False")
-        _of_type("key_salt", self.key_salt, str, "a text")
         for name in ("max_pinned_share", "max_pinned_share_per_tenant"):
             share = getattr(self, name)
-            _of_type(name, share, int | float, "0.0 to 1.0")
             if not 0.0 <= share <= 1.0:
                 raise ConfigError(f"{name}={share} is not a share of the pool; use 0.0 to 1.0")
         object.__setattr__(self, "sink_token_ids", tuple(self.sink_token_ids))
         _at_least(self, block_size=1, num_gpu_blocks_override=1, state_block_size=1, state_interval=1)
-        _one_of(self, hash_function=HashName, prefix_index=IndexName, eviction_policy=EvictionName)
         if self.cache_events and not self.explain_misses:
             raise ConfigError("cache_events=True needs explain_misses=True; the events come from its account")
 
@@ -297,7 +284,6 @@ class TierConfig:
             raise ConfigError(
                 f"cache_store_key_file={self.cache_store_key_file!r} signs blocks on a server; give cache_store too"
             )
-        _one_of(self, cache_admission=AdmissionName)
         if not 0.0 < self.cache_store_ttl_s < 1e9:
             raise ConfigError(f"cache_store_ttl_s={self.cache_store_ttl_s} is out of range; use seconds, more than 0")
 
@@ -330,11 +316,9 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _at_least(self, max_num_batched_tokens=1, long_prefill_token_threshold=1, max_num_seqs=1)
         _at_least(self, max_num_encoder_input_tokens=1)
-        _one_of(self, scheduling_policy=Policy)
         if not 0.0 <= self.max_overtake_s < 1e9:
             raise ConfigError(f"max_overtake_s={self.max_overtake_s} is out of range; use seconds, 0 or more")
         if self.draft_tokens != "auto":
-            _of_type("draft_tokens", self.draft_tokens, int, "a number, or 'auto'")
             _at_least(self, draft_tokens=0)
 
 
@@ -351,15 +335,14 @@ class EngineConfig:
     """Seed for requests that have none."""
 
     def __post_init__(self) -> None:
-        if self.events.kv_events is not None and not (self.cache.enable_prefix_caching and self.cache.explain_misses):
+        has_account = self.cache.enable_prefix_caching and self.cache.explain_misses
+        if self.events.kv_events is not None and not has_account:
             raise ConfigError(
                 f"kv_events={self.events.kv_events!r} needs enable_prefix_caching and explain_misses; leave both on"
             )
         if self.model.allow_links and not self.cache.enable_prefix_caching:
             raise ConfigError("allow_links=True needs enable_prefix_caching: links copy cached blocks; leave it on")
-        if self.scheduler.scheduling_policy == "prefix" and not (
-            self.cache.enable_prefix_caching and self.cache.explain_misses
-        ):
+        if self.scheduler.scheduling_policy == "prefix" and not has_account:
             raise ConfigError(
                 "scheduling_policy='prefix' needs enable_prefix_caching and explain_misses, which tell it what is "
                 "cached; leave both on"
@@ -397,6 +380,95 @@ def engine_options() -> Mapping[str, Option]:
     """All options of an engine by name: what `LLM` takes as keywords, and commands as flags."""
     others = options_of(EngineConfig, without=("model", "cache", "tiers", "scheduler", "events"))
     return {**options_of(ModelConfig, CacheConfig, TierConfig, SchedulerConfig, EventsConfig), **others}
+
+
+class EngineKeywords(TypedDict, total=False):
+    """Keywords of `LLM(...)`, spelt out so that editors complete them and mypy checks them. A size may be "4GB"."""
+
+    # ModelConfig
+    revision: str | None
+    tokenizer: str | None
+    tokenizer_revision: str | None
+    chat_template: str | None
+    chat_control_tokens: bool
+    response_template: str | None
+    generation_config: str
+    dtype: Dtype
+    kv_cache_dtype: KVCacheDtype
+    weight_arithmetic: WeightArithmetic
+    device: str
+    max_model_len: int | None
+    kv_cache_memory_bytes: int | str | None
+    gpu_memory_utilization: float | None
+    attention_kernel: KernelName
+    exact: bool
+    cuda_graphs: bool
+    allow_links: bool
+    trust_remote_code: bool
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_pictures: int
+    max_picture_tokens: int
+    enable_prompt_embeds: bool
+    picture_cache_bytes: int | str
+    self_check: bool
+    # CacheConfig
+    block_size: int
+    enable_prefix_caching: bool
+    prefix_index: IndexName
+    eviction_policy: EvictionName
+    num_gpu_blocks_override: int | None
+    keep_all_kv: bool
+    sink_token_ids: Sequence[int]
+    state_block_size: int | None
+    state_interval: int | None
+    deduplicate: bool
+    explain_misses: bool
+    cache_events: bool
+    max_pinned_share: float
+    max_pinned_share_per_tenant: float
+    hash_function: HashName
+    key_salt: str
+    cache_exact: bool
+    # TierConfig
+    cache_host_bytes: int | str | None
+    cache_dir: str | os.PathLike[str] | None
+    cache_disk_bytes: int | str | None
+    cache_key_file: str | os.PathLike[str] | None
+    cache_store: str | None
+    cache_store_ttl_s: float
+    cache_store_key_file: str | os.PathLike[str] | None
+    cache_daily_write_bytes: int | str | None
+    cache_admission: AdmissionName
+    # SchedulerConfig
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int | None
+    max_num_seqs: int
+    max_num_encoder_input_tokens: int
+    scheduling_policy: Policy
+    max_overtake_s: float
+    coalesce_in_flight: bool
+    draft_tokens: DraftTokens
+    # EventsConfig
+    kv_events: str | None
+    kv_events_replay: str | None
+    kv_events_snapshot: str | None
+    kv_events_encoding: EncodingName
+    kv_events_hashes: HashesName
+    kv_events_topic: str
+    # EngineConfig
+    seed: int
+
+
+def signature() -> inspect.Signature:
+    """The signature of `LLM(...)` that help() and notebooks show: all options with their defaults."""
+    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
+    for option in engine_options().values():
+        if option.name != "model":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(option.name, kind, default=option.default, annotation=option.kind))
+    return inspect.Signature(parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +549,7 @@ def ollama_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def library_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that are set with which a user chooses instructions or precisions of numerical libraries."""
-    return {name: environ[name] for name in LIBRARY_SWITCHES if name in environ}
+    return {name: environ[name] for name in _LIBRARY_SWITCHES if name in environ}
 
 
 def _at_least(config: object, **least: int) -> None:
@@ -488,17 +560,6 @@ def _at_least(config: object, **least: int) -> None:
             raise ConfigError(f"{name}={value} is too small; use at least {number}")
 
 
-def _one_of(config: object, **allowed: Any) -> None:
-    """Check fields that have one of the values of a Literal."""
-    for name, literal in allowed.items():
-        _check_one_of(name, getattr(config, name), get_args(literal))
-
-
 def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
-
-
-def _of_type(name: str, value: object, kind: type | UnionType, remedy: str) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name}={value!r} has the wrong type; use {remedy}")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import ExtraKeys, LookupExplanation, NumberedEvent
 from foreword.config import EngineConfig
-from foreword.config.keywords import EngineKeywords, signature
+from foreword.config.engine import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, ModelLimits, Prompt, run_all
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.linking import (
