@@ -185,7 +185,7 @@ def command_line() -> str:
 def options() -> str:
     from foreword.cli import _parser
     from foreword.config import engine_options
-    from foreword.config.help import example
+    from foreword.config.flags import example
 
     flags = {parser.prog: parser.get_default("flags") for parser in commands(_parser())}
     engine = engine_options()

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreword import __version__
 from foreword.config import Environment, engine_options, let_threads_rest
-from foreword.config.flags import Flags, unknown_argument, with_hyphens
-from foreword.config.help import grouped
+from foreword.config.flags import Flags, grouped, unknown_argument, with_hyphens
 from foreword.config.option import options_of, pop_fields
 from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError

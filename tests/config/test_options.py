@@ -17,8 +17,7 @@ from doors import arguments_of, command_line
 from foreword import LLM, cli
 from foreword.config import EngineConfig, engine_options
 from foreword.config.engine import EngineKeywords
-from foreword.config.flags import Flags
-from foreword.config.help import DEVELOPER_OPTIONS, GROUPS, example, grouped
+from foreword.config.flags import DEVELOPER_OPTIONS, GROUPS, Flags, example, grouped
 from foreword.config.option import Option, options_of
 from foreword.config.sizes import format_bytes, parse_bytes
 from foreword.config.vllm import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
@@ -66,7 +65,7 @@ def test_help_has_a_place_and_an_example_for_every_option(capsys: pytest.Capture
     parser = command("serve")
     options = {**engine_options(), **options_of(ServerConfig, FleetConfig, LogConfig)}
     placed = [*DEVELOPER_OPTIONS, *(name for names in GROUPS.values() for name in names)]
-    assert sorted(placed) == sorted(options), "foreword.config.help has a title and an example for each option, once"
+    assert sorted(placed) == sorted(options), "foreword.config.flags has a title and an example for each option, once"
     shown = {
         option.name: example(title, option) for title, group in grouped(options).items() for option in group.values()
     }

@@ -12,8 +12,7 @@ from typing import Any
 
 from foreword import LLM
 from foreword.config import engine_options
-from foreword.config.flags import Flags
-from foreword.config.help import grouped
+from foreword.config.flags import Flags, grouped
 from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError, PMLError
 from foreword.linking import METHODS, LinkedAnswer, Method
