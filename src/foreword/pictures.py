@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ from foreword.text.conversation import MARK, PICTURES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from foreword.model.vision.encoded import Vision
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FILE_BYTES = 32 * 2**20
@@ -263,21 +265,6 @@ def _unreadable(error: Exception) -> InvalidRequestError:
     )
 
 
-class Vision(Protocol):
-    """The part of a model that reads pictures, as this room uses it."""
-
-    token_id: int
-    digest: str
-    sees_ahead: bool
-
-    @property
-    def sign_id(self) -> int: ...
-    def shape(self, height: int, width: int) -> Any: ...
-    def num_rows(self, shape: Any) -> int: ...
-    def text(self, shape: Any) -> str: ...
-    def grid(self, shape: Any) -> tuple[int, int] | None: ...
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ReadPicture:
     """A picture whose size was checked and whose digest is known."""
@@ -346,7 +333,8 @@ class Pictures:
             digest = self._digest(file, size, shape) if entry is None else entry[0]
             read.append(ReadPicture(digest, shape, file))
             self.held.hold(read[-1], file.num_bytes)
-            self._note(name, digest, size)
+            if name is not None:
+                self._note(name, digest, size)
         return read
 
     def shown(self, prompt: Prompt, pictures: Sequence[ReadPicture]) -> Prompt:
@@ -393,10 +381,8 @@ class Pictures:
         digest.update(np.ascontiguousarray(pixels).data)
         return digest.hexdigest()
 
-    def _note(self, name: tuple[str, bytes] | None, digest: str, size: tuple[int, int]) -> None:
+    def _note(self, name: tuple[str, bytes], digest: str, size: tuple[int, int]) -> None:
         """Remember the digest and size of a file's picture, by its owner and the digest of its bytes."""
-        if name is None:
-            return
         with self._lock:
             self._digests[name] = digest, size
             self._digests.move_to_end(name)

@@ -36,9 +36,9 @@ from foreword.pictures import Pictures, taken_apart
 from foreword.pml.composition import Composition
 from foreword.pml.layout import Bounds
 from foreword.pml.library import Library
-from foreword.request import CompletionOutput, LoRARequest, Reply, RequestOutput, SamplingParams, one_each
+from foreword.request import LoRARequest, Reply, RequestOutput, SamplingParams, one_each
 from foreword.text.conversation import ChatKeywords, pictures_of, template_inputs
-from foreword.text.reply import Part, Reasoning, ReplyReader, Text
+from foreword.text.reply import Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
@@ -606,7 +606,7 @@ class Chat:
         self, turn: Turn, limits: ModelLimits, tools: Sequence[Mapping[str, Any]], thinking_budget: int | None
     ) -> None:
         self._turn, self._limits, self._tools, self._budget = turn, limits, tools, thinking_budget
-        self._readers: dict[int, tuple[ReplyReader | None, Reply]] = {}
+        self._readers: dict[int, ReplyReader | None] = {}
         self._num_read: dict[int, int] = {}
         """The number of characters that the reader has, by the answer's index."""
 
@@ -623,33 +623,24 @@ class Chat:
     def read(self, output: RequestOutput) -> RequestOutput:
         """Bring the replies of an output up to date; returns the output."""
         for completion in output.outputs:
-            self._read(completion)
+            index, text = completion.index, completion.text
+            if index not in self._readers:
+                self._readers[index] = self._turn.reader(tools=self._tools, reads_calls=bool(self._tools))
+                completion.reply = Reply()
+            reader, reply = self._readers[index], completion.reply
+            assert reply is not None
+            new, self._num_read[index] = text[self._num_read.get(index, 0) :], len(text)
+            if reader is None:
+                reply.content += new
+                continue
+            for part in (*reader.push(new), *(reader.finish() if completion.finished else ())):
+                if isinstance(part, Text):
+                    reply.content += part.text
+                elif isinstance(part, Reasoning):
+                    reply.reasoning += part.text
+                else:
+                    reply.tool_calls.append(part)
         return output
-
-    def _read(self, completion: CompletionOutput) -> None:
-        if completion.index not in self._readers:
-            reader = self._turn.reader(tools=self._tools, reads_calls=bool(self._tools))
-            completion.reply = Reply()
-            self._readers[completion.index] = reader, completion.reply
-        reader, reply = self._readers[completion.index]
-        num_read = self._num_read.get(completion.index, 0)
-        new, self._num_read[completion.index] = completion.text[num_read:], len(completion.text)
-        if reader is None:
-            reply.content += new
-            return
-        _add(reply, reader.push(new))
-        if completion.finished:
-            _add(reply, reader.finish())
-
-
-def _add(reply: Reply, parts: Sequence[Part]) -> None:
-    for part in parts:
-        if isinstance(part, Text):
-            reply.content += part.text
-        elif isinstance(part, Reasoning):
-            reply.reasoning += part.text
-        else:
-            reply.tool_calls.append(part)
 
 
 LLM.__signature__ = signature()  # type: ignore[attr-defined]

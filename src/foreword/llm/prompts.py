@@ -65,10 +65,6 @@ class Prompts:
         """Return the engine's prompt with its parts linked. Raises InvalidRequestError if it has no parts."""
         return with_links(prompt, composition, link, self._deviations)
 
-    def composition(self, prompt: PromptInput) -> Composition | None:
-        """Return the parts of a prompt; None if it has no parts that can be linked."""
-        return composition_of(prompt, lambda: None if self._tokenizer is None else schema_text(self._tokenizer))
-
     def tokenizer_for(self, purpose: str) -> Tokenizer:
         """Return the model's tokenizer. Raises InvalidRequestError if the model has no tokenizer."""
         if self._tokenizer is None:
@@ -128,7 +124,7 @@ class Prompts:
     def _of_keys(self, prompt: Mapping[str, Any]) -> tuple[Prompt, Composition | None]:
         """Return the prompt and the parts of a mapping whose keys were checked."""
         keys, priority = _extra_keys(prompt.get("cache_salt")), priority_of(prompt.get("priority", 0))
-        composition = self.composition(prompt)
+        composition = composition_of(prompt, lambda: None if self._tokenizer is None else schema_text(self._tokenizer))
         if composition is not None:
             return Prompt(composition.token_ids, None, keys, priority), composition
         if "prompt" in prompt:
