@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,6 @@ from foreword.config import (
     user_cache_folder,
 )
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
-from foreword.engine.drafts.gain import StepTimes
 from foreword.engine.keeper import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.generation import recommended_sampling
@@ -102,8 +102,8 @@ class Assembled:
     """Turns a text's hidden states into a vector."""
     deviations: LinkDeviations | None = None
     """Finds the linked tokens that deviate; None if nothing may be linked."""
-    kept_times: KeptTimes | None = None
-    """Keeps the durations of steps for the next process; None if steps are not timed."""
+    keep_times: Callable[[], None] = lambda: None
+    """Keeps the durations of steps for the next process."""
     adapters: LoadedAdapters | AdapterNames | None = None
     """Reads and keeps adapters; None if requests may not name adapters."""
     pictures: EncodedPictures | None = None
@@ -116,36 +116,29 @@ class Assembled:
     def close(self) -> None:
         """Close the engine, then publish its last events."""
         self.engine.close()
-        if self.kept_times is not None:
-            self.kept_times.keep()
+        self.keep_times()
         if self.publisher is not None:
             self.publisher.close()
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTimes:
-    """The durations of a model's steps on this machine, kept in the user's folder from one process to the next."""
+def _begin_with_kept_times(engine: Engine, identity: CacheIdentity) -> Callable[[], None]:
+    """Give the engine the durations of this model's steps that the last process kept; return what keeps the new ones.
 
-    times: StepTimes
-    name: str
-    file: UserFile
+    They are in the user's folder. An engine that times no steps keeps none.
+    """
+    from foreword.model.identity import name_of_speed
 
-    @classmethod
-    def of(cls, engine: Engine, identity: CacheIdentity) -> KeptTimes | None:
-        """Give the engine the times of the last process with this identity; None if the engine times no steps."""
-        if engine.step_times is None:
-            return None
-        from foreword.model.identity import name_of_speed
+    times = engine.step_times
+    if times is None:
+        return lambda: None
+    name, file = name_of_speed(identity.fingerprint), UserFile(user_cache_folder() / "foreword" / "step_times.json")
+    times.begin_with(file.read().get(name))
 
-        name = name_of_speed(identity.fingerprint)
-        kept_times = cls(engine.step_times, name, UserFile(user_cache_folder() / "foreword" / "step_times.json"))
-        kept_times.times.begin_with(kept_times.file.read().get(name))
-        return kept_times
+    def keep() -> None:
+        if learnt := times.learnt():
+            file.keep({name: learnt})
 
-    def keep(self) -> None:
-        """Write the new times, if there are any."""
-        if learnt := self.times.learnt():
-            self.file.keep({self.name: learnt})
+    return keep
 
 
 def assemble(config: EngineConfig) -> Assembled:
@@ -187,22 +180,18 @@ def assemble(config: EngineConfig) -> Assembled:
                 tier.describe(identity.namespace, facts)
                 engine.entries.open(EntryFile(tier.path_beside(f"{identity.namespace.hex()}.entries")))
         undo.pop_all()
-    layout = plan_layout(config, model)
-    deviations = model.deviations(engine.limits.max_model_len, config.cache.sink_token_ids)
-    explain = model.kernel.explain
-    times = KeptTimes.of(engine, identity)
     return Assembled(
         engine,
         tokenizer,
-        layout,
+        plan_layout(config, model),
         identity,
         publisher,
         inexactness,
-        explain,
+        model.kernel.explain,
         sampling,
         Pooling.of(files),
-        deviations,
-        times,
+        model.deviations(engine.limits.max_model_len, config.cache.sink_token_ids),
+        _begin_with_kept_times(engine, identity),
         adapters,
         model.pictures,
         model.lacks_pillow,
@@ -384,16 +373,18 @@ def _check_whole(options: SchedulerConfig, most_whole: int) -> None:
 
 def _num_blocks(config: EngineConfig, model: LoadedModel, layout: CacheLayout) -> int:
     """Return the number of blocks of the pool. Raises ConfigError if the memory for KV does not hold one block."""
+    from foreword.model.gpu.device import CudaDevice
     from foreword.model.gpu.runner import RunnerLimits
-    from foreword.model.memory import kv_cache_bytes, measure_on_gpu
+    from foreword.model.memory import kv_cache_bytes, measure_memory_use
 
     num_blocks = config.cache.num_gpu_blocks_override
     if num_blocks is None:
         longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
         steps = RunnerLimits.of(config, longest)
-        measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
+        most_tokens = config.scheduler.max_num_batched_tokens
+        measure = partial(measure_memory_use, model, layout, CudaDevice(model.device), steps, most_tokens)
         most_running = config.scheduler.max_num_seqs * layout.blocks_of(longest) * layout.bytes_per_block
-        budget = kv_cache_bytes(config.model, measure, most_running)
+        budget = kv_cache_bytes(config.model, measure if model.device.type == "cuda" else None, most_running)
     else:
         budget = num_blocks * layout.bytes_per_block
     if budget < layout.bytes_per_block:

@@ -19,7 +19,7 @@ from foreword.batch import Batch, Entries
 from foreword.cache import TokenSequence
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError
-from foreword.model.gpu.device import CudaDevice, Device
+from foreword.model.gpu.device import Device
 from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
 from foreword.model.layout import CacheLayout
 from foreword.model.loader import LoadedModel
@@ -131,15 +131,6 @@ def measure_memory_use(
     return use
 
 
-def measure_on_gpu(
-    model: LoadedModel, layout: CacheLayout, limits: RunnerLimits, max_num_batched_tokens: int
-) -> Callable[[], MemoryUse] | None:
-    """A function that measures on the model's device; None on a CPU."""
-    if model.device.type != "cuda":
-        return None
-    return lambda: measure_memory_use(model, layout, CudaDevice(model.device), limits, max_num_batched_tokens)
-
-
 def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, max_num_batched_tokens: int) -> Batch:
     """The largest step: the most tokens, the longest sequences, and the most requests that sample.
 
@@ -153,8 +144,6 @@ def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, 
         lengths[number] += more
         num_spare -= more
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=0, max_tokens=1)
-    starts = np.cumsum([0, *lengths], dtype=np.int32)
-    positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], lengths)
     tables = tuple(
         np.full((num_requests, -(-max(lengths) // spec.block_size)), storage.scrap_block, np.int32)
         for spec in layout.specs
@@ -163,4 +152,5 @@ def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, 
         TokenSequence(f"profile-{n}", np.zeros(size, np.int32), block_size=16) for n, size in enumerate(lengths)
     )
     entries = Entries.of_prompts([Request(sequence, params, max_tokens=1) for sequence in sequences])
-    return replace(Batch.bare(np.zeros_like(positions), positions, starts, tables), entries=entries)
+    batch = Batch.of_spans([np.zeros(length, np.int32) for length in lengths], [0] * num_requests, tables)
+    return replace(batch, entries=entries)
