@@ -215,6 +215,14 @@ class Batch:
         write_from = np.zeros(len(query_starts) - 1, np.int32)
         return cls(NO_ENTRIES, token_ids, positions, query_starts, group_tables, write_from, np.empty((0, 2), np.int32))
 
+    @classmethod
+    def of_spans(cls, spans: Sequence[IntArray], starts: Sequence[int], group_tables: tuple[IntArray, ...]) -> Batch:
+        """Make a `bare` batch of tokens at consecutive positions: span r begins at `starts[r]` of its own sequence."""
+        ends = [start + len(span) for start, span in zip(starts, spans, strict=True)]
+        positions = [np.arange(*bounds, dtype=np.int32) for bounds in zip(starts, ends, strict=True)]
+        query_starts = np.cumsum([0, *map(len, spans)], dtype=np.int32)
+        return cls.bare(np.concatenate(spans), np.concatenate(positions), query_starts, group_tables)
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

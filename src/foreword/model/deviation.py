@@ -69,12 +69,11 @@ class Beginning:
         """Make the step of the tokens from index `start` on, after all earlier tokens."""
         num_tokens, device = len(token_ids), self._decoder.device
         table = np.arange(storage.num_blocks, dtype=np.int32)[None]
-        indices = np.arange(start, start + num_tokens, dtype=np.int32)
-        batch = Batch.bare(token_ids, indices, np.array([0, num_tokens], np.int32), (table,))
+        batch = Batch.of_spans([token_ids], [start], (table,))
         plan = self._attention.plan(batch, storage.scrap_block, CHUNK_TOKENS, device)
         rows = torch.zeros(2, self._pad_rows(num_tokens), dtype=torch.int64)
         rows[0, :num_tokens], rows[1, :num_tokens] = torch.from_numpy(token_ids), torch.from_numpy(positions)
-        group = GroupStep(torch.from_numpy(indices.astype(np.int64)), self._attention, plan)
+        group = GroupStep(torch.arange(start, start + num_tokens), self._attention, plan)
         return Step(rows[0], rows[1], torch.empty(0, dtype=torch.int64), 0, storage, {0: group})
 
 

@@ -60,10 +60,7 @@ class FormatPool:
                 row[:count] = np.arange(first, first + count)
                 first += count
             tables.append(table)
-        positions = [np.arange(*span, dtype=np.int32) for span in zip(starts, ends, strict=True)]
-        query_starts = np.cumsum([0, *(len(ids) for ids in token_ids)], dtype=np.int32)
-        flat = np.concatenate([np.array(ids, np.int32) for ids in token_ids])
-        return Batch.bare(flat, np.concatenate(positions), query_starts, tuple(tables))
+        return Batch.of_spans([np.array(ids, np.int32) for ids in token_ids], starts, tuple(tables))
 
     def logits(self, batch: Batch, rows: Sequence[int]) -> Tensor:
         """Write a batch's KV; return the logits [rows, vocab] of some of its rows."""

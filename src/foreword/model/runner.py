@@ -126,9 +126,7 @@ class ModelRunner:
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
         """Compute the tokens that begin every request into their blocks; called once, before any batch."""
         assert len(token_ids) == len(block_ids) * self._storage.block_sizes[0]
-        positions = np.arange(len(token_ids), dtype=np.int32)
-        batch = Batch.bare(token_ids, positions, np.array([0, len(token_ids)], np.int32), (block_ids[None],))
-        self.forward(batch, np.zeros(1, np.int64))
+        self.forward(Batch.of_spans([token_ids], [0], (block_ids[None],)), np.zeros(1, np.int64))
         self._sink_block_ids = block_ids
 
     def _after_sinks(self, batch: Batch) -> Batch:
@@ -177,7 +175,6 @@ class ModelRunner:
             return self._run(self._plan(self._after_sinks(batch), logit_rows, columns))
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
-        """Copy an array to the model's device."""
         return torch.from_numpy(array).to(self._device)
 
     def _run(self, passes: list[ForwardPass]) -> Tensor:

@@ -149,12 +149,7 @@ class _CachedRequests:
 
     def _step(self, sequence: TokenSequence, start: int, end: int) -> torch.Tensor:
         tables = self._manager.group_block_tables(self._manager.handles([sequence.request_id]))
-        batch = Batch.bare(
-            sequence.token_ids[start:end],
-            np.arange(start, end, dtype=np.int32),
-            np.array([0, end - start], np.int32),
-            tuple(table for table, _ in tables),
-        )
+        batch = Batch.of_spans([sequence.token_ids[start:end]], [start], tuple(table for table, _ in tables))
         batch = replace(batch, prompt_ends=np.array([sequence.num_prompt_tokens], np.int32))
         return self._runner.forward(batch, np.array([end - start - 1]))[0]
 
@@ -182,12 +177,7 @@ class _Check:
 
     def run(self, *parts: tuple[int, IntArray, int, int]) -> torch.Tensor:
         """Run parts, each (request, token ids, start, end), as one batch; returns logits after the first part."""
-        lengths = [end - start for _, _, start, end in parts]
         rows = [row for row, *_ in parts]
-        batch = Batch.bare(
-            np.concatenate([ids[start:end] for _, ids, start, end in parts]),
-            np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
-            np.cumsum([0, *lengths], dtype=np.int32),
-            tuple(table[rows] for table in self.tables),
-        )
+        spans = [ids[start:end] for _, ids, start, end in parts]
+        batch = Batch.of_spans(spans, [start for *_, start, _ in parts], tuple(table[rows] for table in self.tables))
         return self.runner.forward(batch, batch.query_starts[1:2].astype(np.int64) - 1)[0]

@@ -24,9 +24,8 @@ from foreword.batch import Batch, IntArray
 from foreword.kernels.select import DeviceAttention, HostPlan
 from foreword.model.gpu.device import Device, Graph
 from foreword.model.loader import LoadedModel
-from foreword.model.runner import ModelRunner
+from foreword.model.runner import ForwardPass, GroupPlan, ModelRunner
 from foreword.model.sampling.draws import Put
-from foreword.model.step import GroupStep, Step
 from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)
@@ -35,12 +34,6 @@ DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 """Numbers of rows for which decode steps are recorded; larger batches run like prefill."""
 MOST_ROWS_EACH = 16
 """The most rows of a request that attend one by one, each reading the request's KV. More rows run like prefill."""
-
-
-def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the ascending `sizes` that holds `num_rows`; None if no size does."""
-    at = bisect.bisect_left(sizes, num_rows)
-    return sizes[at] if at < len(sizes) else None
 
 
 def why_not_recordable(model: LoadedModel, storage: KVStorage, runner: ModelRunner) -> str | None:
@@ -104,10 +97,10 @@ class DecodeGraphs:
         longest = int(np.diff(batch.query_starts).max())
         if longest > MOST_ROWS_EACH or int(batch.positions.max()) >= self._max_tokens:
             return None
-        return padded_size(batch.num_tokens, self.sizes)
+        at = bisect.bisect_left(self.sizes, batch.num_tokens)
+        return self.sizes[at] if at < len(self.sizes) else None
 
     def plan(self, batch: Batch, size: int, put: Put) -> DecodeStep:
-        """Pack the inputs of the graph of this size."""
         batch = batch.as_single_tokens()
         plans = self._plans(batch, size)
         return DecodeStep(size, batch.num_tokens, put(self._row_array(batch, size)), [put(plan.data) for plan in plans])
@@ -126,28 +119,22 @@ class DecodeGraphs:
         batch = self._padding()
         host = torch.from_numpy(self._row_array(batch, size))
         self._rows[: host.numel()].copy_(host.view(-1))
-        plans = []
-        for plan, static in zip(self._plans(batch, size), self._metadata, strict=True):
+        groups = {}
+        for group_id, (plan, static) in enumerate(zip(self._plans(batch, size), self._metadata, strict=True)):
             static[: len(plan.data)].copy_(torch.from_numpy(plan.data))
-            plans.append((plan, static[: plan.most]))
+            groups[group_id] = GroupPlan(self._kernels[group_id], plan, static[: plan.most])
+        rows = self._rows[: host.numel()].view(host.shape)
+        forward_pass = ForwardPass(size, rows, self._keep[:size], size, groups, {})
 
         def work() -> None:
-            rows = self._rows[: (3 + self._num_groups) * size].view(-1, size).long()
-            token_ids, positions, offsets, *slots = rows.unbind()
-            groups = {
-                group_id: GroupStep(slots[group_id], self._kernels[group_id], plan.at(metadata))
-                for group_id, (plan, metadata) in enumerate(plans)
-            }
-            step = Step(token_ids, positions, self._keep[:size], size, self._storage, groups, {}, offsets)
-            self._logits[:size].copy_(self._model.forward(step))
+            self._logits[:size].copy_(forward_pass.run(self._model, self._storage))
 
         return self._device.capture(work)
 
     def _padding(self) -> Batch:
         """One row of padding: it writes to the scrap block and attends to it."""
-        zero = np.zeros(1, np.int32)
         scrap = np.full((1, 1), self._storage.scrap_block, np.int32)
-        return Batch.bare(zero, zero, np.array([0, 1], np.int32), (scrap,) * self._num_groups)
+        return Batch.of_spans([np.zeros(1, np.int32)], [0], (scrap,) * self._num_groups)
 
     def _row_array(self, batch: Batch, size: int) -> IntArray:
         """Token ids, positions, positions minus rows, and slots of each group; padding is all 0."""
@@ -162,7 +149,6 @@ class DecodeGraphs:
         return rows
 
     def _plans(self, batch: Batch, size: int) -> list[HostPlan]:
-        """Plan each group in the shape of a graph."""
         scrap = self._storage.scrap_block
         kernels = cast(list[DeviceAttention], self._kernels)  # others are not recorded
         return [
