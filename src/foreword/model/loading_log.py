@@ -23,7 +23,6 @@ class LoadingLog:
         self._thread = threading.Thread(target=self._repeat, name="foreword-loading", daemon=True)
 
     def enter(self, stage: str) -> None:
-        """Begin the next stage."""
         self._stage = stage
         logger.info("%s: %s", self._model, stage, extra={"fields": {"event": "loading", "stage": stage}})
 

@@ -137,7 +137,6 @@ class ExpertSpec:
     so."""
 
     def network(self, expert: int) -> NetworkNames:
-        """Names of the weights of one expert."""
         return NetworkNames((self.gate.format(expert), self.up.format(expert)), self.down.format(expert))
 
     @property
@@ -181,7 +180,6 @@ class LatentSpec:
 
     @property
     def norms(self) -> dict[str, int]:
-        """Names of norms, and their sizes."""
         sizes = {self.norm: self.size}
         return sizes if self.query_rank is None else {**sizes, self.query_norm: self.query_rank}
 

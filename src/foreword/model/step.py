@@ -120,5 +120,4 @@ class Step:
         return len(next(iter(self.groups.values())).slots)
 
     def group(self, layer: int) -> GroupStep:
-        """The step of an attention layer's group."""
         return self.groups[self.storage.group_of[layer]]

@@ -220,12 +220,9 @@ class BlockBytes:
 
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
         """Copy a block to `out`, which has `payload_bytes` bytes."""
-        at, target = 0, np.frombuffer(out, np.uint8)
+        target = np.frombuffer(out, np.uint8)
         if self._arrays is not None:
-            for array in self._arrays[group_id]:
-                end = at + array.shape[1]
-                target[at:end] = array[block_id]
-                at = end
+            np.concatenate([array[block_id] for array in self._arrays[group_id]], out=target)
             return
         target[:] = torch.cat([page[block_id] for page in self._pages[group_id]]).cpu().numpy()
 

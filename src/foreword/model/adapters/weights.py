@@ -120,7 +120,6 @@ class AdapterWeights(AdapterName):
     def __init__(
         self, spec: DecoderSpec, changes: Mapping[str, LowRank], invocation: Sequence[int] | None, folder: str = ""
     ) -> None:
-        """`changes` by names of modules."""
         super().__init__(_digest(changes, invocation), invocation, folder)
         self.most_rank = max(len(change.down) for change in changes.values())
         changeable, count = places(spec), PRODUCTS * len(spec.layers)
@@ -174,14 +173,12 @@ class AdaptedRows:
         return len(self._numbers)
 
     def layer(self, layer: int) -> LayerDeltas:
-        """The deltas of a layer's products."""
         first = PRODUCTS * layer
         return LayerDeltas(
             *(Deltas(self, at) if self.is_changed[at] else None for at in range(first, first + PRODUCTS))
         )
 
     def of(self, rows: Tensor) -> AdaptedRows:
-        """Return the same for some of the rows."""
         return AdaptedRows(self._adapters, self._numbers[rows.numpy()])
 
     def changed(self) -> Tensor:
@@ -223,12 +220,7 @@ class Deltas:
         operation.run(alone=work < ALONE_OPERATIONS)
         return target if result.dtype == torch.float32 else target.to(result.dtype)
 
-    def changed(self) -> Tensor:
-        """The rows that have an adapter, even an adapter that leaves this product as it is."""
-        return self.rows.changed()
-
     def of(self, rows: Tensor) -> Deltas:
-        """Return the same for some of the rows."""
         return Deltas(self.rows.of(rows), self.product)
 
 
@@ -257,7 +249,6 @@ class LowRankOperation(Operation):
         a["target"], a["target_bytes"] = target, 4 * outputs
 
     def set_step(self, numbers: Int64Array) -> None:
-        """Set STEP_ARGUMENTS."""
         for argument, number in zip(STEP_ARGUMENTS, numbers, strict=True):
             self.arguments[argument] = number
 

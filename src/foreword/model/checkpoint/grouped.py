@@ -51,7 +51,6 @@ class GroupedPlace:
     keeps_codes: bool
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """Read the weight, as codes or as a tensor in memory of its own. Raises OSError or UnreadableError."""
         try:
             tensors = {name: place.stored() for name, place in self.parts.items()}
             codes, zeros, scales = self.codes_of(tensors)

@@ -48,7 +48,6 @@ class Float8Place:
         return self.weight.shape
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """Read the weight, as codes or as a tensor in memory of its own. Raises OSError or UnreadableError."""
         outputs, inputs = self.shape
         rows, columns = self.block
         grid = -(-outputs // rows), -(-inputs // columns)
@@ -73,7 +72,6 @@ class Float8Place:
         return values
 
     def _bits(self, first: int, end: int) -> Bytes:
-        """Codes of some rows. Raises OSError, UnreadableError."""
         bits: Bytes = self.weight.rows(first, (end - first, self.shape[1])).view(torch.uint8).numpy()
         if (bits & 0x7F == E4M3_NAN).any():
             raise UnreadableError(f"weights in {self.weight.path.name} that are no numbers")
@@ -99,8 +97,7 @@ class Mxfp4Place:
         return self.count, 32 * self.blocks.shape[1]
 
     def read(self, dtype: torch.dtype) -> Weight:
-        """Read the weight, as codes or as a tensor in memory of its own. Raises OSError."""
-        rows = CodedRows(FORMATS["MXFP4"], (self.count, 32 * self.blocks.shape[1]), self._codes)
+        rows = CodedRows(FORMATS["MXFP4"], (self.count, self.shape[1]), self._codes)
         return rows if self.keeps_codes and CodedProduct.can_take(rows) else rows.plain(dtype)
 
     def _codes(self, first: int, end: int) -> Codes:
@@ -129,7 +126,6 @@ class BiasPlace:
         return (len(range(self.first, self.biases.shape[1], self.step)),)
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """Read the numbers into memory of their own. Raises OSError."""
         biases = self.biases.rows(self.expert, (1, self.biases.shape[1]))
         return biases[0, self.first :: self.step].to(dtype).contiguous()
 

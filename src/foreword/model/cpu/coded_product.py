@@ -139,7 +139,6 @@ class CodedProduct:
 
     @staticmethod
     def can_take(weight: CodedRows) -> bool:
-        """Whether the weight suits such products on this processor."""
         return HAS_INSTRUCTIONS and weight.shape[1] % STEP == 0
 
     @property
@@ -178,7 +177,6 @@ class CodedProduct:
 
     @property
     def thread_scratch(self) -> int:
-        """Bytes of scratch memory that each thread needs."""
         return int(self._constants["thread_scratch"])
 
     @property
@@ -227,11 +225,9 @@ class CodedLinear:
 
     @property
     def thread_scratch(self) -> int:
-        """Bytes of scratch memory that each thread needs."""
         return max(product.thread_scratch for product in self._products)
 
     def operations(self) -> list[Operation]:
-        """Make new operations that compute the product; many may exist."""
         first = [] if self._quantise is None else [QuantiseOperation(self._in_features)]
         return [*first, *(product.operation() for product in self._products)]
 

@@ -106,11 +106,9 @@ class CompactProduct:
 
     @property
     def thread_scratch(self) -> int:
-        """Bytes of scratch memory that each thread needs."""
         return int(self._constants["thread_scratch"])
 
     def operations(self) -> list[ProductOperation]:
-        """Make a new operation that computes the product; many may exist."""
         return [self._operation()]
 
     @property

@@ -217,7 +217,7 @@ class GatedLinear:
         assert self.compact is not None
         result = self.compact(rows)
         if deltas is not None:
-            changed = deltas.changed()
+            changed = deltas.rows.changed()
             inputs = rows[changed]
             result[changed] = self._gated(deltas.of(changed).add(inputs, self.compact.before_gate(inputs)))
         return result

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from foreword.model.checkpoint.weights_digest import digest_sources
 from foreword.model.foreign.attention import EXPERTS_NAME
-from foreword.model.foreign.modules import PackedLinear, ProductPart, has_unpacked_products
+from foreword.model.foreign.modules import PackedLinear, ProductPart
 from foreword.model.foreign.recurrent import RecurrentForward, StepCache
 from foreword.model.step import Step
 
@@ -63,11 +63,11 @@ class FlatModel:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row of every product has the same bits however many rows there are."""
-        return not has_unpacked_products(self.module)
+        lookups = {id(child.weight) for child in self.module.modules() if isinstance(child, nn.Embedding)}
+        matrices = (p for p in self.module.parameters() if p.dim() == 2)  # experts' are not, and pad their rows
+        return all(id(matrix) in lookups for matrix in matrices)
 
     def parts(self) -> Counter[str]:
-        """The number of products in each format of weights."""
         return Counter(part.linear.format for part in self.module.modules() if isinstance(part, PackedLinear))
 
     def widths(self) -> set[int]:

@@ -53,9 +53,6 @@ class PackedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         return self.linear(input)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
     """The weights of layers, and their joined bias; None if they have no bias."""
@@ -78,15 +75,6 @@ def pack_linears(module: nn.Module) -> int:
         module.set_submodule(path, packed[id(child)])
     logger.debug("%d linear layers packed", len(packed))
     return len(packed)
-
-
-def has_unpacked_products(module: nn.Module) -> bool:
-    """Whether the library multiplies a plain matrix, so that a row's bits may depend on other rows.
-
-    Experts' matrices (three-dimensional) do not count, because experts pad their rows themselves.
-    """
-    lookups = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    return any(parameter.dim() == 2 and id(parameter) not in lookups for parameter in module.parameters())
 
 
 def fuse(module: nn.Module) -> None:

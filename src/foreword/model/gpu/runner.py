@@ -66,8 +66,6 @@ class StepBuffer:
 
     def __init__(self, device: Device, num_bytes: int = FIRST_BYTES) -> None:
         self._device = device
-        self.num_uploads = 0
-        """The number of copies from host to device so far."""
         self._parts: list[_Part] = []
         """One part, except in a step that needs more memory than any step before."""
         self._used: list[int] = []
@@ -79,7 +77,6 @@ class StepBuffer:
         return sum(self._used)
 
     def begin(self) -> None:
-        """Start a new step."""
         if len(self._parts) > 1:  # one part that is large enough for such a step
             total = sum(len(part.bytes) for part in self._parts)
             self._parts.clear()
@@ -105,7 +102,6 @@ class StepBuffer:
         for part, used in zip(self._parts, self._used, strict=True):
             if used:
                 self._device.copy(part.device[:used], part.host[:used])
-                self.num_uploads += 1
 
     def _grow(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -228,7 +224,6 @@ class DeviceRunner(ModelRunner):
             logger.warning("decoding steps are not recorded, so the host takes longer for each: %s", problem)
 
     def execute(self, batch: Batch) -> BatchResult:
-        """Launch a batch and wait for its result."""
         return self.launch(batch).result()
 
     def launch(self, batch: Batch) -> PendingResult:

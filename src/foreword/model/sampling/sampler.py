@@ -69,7 +69,6 @@ class LogprobRows:
 
     @property
     def num_ints(self) -> int:
-        """Length of `packed`."""
         return 3 * len(self.chosen) + 2 * self.values.numel()
 
     def packed(self) -> Tensor:
