@@ -19,7 +19,6 @@ import numpy.typing as npt
 from foreword.cache import (
     CacheLedger,
     EventLog,
-    EvictionPolicy,
     KVCacheManager,
     MissReason,
     PinnedPolicy,
@@ -29,7 +28,6 @@ from foreword.cache import (
     make_policy,
 )
 from foreword.config import (
-    CacheConfig,
     EngineConfig,
     Environment,
     EventsConfig,
@@ -515,12 +513,6 @@ def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:
     return Grammars(definition, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids))
 
 
-def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
-    policy = make_policy(options.eviction_policy, num_blocks)
-    share, of_tenant = options.max_pinned_share, options.max_pinned_share_per_tenant
-    return PinnedPolicy(policy, num_blocks, max_share=share, max_owner_share=of_tenant) if share else policy
-
-
 def block_keys(config: EngineConfig, identity: CacheIdentity) -> BlockKeys:
     """Return the functions of block keys, which depend on the cache's identity and on the deployment's salt."""
     fingerprint = json.dumps({"identity": identity.fingerprint, "salt": config.cache.key_salt}, sort_keys=True)
@@ -546,7 +538,10 @@ def make_manager(
     if publisher is not None:
         publisher.describe(layout.specs)
         events = EventLog(0 if events is None else events.capacity, listener=publisher.note)
-    ledger = CacheLedger(num_blocks, events=events) if cache.explain_misses else None
+    policy = make_policy(cache.eviction_policy, num_blocks)
+    if cache.max_pinned_share:
+        shares = {"max_share": cache.max_pinned_share, "max_owner_share": cache.max_pinned_share_per_tenant}
+        policy = PinnedPolicy(policy, num_blocks, **shares)
     full = layout.is_one_full_group
     return KVCacheManager(
         num_blocks,
@@ -554,8 +549,8 @@ def make_manager(
         groups=layout.specs,
         enable_prefix_caching=cache.enable_prefix_caching,
         index=make_index(cache.prefix_index, num_blocks, layout.block_size) if full else None,
-        eviction_policy=_eviction_policy(cache, num_blocks),
-        ledger=ledger,
+        eviction_policy=policy,
+        ledger=CacheLedger(num_blocks, events=events) if cache.explain_misses else None,
         deduplicate=cache.deduplicate,
     )
 

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -152,7 +152,11 @@ def read_options(
         renamed = RENAMED.get(name)
         if name not in options and renamed is not None and renamed.name in options:
             option = options[renamed.name]
-            value = value if renamed.convert is None or value is None else _converted(name, value, renamed.convert)
+            if renamed.convert is not None and value is not None:
+                try:
+                    value = renamed.convert(value)
+                except ConfigError as error:
+                    raise ConfigError(f"{name}={error}") from None
             if value is not None and values.get(option.name) is not None:
                 raise ConfigError(f"{name} and {option.name} are one option; give one of them")
         elif name in options:
@@ -166,13 +170,6 @@ def read_options(
         if read is not None:
             results[option.name] = read
     return results
-
-
-def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
-    try:
-        return convert(value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}={error}") from None
 
 
 def unknown_option(name: str, value: Any, names: Collection[str]) -> ConfigError:

@@ -68,8 +68,11 @@ class KVStorage:
         for group_id, group in enumerate(layout.groups):
             if isinstance(group.spec, MambaSpec):
                 self._place_states(group_id, group)
-            else:
-                self._place_attention(group_id, group)
+                continue
+            for layer, slot in zip(group.layers, self._slots, strict=False):
+                shape = layout.attention[layer]
+                sizes = group.spec.block_size, shape.num_kv_heads, (shape.key_dim, shape.value_dim)
+                self.group_of[layer], self.blocks[layer] = group_id, layout.kv_format.view(slot, *sizes)
 
     def pages(self, num_slots: int | None = None) -> list[Tensor]:
         """Return the pages of the first slots, keys before values, [num_blocks + 1, bytes] each, except those without
@@ -84,13 +87,6 @@ class KVStorage:
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens per block of each group."""
         return tuple(spec.block_size for spec in self.layout.specs)
-
-    def _place_attention(self, group_id: int, group: GroupLayout) -> None:
-        size, kv_format = group.spec.block_size, self.layout.kv_format
-        for layer, pages in zip(group.layers, self._slots, strict=False):
-            layout = self.layout.attention[layer]
-            self.group_of[layer] = group_id
-            self.blocks[layer] = kv_format.view(pages, size, layout.num_kv_heads, (layout.key_dim, layout.value_dim))
 
     def _place_states(self, group_id: int, group: GroupLayout) -> None:
         """Lay states one after the other over the pages of all slots, keys before values, and the extra page."""
@@ -216,7 +212,8 @@ class BlockBytes:
             end = at + page.shape[1]
             page[block_id].copy_(whole[at:end])
             at = end
-        _wait_for(whole)
+        if whole.device.type == "cuda":
+            torch.cuda.current_stream(whole.device).synchronize()  # later, others may use the payload's memory
 
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
         """Copy a block to `out`, which has `payload_bytes` bytes."""
@@ -243,9 +240,3 @@ class BlockBytes:
                     if not huge_pages.provide(array[first : min(first + at_once, int(run[-1]) + 1)].reshape(-1)):
                         return
                     yield
-
-
-def _wait_for(tensor: Tensor) -> None:
-    """Wait until the device has carried out what this thread has asked of it."""
-    if tensor.device.type == "cuda":
-        torch.cuda.current_stream(tensor.device).synchronize()

@@ -37,6 +37,29 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_LATENT = {
+    **_PLAIN,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK = {
+    **_LATENT,
+    "num_key_value_heads": 128,
+    "eos_token_id": 1,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "rope_interleave": True,
+}
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_PLAIN, "eos_token_id": 2},
     "mistral": {**_PLAIN, "eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -97,32 +120,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "logit_scale": 0.0625,
         "sliding_window": 4096,
     },
-}
-"""`model_type` -> the values of fields that a file leaves out."""
-_LATENT = {
-    **_PLAIN,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-_DEEPSEEK = {
-    **_LATENT,
-    "num_key_value_heads": 128,
-    "eos_token_id": 1,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 3,
-    "rope_interleave": True,
-}
-_LATENT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {
         **_LATENT,
         "eos_token_id": 2,
@@ -176,6 +173,7 @@ _LATENT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "dim_model_base": 256,
     },
 }
+"""`model_type` -> the values of fields that a file leaves out."""
 _MAY_BE_NULL = frozenset(
     "eos_token_id sliding_window final_logit_softcapping attn_logit_softcapping "
     "q_lora_rank scale_depth dim_model_base".split()
@@ -220,7 +218,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config, as transformers' config of the family has them. Raises UnreadableError."""
     family = raw.get("model_type")
-    defaults = {**_DEFAULTS, **_LATENT_DEFAULTS}.get(str(family))
+    defaults = _DEFAULTS.get(str(family))
     if defaults is None:
         raise UnreadableError(f"model_type={family!r}")
     values = {**defaults, **raw}
@@ -240,7 +238,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     chosen = values.get("num_experts_per_tok") or 0
     if number and not 1 <= chosen <= values[number[0]] <= MOST_EXPERTS:
         raise UnreadableError(f"{chosen} of {values[number[0]]} experts")
-    if family in _LATENT_DEFAULTS:
+    if "kv_lora_rank" in defaults:
         values["head_dim"] = values["qk_rope_head_dim"]
     elif values["hidden_size"] % values["num_attention_heads"]:
         raise UnreadableError("heads that do not divide hidden_size")

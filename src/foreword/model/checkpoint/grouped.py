@@ -152,7 +152,8 @@ def _check(config: Config) -> None:
         if config.get("format") not in ("pack-quantized", "int-quantized", "float-quantized") or not is_known:
             raise UnreadableError(f"compressed-tensors of format={config.get('format')!r}")
         for name in ("sparsity_config", "transform_config", *(("kv_cache_scheme",) if kind == "int" else ())):
-            if config.get(name) not in (None, {}) and not _is_dense(config[name]):
+            value = config.get(name)
+            if value not in (None, {}) and not (isinstance(value, Mapping) and value.get("format") == "dense"):
                 raise UnreadableError(f"compressed-tensors with {name}")
         return
     if config.get("bits", config.get("w_bit")) not in (4, 8):
@@ -161,10 +162,6 @@ def _check(config: Config) -> None:
         raise UnreadableError(f"gptq with checkpoint_format={config['checkpoint_format']!r}")
     if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
         raise UnreadableError(f"awq with version={config['version']!r}")
-
-
-def _is_dense(config: Any) -> bool:
-    return isinstance(config, Mapping) and config.get("format") == "dense"
 
 
 # ------------------------------------------------------------------------------------------------- formats

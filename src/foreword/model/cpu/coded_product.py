@@ -135,7 +135,7 @@ class CodedProduct:
         operation_type = IntegerOperation if weight.in_integers else CodedOperation
         self.operation = functools.partial(operation_type, a, (memory, self._bias), row_scratch)  # no cycle with self
         """Makes a new operation that computes the product; many may exist."""
-        self._of_thread = OfThread(self.operation)
+        self.of_thread = OfThread(self.operation)
 
     @staticmethod
     def can_take(weight: CodedRows) -> bool:
@@ -178,11 +178,6 @@ class CodedProduct:
     @property
     def thread_scratch(self) -> int:
         return int(self._constants["thread_scratch"])
-
-    @property
-    def of_thread(self) -> CodedOperation:
-        """The whole product, as this thread's operation."""
-        return self._of_thread.operation
 
 
 class CodedLinear:
@@ -258,7 +253,7 @@ class CodedLinear:
         return self._multiply(rows, width, parts)[..., columns]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._multiply(rows, self.width, [product.of_thread for product in self._products])
+        return self._multiply(rows, self.width, [product.of_thread.operation for product in self._products])
 
     def _multiply(self, rows: Tensor, width: int, parts: Sequence[CodedOperation]) -> Tensor:
         if rows.shape[-1] != self._in_features:

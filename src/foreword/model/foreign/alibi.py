@@ -189,10 +189,6 @@ def _slopes(bias: Tensor) -> Tensor:
     return slopes
 
 
-def _no_mask(**_: Any) -> Tensor:
-    """Make a tensor that a model can convert; `foreword_attention` does not read it."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
-
-
 AttentionInterface.register(BIASED_NAME, foreword_attention)
-AttentionMaskInterface.register(BIASED_NAME, _no_mask)
+# Models can convert this mask; `foreword_attention` does not read it.
+AttentionMaskInterface.register(BIASED_NAME, lambda **_: torch.ones(1, 1, 1, 1, dtype=torch.bool))

@@ -251,7 +251,7 @@ class DeviceRunner(ModelRunner):
 
     def forward(self, batch: Batch, logit_rows: Rows, columns: Rows | None = None) -> Tensor:
         """Like `ModelRunner.forward`, with graphs where `launch` would use them; waits for the device."""
-        assert self._is_idle
+        assert all(pending.is_read for pending in self._launched)
         self.buffer.begin()
         with torch.inference_mode():
             work = self._plan_work(self._after_sinks(batch), logit_rows)
@@ -259,10 +259,6 @@ class DeviceRunner(ModelRunner):
             logits = self._logits(work).clone()
         self._accelerator.mark().synchronize()
         return logits if columns is None else logits[:, torch.from_numpy(columns).to(logits.device)]
-
-    @property
-    def _is_idle(self) -> bool:
-        return all(pending.is_read for pending in self._launched)
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return self.buffer.put(array)

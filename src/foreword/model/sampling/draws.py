@@ -43,15 +43,13 @@ ALONE_ELEMENTS = 1 << 17
 
 def uniform_numbers(seeds: Words, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Numbers in [0, 1) for seeds and steps [n]: the first from each `np.random.Philox(key=seed, counter=step)`."""
-    first = _few(seeds, steps) if len(seeds) < FEW_SEEDS else _many(seeds, steps)
+    if len(seeds) < FEW_SEEDS:
+        pairs = zip(seeds.tolist(), steps.tolist(), strict=True)
+        first = np.array([np.random.Philox(key=key, counter=step).random_raw() for key, step in pairs], np.uint64)
+    else:
+        first = _many(seeds, steps)
     uniform: npt.NDArray[np.float64] = (first >> np.uint64(11)).astype(np.float64) / 2**53
     return uniform
-
-
-def _few(seeds: Words, steps: npt.NDArray[np.int64]) -> Words:
-    pairs = zip(seeds.tolist(), steps.tolist(), strict=True)
-    generators = [np.random.Philox(key=seed, counter=step) for seed, step in pairs]
-    return np.array([generator.random_raw() for generator in generators], np.uint64)
 
 
 def _many(seeds: Words, steps: npt.NDArray[np.int64]) -> Words:

@@ -275,6 +275,7 @@ class SamplingPlan:
             for row, request, _ in numbered
             if counts[row] < request.params.min_tokens and request.stop_token_ids and row not in masks
         ]
+        is_greedy = sampled.facts["temperature"] <= 0
         return cls(
             repetition=entries(
                 (row, *_repetition(request, drafts))
@@ -287,11 +288,15 @@ class SamplingPlan:
                 if (request.params.presence_penalty or request.params.frequency_penalty)
                 and request.num_output_tokens + len(drafts)
             ),
-            biases=entries((row, *_biases(request)) for row, request, _ in numbered if request.params.logit_bias),
+            biases=entries(
+                (row, np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
+                for row, request, _ in numbered
+                if (bias := request.params.logit_bias)
+            ),
             constrained=_constraints(masks, put),
             forbidden=put(np.concatenate(forbidden)) if forbidden else None,
             random=Draws.make(sampled.facts, sampled.num_generated, vocab, put),
-            greedy=_greedy_rows(sampled, put),
+            greedy=put(is_greedy.nonzero()[0]) if is_greedy.any() and not is_greedy.all() else None,
             reported=_reported(sampled, put, columns),
             has_labels_alone=bool(sampled.facts["has_labels"].all()),
         )
@@ -360,21 +365,11 @@ def _penalties(request: Request, drafts: Int32s) -> tuple[npt.NDArray[np.int64],
     return ids.astype(np.int64), amounts
 
 
-def _biases(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    bias = request.params.logit_bias
-    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
-
-
 def _constraints(masks: Mapping[int, npt.NDArray[np.bool_]], put: Put) -> tuple[Tensor, Tensor] | None:
     if not masks:
         return None
     packed = np.packbits(np.stack(list(masks.values())), axis=1, bitorder="little")
     return put(np.array(list(masks), np.int64)), put(packed)
-
-
-def _greedy_rows(sampled: Sampled, put: Put) -> Tensor | None:
-    is_greedy = sampled.facts["temperature"] <= 0
-    return None if is_greedy.all() or not is_greedy.any() else put(is_greedy.nonzero()[0])
 
 
 def _reported(sampled: Sampled, put: Put, columns: Int64Array | None) -> list[Reported]:
