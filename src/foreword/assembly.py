@@ -215,23 +215,23 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
     tokenizer = Tokenizer.load(
         options.tokenizer or options.model, revision=revision, trust_remote_code=options.trust_remote_code
     )
-    if tokenizer is None and options.tokenizer is not None:
-        raise ModelLoadError(
-            f"tokenizer={options.tokenizer!r} has no tokenizer files; name a folder or hub id that has"
-        )
+    if tokenizer is None:
+        if options.tokenizer is not None:
+            raise ModelLoadError(
+                f"tokenizer={options.tokenizer!r} has no tokenizer files; name a folder or hub id that has"
+            )
+        for name in ("chat_template", "response_template"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"{name} needs a tokenizer, and this model has none; name one with tokenizer")
+        return None
     beside = Path(options.model) / "chat_template.json"  # the template's file in older models with pictures
-    if tokenizer is not None and tokenizer.chat_template is None and beside.is_file():
+    if tokenizer.chat_template is None and beside.is_file():
         tokenizer.set_chat_template(_template_in(beside))
     if options.chat_template is not None:
-        if tokenizer is None:
-            raise ConfigError("chat_template needs a tokenizer, and this model has none; name one with tokenizer")
         tokenizer.set_chat_template(options.chat_template)
-    if tokenizer is not None:
-        tokenizer.set_response_template(options.response_template)
-        if options.chat_control_tokens:
-            tokenizer.take_control_tokens()
-    elif options.response_template is not None:
-        raise ConfigError("response_template needs a tokenizer, and this model has none; name one with tokenizer")
+    tokenizer.set_response_template(options.response_template)
+    if options.chat_control_tokens:
+        tokenizer.take_control_tokens()
     return tokenizer
 
 

@@ -166,13 +166,12 @@ class _Check:
             length = -(-num_tokens // spec.block_size)
             self.tables.append(num_blocks + np.arange(4 * length, dtype=np.int32).reshape(4, length))
             num_blocks += 4 * length
-        self.block_sizes = [spec.block_size for spec in layout.specs]
         self.storage = KVStorage(layout, num_blocks, model.device)
         self.runner = ModelRunner(model, self.storage)
 
     def share(self, source: int, target: int, num_tokens: int) -> None:
         """Give one request the first blocks of another."""
-        for table, size in zip(self.tables, self.block_sizes, strict=True):
+        for table, size in zip(self.tables, self.storage.block_sizes, strict=True):
             table[target, : num_tokens // size] = table[source, : num_tokens // size]
 
     def run(self, *parts: tuple[int, IntArray, int, int]) -> torch.Tensor:

@@ -11,7 +11,8 @@ from torch import nn
 from foreword.config import ModelConfig
 from foreword.model.decoder.linear import can_pack
 from foreword.model.foreign import modules
-from foreword.model.foreign.modules import PackedLinear, has_unpacked_products, pack_linears
+from foreword.model.foreign.flat_model import FlatModel
+from foreword.model.foreign.modules import PackedLinear, pack_linears
 from foreword.model.loader import load_foreign_model
 from tiny_models import TinyModels
 
@@ -91,7 +92,7 @@ def test_only_plain_linear_layers_are_packed() -> None:
     assert module[0] is module[2]
     assert isinstance(module[0], PackedLinear)
     assert type(module[1]) is Scaled
-    assert has_unpacked_products(module)
+    assert not FlatModel(module, None, CPU).is_packed
 
 
 @needs_packing
@@ -105,17 +106,17 @@ def test_a_tied_output_head_is_packed_and_the_embedding_keeps_its_rows(tiny_mode
 
 @needs_packing
 def test_models_with_other_matrices_than_linear_layers_are_told_apart(tiny_models: TinyModels) -> None:
-    assert not has_unpacked_products(load_foreign_model(ModelConfig(str(tiny_models.folder("llama")))).flat.module)
-    assert has_unpacked_products(tiny_models.loaded("gpt2").flat.module)
+    assert load_foreign_model(ModelConfig(str(tiny_models.folder("llama")))).is_packed
+    assert not tiny_models.loaded("gpt2").is_packed
 
 
 def test_where_nothing_can_be_packed_the_plain_layers_stay(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "can_pack", lambda *_: False)
-    module = load_foreign_model(ModelConfig(str(tiny_models.folder("llama")))).flat.module
-    assert isinstance(module.get_output_embeddings(), nn.Linear)
-    assert has_unpacked_products(module)
+    model = load_foreign_model(ModelConfig(str(tiny_models.folder("llama"))))
+    assert isinstance(model.flat.module.get_output_embeddings(), nn.Linear)
+    assert not model.is_packed
 
 
 def test_half_precision_and_other_devices_are_not_packed() -> None:

@@ -36,6 +36,12 @@ MOST_ROWS_EACH = 16
 """The most rows of a request that attend one by one, each reading the request's KV. More rows run like prefill."""
 
 
+def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of the ascending `sizes` that holds `num_rows`; None if no size does."""
+    at = bisect.bisect_left(sizes, num_rows)
+    return sizes[at] if at < len(sizes) else None
+
+
 def why_not_recordable(model: LoadedModel, storage: KVStorage, runner: ModelRunner) -> str | None:
     """The reason why a model's decode steps cannot be recorded; None if they can."""
     if model.states:
@@ -97,8 +103,7 @@ class DecodeGraphs:
         longest = int(np.diff(batch.query_starts).max())
         if longest > MOST_ROWS_EACH or int(batch.positions.max()) >= self._max_tokens:
             return None
-        at = bisect.bisect_left(self.sizes, batch.num_tokens)
-        return self.sizes[at] if at < len(self.sizes) else None
+        return padded_size(batch.num_tokens, self.sizes)
 
     def plan(self, batch: Batch, size: int, put: Put) -> DecodeStep:
         batch = batch.as_single_tokens()
